@@ -1,0 +1,139 @@
+"""The attention backend one can compute by hand: plain numpy, one row at a time, every call checked.
+
+If all values of a sequence are c, its output is c (without sinks). Slow on purpose: it is the oracle of the real ones.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fastdecode.errors import BackendError
+from fastdecode.types import KVLayout, LayerLayout, RWorkerInfo, StepPlan, StepReport, Verb, WorkerReport
+
+
+@dataclass
+class _Cached:
+    """Token-major keys and values of one sequence, float32 [num_tokens, num_kv_heads, dim] per layer."""
+
+    num_tokens: int
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+
+    def first(self, num_tokens: int) -> _Cached:
+        """A copy of the first tokens."""
+        return _Cached(num_tokens, [k[:num_tokens] for k in self.keys], [v[:num_tokens] for v in self.values])
+
+
+@dataclass
+class FakeBackend:
+    """``AttentionBackend`` for float32 models; keeps every sequence of one or more pretended R-workers in a dict."""
+
+    num_workers: int = 1
+    num_blocks: int = 1 << 20
+    block_size: int = 32
+    own_cores: bool = False
+    cached: dict[int, _Cached] = field(default_factory=dict)
+    steps: list[StepPlan] = field(default_factory=list)
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        """See ``AttentionBackend.open``."""
+        if layout.model_dtype != "float32":
+            raise BackendError(f"the fake backend computes in float32, not {layout.model_dtype}")
+        self.layers = layout.layers
+        return [
+            RWorkerInfo(f"fake-{index}", self.num_blocks, self.block_size, 1, "numpy", self.own_cores)
+            for index in range(self.num_workers)
+        ]
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """See ``AttentionBackend.begin_step``."""
+        self.steps.append(plan)
+        for worker in plan.workers:
+            for control in worker.controls:
+                self._apply(int(control["verb"]), *(int(control[name]) for name in ("sequence_id", "source_id", "num_tokens")))
+        count = len(plan.workers[0].mini_batches)
+        self._spans = [np.concatenate([worker.mini_batches[i] for worker in plan.workers]) for i in range(count)]
+        self._outputs: dict[int, np.ndarray] = {}
+        self._times = np.zeros((2, count, len(self.layers)))
+        for span in np.concatenate(self._spans):
+            sequence = self.cached.setdefault(int(span["sequence_id"]), self._empty())
+            if sequence.num_tokens != span["context_len"]:
+                raise BackendError(f"sequence {span['sequence_id']} has {sequence.num_tokens} tokens: {span}")
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        """See ``AttentionBackend.submit``."""
+        self._times[0, mini_batch, layer] = time.perf_counter()
+        outputs, row, query_row = [], 0, 0
+        for span in self._spans[mini_batch]:
+            count = int(span["num_rows"])
+            sequence = self.cached[int(span["sequence_id"])]
+            start = int(span["context_len"])
+            for cache, new in ((sequence.keys, k), (sequence.values, v)):
+                cache[layer] = np.concatenate([cache[layer][:start], new[row : row + count]])
+            if span["attends"]:
+                for i in range(count):
+                    outputs.append(
+                        attend_row(q[query_row + i], sequence.keys[layer], sequence.values[layer], start + i, self.layers[layer])
+                    )
+                query_row += count
+            row += count
+        if (query_row, row, row) != (len(q), len(k), len(v)):
+            raise BackendError(f"the plan has {query_row} attending of {row} rows; q, k, v have {len(q)}, {len(k)}, {len(v)}")
+        shape = (0, self.layers[layer].num_heads, self.layers[layer].value_head_dim)
+        self._outputs[mini_batch] = np.stack(outputs) if outputs else np.zeros(shape, np.float32)
+        self._times[1, mini_batch, layer] = time.perf_counter()
+
+    def ready(self, mini_batch: int) -> bool:
+        """See ``AttentionBackend.ready``."""
+        return mini_batch in self._outputs
+
+    def collect(self, mini_batch: int) -> np.ndarray:
+        """See ``AttentionBackend.collect``."""
+        return self._outputs.pop(mini_batch)
+
+    def end_step(self) -> StepReport:
+        """See ``AttentionBackend.end_step``."""
+        for span in np.concatenate(self._spans):
+            self.cached[int(span["sequence_id"])].num_tokens += int(span["num_rows"])
+        start, end = self._times
+        return StepReport(tuple(WorkerReport(start, end, 0.0, 0, self.num_blocks) for _ in range(self.num_workers)))
+
+    def abandon_step(self) -> None:
+        """See ``AttentionBackend.abandon_step``."""
+        self.cached = {i: sequence for i, sequence in self.cached.items() if sequence.num_tokens}
+
+    def close(self) -> None:
+        """See ``AttentionBackend.close``."""
+        self.cached.clear()
+
+    def _apply(self, verb: int, sequence_id: int, source_id: int, num_tokens: int) -> None:
+        if verb == Verb.FORK:
+            self.cached[sequence_id] = self.cached[source_id].first(num_tokens)
+        elif verb == Verb.TRUNCATE:
+            self.cached[sequence_id] = self.cached[sequence_id].first(num_tokens)
+        else:
+            del self.cached[sequence_id]
+
+    def _empty(self) -> _Cached:
+        keys = [np.zeros((0, layer.num_kv_heads, layer.key_head_dim), np.float32) for layer in self.layers]
+        values = [np.zeros((0, layer.num_kv_heads, layer.value_head_dim), np.float32) for layer in self.layers]
+        return _Cached(0, keys, values)
+
+
+def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, layer: LayerLayout) -> np.ndarray:
+    """o of the query at ``position``: q [num_heads, dim] over keys and values [tokens, num_kv_heads, dim], float64 inside."""
+    first = max(0, position + 1 - layer.window) if layer.window else 0
+    group = layer.num_heads // layer.num_kv_heads
+    seen_keys = np.repeat(keys[first : position + 1], group, axis=1).astype(np.float64)
+    seen_values = np.repeat(values[first : position + 1], group, axis=1)
+    scores = np.einsum("hd,thd->ht", q, seen_keys) * layer.scale
+    if layer.soft_cap:
+        scores = layer.soft_cap * np.tanh(scores / layer.soft_cap)
+    sinks = np.array(layer.sinks)[:, None] if layer.sinks else np.full((layer.num_heads, 1), -np.inf)
+    top = np.maximum(scores.max(axis=1, keepdims=True), sinks)
+    weights = np.exp(scores - top)
+    weights /= weights.sum(axis=1, keepdims=True) + np.exp(sinks - top)
+    return np.einsum("ht,thd->hd", weights, seen_values).astype(np.float32)

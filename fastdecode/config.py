@@ -1,0 +1,148 @@
+"""Every engine setting, frozen, and validated once when it is made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastdecode.errors import ConfigError
+from fastdecode.machine import total_memory_bytes, usable_cores
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+"""The byte-level model that ships with the package."""
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = DTYPES
+SCHEDULES = ("fcfs",)
+LATER_SCHEDULES = ("sls", "stall-free", "request-level", "hybrid", "prefill-first")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One field per engine flag, with underscores; None means "choose for me". ConfigError names a bad field."""
+
+    model: str = str(DEMO_MODEL)
+    tokenizer: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    skip_tokenizer_init: bool = False
+    load_format: str = "auto"
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    num_mini_batches: int | None = None
+    max_num_batched_tokens: int = 2048
+    block_size: int = 32
+    kv_cache_dtype: str = "auto"
+    kv_cache_memory: int | str | None = None
+    enable_prefix_caching: bool = False
+    schedule: str = "fcfs"
+    prefill_scratch: int | str | None = None
+    r_workers: str = "inproc"
+    r_threads: int | None = None
+    s_threads: int | None = None
+    s_cores: str | None = None
+    r_cores: str | None = None
+    seed: int = 0
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _one_of("load_format", self.load_format, ("auto", "dummy"))
+        _one_of("device", self.device, ("auto", "cpu"))
+        if self.schedule in LATER_SCHEDULES:
+            raise ConfigError(f"schedule: {self.schedule!r} is not available in this version; use 'fcfs'")
+        _one_of("schedule", self.schedule, SCHEDULES)
+        if self.enable_prefix_caching:
+            raise ConfigError("enable_prefix_caching is not available in this version; leave it off")
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, not {self.block_size!r}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_mini_batches", "r_threads", "s_threads"):
+            _at_least_one(name, getattr(self, name))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence decodes one token in every step"
+            )
+        self._check_memory()
+        _ = self.num_r_workers, self.s_core_list, self.r_core_list
+
+    def _check_memory(self) -> None:
+        for name in ("kv_cache_memory", "prefill_scratch"):
+            wanted = self.bytes_of(name)
+            if wanted is not None and wanted > total_memory_bytes():
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)} is more than this machine's {total_memory_bytes() / 2**30:.1f} GiB"
+                )
+
+    def bytes_of(self, name: str) -> int | None:
+        """A memory setting in bytes, None where it is to be chosen."""
+        value = getattr(self, name)
+        return None if value is None else parse_bytes(name, value)
+
+    @property
+    def num_r_workers(self) -> int:
+        """R-workers that ``r_workers`` asks for."""
+        match = re.fullmatch(r"inproc(?::([1-9]\d*))?", self.r_workers)
+        if match:
+            return int(match.group(1) or 1)
+        if re.fullmatch(r"spawn:\d+|mpi|([\w.-]+:\d+)(,[\w.-]+:\d+)*", self.r_workers):
+            raise ConfigError(f"r_workers: {self.r_workers!r} is not available in this version; use inproc or inproc:N")
+        raise ConfigError(f"r_workers must be inproc or inproc:N, not {self.r_workers!r}")
+
+    @property
+    def s_core_list(self) -> list[int] | None:
+        """Cores of the S-worker, None when not pinned."""
+        return _cores("s_cores", self.s_cores)
+
+    @property
+    def r_core_list(self) -> list[int] | None:
+        """Cores of the R-workers, None when not pinned."""
+        return _cores("r_cores", self.r_cores)
+
+    @property
+    def separate_cores(self) -> bool:
+        """True when S and R were given cores of their own, so that they can work at the same time."""
+        return bool(self.s_core_list and self.r_core_list and not set(self.s_core_list) & set(self.r_core_list))
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """Bytes from 4294967296, "4GiB", "512MB" or "1.5G"; ConfigError names the setting."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(value), re.IGNORECASE)
+    if not match or float(match.group(1)) <= 0:
+        raise ConfigError(f"{name} must be a positive number of bytes such as 4GiB or 512MB, not {value!r}")
+    unit = (match.group(2) or "").upper()
+    return int(float(match.group(1)) * (_BINARY_UNITS[unit + "i"] if match.group(3) else _UNITS[unit]))
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _at_least_one(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _cores(name: str, spec: str | None) -> list[int] | None:
+    """Core numbers from "0,2-3"; each must be usable by this process."""
+    if spec is None:
+        return None
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", spec):
+        raise ConfigError(f"{name} must be a list of cores such as 0,2-3, not {spec!r}")
+    ranges = [part.split("-") for part in spec.split(",")]
+    cores = sorted({core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1)})
+    missing = sorted(set(cores) - set(usable_cores()))
+    if missing or not cores:
+        raise ConfigError(f"{name}: this process may not use core(s) {missing or spec}; it has {usable_cores()}")
+    return cores

@@ -1,0 +1,210 @@
+"""The engine: the only file that knows the S side and the R side."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+from fastdecode.clock import HOST, StateClock
+from fastdecode.cluster.inproc import InprocBackend, InprocSettings
+from fastdecode.config import EngineConfig
+from fastdecode.errors import BackendError, RequestError
+from fastdecode.machine import usable_cores
+from fastdecode.metrics import StepRecord, step_record
+from fastdecode.outputs import RequestOutput
+from fastdecode.prompts import Prompt, read_prompt
+from fastdecode.protocols import AttentionBackend
+from fastdecode.request import Completion, Request, make_completions
+from fastdecode.resources import check_room, kv_cache_bytes, pin_s_worker, scratch_tokens
+from fastdecode.sampling_params import SamplingParams
+from fastdecode.scheduler import Limits, Placement, Scheduler, Sequence
+from fastdecode.sworker import SModel, SWorker, set_threads
+from fastdecode.sworker.sampling_row import SampledToken
+from fastdecode.trace import Tracer
+from fastdecode.types import ScheduledStep, StepReport
+
+
+class LLMEngine:
+    """Continuous batching over one S-worker and its R-workers; used from one thread.
+
+    ``add_request`` and ``abort_request`` between calls of ``step``, which advances every running request by one
+    token. ``on_step`` is called with a :class:`StepRecord` after every step.
+    """
+
+    def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
+        self.config = config
+        r_cores = config.r_core_list or usable_cores()
+        set_threads(pin_s_worker(config))
+        self.s_model = SModel(config)
+        self.clock = StateClock()
+        self.tracer = Tracer(config.trace) if config.trace else None
+        self.clock.recording = self.tracer is not None
+        self.on_step: Callable[[StepRecord], None] | None = None
+        self.overlap = True
+        self.backend = backend or _inproc_backend(config, r_cores)
+        self.r_workers = self.backend.open(self.s_model.layout)
+        check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
+        own_cores = any(worker.own_cores for worker in self.r_workers)
+        self.num_mini_batches = config.num_mini_batches or (2 if own_cores else 1)
+        self.scheduler = self._make_scheduler()
+        self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
+        self._requests: dict[str, Request] = {}
+        self._growing: dict[int, tuple[Request, Completion]] = {}
+        self._ids = itertools.count()
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+        """Queue a request; RequestError or ConfigError when it can never run."""
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is already in use")
+        text, token_ids = read_prompt(prompt, self.s_model.tokenizer, self.s_model.vocab_size, self.s_model.max_model_len)
+        params.check_token_ids(self.s_model.vocab_size)
+        request = self._make_request(request_id, text, token_ids, params)
+        self._check_fits(request)
+        self._requests[request_id] = request
+        for completion in request.completions:
+            self._growing[completion.sequence.sequence_id] = (request, completion)
+        self.scheduler.add(request.completions[0].sequence)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Drop requests, waiting or running; unknown ids are ignored, as those may just have finished."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            request = self._requests.pop(request_id, None)
+            for completion in request.completions if request else ():
+                if completion.finish_reason is None:
+                    self._finish(completion, "abort")
+        self._settle()
+
+    def has_unfinished_requests(self) -> bool:
+        """True while any request waits or runs."""
+        return bool(self._requests)
+
+    def step(self) -> list[RequestOutput]:
+        """One token for every running request, plus prompt chunks; outputs of the requests that grew."""
+        step = self.scheduler.schedule()
+        if not step.num_tokens:
+            raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
+        sampled, report = self._compute(step)
+        self.scheduler.commit(step)
+        grown = self._take(step, sampled)
+        outputs = [request.output() for request in grown]
+        self._settle()
+        self._record(step, report, sum(map(len, sampled.values())))
+        return outputs
+
+    def close(self) -> None:
+        """Free the R-workers and write the trace; may be called twice."""
+        self.backend.close()
+        if self.tracer:
+            self.tracer.write()
+
+    def _compute(self, step: ScheduledStep) -> tuple[dict[int, list[SampledToken]], StepReport]:
+        sampling = {
+            chunk.sequence_id: self._sampling_rows(chunk.sequence_id)
+            for chunks in step.mini_batches
+            for chunk in chunks
+            if chunk.samples
+        }
+        self.backend.begin_step(step.to_step_plan())
+        try:
+            sampled = self._s_worker.run(step, sampling, self.overlap)
+            return sampled, self.backend.end_step()
+        except BaseException:
+            self.backend.abandon_step()
+            raise
+
+    def _sampling_rows(self, sequence_id: int) -> list:
+        """One row, or one per sibling when a prompt that several sequences share is about to end."""
+        request, completion = self._growing[sequence_id]
+        siblings = completion.sequence.siblings
+        completions = [completion, *(self._growing[sibling.sequence_id][1] for sibling in siblings)]
+        return [request.sampling_row(each) for each in completions]
+
+    def _take(self, step: ScheduledStep, sampled: dict[int, list[SampledToken]]) -> list[Request]:
+        """Append the sampled tokens, end what is finished, and return the requests that grew."""
+        now = self.clock.enter(HOST)
+        grown: dict[str, Request] = {}
+        for sequence_id, tokens in sampled.items():
+            request, completion = self._growing[sequence_id]
+            siblings = completion.sequence.siblings
+            self.scheduler.fork_siblings(completion.sequence)
+            completions = [completion, *(self._growing[sibling.sequence_id][1] for sibling in siblings)]
+            for each, token in zip(completions, tokens, strict=True):
+                each.append(token, request.params, self.s_model.eos_token_ids)
+                if each.finish_reason is not None:
+                    self._finish(each, each.finish_reason)
+            request.token_seconds.append(now)
+            grown[request.request_id] = request
+        for request in grown.values():
+            if request.finished:
+                del self._requests[request.request_id]
+        return list(grown.values())
+
+    def _finish(self, completion: Completion, reason: str) -> None:
+        completion.finish_reason = reason
+        sequence = completion.sequence
+        del self._growing[sequence.sequence_id]
+        self.scheduler.finish(sequence)
+        self._s_worker.forget(sequence.sequence_id)
+
+    def _settle(self) -> None:
+        """When nothing runs, tell the R-workers of the last releases, so that an idle engine holds no blocks."""
+        if self.scheduler.has_unfinished or not self.scheduler.has_controls:
+            return
+        self.backend.begin_step(self.scheduler.schedule().to_step_plan())
+        self.backend.end_step()
+
+    def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
+        seconds = self.clock.snapshot()
+        self.clock.restart()
+        if self.tracer:
+            self.tracer.add(self.clock.spans, report)
+            self.clock.spans.clear()
+        if self.on_step:
+            self.on_step(step_record(step, report, seconds, num_output_tokens, self.overlap))
+
+    def _make_request(self, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams) -> Request:
+        model = self.s_model
+        room = model.max_model_len - len(token_ids)
+        first_id = next(self._ids)
+        for _ in range(params.n - 1):
+            next(self._ids)
+        seed = params.seed if params.seed is not None else (self.config.seed << 32) + first_id
+        completions = make_completions(
+            params, token_ids, min(params.max_tokens or room, room), first_id, seed, model.tokenizer
+        )
+        bad_words = model.bad_words_token_ids(params.bad_words)
+        return Request(request_id, text, token_ids, params, completions, bad_words, model.eos_token_ids)
+
+    def _check_fits(self, request: Request) -> None:
+        if request.params.n > self.config.max_num_seqs:
+            raise RequestError(f"n is {request.params.n}, and max_num_seqs is {self.config.max_num_seqs}")
+        blocks = self.scheduler.placement.blocks_for(request.completions[0].sequence)
+        largest = max(self.scheduler.placement.num_blocks)
+        if blocks > largest:
+            raise RequestError(
+                f"the request's {request.params.n} sequences need {blocks} KV blocks, and the largest R-worker has "
+                f"{largest}: lower n or max_tokens, or give more kv_cache_memory"
+            )
+
+    def _make_scheduler(self) -> Scheduler:
+        limits = Limits(
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            num_mini_batches=self.num_mini_batches,
+            scratch_tokens=scratch_tokens(self.config, self.s_model.layout),
+        )
+        return Scheduler(limits, Placement([worker.num_blocks for worker in self.r_workers], self.config.block_size))
+
+
+def _inproc_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
+    """R-workers on ``cores``: by default all of them, in turn with the S-worker."""
+    return InprocBackend(
+        InprocSettings(
+            num_workers=config.num_r_workers,
+            kv_cache_bytes=kv_cache_bytes(config),
+            block_size=config.block_size,
+            num_threads=config.r_threads or max(1, len(cores) // config.num_r_workers),
+            cores=tuple(cores),
+            own_cores=config.separate_cores,
+        )
+    )

@@ -1,0 +1,101 @@
+"""LLM: offline generation, in vLLM's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from fastdecode.config import EngineConfig
+from fastdecode.engine import LLMEngine
+from fastdecode.errors import ConfigError
+from fastdecode.outputs import RequestOutput
+from fastdecode.prompts import Prompt
+from fastdecode.sampling_params import SamplingParams
+
+
+class LLM:
+    """A model ready to generate; takes every engine flag with underscores, and is a context manager."""
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        if model is not None:
+            settings["model"] = str(model)
+        known = EngineConfig.__dataclass_fields__
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
+            raise ConfigError(f"LLM: unknown setting {unknown[0]!r}; known are {', '.join(known)}")
+        self.engine = LLMEngine(EngineConfig(**settings))
+        self._count = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Finished outputs in the order of ``prompts``.
+
+        A prompt is text, or ``{"prompt_token_ids": […]}``. ``sampling_params`` is one for all, or one each; None is
+        the model's generation_config.json. Bad input raises before anything runs; on any failure or Ctrl-C nothing
+        of this call is left in the engine.
+        """
+        batch = [prompts] if _is_single(prompts) else list(prompts)
+        params = self._params(sampling_params, len(batch))
+        ids = [str(self._count + i) for i in range(len(batch))]
+        self._count += len(batch)
+        try:
+            for request_id, prompt, each in zip(ids, batch, params, strict=True):
+                self.engine.add_request(request_id, prompt, each)
+            finished = self._run(set(ids), use_tqdm)
+        except BaseException:
+            self.engine.abort_request(ids)
+            raise
+        return [finished[request_id] for request_id in ids]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json asks for."""
+        defaults = dict(self.engine.s_model.generation_defaults)
+        del defaults["eos_token_id"]
+        return SamplingParams(**defaults)
+
+    def close(self) -> None:
+        """Free the R-workers; may be called twice."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, wanted: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        with tqdm(total=len(wanted), desc="Requests", unit="req", disable=None if use_tqdm else True) as bar:
+            while len(finished) < len(wanted):
+                for output in self.engine.step():
+                    if output.finished and output.request_id in wanted:
+                        finished[output.request_id] = output
+                        bar.update()
+        return finished
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise ConfigError(f"generate: {count} prompts but {len(given)} sampling_params; give one, or one each")
+        return list(given)
+
+
+def _is_single(prompts: Any) -> bool:
+    """True for one prompt: text, a mapping, or a flat list of token ids."""
+    if isinstance(prompts, (str, dict)):
+        return True
+    return bool(prompts) and all(isinstance(item, int) for item in prompts)

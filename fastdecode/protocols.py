@@ -1,0 +1,61 @@
+"""The two contracts the floors meet at: attention held elsewhere, and a forecast of step time."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from fastdecode.types import KVLayout, RWorkerInfo, StepPlan, StepReport
+
+
+class AttentionBackend(Protocol):
+    """Whoever holds the KV cache: threads of this process, processes, hosts or a fake. Called from one thread.
+
+    Arrays cross in the model's dtype (float32, or uint16 bits of float16 and bfloat16), C-contiguous. Rows of a
+    mini-batch are sorted by R-worker and, within one, attending rows come before append-only rows.
+    """
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        """Allocate caches for ``layout`` and describe the workers; CapacityError when memory is too small."""
+        ...
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Apply the controls and prepare the rows of every mini-batch; BackendError if the plan is impossible."""
+        ...
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        """Start one layer of one mini-batch and return at once; the buffers stay untouched until ``collect``.
+
+        ``q``: [attending rows, num_heads, key_head_dim]; ``k``: [rows, num_kv_heads, key_head_dim];
+        ``v``: [rows, num_kv_heads, value_head_dim].
+        """
+        ...
+
+    def ready(self, mini_batch: int) -> bool:
+        """True when ``collect`` would return without waiting."""
+        ...
+
+    def collect(self, mini_batch: int) -> np.ndarray:
+        """Wait for o, [attending rows, num_heads, value_head_dim]; valid until this mini-batch's next submit."""
+        ...
+
+    def end_step(self) -> StepReport:
+        """Commit the lengths of all sequences in the plan and report."""
+        ...
+
+    def abandon_step(self) -> None:
+        """Forget the rows of the step: lengths and blocks are as ``begin_step``'s controls left them."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; may be called twice."""
+        ...
+
+
+class StepTime(Protocol):
+    """The scheduler's only view of the future."""
+
+    def __call__(self, tokens: int, kv_tokens: int) -> float:
+        """Seconds a step takes that computes ``tokens`` rows and attends over ``kv_tokens`` cached tokens."""
+        ...

@@ -1,0 +1,134 @@
+"""A request in flight: its sequences and the outputs growing from them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from fastdecode.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from fastdecode.sampling_params import SamplingParams
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.sworker.draw import sample_seed
+from fastdecode.sworker.sampling_row import SampledToken, SamplingRow
+from fastdecode.text import TextStream, Tokenizer
+
+
+@dataclass
+class Completion:
+    """One of a request's ``n`` outputs: a sequence, its text, and how it ended."""
+
+    index: int
+    sequence: Sequence
+    text: TextStream | None
+    generator_seed: int
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+
+    def append(self, sampled: SampledToken, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
+        """Take the next token and decide whether it was the last."""
+        if sampled.failed:
+            self.finish_reason = "error"
+            return
+        token = sampled.token_id
+        tokens = self.sequence.output_token_ids
+        tokens.append(token)
+        if sampled.logprob is not None:
+            self.logprobs.append({t: Logprob(logprob, rank) for t, (logprob, rank) in sampled.logprob.items()})
+        ends = token in eos_token_ids and not params.ignore_eos
+        stopped = token in (params.stop_token_ids or ())
+        hidden = (ends or stopped) and not params.include_stop_str_in_output
+        string = self.text.push(token) if self.text and not hidden else None
+        if len(tokens) < params.min_tokens:
+            string = None
+        if ends:
+            self.finish_reason = "stop"
+        elif stopped or string is not None:
+            self.finish_reason, self.stop_reason = "stop", token if stopped else string
+        elif len(tokens) >= self.sequence.max_tokens:
+            self.finish_reason = "length"
+
+    def output(self) -> CompletionOutput:
+        """A snapshot for the user."""
+        return CompletionOutput(
+            self.index,
+            self.text.visible(self.finish_reason is not None) if self.text else "",
+            tuple(self.sequence.output_token_ids),
+            self.finish_reason,
+            self.stop_reason,
+            tuple(self.logprobs) if self.logprobs else None,
+        )
+
+
+class Request:
+    """``prompt_token_ids`` and parameters, and ``params.n`` completions of them."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        completions: list[Completion],
+        bad_words_token_ids: tuple[tuple[int, ...], ...],
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.completions = completions
+        self.arrival_seconds = time.perf_counter()
+        self.scheduled_seconds = 0.0
+        self.token_seconds: list[float] = []
+        self._bad_words = bad_words_token_ids
+        self._stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        """True when every completion has ended."""
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    def sampling_row(self, completion: Completion) -> SamplingRow:
+        """What the sampler needs for this completion's next token."""
+        return SamplingRow(
+            self.params,
+            self.prompt_token_ids,
+            completion.sequence.output_token_ids,
+            self._stops,
+            self._bad_words,
+            completion.generator_seed,
+        )
+
+    def output(self) -> RequestOutput:
+        """A snapshot for the user."""
+        metrics = RequestMetrics(self.arrival_seconds, self.scheduled_seconds, tuple(self.token_seconds))
+        outputs = [completion.output() for completion in self.completions]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics)
+
+
+def make_completions(
+    params: SamplingParams,
+    prompt_token_ids: list[int],
+    max_tokens: int,
+    first_sequence_id: int,
+    seed: int,
+    tokenizer: Tokenizer | None,
+) -> list[Completion]:
+    """``params.n`` completions; the first one's sequence computes the prompt and brings the others."""
+    text = tokenizer is not None and params.detokenize
+    sequences = [Sequence(first_sequence_id + i, prompt_token_ids, max_tokens) for i in range(params.n)]
+    sequences[0].siblings = tuple(sequences[1:])
+    return [
+        Completion(
+            index,
+            sequence,
+            TextStream(
+                tokenizer.backend, params.stop, params.skip_special_tokens, params.include_stop_str_in_output
+            )
+            if text and tokenizer
+            else None,
+            sample_seed(seed, index),
+        )
+        for index, sequence in enumerate(sequences)
+    ]

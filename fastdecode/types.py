@@ -1,0 +1,186 @@
+"""The nouns that cross the seam between the S side and the R side (standard library and numpy only)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes per element of each model and KV dtype."""
+
+WIRE_DTYPE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.uint16), "bfloat16": np.dtype(np.uint16)}
+"""How numpy carries each dtype over the seam: 16-bit floats travel as their bits."""
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Shape and scoring rule of one attention layer.
+
+    ``window`` counts the tokens a query sees, itself included (0: all). ``soft_cap`` is 0 when absent.
+    ``sinks`` holds one extra logit per query head, or is empty.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: tuple[float, ...] = ()
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Elements of K and V one cached token holds in this layer."""
+        return self.num_kv_heads * (self.key_head_dim + self.value_head_dim)
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Everything an R-worker must know about a model: its layers and the dtypes of payload and cache."""
+
+    layers: tuple[LayerLayout, ...]
+    model_dtype: str
+    kv_dtype: str
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V one token takes in the cache, over all layers."""
+        return sum(layer.kv_elements_per_token for layer in self.layers) * ITEM_BYTES[self.kv_dtype]
+
+
+class Verb(IntEnum):
+    """What a control record asks of an R-worker before the step's rows."""
+
+    FORK = 0
+    TRUNCATE = 1
+    RELEASE = 2
+
+
+CONTROL = np.dtype([("verb", "<i8"), ("sequence_id", "<i8"), ("source_id", "<i8"), ("num_tokens", "<i8")])
+"""FORK makes ``sequence_id`` from the first ``num_tokens`` of ``source_id``; TRUNCATE keeps ``num_tokens``."""
+
+SPAN = np.dtype([("sequence_id", "<i8"), ("context_len", "<i8"), ("num_rows", "<i8"), ("attends", "<i8")])
+"""``num_rows`` consecutive new tokens of one sequence that had ``context_len`` cached tokens before the step.
+
+A span with ``attends`` 0 is append-only: its keys and values are stored, its queries attend on the S-worker.
+"""
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One R-worker's part of a step: controls in order, then the spans of each mini-batch.
+
+    ``controls``: CONTROL [num_controls]; ``mini_batches``: per mini-batch SPAN [num_spans], attending spans first.
+    """
+
+    controls: np.ndarray
+    mini_batches: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of every R-worker, in worker order; all workers list the same number of mini-batches."""
+
+    workers: tuple[WorkerPlan, ...]
+
+
+@dataclass(frozen=True)
+class RWorkerInfo:
+    """What an R-worker says of itself when it is opened."""
+
+    name: str
+    num_blocks: int
+    block_size: int
+    num_threads: int
+    isa: str
+    own_cores: bool
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What one R-worker did in a step.
+
+    ``busy_start`` and ``busy_end``: float64 [num_mini_batches, num_layers], seconds on the S-worker's
+    ``time.perf_counter``; both are 0 where the worker had no rows. ``transfer_seconds``: from submit to o available,
+    less the time busy and the time queued behind the worker's other calls, summed over the step.
+    """
+
+    busy_start: np.ndarray
+    busy_end: np.ndarray
+    transfer_seconds: float
+    bytes_read: int
+    blocks_free: int
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The reports of all R-workers for one step, in worker order."""
+
+    workers: tuple[WorkerReport, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive new tokens of one sequence in a step: one token when it decodes, more of a prompt.
+
+    ``attends``: on the R-worker that holds the sequence; otherwise on the S-worker, over its prompt scratch.
+    ``samples``: its last token's logits are wanted. ``last_of_prompt``: the scratch is not needed after it. ``is_decode``: no prompt token is among them.
+    """
+
+    sequence_id: int
+    worker: int
+    context_len: int
+    token_ids: Sequence[int]
+    attends: bool = True
+    samples: bool = True
+    last_of_prompt: bool = True
+    is_decode: bool = True
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """The scheduler's answer: the chunks of each mini-batch, and the controls of each R-worker.
+
+    Chunks are sorted by worker, attending ones first, so that a worker's payload is one slice of the rows.
+    """
+
+    mini_batches: tuple[tuple[Chunk, ...], ...]
+    controls: tuple[tuple[tuple[int, int, int, int], ...], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the whole step."""
+        return sum(len(chunk.token_ids) for chunks in self.mini_batches for chunk in chunks)
+
+    @property
+    def kv_load(self) -> int:
+        """Cached tokens attended in this step, over all sequences, the new tokens included."""
+        return sum(chunk.context_len + len(chunk.token_ids) for chunks in self.mini_batches for chunk in chunks)
+
+    @property
+    def is_decode(self) -> bool:
+        """True when no chunk holds prompt tokens, that is, every sequence adds one token to finished context."""
+        return all(chunk.is_decode for chunks in self.mini_batches for chunk in chunks)
+
+    def to_step_plan(self) -> StepPlan:
+        """The same step as the R-workers see it."""
+        workers = range(len(self.controls))
+        return StepPlan(tuple(self._worker_plan(worker) for worker in workers))
+
+    def _worker_plan(self, worker: int) -> WorkerPlan:
+        spans = tuple(
+            np.array(
+                [
+                    (chunk.sequence_id, chunk.context_len, len(chunk.token_ids), chunk.attends)
+                    for chunk in chunks
+                    if chunk.worker == worker
+                ],
+                dtype=SPAN,
+            )
+            for chunks in self.mini_batches
+        )
+        return WorkerPlan(np.array(list(self.controls[worker]), dtype=CONTROL), spans)

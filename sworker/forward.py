@@ -1,0 +1,87 @@
+"""One mini-batch's way through the model: what happens each time a layer asks for attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from greenlet import getcurrent
+
+from fastdecode.protocols import AttentionBackend
+from fastdecode.sworker.lanes import Lane
+from fastdecode.sworker.packing import PackedRows
+from fastdecode.sworker.prefill import PromptScratch, prompt_attention
+from fastdecode.sworker.staging import from_numpy, rows_of, to_numpy
+from fastdecode.types import KVLayout, LayerLayout
+
+
+class MiniBatchForward:
+    """A forward of the model over packed rows, in a lane of its own; it pauses at every attention call."""
+
+    def __init__(
+        self,
+        mini_batch: int,
+        packed: PackedRows,
+        model: torch.nn.Module,
+        layout: KVLayout,
+        backend: AttentionBackend,
+        scratch: PromptScratch,
+    ) -> None:
+        self.mini_batch = mini_batch
+        self.packed = packed
+        self.layer = 0
+        self.lane = Lane(self._run, self._attend)
+        self._model = model
+        self._layout = layout
+        self._backend = backend
+        self._scratch = scratch
+
+    def _run(self) -> torch.Tensor:
+        """Logits of the sampling rows, [num_sampled, vocab], in the model's dtype."""
+        packed = self.packed
+        output = self._model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            use_cache=False,
+            logits_to_keep=packed.logits_rows,
+        )
+        return output.logits[0, : packed.num_sampled]
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Submit, attend the prompt chunks meanwhile, leave to the pipeline, and come back with o [1, T, heads, dim]."""
+        layer = self._layout.layers[self.layer]
+        num_rows = self.packed.num_rows
+        q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
+        attending = to_numpy(q[self.packed.attending_rows])
+        self._backend.submit(self.mini_batch, self.layer, attending, to_numpy(k), to_numpy(v))
+        prompts = [self._attend_prompt(rows, q, k, v, layer) for rows in self.packed.prompt_rows]
+        self.layer += 1
+        remote: np.ndarray = getcurrent().parent.switch()
+        return self._assemble(from_numpy(remote, q.dtype), prompts, len(q))
+
+    def _attend_prompt(
+        self, rows: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout
+    ) -> torch.Tensor:
+        keys, values = k[rows.rows], v[rows.rows]
+        if rows.context_len or not rows.last_of_prompt:
+            keys, values = self._scratch.extend(rows.sequence_id, self.layer, rows.context_len, keys, values)
+        return prompt_attention(q[rows.rows], keys, values, layer)
+
+    def _assemble(self, remote: torch.Tensor, prompts: list[torch.Tensor], num_padded_rows: int) -> torch.Tensor:
+        """All rows of o in packed order; rows of padding are zero."""
+        if len(remote) == num_padded_rows:
+            return remote[None]
+        o = remote.new_zeros((num_padded_rows, *remote.shape[1:]))
+        o[self.packed.attending_rows] = remote
+        for rows, prompt in zip(self.packed.prompt_rows, prompts, strict=True):
+            o[rows.rows] = prompt
+        return o[None]

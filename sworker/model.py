@@ -1,0 +1,52 @@
+"""The S-worker's model: weights, KV layout, tokenizer and what generation needs to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastdecode.config import EngineConfig
+from fastdecode.errors import ConfigError
+from fastdecode.sworker.loader import load_hf_config, load_model, max_position_embeddings
+from fastdecode.sworker.probe import probe_layout
+from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
+
+
+class SModel:
+    """A transformers causal LM, loaded and probed; ``layout`` is what R-workers are told of it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        hf_config = load_hf_config(config)
+        self.vocab_size = int(hf_config.get_text_config().vocab_size)
+        self.max_model_len = _max_model_len(config, max_position_embeddings(hf_config))
+        self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
+        self.generation_defaults = generation_defaults(config, hf_config)
+        self.model = load_model(config, hf_config)
+        self.layout = probe_layout(self.model, hf_config, config.kv_cache_dtype)
+        self.model_type = str(hf_config.model_type)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every token id that ends a text."""
+        own = () if self.tokenizer is None or self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+        return frozenset((*self.generation_defaults["eos_token_id"], *own))
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of each word, at the start of a text and after a space, as in vLLM."""
+        if not words:
+            return ()
+        if self.tokenizer is None:
+            raise ConfigError("bad_words needs the tokenizer, which was not loaded (skip_tokenizer_init)")
+        encode = self.tokenizer.backend.encode
+        spellings = (prefix + word.lstrip() for word in words for prefix in ("", " "))
+        return tuple({tuple(encode(spelling, add_special_tokens=False).ids): None for spelling in spellings})
+
+
+def _max_model_len(config: EngineConfig, longest: int) -> int:
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len {config.max_model_len} is more than the model's own {longest} tokens")
+    return config.max_model_len or longest

@@ -1,0 +1,96 @@
+"""Prompt attention on the S-worker: a chunk attends over the prompt tokens the S-worker still holds."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fastdecode.types import LayerLayout
+
+
+def causal_mask(num_rows: int, num_keys: int, window: int, device: torch.device) -> torch.Tensor:
+    """Boolean [num_rows, num_keys], True where a query sees a key: causal, aligned bottom-right, ``window`` wide."""
+    query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
+    key_positions = torch.arange(num_keys, device=device)[None, :]
+    mask = key_positions <= query_positions
+    return mask & (key_positions > query_positions - window) if window else mask
+
+
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+    """The oracle: window, soft cap and sinks in plain operations, float32 inside.
+
+    ``q`` [rows, num_heads, key_head_dim], ``k`` and ``v`` [keys, num_kv_heads, …] with the rows' own keys last;
+    returns [rows, num_heads, value_head_dim] in q's dtype.
+    """
+    group = layer.num_heads // layer.num_kv_heads
+    keys = k.float().repeat_interleave(group, dim=1)
+    values = v.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * layer.scale
+    if layer.soft_cap:
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    scores.masked_fill_(~causal_mask(len(q), len(k), layer.window, q.device), float("-inf"))
+    if layer.sinks:
+        sinks = torch.tensor(layer.sinks, device=q.device)[:, None, None].expand(-1, len(q), 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+
+
+def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+    """As :func:`reference_attention`, through torch's fused kernel where the layer has no soft cap and no sinks.
+
+    The kernel's own ``is_causal`` is aligned top-left, right only for a prompt's first chunk; later chunks and
+    windows get an explicit mask.
+    """
+    if layer.soft_cap or layer.sinks:
+        return reference_attention(q, k, v, layer)
+    first_chunk = len(q) == len(k) and not (layer.window and layer.window < len(k))
+    mask = None if first_chunk else causal_mask(len(q), len(k), layer.window, q.device)
+    group = layer.num_heads // layer.num_kv_heads
+    queries, keys, values = (rows.transpose(0, 1)[None] for rows in (q, k, v))
+    if group > 1:
+        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    o = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=first_chunk, scale=layer.scale
+    )
+    return o[0].transpose(0, 1)
+
+
+class PromptScratch:
+    """Keys and values of prompts in progress, per sequence and layer, for their later chunks.
+
+    Bounded by the scheduler, which counts the tokens (``--prefill-scratch``).
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def extend(
+        self, sequence_id: int, layer: int, start: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put rows at position ``start`` of one sequence and layer; return all keys and values up to their end."""
+        layers = self._kept.setdefault(sequence_id, {})
+        end = start + len(k)
+        keys, values = layers.get(layer, (k[:0], v[:0]))
+        if len(keys) < end:
+            keys, values = _grown(keys, end), _grown(values, end)
+            layers[layer] = (keys, values)
+        keys[start:end], values[start:end] = k, v
+        return keys[:end], values[:end]
+
+    def forget(self, sequence_id: int) -> None:
+        """Free what is kept of a sequence, if anything."""
+        self._kept.pop(sequence_id, None)
+
+    @property
+    def num_sequences(self) -> int:
+        """Prompts in progress."""
+        return len(self._kept)
+
+
+def _grown(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """``rows`` copied into a tensor with room for at least ``num_rows``, doubling so that chunks stay cheap."""
+    grown = rows.new_empty((max(num_rows, 2 * len(rows)), *rows.shape[1:]))
+    grown[: len(rows)] = rows
+    return grown

@@ -1,0 +1,52 @@
+"""The model's tokenizer and generation defaults, read through transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Tokenizer as BackendTokenizer
+from transformers import AutoTokenizer, GenerationConfig
+
+from fastdecode.config import EngineConfig
+from fastdecode.errors import ModelLoadError
+
+
+class HFTokenizer:
+    """A transformers tokenizer backed by the tokenizers library."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        name = config.tokenizer or config.model
+        try:
+            self.hf = AutoTokenizer.from_pretrained(
+                name, revision=config.revision, trust_remote_code=config.trust_remote_code
+            )
+            self.backend: BackendTokenizer = self.hf.backend_tokenizer
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ModelLoadError(
+                f"cannot load a tokenizer from {name!r}: {reason[0]}; give --tokenizer, or --skip-tokenizer-init and "
+                "token ids as prompts"
+            ) from error
+        self.eos_token_id: int | None = self.hf.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, with the special tokens the model expects."""
+        return list(self.hf(text)["input_ids"])
+
+
+def generation_defaults(config: EngineConfig, hf_config: Any) -> dict[str, Any]:
+    """What generation_config.json says beside the model: sampling defaults and ``eos_token_id`` (a list of ids).
+
+    As in vLLM these are the defaults of a request that names no sampling parameters; its end-of-text ids always count.
+    """
+    try:
+        loaded = GenerationConfig.from_pretrained(config.model, revision=config.revision).to_diff_dict()
+    except OSError:
+        loaded = {}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    defaults = {name: loaded[name] for name in names if loaded.get(name) is not None}
+    if "max_new_tokens" in loaded:
+        defaults["max_tokens"] = loaded["max_new_tokens"]
+    eos = loaded.get("eos_token_id", getattr(hf_config.get_text_config(), "eos_token_id", None))
+    defaults["eos_token_id"] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    return defaults
