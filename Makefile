@@ -19,7 +19,7 @@ test: $(STAMP) lint
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy fastdecode sworker cluster perfmodel
+	$(BIN)/mypy fastdecode tests/typings/fastdecode
 
 # One pip command; again whenever the C++ or the packaging changed.
 SOURCES := $(shell find rworker_cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name CMakeLists.txt)

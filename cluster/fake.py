@@ -53,7 +53,9 @@ class FakeBackend:
         self.steps.append(plan)
         for worker in plan.workers:
             for control in worker.controls:
-                self._apply(int(control["verb"]), *(int(control[name]) for name in ("sequence_id", "source_id", "num_tokens")))
+                self._apply(
+                    int(control["verb"]), *(int(control[name]) for name in ("sequence_id", "source_id", "num_tokens"))
+                )
         count = len(plan.workers[0].mini_batches)
         self._spans = [np.concatenate([worker.mini_batches[i] for worker in plan.workers]) for i in range(count)]
         self._outputs: dict[int, np.ndarray] = {}
@@ -76,12 +78,20 @@ class FakeBackend:
             if span["attends"]:
                 for i in range(count):
                     outputs.append(
-                        attend_row(q[query_row + i], sequence.keys[layer], sequence.values[layer], start + i, self.layers[layer])
+                        attend_row(
+                            q[query_row + i],
+                            sequence.keys[layer],
+                            sequence.values[layer],
+                            start + i,
+                            self.layers[layer],
+                        )
                     )
                 query_row += count
             row += count
         if (query_row, row, row) != (len(q), len(k), len(v)):
-            raise BackendError(f"the plan has {query_row} attending of {row} rows; q, k, v have {len(q)}, {len(k)}, {len(v)}")
+            raise BackendError(
+                f"the plan has {query_row} attending of {row} rows; q, k, v have {len(q)}, {len(k)}, {len(v)}"
+            )
         shape = (0, self.layers[layer].num_heads, self.layers[layer].value_head_dim)
         self._outputs[mini_batch] = np.stack(outputs) if outputs else np.zeros(shape, np.float32)
         self._times[1, mini_batch, layer] = time.perf_counter()
@@ -124,7 +134,7 @@ class FakeBackend:
 
 
 def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, layer: LayerLayout) -> np.ndarray:
-    """o of the query at ``position``: q [num_heads, dim] over keys and values [tokens, num_kv_heads, dim], float64 inside."""
+    """o [num_heads, dim] of the query at ``position``, q [num_heads, dim], over [tokens, num_kv_heads, dim]."""
     first = max(0, position + 1 - layer.window) if layer.window else 0
     group = layer.num_heads // layer.num_kv_heads
     seen_keys = np.repeat(keys[first : position + 1], group, axis=1).astype(np.float64)

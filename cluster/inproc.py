@@ -53,7 +53,7 @@ class InprocBackend:
         self.settings = settings
         self.workers: list[_rworker.RWorker] = []
         self._layers: tuple[LayerLayout, ...] = ()
-        self._o_dtype = np.dtype(np.float32)
+        self._o_dtype: np.dtype = np.dtype(np.float32)
         self._rows: list[_MiniBatchRows] = []
         self._submitted = np.zeros((0, 0))
 

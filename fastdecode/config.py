@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,17 @@ class EngineConfig:
         if self.enable_prefix_caching:
             raise ConfigError("enable_prefix_caching is not available in this version; leave it off")
         if self.block_size not in BLOCK_SIZES:
-            raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, not {self.block_size!r}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_mini_batches", "r_threads", "s_threads"):
+            raise ConfigError(
+                f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, not {self.block_size!r}"
+            )
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "num_mini_batches",
+            "r_threads",
+            "s_threads",
+        ):
             _at_least_one(name, getattr(self, name))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -118,10 +128,11 @@ class EngineConfig:
 def parse_bytes(name: str, value: int | str) -> int:
     """Bytes from 4294967296, "4GiB", "512MB" or "1.5G"; ConfigError names the setting."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(value), re.IGNORECASE)
-    if not match or float(match.group(1)) <= 0:
+    unit = (match.group(2) or "").upper() if match else ""
+    size = int(float(match.group(1)) * (_BINARY_UNITS[unit + "i"] if match.group(3) else _UNITS[unit])) if match else 0
+    if size < 1:
         raise ConfigError(f"{name} must be a positive number of bytes such as 4GiB or 512MB, not {value!r}")
-    unit = (match.group(2) or "").upper()
-    return int(float(match.group(1)) * (_BINARY_UNITS[unit + "i"] if match.group(3) else _UNITS[unit]))
+    return size
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -138,11 +149,13 @@ def _cores(name: str, spec: str | None) -> list[int] | None:
     """Core numbers from "0,2-3"; each must be usable by this process."""
     if spec is None:
         return None
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", spec):
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", spec):
         raise ConfigError(f"{name} must be a list of cores such as 0,2-3, not {spec!r}")
     ranges = [part.split("-") for part in spec.split(",")]
     cores = sorted({core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1)})
     missing = sorted(set(cores) - set(usable_cores()))
     if missing or not cores:
-        raise ConfigError(f"{name}: this process may not use core(s) {missing or spec}; it has {usable_cores()}")
+        raise ConfigError(
+            f"{name}: {spec!r} names cores that this process may not use ({reprlib.repr(missing)}); it has {usable_cores()}"
+        )
     return cores

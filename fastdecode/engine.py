@@ -17,9 +17,9 @@ from fastdecode.protocols import AttentionBackend
 from fastdecode.request import Completion, Request, make_completions
 from fastdecode.resources import check_room, kv_cache_bytes, pin_s_worker, scratch_tokens
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.scheduler import Limits, Placement, Scheduler, Sequence
+from fastdecode.scheduler import Limits, Placement, Scheduler
 from fastdecode.sworker import SModel, SWorker, set_threads
-from fastdecode.sworker.sampling_row import SampledToken
+from fastdecode.sworker.sampling import SampledToken, SamplingRow
 from fastdecode.trace import Tracer
 from fastdecode.types import ScheduledStep, StepReport
 
@@ -56,7 +56,9 @@ class LLMEngine:
         """Queue a request; RequestError or ConfigError when it can never run."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is already in use")
-        text, token_ids = read_prompt(prompt, self.s_model.tokenizer, self.s_model.vocab_size, self.s_model.max_model_len)
+        text, token_ids = read_prompt(
+            prompt, self.s_model.tokenizer, self.s_model.vocab_size, self.s_model.max_model_len
+        )
         params.check_token_ids(self.s_model.vocab_size)
         request = self._make_request(request_id, text, token_ids, params)
         self._check_fits(request)
@@ -112,7 +114,7 @@ class LLMEngine:
             self.backend.abandon_step()
             raise
 
-    def _sampling_rows(self, sequence_id: int) -> list:
+    def _sampling_rows(self, sequence_id: int) -> list[SamplingRow]:
         """One row, or one per sibling when a prompt that several sequences share is about to end."""
         request, completion = self._growing[sequence_id]
         siblings = completion.sequence.siblings
@@ -172,7 +174,7 @@ class LLMEngine:
         completions = make_completions(
             params, token_ids, min(params.max_tokens or room, room), first_id, seed, model.tokenizer
         )
-        bad_words = model.bad_words_token_ids(params.bad_words)
+        bad_words = model.bad_words_token_ids(params.bad_words or ())
         return Request(request_id, text, token_ids, params, completions, bad_words, model.eos_token_ids)
 
     def _check_fits(self, request: Request) -> None:

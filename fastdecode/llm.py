@@ -41,7 +41,7 @@ class LLM:
         the model's generation_config.json. Bad input raises before anything runs; on any failure or Ctrl-C nothing
         of this call is left in the engine.
         """
-        batch = [prompts] if _is_single(prompts) else list(prompts)
+        batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         params = self._params(sampling_params, len(batch))
         ids = [str(self._count + i) for i in range(len(batch))]
         self._count += len(batch)
@@ -82,9 +82,7 @@ class LLM:
                         bar.update()
         return finished
 
-    def _params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):

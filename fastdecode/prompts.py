@@ -54,6 +54,6 @@ def _checked(ids: Any, vocab_size: int) -> list[int]:
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise RequestError(f"prompt_token_ids must be whole numbers, not {token!r}")
-        if not 0 <= token < vocab_size:
+        if not 0 <= int(token) < vocab_size:
             raise RequestError(f"prompt token id {token} is outside the vocabulary: it must be in 0…{vocab_size - 1}")
     return [int(token) for token in ids]

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from fastdecode.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.sworker.draw import sample_seed
-from fastdecode.sworker.sampling_row import SampledToken, SamplingRow
+from fastdecode.sworker.sampling import SampledToken, SamplingRow, sample_seed
 from fastdecode.text import TextStream, Tokenizer
 
 
@@ -38,9 +37,8 @@ class Completion:
         ends = token in eos_token_ids and not params.ignore_eos
         stopped = token in (params.stop_token_ids or ())
         hidden = (ends or stopped) and not params.include_stop_str_in_output
-        string = self.text.push(token) if self.text and not hidden else None
-        if len(tokens) < params.min_tokens:
-            string = None
+        may_stop = len(tokens) >= params.min_tokens
+        string = self.text.push(token, may_stop) if self.text and not hidden else None
         if ends:
             self.finish_reason = "stop"
         elif stopped or string is not None:
@@ -124,7 +122,10 @@ def make_completions(
             index,
             sequence,
             TextStream(
-                tokenizer.backend, params.stop, params.skip_special_tokens, params.include_stop_str_in_output
+                tokenizer.backend,
+                tuple(params.stop or ()),
+                params.skip_special_tokens,
+                params.include_stop_str_in_output,
             )
             if text and tokenizer
             else None,

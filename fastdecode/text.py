@@ -28,7 +28,11 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: BackendTokenizer, stop: Sequence[str] = (), skip_special: bool = True, include_stop: bool = False
+        self,
+        tokenizer: BackendTokenizer,
+        stop: Sequence[str] = (),
+        skip_special: bool = True,
+        include_stop: bool = False,
     ) -> None:
         self.text = ""
         self._tokenizer = tokenizer
@@ -37,14 +41,16 @@ class TextStream:
         self._include_stop = include_stop
         self._longest_stop = max((len(string) for string in stop), default=0)
 
-    def push(self, token_id: int) -> str | None:
-        """Add a token; the stop string it completed, if any."""
+    def push(self, token_id: int, may_stop: bool = True) -> str | None:
+        """Add a token; the stop string it completed, if any. Without ``may_stop`` none is looked for."""
         piece = self._stream.step(self._tokenizer, token_id)
         if not piece:
             return None
-        search_from = max(0, len(self.text) - self._longest_stop + 1)
+        num_before = len(self.text)
         self.text += piece
-        found = [(self.text.find(string, search_from), string) for string in self._stop]
+        if not may_stop:
+            return None
+        found = [(self.text.find(string, max(0, num_before - len(string) + 1)), string) for string in self._stop]
         hits = [(position, string) for position, string in found if position >= 0]
         if not hits:
             return None

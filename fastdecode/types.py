@@ -11,7 +11,7 @@ import numpy as np
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per element of each model and KV dtype."""
 
-WIRE_DTYPE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.uint16), "bfloat16": np.dtype(np.uint16)}
+WIRE_DTYPE: dict[str, np.dtype] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.uint16), "bfloat16": np.dtype(np.uint16)}
 """How numpy carries each dtype over the seam: 16-bit floats travel as their bits."""
 
 
@@ -128,7 +128,8 @@ class Chunk:
     """Consecutive new tokens of one sequence in a step: one token when it decodes, more of a prompt.
 
     ``attends``: on the R-worker that holds the sequence; otherwise on the S-worker, over its prompt scratch.
-    ``samples``: its last token's logits are wanted. ``last_of_prompt``: the scratch is not needed after it. ``is_decode``: no prompt token is among them.
+    ``samples``: its last token's logits are wanted. ``last_of_prompt``: the scratch is not needed after it.
+    ``is_decode``: no prompt token is among them.
     """
 
     sequence_id: int

@@ -57,7 +57,7 @@ class MiniBatchForward:
         attention_mask: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Submit, attend the prompt chunks meanwhile, leave to the pipeline, and come back with o [1, T, heads, dim]."""
+        """Submit, attend prompt chunks meanwhile, leave to the pipeline, come back with o [1, T, heads, dim]."""
         layer = self._layout.layers[self.layer]
         num_rows = self.packed.num_rows
         q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]

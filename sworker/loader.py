@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from fastdecode.config import EngineConfig
 from fastdecode.errors import ModelLoadError, UnsupportedModelError
 from fastdecode.sworker.lanes import ATTENTION_NAME, register_attention
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
-
-SUPPORTED = "decoder-only causal language models whose attention goes through transformers' AttentionInterface"
+from fastdecode.sworker.support import check_config, refuse
 
 
 def load_hf_config(config: EngineConfig) -> Any:
@@ -27,10 +27,7 @@ def load_hf_config(config: EngineConfig) -> Any:
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     _apply_overrides(hf_config, config.hf_overrides)
-    if getattr(hf_config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{config.model}: {hf_config.model_type} is an encoder-decoder model; supported are {SUPPORTED}"
-        )
+    check_config(hf_config)
     return hf_config
 
 
@@ -38,7 +35,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     """The model in evaluation mode on ``config.device``, in ``config.dtype`` (auto: the checkpoint's own)."""
     register_attention()
     dtype = resolve_dtype(config.dtype, hf_config)
-    with _one_clear_error(config.model), _quiet():
+    with _one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
             model = AutoModelForCausalLM.from_config(
@@ -48,7 +45,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                 trust_remote_code=config.trust_remote_code,
             )
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            model, info = AutoModelForCausalLM.from_pretrained(
                 config.model,
                 config=hf_config,
                 dtype=dtype,
@@ -56,7 +53,12 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
             )
+            _check_complete(config.model, info)
+    if getattr(model, "_is_stateful", False):
+        refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)")
     return model.to("cpu" if config.device == "auto" else config.device).eval().requires_grad_(False)
 
 
@@ -77,16 +79,35 @@ def max_position_embeddings(hf_config: Any) -> int:
     return 2048
 
 
+def num_layers(config: EngineConfig) -> int:
+    """Layers of the whole model, before ``hf_overrides``."""
+    return int(load_hf_config(replace(config, hf_overrides={})).get_text_config().num_hidden_layers)
+
+
 def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     """Set known configuration keys; per-layer lists are cut to a smaller ``num_hidden_layers``."""
     for name, value in overrides.items():
         if not hasattr(hf_config, name):
             raise ModelLoadError(f"hf_overrides: {hf_config.model_type} has no configuration key {name!r}")
-        setattr(hf_config, name, value)
+        try:
+            setattr(hf_config, name, value)
+        except Exception as error:
+            raise ModelLoadError(f"hf_overrides: {name} cannot be {value!r}: {_one_line(error)}") from error
     text_config = hf_config.get_text_config()
-    layer_types = getattr(text_config, "layer_types", None)
+    layer_types = vars(text_config).get("layer_types")  # some models compute it instead
     if layer_types and "layer_types" not in overrides:
         text_config.layer_types = layer_types[: text_config.num_hidden_layers]
+
+
+def _check_complete(model: str, info: dict[str, Any]) -> None:
+    """transformers fills tensors that a checkpoint lacks with random numbers; an engine must not."""
+    for name, found, wanted in info["mismatched_keys"]:
+        raise ModelLoadError(
+            f"cannot load {model!r}: {name} has the shape {tuple(found)}, and config.json asks for {tuple(wanted)}"
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelLoadError(f"cannot load {model!r}: {len(missing)} tensors are missing, {missing[0]} first")
 
 
 @contextlib.contextmanager
@@ -104,12 +125,30 @@ def _reason(model: str, error: Exception) -> str:
     folder = Path(model)
     if not folder.exists() and (folder.is_absolute() or model.startswith(".")):
         return "no such folder; give a folder with config.json and safetensors files, or a model id"
+    if folder.is_file():
+        return "this is a file; give the folder it is in"
     if folder.is_dir() and not (folder / "config.json").exists():
         return "the folder has no config.json"
     if isinstance(error, json.JSONDecodeError):
         return f"config.json is not valid JSON ({error})"
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    """The first line of an error, and the second where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
+
+
+@contextlib.contextmanager
+def _refusing_strangers(hf_config: Any) -> Iterator[None]:
+    """Models with attention tables of their own do not know our name."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        refuse(hf_config, "does not call transformers' attention interface")
 
 
 @contextlib.contextmanager

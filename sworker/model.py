@@ -8,6 +8,7 @@ from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.sworker.loader import load_hf_config, load_model, max_position_embeddings
 from fastdecode.sworker.probe import probe_layout
+from fastdecode.sworker.support import check_rope
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
 
 
@@ -18,6 +19,7 @@ class SModel:
         hf_config = load_hf_config(config)
         self.vocab_size = int(hf_config.get_text_config().vocab_size)
         self.max_model_len = _max_model_len(config, max_position_embeddings(hf_config))
+        check_rope(hf_config, self.max_model_len)
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults = generation_defaults(config, hf_config)
         self.model = load_model(config, hf_config)

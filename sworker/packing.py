@@ -58,7 +58,9 @@ def pack(chunks: Sequence[Chunk], device: torch.device) -> PackedRows:
         num_sampled=len(sampled),
         attending_rows=_attending_rows(chunks, ends, device),
         prompt_rows=tuple(
-            PromptRows(chunk.sequence_id, slice(end - len(chunk.token_ids), end), chunk.context_len, chunk.last_of_prompt)
+            PromptRows(
+                chunk.sequence_id, slice(end - len(chunk.token_ids), end), chunk.context_len, chunk.last_of_prompt
+            )
             for chunk, end in zip(chunks, ends, strict=True)
             if not chunk.attends
         ),

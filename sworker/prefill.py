@@ -51,9 +51,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: L
     queries, keys, values = (rows.transpose(0, 1)[None] for rows in (q, k, v))
     if group > 1:
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    o = F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, is_causal=first_chunk, scale=layer.scale
-    )
+    o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=first_chunk, scale=layer.scale)
     return o[0].transpose(0, 1)
 
 

@@ -12,16 +12,14 @@ from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import pack
 from fastdecode.sworker.pipeline import Pipeline
 from fastdecode.sworker.prefill import PromptScratch
-from fastdecode.sworker.sampler import SampledToken, Sampler, SamplingRow
+from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
 from fastdecode.types import Chunk, KVLayout, ScheduledStep
 
 
 class SWorker:
     """Owns the model, the prompt scratch and the pipeline."""
 
-    def __init__(
-        self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend, clock: StateClock
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend, clock: StateClock) -> None:
         self.model = model
         self.layout = layout
         self.backend = backend
@@ -54,9 +52,7 @@ class SWorker:
 
     def _forwards(self, step: ScheduledStep) -> list[MiniBatchForward]:
         return [
-            MiniBatchForward(
-                mini_batch, pack(chunks, self.device), self.model, self.layout, self.backend, self.scratch
-            )
+            MiniBatchForward(mini_batch, pack(chunks, self.device), self.model, self.layout, self.backend, self.scratch)
             for mini_batch, chunks in enumerate(step.mini_batches)
             if chunks
         ]

@@ -86,9 +86,13 @@ class Scheduler:
         parent.siblings = ()
 
     def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence, waiting or running, finished or aborted; its blocks are released with the next step."""
+        """Forget a sequence, waiting or running, finished or aborted; its blocks are released with the next step.
+
+        Siblings that are not forked yet go with the sequence that brings them.
+        """
         if sequence.sequence_id not in self.running:
-            self.waiting.remove(sequence)
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
             return
         del self.running[sequence.sequence_id]
         self._leave_scratch(sequence)

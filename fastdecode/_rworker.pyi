@@ -1,0 +1,108 @@
+"""The C++ R-worker: paged KV cache and attention on this machine's cores (knows no network and no model).
+
+Errors are ValueError (a bad argument, a call out of order, out of blocks), KeyError (an unknown sequence) or
+TypeError (an array of the wrong kind); whatever raised one has changed nothing.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+def supported_isas() -> list[str]:
+    """Which of "scalar", "avx2" and "avx512" this CPU can run, best last."""
+
+def read_peak(num_threads: int, num_bytes: int, repeats: int) -> float:
+    """Read bandwidth in GB/s (1e9 bytes): the median over ``repeats`` passes through a buffer of ``num_bytes``."""
+
+class RWorker:
+    """A KV cache with the threads that attend to it; called from one thread.
+
+    A step is ``begin_step``, then ``submit`` and ``wait`` for every layer of every mini-batch with rows, then
+    ``end_step`` (or ``abandon_step``). A sequence's output has the same bits whatever else is in the step, however
+    many threads run, whatever the block size, and however its rows are cut into steps.
+    """
+
+    isa: str
+    """The instruction set in use."""
+    num_threads: int
+    num_blocks: int
+    block_size: int
+    """Tokens of one block."""
+    block_bytes: int
+    """Bytes of one block, over all layers."""
+    blocks_free: int
+    blocks_used: int
+
+    def __init__(
+        self,
+        *,
+        layers: list[tuple[int, int, int, int, float, int, float, list[float]]],
+        model_dtype: str,
+        kv_dtype: str,
+        block_size: int,
+        num_blocks: int,
+        num_threads: int,
+        cores: list[int] = ...,
+        isa: str = "auto",
+    ) -> None:
+        """Reserve address space for the cache (committed as it fills) and start the threads.
+
+        ``layers``: (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, soft_cap, sinks) each, as in
+        ``fastdecode.types.LayerLayout``; head dims up to 512. ``block_size``: 16, 32, 64, 128 or 256 tokens.
+        ``cores``: thread i is pinned to ``cores[i % len(cores)]``; empty: not pinned. ``isa``: "auto" is the
+        environment's FASTDECODE_ISA where set, else the best; ValueError if this machine does not support it.
+        """
+
+    def begin_step(self, controls: npt.NDArray[np.int64], mini_batches: list[npt.NDArray[np.int64]]) -> None:
+        """Apply the controls, take blocks for all rows and plan the work.
+
+        ``controls``: int64 [n, 4], columns of ``fastdecode.types.CONTROL``, applied in order. ``mini_batches``: int64
+        [m, 4] each, columns of ``fastdecode.types.SPAN``, attending spans first; a sequence may appear once in a step,
+        and one with context_len 0 that is unknown is opened.
+        """
+
+    def submit(
+        self,
+        mini_batch: int,
+        layer: int,
+        q: npt.NDArray[np.float32 | np.uint16],
+        k: npt.NDArray[np.float32 | np.uint16],
+        v: npt.NDArray[np.float32 | np.uint16],
+        out: npt.NDArray[np.float32 | np.uint16],
+    ) -> None:
+        """Start one layer of one mini-batch and return at once; jobs run in the order of submission.
+
+        C-contiguous, in the model's dtype (float32, or uint16 bits): ``q`` [attending rows, num_heads, Dk], ``k`` [rows,
+        num_kv_heads, Dk], ``v`` [rows, num_kv_heads, Dv], ``out`` [attending rows, num_heads, Dv], which is written.
+        The arrays are kept, and must be left alone, until ``wait``.
+        """
+
+    def ready(self, mini_batch: int) -> bool:
+        """True when ``wait`` would return at once."""
+
+    def wait(self, mini_batch: int) -> None:
+        """Wait, without the GIL, until what was submitted for this mini-batch is done."""
+
+    def end_step(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int, int]:
+        """Commit the lengths: (busy_start, busy_end, bytes_read, blocks_free).
+
+        Busy times are [num_mini_batches, num_layers] seconds of ``time.perf_counter``, 0 where nothing ran. ValueError
+        if some layer of a mini-batch with rows was not submitted or not waited for.
+        """
+
+    def abandon_step(self) -> None:
+        """Wait for what runs, then be as the controls left it: blocks of the step's rows return, new sequences vanish."""
+
+    def sequence_length(self, sequence_id: int) -> int:
+        """Committed tokens."""
+
+    def block_table(self, sequence_id: int) -> list[int]:
+        """Block ids in order, those of the open step's rows included."""
+
+    def sequence_ids(self) -> list[int]:
+        """All sequences, ascending."""
+
+    def read_tokens(self, sequence_id: int, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Cached keys [length, num_kv_heads, Dk] and values [length, num_kv_heads, Dv], dequantised, for oracles."""
+
+    def close(self) -> None:
+        """Wait for what runs and free everything; may be called twice."""

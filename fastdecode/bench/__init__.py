@@ -1,0 +1,1 @@
+"""Benchmarks: workloads, runs over them, and what is reported."""

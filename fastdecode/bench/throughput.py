@@ -1,0 +1,73 @@
+"""Offline throughput: run a workload through an engine and keep what every step and request did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fastdecode.bench.workload import WorkItem
+from fastdecode.engine import LLMEngine
+from fastdecode.metrics import StepRecord
+from fastdecode.outputs import RequestOutput
+from fastdecode.sampling_params import SamplingParams
+
+OVERLAP_BLOCK_STEPS = 4
+"""Steps between changes of mode when overlap is measured: A B A B within one run."""
+
+
+@dataclass
+class ThroughputRun:
+    """Everything a run left behind. ``elapsed_seconds`` is from the first arrival to the last token."""
+
+    elapsed_seconds: float = 0.0
+    outputs: list[RequestOutput] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+
+
+def run_throughput(
+    engine: LLMEngine,
+    items: Sequence[WorkItem],
+    measure_overlap: bool = False,
+    on_finished: Callable[[RequestOutput], None] = lambda output: None,
+    run: ThroughputRun | None = None,
+) -> ThroughputRun:
+    """Run ``items`` greedily, exactly ``output_len`` tokens each, adding each at its arrival time.
+
+    ``run`` may be handed in so that an interrupted benchmark still has what was done.
+    """
+    run = run or ThroughputRun()
+    engine.on_step = run.steps.append
+    engine.clock.restart()
+    start = time.perf_counter()
+    waiting = sorted(enumerate(items), key=lambda pair: pair[1].arrival_seconds, reverse=True)
+    try:
+        while waiting or engine.has_unfinished_requests():
+            _add_arrived(engine, waiting, time.perf_counter() - start)
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, waiting[-1][1].arrival_seconds - (time.perf_counter() - start)))
+                engine.clock.restart()
+                continue
+            engine.overlap = not measure_overlap or len(run.steps) // OVERLAP_BLOCK_STEPS % 2 == 0
+            for output in engine.step():
+                if output.finished:
+                    run.outputs.append(output)
+                    on_finished(output)
+    finally:
+        run.elapsed_seconds = time.perf_counter() - start
+        engine.on_step, engine.overlap = None, True
+    return run
+
+
+def warm_up(engine: LLMEngine, items: Sequence[WorkItem]) -> None:
+    """A short run of the same shapes, so that first-use costs (libraries, page faults) stay out of the figures."""
+    run_throughput(engine, [WorkItem(item.prompt_token_ids, min(2, item.output_len)) for item in items[:2]])
+
+
+def _add_arrived(engine: LLMEngine, waiting: list[tuple[int, WorkItem]], now_seconds: float) -> None:
+    while waiting and waiting[-1][1].arrival_seconds <= now_seconds:
+        index, item = waiting.pop()
+        params = SamplingParams(
+            temperature=0, max_tokens=item.output_len, min_tokens=item.output_len, ignore_eos=True, detokenize=False
+        )
+        engine.add_request(f"bench-{index}", {"prompt_token_ids": item.prompt_token_ids}, params)

@@ -1,0 +1,131 @@
+"""What a benchmark asks of an engine: prompts, output lengths and arrival times."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastdecode.errors import ConfigError
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """One request: token ids, tokens to generate, and when it arrives, in seconds from the start."""
+
+    prompt_token_ids: list[int]
+    output_len: int
+    arrival_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """The dataset flags of ``bench throughput``, with vLLM's meaning."""
+
+    dataset_name: str = "random"
+    dataset_path: str | None = None
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    random_range_ratio: float = 0.0
+    random_prefix_len: int = 0
+    num_prompts: int = 64
+    request_rate: float = math.inf
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("random_input_len", "random_output_len", "num_prompts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.random_range_ratio < 1:
+            raise ConfigError(f"random_range_ratio must be in [0, 1), not {self.random_range_ratio}")
+        if self.random_prefix_len < 0:
+            raise ConfigError(f"random_prefix_len must be 0 or more, not {self.random_prefix_len}")
+        if not self.request_rate > 0:
+            raise ConfigError(f"request_rate must be above 0 requests per second, not {self.request_rate}")
+        if self.dataset_name != "random" and not self.dataset_path:
+            raise ConfigError(f"dataset {self.dataset_name!r} needs --dataset-path")
+
+
+def make_workload(spec: WorkloadSpec, vocab_size: int, max_model_len: int, encode: Encode | None) -> list[WorkItem]:
+    """The requests of ``spec``; ConfigError when the data do not fit the model."""
+    rng = np.random.default_rng(spec.seed)
+    if spec.dataset_name == "random":
+        pairs = _random_pairs(spec, rng, vocab_size)
+    else:
+        pairs = _file_pairs(spec, max_model_len, encode)
+    longest = max(len(prompt) + output_len for prompt, output_len in pairs)
+    if longest > max_model_len:
+        raise ConfigError(f"prompt + output reach {longest} tokens, and max_model_len is {max_model_len}")
+    gaps = np.zeros(len(pairs)) if math.isinf(spec.request_rate) else rng.exponential(1 / spec.request_rate, len(pairs))
+    return [WorkItem(*pair, float(time)) for pair, time in zip(pairs, np.cumsum(gaps), strict=True)]
+
+
+def _random_pairs(spec: WorkloadSpec, rng: np.random.Generator, vocab_size: int) -> list[tuple[list[int], int]]:
+    """Token ids drawn evenly; lengths drawn evenly within ±``random_range_ratio`` of the nominal ones."""
+    prefix = rng.integers(0, vocab_size, spec.random_prefix_len).tolist()
+
+    def length(nominal: int) -> int:
+        low, high = (math.floor(nominal * (1 + sign * spec.random_range_ratio)) for sign in (-1, 1))
+        return max(1, int(rng.integers(low, high + 1)))
+
+    return [
+        (prefix + rng.integers(0, vocab_size, length(spec.random_input_len)).tolist(), length(spec.random_output_len))
+        for _ in range(spec.num_prompts)
+    ]
+
+
+def _file_pairs(spec: WorkloadSpec, max_model_len: int, encode: Encode | None) -> list[tuple[list[int], int]]:
+    """ShareGPT's JSON (first turn asks, second answers) or JSONL with "prompt" and optionally "output_tokens"."""
+    if encode is None:
+        raise ConfigError(f"dataset {spec.dataset_name!r} holds text, but the tokenizer was not loaded")
+    records = _read_records(spec)
+    pairs = []
+    for record in records:
+        prompt, output_len = (_sharegpt_pair if spec.dataset_name == "sharegpt" else _custom_pair)(record, spec, encode)
+        if prompt and output_len > 0 and len(prompt) + output_len <= max_model_len:
+            pairs.append((prompt, output_len))
+        if len(pairs) == spec.num_prompts:
+            return pairs
+    if not pairs:
+        raise ConfigError(f"{spec.dataset_path}: no conversation fits max_model_len {max_model_len}")
+    return pairs
+
+
+def _read_records(spec: WorkloadSpec) -> list[Any]:
+    path = Path(str(spec.dataset_path))
+    try:
+        text = path.read_text(encoding="utf-8")
+        records = (
+            json.loads(text)
+            if spec.dataset_name == "sharegpt"
+            else [json.loads(line) for line in text.splitlines() if line]
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read dataset {path}: {error}") from error
+    if not isinstance(records, list):
+        raise ConfigError(f"{path}: a ShareGPT file is a JSON list of conversations")
+    return records
+
+
+def _sharegpt_pair(record: Any, spec: WorkloadSpec, encode: Encode) -> tuple[list[int], int]:
+    turns = record.get("conversations", []) if isinstance(record, dict) else []
+    texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list) else [None]
+    if not all(isinstance(text, str) for text in texts[:2]):
+        raise ConfigError(f'{spec.dataset_path}: a conversation is a list of turns, each with a text "value"')
+    return (encode(texts[0]), len(encode(texts[1]))) if len(texts) > 1 else ([], 0)
+
+
+def _custom_pair(record: Any, spec: WorkloadSpec, encode: Encode) -> tuple[list[int], int]:
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        raise ConfigError(f'{spec.dataset_path}: every line must be an object with a text "prompt"')
+    output_len = record.get("output_tokens", spec.random_output_len)
+    if not isinstance(output_len, int):
+        raise ConfigError(f"{spec.dataset_path}: output_tokens must be a whole number, not {output_len!r}")
+    return encode(record["prompt"]), output_len

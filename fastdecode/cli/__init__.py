@@ -1,0 +1,1 @@
+"""The ``fastdecode`` program: one module per command."""

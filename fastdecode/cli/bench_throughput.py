@@ -1,0 +1,140 @@
+"""``fastdecode bench throughput``: offline throughput, with its breakdown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fastdecode.bench.workload import WorkItem, WorkloadSpec, make_workload
+from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
+from fastdecode.config import EngineConfig
+from fastdecode.machine import cpu_name, total_memory_bytes, usable_cores
+
+READ_PEAK_BYTES = 512 * 2**20
+
+
+def add_command(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("throughput", help="offline throughput of a workload")
+    parser.add_argument("--backend", default="fastdecode", choices=["fastdecode", "transformers"], help="(fastdecode)")
+    group = parser.add_argument_group("workload")
+    group.add_argument("--dataset-name", default="random", choices=["random", "sharegpt", "custom"], help="(random)")
+    group.add_argument("--dataset-path", metavar="FILE", help="ShareGPT JSON, or JSONL with a text prompt per line")
+    group.add_argument("--random-input-len", type=int, default=1024, metavar="TOKENS", help="(1024)")
+    group.add_argument("--random-output-len", type=int, default=128, metavar="TOKENS", help="(128)")
+    group.add_argument(
+        "--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths within ± this part (0)"
+    )
+    group.add_argument("--random-prefix-len", type=int, default=0, metavar="TOKENS", help="shared by all prompts (0)")
+    group.add_argument("--num-prompts", type=int, default=64, help="(64)")
+    group.add_argument(
+        "--request-rate", type=float, default=float("inf"), help="Poisson arrivals per second (inf: all at once)"
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-json", metavar="FILE", help="write every figure")
+    group.add_argument("--measure-overlap", action="store_true", help="also run steps without overlap, A B A B")
+    add_engine_flags(parser)
+    add_common_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the workload and print its figures; Ctrl-C prints those of what was done."""
+    config = engine_config(args)
+    spec = WorkloadSpec(**{name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__})
+    report, interrupted = (_run_engine if args.backend == "fastdecode" else _run_transformers)(args, config, spec)
+    report["config"] = {"backend": args.backend, **vars(spec), **vars(config)}
+    report["machine"] = machine_facts()
+    from fastdecode.bench.report import summary_lines
+
+    for line in summary_lines(report):
+        print(line)
+    if args.output_json:
+        Path(args.output_json).write_text(json.dumps(report, indent=2) + "\n")
+    if interrupted:
+        raise KeyboardInterrupt
+    return 0
+
+
+def machine_facts() -> dict[str, Any]:
+    """Where the figures were taken, with the read bandwidth of all cores measured now."""
+    from fastdecode import _rworker
+
+    cores = usable_cores()
+    return {
+        "cpu": cpu_name(),
+        "isa": _rworker.supported_isas()[-1],
+        "cores": len(cores),
+        "memory_bytes": total_memory_bytes(),
+        "read_peak_gb_per_s": _rworker.read_peak(len(cores), READ_PEAK_BYTES, 5),
+        "platform": platform.platform(),
+    }
+
+
+def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSpec) -> tuple[dict[str, Any], bool]:
+    from fastdecode.bench.report import throughput_report
+    from fastdecode.bench.throughput import ThroughputRun, run_throughput, warm_up
+    from fastdecode.engine import LLMEngine
+
+    engine = LLMEngine(config)
+    interrupted, run = False, ThroughputRun()
+    try:
+        model = engine.s_model
+        items = make_workload(
+            spec, model.vocab_size, model.max_model_len, model.tokenizer.encode if model.tokenizer else None
+        )
+        _describe(engine, items)
+        warm_up(engine, items)
+        with _progress(len(items)) as bar:
+            run_throughput(engine, items, args.measure_overlap, lambda output: bar.update() and None, run)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        engine.close()
+    report = throughput_report(run, config.separate_cores)
+    if "num_hidden_layers" in config.hf_overrides and run.steps:
+        report["estimated_full_model"] = _full_model(config, report)
+    return report, interrupted
+
+
+def _run_transformers(
+    args: argparse.Namespace, config: EngineConfig, spec: WorkloadSpec
+) -> tuple[dict[str, Any], bool]:
+    from fastdecode.bench.baseline import run_baseline
+
+    return run_baseline(config, spec, _progress), False
+
+
+def _full_model(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]:
+    from fastdecode.perfmodel.scale import full_model_decode
+    from fastdecode.sworker.loader import num_layers
+
+    decode = report["decode"]
+    tokens_per_step = decode["tokens"] / decode["steps"] if decode["steps"] else 0.0
+    return full_model_decode(
+        decode["step_seconds_p50"], tokens_per_step, config.hf_overrides["num_hidden_layers"], num_layers(config)
+    )
+
+
+def _describe(engine: Any, items: list[WorkItem]) -> None:
+    model, layout, workers = engine.s_model, engine.s_model.layout, engine.r_workers
+    tokens = workers[0].num_blocks * workers[0].block_size
+    print(
+        f"{model.model_type}, {model.num_parameters / 1e6:.1f} M parameters, {len(layout.layers)} layers, "
+        f"{layout.model_dtype}, KV {layout.kv_dtype} ({layout.kv_bytes_per_token:,} bytes per token)"
+    )
+    print(
+        f"{len(workers)} R-worker(s) of {workers[0].num_threads} thread(s), {workers[0].isa}, {tokens:,} tokens of KV "
+        f"each; {engine.num_mini_batches} mini-batch(es); {len(items)} requests",
+        flush=True,
+    )
+
+
+def _progress(total: int) -> tqdm:
+    return tqdm(total=total, unit="req", disable=None if sys.stderr.isatty() else True)

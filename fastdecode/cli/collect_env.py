@@ -1,0 +1,63 @@
+"""``fastdecode collect-env``: what to paste in a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+from fastdecode import __version__
+from fastdecode.cli.flags import add_common_flags
+from fastdecode.machine import available_memory_bytes, cpu_name, total_memory_bytes, usable_cores
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "greenlet", "pyzmq", "mpi4py")
+
+
+def add_command(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("collect-env", help="print versions and what this process may use of the machine")
+    add_common_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one fact per line."""
+    for name, value in facts().items():
+        print(f"{name + ':':<22} {value}")
+    return 0
+
+
+def facts() -> dict[str, str]:
+    """Name → value, in the order worth reading."""
+    from fastdecode import _rworker
+
+    found = {
+        "fastdecode": __version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": f"{len(usable_cores())} usable: {usable_cores()}",
+        "memory": f"{available_memory_bytes() / 2**30:.1f} GiB free of {total_memory_bytes() / 2**30:.1f} GiB",
+        "instruction sets": ", ".join(_rworker.supported_isas()),
+        "gpu": _first_line("nvidia-smi", "-L") or "none found",
+        "mpirun": _first_line("mpirun", "--version") or "none found",
+    }
+    return found | {package: _version(package) for package in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _first_line(*command: str) -> str:
+    if not shutil.which(command[0]):
+        return ""
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return (result.stdout.strip().splitlines() or [""])[0]

@@ -1,0 +1,119 @@
+"""The flags that every command shares, and those of the engine; names and meaning are vLLM's where it has them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import fields
+from typing import Any
+
+from fastdecode.config import BLOCK_SIZES, DTYPES, KV_CACHE_DTYPES, LATER_SCHEDULES, SCHEDULES, EngineConfig
+from fastdecode.errors import ConfigError
+
+DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in fields(EngineConfig) if isinstance(field.default, int | str | type(None))
+}
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """``--log-level``, ``--debug`` and ``--seed``."""
+    group = parser.add_argument_group("common")
+    group.add_argument(
+        "--log-level", default="warning", choices=["debug", "info", "warning", "error"], help="(warning)"
+    )
+    group.add_argument("--debug", action="store_true", help="print a traceback on failure")
+    group.add_argument("--seed", type=int, default=0, help="seed of random weights, data and unseeded requests (0)")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag per field of ``EngineConfig``."""
+    _add_model_flags(parser.add_argument_group("model"))
+    _add_batch_flags(parser.add_argument_group("batching"))
+    _add_worker_flags(parser.add_argument_group("S-worker and R-workers"))
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The configuration the flags describe; ConfigError names the flag that cannot work."""
+    names = {field.name for field in fields(EngineConfig)}
+    return EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
+
+
+def _add_model_flags(group: Any) -> None:
+    group.add_argument("--model", default=DEFAULTS["model"], metavar="PATH_OR_ID", help="(the demo model)")
+    group.add_argument("--tokenizer", metavar="PATH_OR_ID", help="(the model's)")
+    group.add_argument("--revision", help="branch, tag or commit of a model id")
+    group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model (off)")
+    group.add_argument("--skip-tokenizer-init", action="store_true", help="prompts are token ids, outputs too (off)")
+    group.add_argument("--load-format", default="auto", choices=["auto", "dummy"], help="dummy: random weights (auto)")
+    group.add_argument(
+        "--hf-overrides", type=_json_object, default={}, metavar="JSON", help="configuration keys to replace"
+    )
+    group.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights (auto: the model's)")
+    group.add_argument("--device", default="auto", choices=["auto", "cpu"], help="of the S-worker (auto)")
+    group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output (the model's)")
+
+
+def _add_batch_flags(group: Any) -> None:
+    group.add_argument(
+        "--max-num-seqs", type=int, default=DEFAULTS["max_num_seqs"], metavar="N", help="sequences in flight (256)"
+    )
+    group.add_argument(
+        "--num-mini-batches", type=_auto_int, metavar="K", help="(auto: 2 where an R-worker has its own cores, else 1)"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, default=DEFAULTS["max_num_batched_tokens"], metavar="TOKENS",
+        help="token budget of a whole step (2048)",
+    )  # fmt: skip
+    group.add_argument(
+        "--block-size", type=int, default=DEFAULTS["block_size"], choices=BLOCK_SIZES, help="tokens per KV block (32)"
+    )
+    group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
+    group.add_argument(
+        "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 4GiB (40%% of what is free, shared)"
+    )
+    group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False, help="(off in this version)"
+    )
+    group.add_argument("--schedule", default="fcfs", choices=[*SCHEDULES, *LATER_SCHEDULES], help="(fcfs)")
+    group.add_argument(
+        "--prefill-scratch",
+        metavar="BYTES",
+        help="KV of prompts in progress on the S-worker (an eighth of what is free)",
+    )
+
+
+def _add_worker_flags(group: Any) -> None:
+    group.add_argument(
+        "--r-workers", default="inproc", metavar="SPEC", help="inproc or inproc:N, threads of this process (inproc)"
+    )
+    group.add_argument("--r-threads", type=int, metavar="N", help="per R-worker (its cores)")
+    group.add_argument("--s-threads", type=int, metavar="N", help="(its cores)")
+    group.add_argument("--s-cores", metavar="LIST", help="such as 0,2-3 (every core, in turn with the R-workers)")
+    group.add_argument("--r-cores", metavar="LIST", help="such as 4-7 (every core)")
+    group.add_argument("--trace", metavar="FILE", help="write Chrome trace events")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError('must be a JSON object such as {"num_hidden_layers": 4}')
+    return value
+
+
+def _auto_int(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be auto or a whole number, not {text!r}") from None
+
+
+def positive(name: str, value: int) -> int:
+    """``value`` if it is at least 1, else ConfigError."""
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, not {value}")
+    return value

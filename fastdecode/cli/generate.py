@@ -1,0 +1,121 @@
+"""``fastdecode generate``: text from prompts, streamed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
+from fastdecode.outputs import RequestOutput
+from fastdecode.sampling_params import SamplingParams
+
+
+def add_command(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("generate", help="generate and stream text")
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT")
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=128, help="new tokens (128)")
+    group.add_argument("--min-tokens", type=int, default=0, help="new tokens before the text may end (0)")
+    group.add_argument("--temperature", type=float, help="0 is greedy (generation_config.json's, else 1)")
+    group.add_argument("--top-p", type=float, help="(generation_config.json's, else 1)")
+    group.add_argument("--top-k", type=int, help="(generation_config.json's, else 0: all)")
+    group.add_argument("--min-p", type=float, help="(0)")
+    group.add_argument("--repetition-penalty", type=float, help="(1)")
+    group.add_argument("--stop", action="append", default=[], metavar="STRING", help="ends the text; may be repeated")
+    group.add_argument("--n", type=int, default=1, help="texts per prompt (1)")
+    group.add_argument(
+        "--logprobs", type=int, metavar="K", help="with --json: log-probabilities of the K likeliest tokens"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
+    parser.add_argument("--json", action="store_true", help="one JSON object per prompt instead of streamed text")
+    add_engine_flags(parser)
+    add_common_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate; streams when there is one text, else prints each as it finishes."""
+    config = engine_config(args)
+    SamplingParams(**_given(args, {}))  # refuse bad sampling flags before the model is loaded
+    from fastdecode.engine import LLMEngine
+
+    engine = LLMEngine(config)
+    try:
+        defaults = {key: value for key, value in engine.s_model.generation_defaults.items() if key != "eos_token_id"}
+        params = SamplingParams(**_given(args, defaults))
+        for index, prompt in enumerate(args.prompts):
+            engine.add_request(str(index), prompt, params)
+        printer = _JsonPrinter() if args.json else _TextPrinter(len(args.prompts) * params.n == 1)
+        _print_all(engine, printer)
+    finally:
+        engine.close()
+    return 0
+
+
+def _given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters: flags over the model's own defaults over vLLM's."""
+    names = (
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "stop",
+        "n",
+        "logprobs",
+    )
+    flags = {name: getattr(args, name) for name in names if getattr(args, name) not in (None, [])}
+    return {**defaults, **flags, "ignore_eos": args.ignore_eos, "seed": args.seed}
+
+
+def _print_all(engine: Any, printer: _JsonPrinter | _TextPrinter) -> None:
+    for output in _outputs(engine):
+        printer.show(output)
+
+
+def _outputs(engine: Any) -> Iterator[RequestOutput]:
+    while engine.has_unfinished_requests():
+        yield from engine.step()
+
+
+class _JsonPrinter:
+    def show(self, output: RequestOutput) -> None:
+        """One line per finished request."""
+        if output.finished:
+            print(json.dumps(asdict(output), ensure_ascii=False), flush=True)
+
+
+class _TextPrinter:
+    """The prompt and its text as it grows when there is only one; otherwise each request when it is finished."""
+
+    def __init__(self, streaming: bool) -> None:
+        self.streaming = streaming
+        self._shown = -1
+
+    def show(self, output: RequestOutput) -> None:
+        """Print what is new."""
+        if self.streaming:
+            self._stream(output)
+        elif output.finished:
+            for completion in output.outputs:
+                print(f"{output.prompt}{completion.text}\n{'─' * 40}", flush=True)
+
+    def _stream(self, output: RequestOutput) -> None:
+        if self._shown < 0:
+            sys.stdout.write(output.prompt or "")
+            self._shown = 0
+        text = output.outputs[0].text
+        sys.stdout.write(text[self._shown :])
+        self._shown = max(self._shown, len(text))
+        if output.finished:
+            sys.stdout.write("\n")
+            if output.outputs[0].finish_reason == "error":
+                print("fastdecode: the model's logits were not finite; the text ends here", file=sys.stderr)
+        sys.stdout.flush()

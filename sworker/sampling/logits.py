@@ -1,0 +1,112 @@
+"""Edits of the logits that depend on a row's tokens: bias, bans and penalties, as sparse updates of the whole batch.
+
+Each edit gathers the (row, token) cells it concerns into one index, so the cost follows the number of cells, not the
+vocabulary. Order as in vLLM: logit bias, ``min_tokens``, bad words, repetition, frequency and presence penalties.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastdecode.sworker.sampling.row import SamplingRow
+
+
+def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """A float32 copy of ``logits`` [num_rows, vocab] with every row's bias, bans and penalties applied.
+
+    Token ids outside the vocabulary are ignored: they can never be chosen.
+    """
+    scores = logits.to(torch.float32, copy=True).contiguous()
+    if any(row.changes_logits for row in rows):
+        _add_bias(scores, rows)
+        _ban(scores, rows)
+        _penalise_repetition(scores, rows)
+        _penalise_output(scores, rows)
+    return scores
+
+
+def _add_bias(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    vocab = scores.shape[1]
+    biased = [
+        (index * vocab + token_id, bias)
+        for index, row in enumerate(rows)
+        for token_id, bias in (row.params.logit_bias or {}).items()
+        if token_id < vocab
+    ]
+    if biased:
+        cells = torch.tensor([cell for cell, _ in biased], device=scores.device)
+        scores.view(-1)[cells] += torch.tensor([bias for _, bias in biased], device=scores.device)
+
+
+def _ban(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    banned: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        held_back = row.stop_token_ids if len(row.output_token_ids) < row.params.min_tokens else ()
+        token_ids = [*held_back, *_bad_word_ends(row)]
+        if token_ids:
+            banned[index] = token_ids
+    cells = _cells(banned, scores)
+    scores.view(-1)[_on(scores, cells)] = -math.inf
+
+
+def _bad_word_ends(row: SamplingRow) -> list[int]:
+    """Last tokens of the bad words whose other tokens are the latest ones of prompt and output."""
+    longest = max((len(word) for word in row.bad_words_token_ids), default=0) - 1
+    recent = tuple(row.output_token_ids[-longest:]) if longest > 0 else ()
+    if 0 <= len(recent) < longest:
+        recent = tuple(row.prompt_token_ids[len(recent) - longest :]) + recent
+    words = (word for word in row.bad_words_token_ids if word)
+    return [word[-1] for word in words if len(word) == 1 or recent[1 - len(word) :] == tuple(word[:-1])]
+
+
+def _penalise_repetition(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Divide positive logits of tokens seen in prompt or output by the penalty, multiply negative ones (CTRL, 2019)."""
+    penalties = {i: row.params.repetition_penalty for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0}
+    seen = {i: np.concatenate([_ids(rows[i].prompt_token_ids), _ids(rows[i].output_token_ids)]) for i in penalties}
+    cells = _cells(seen, scores)  # a token listed twice is written twice with the same value
+    penalty = _on(scores, _per_cell(penalties, cells, scores))
+    at = _on(scores, cells)
+    values = scores.view(-1)[at]
+    scores.view(-1)[at] = torch.where(values < 0, values * penalty, values / penalty)
+
+
+def _penalise_output(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Subtract frequency_penalty x occurrences, then presence_penalty, for tokens in the output (as OpenAI)."""
+    frequency = {i: row.params.frequency_penalty for i, row in enumerate(rows)}
+    presence = {i: row.params.presence_penalty for i, row in enumerate(rows)}
+    asking = {i: rows[i].output_token_ids for i in frequency if frequency[i] != 0.0 or presence[i] != 0.0}
+    cells, counts = np.unique(_cells(asking, scores), return_counts=True)
+    per_count = _on(scores, _per_cell(frequency, cells, scores) * counts.astype(np.float32))
+    at = _on(scores, cells)
+    scores.view(-1)[at] = scores.view(-1)[at] - per_count - _on(scores, _per_cell(presence, cells, scores))
+
+
+def _cells(token_ids: Mapping[int, Sequence[int] | np.ndarray], scores: Tensor) -> np.ndarray:
+    """Flat indices into ``scores`` of each row's token ids, without those outside the vocabulary: int64 [num_cells]."""
+    vocab = scores.shape[1]
+    parts = [np.empty(0, dtype=np.int64)]
+    for index, listed in token_ids.items():
+        ids = _ids(listed)
+        parts.append(index * vocab + ids[(ids >= 0) & (ids < vocab)])
+    return np.concatenate(parts)
+
+
+def _per_cell(values: Mapping[int, float], cells: np.ndarray, scores: Tensor) -> np.ndarray:
+    """The value of each cell's row, float32 [num_cells]."""
+    by_row = np.zeros(scores.shape[0], dtype=np.float32)
+    by_row[list(values.keys())] = list(values.values())
+    of_cells: np.ndarray = by_row[cells // scores.shape[1]]
+    return of_cells
+
+
+def _ids(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.asarray(token_ids, dtype=np.int64)
+
+
+def _on(scores: Tensor, values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values).to(scores.device)

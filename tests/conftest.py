@@ -1,0 +1,29 @@
+"""What every test rests on: the installed package, one torch thread, no deadlines on a shared machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+TESTS = Path(__file__).resolve().parent
+
+# After a plain `pip install .`, `python -m pytest` in the checkout would import the bare ./fastdecode folder, which
+# has neither the extension nor sworker and cluster.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TESTS.parent]
+if str(TESTS) not in sys.path:
+    sys.path.insert(0, str(TESTS))  # for model_zoo
+
+settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared-machine")
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Tests start with one torch thread, whatever an engine before them chose; torch is not imported for it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    yield

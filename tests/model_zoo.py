@@ -1,0 +1,190 @@
+"""Tiny random models of every supported architecture, and what transformers itself generates with them.
+
+The exactness tests compare FastDecode with these references, so the references must be able to fail.
+Models with transformers' default initial weights repeat one token for ever, and then any attention passes.
+Hence weights with a standard deviation of 0.1 to 0.2, untied embeddings, features made to bite (windows
+shorter than the text, a soft cap within the scores' range, sinks as large as the scores), and prompts
+chosen by `zoo_search.py`; `test_references.py` asserts what came of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+NEW_TOKENS = 64
+PROMPT_LENGTHS = (200, 1, 40, 128, 3, 77, 17, 160)
+VOCABULARY = 512
+POSITIONS = 512  # the longest text a model takes
+WEIGHT_SEED = 1
+SINK_STD = 3.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make one model, and the prompts that go with it."""
+
+    config: str  # the class in transformers
+    std: float  # of every weight and bias: around one for norms, around zero for the rest
+    prompt_seed: int  # the one thing zoo_search.py chooses
+    settings: dict[str, Any]
+
+
+def llama_like(**more: Any) -> dict[str, Any]:
+    """The settings that most architectures name alike, with two key-value heads for four query heads."""
+    return {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": POSITIONS,
+    } | more
+
+
+RECIPES = {
+    "llama-mha": Recipe("LlamaConfig", 0.15, 7, llama_like(num_key_value_heads=4)),
+    "llama-gqa": Recipe("LlamaConfig", 0.15, 8, llama_like(hidden_size=128, num_attention_heads=8)),
+    "mistral": Recipe("MistralConfig", 0.15, 3, llama_like(hidden_size=128, num_hidden_layers=6, sliding_window=60)),
+    "qwen2": Recipe("Qwen2Config", 0.15, 6, llama_like()),
+    "qwen3": Recipe("Qwen3Config", 0.15, 8, llama_like(head_dim=32)),
+    "opt": Recipe(
+        "OPTConfig",
+        0.2,
+        1,
+        {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128, "num_hidden_layers": 3}
+        | {"num_attention_heads": 4, "max_position_embeddings": POSITIONS},
+    ),
+    "gpt_bigcode": Recipe(
+        "GPTBigCodeConfig", 0.2, 1, {"n_embd": 128, "n_inner": 128, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS}
+    ),
+    "gpt_neox": Recipe("GPTNeoXConfig", 0.2, 1, llama_like(hidden_size=128)),
+    "phi3": Recipe("Phi3Config", 0.15, 1, llama_like(original_max_position_embeddings=POSITIONS)),
+    "gemma2": Recipe(
+        "Gemma2Config",
+        0.15,
+        1,
+        llama_like(num_hidden_layers=4, head_dim=16, sliding_window=32)
+        | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 20},
+    ),
+    "mixtral": Recipe("MixtralConfig", 0.15, 6, llama_like(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3_moe": Recipe(
+        "Qwen3MoeConfig",
+        0.15,
+        2,
+        llama_like(hidden_size=128, head_dim=32, num_experts=4, num_experts_per_tok=2)
+        | {"moe_intermediate_size": 64, "norm_topk_prob": True},
+    ),
+    "gpt_oss": Recipe(
+        "GptOssConfig",
+        0.15,
+        4,
+        llama_like(num_hidden_layers=4, head_dim=32, sliding_window=32, num_local_experts=4, num_experts_per_tok=2),
+    ),
+}
+
+ARCHITECTURES = tuple(RECIPES)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers generates, greedily, one prompt at a time."""
+
+    tokens: list[list[int]]  # NEW_TOKENS for each prompt
+    min_gap: float  # the smallest difference between the best and the second-best logit, over all steps
+
+
+def build_model(name: str, **changes: Any) -> Any:
+    """The model, in float32 on the CPU, with transformers' own attention; `changes` overrides settings."""
+    recipe = RECIPES[name]
+    fixed = {
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = getattr(transformers, recipe.config)(**fixed | recipe.settings | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            # Norms start at one, or at zero where the model adds the one; biases and sinks at or near zero.
+            centre = parameter.round() if parameter.ndim == 1 else torch.zeros_like(parameter)
+            # Sinks weigh as much as a score only when they are as large as scores.
+            std = SINK_STD if key.endswith("sinks") else recipe.std
+            # A generator for each parameter, so that the order of modules does not matter.
+            generator = torch.Generator().manual_seed(WEIGHT_SEED ^ zlib.crc32(key.encode()))
+            parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def save_model(name: str, folder: Path) -> Path:
+    """Writes the model (no tokenizer) as a folder that from_pretrained and FastDecode load."""
+    build_model(name).save_pretrained(folder)
+    return folder
+
+
+def prompts(name: str) -> list[list[int]]:
+    """Eight prompts of random tokens, of PROMPT_LENGTHS."""
+    generator = torch.Generator().manual_seed(RECIPES[name].prompt_seed)
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+
+
+def with_other_start(prompt: list[int]) -> list[int]:
+    """The prompt with its first token changed; a reference must not come out the same for it."""
+    return [(prompt[0] + 1) % VOCABULARY, *prompt[1:]]
+
+
+@functools.cache
+def reference(name: str, dtype: torch.dtype = torch.float32) -> Reference:
+    """Generates NEW_TOKENS for each of the model's prompts with transformers."""
+    model = build_model(name)
+    if dtype is not torch.float32:
+        # Loaded rather than cast: model.to(dtype) would also round the rotary frequencies.
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation="eager"
+            ).eval()
+    return generate(model, prompts(name))
+
+
+def generate(model: Any, prompts: list[list[int]]) -> Reference:
+    """Greedy generation, one prompt at a time."""
+    tokens, min_gap = [], float("inf")
+    for prompt in prompts:
+        result = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens.append(result.sequences[0, len(prompt) :].tolist())
+        best = torch.cat(result.logits).float().topk(2).values
+        min_gap = min(min_gap, (best[:, 0] - best[:, 1]).min().item())
+    return Reference(tokens, min_gap)
+
+
+@torch.no_grad()
+def reference_logits(model: Any, prompt: list[int], outputs: list[int]) -> torch.Tensor:
+    """The logits, [len(outputs), vocabulary] in float32, that the model puts in the place of each of outputs.
+
+    Teacher-forced: one forward over the prompt and the outputs before each."""
+    ids = torch.tensor([prompt + outputs[:-1]])
+    return model(ids, use_cache=False, logits_to_keep=len(outputs)).logits[0].float()
+
+
+def disagreements(model: Any, prompt: list[int], outputs: list[int]) -> int:
+    """At how many steps the model, fed prompt and outputs, prefers another token.
+
+    Zero if and only if greedy decoding generates outputs."""
+    return int((reference_logits(model, prompt, outputs).argmax(-1) != torch.tensor(outputs)).sum())

@@ -1,0 +1,119 @@
+"""An R-worker with the sequences it holds, for tests: random payloads, steps in one call, the oracle's answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fastdecode import _rworker
+
+from .oracle import attention, from_bits, rounded, to_bits
+
+FORK, TRUNCATE, RELEASE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The eight numbers of an R-worker's layer tuple."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    key_dim: int = 64
+    value_dim: int = 64
+    scale: float = 0.125
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: tuple[float, ...] = ()
+
+    def as_tuple(self) -> tuple:
+        return (
+            self.num_heads,
+            self.num_kv_heads,
+            self.key_dim,
+            self.value_dim,
+            self.scale,
+            self.window,
+            self.soft_cap,
+            list(self.sinks),
+        )
+
+
+def table(rows: list[tuple[int, int, int, int]]) -> np.ndarray:
+    """Rows of four integers as the int64 [n, 4] array of controls or spans."""
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+
+def make_worker(layer: Layer, **options) -> _rworker.RWorker:
+    """An R-worker of one such layer; options override the defaults."""
+    settings = {"model_dtype": "float32", "kv_dtype": "float32", "block_size": 16, "num_blocks": 512, "num_threads": 1}
+    settings.update(options)
+    layers = settings.pop("layers", [layer])
+    return _rworker.RWorker(layers=[each.as_tuple() for each in layers], **settings)
+
+
+@dataclass
+class Rows:
+    """q, k and v of ``num_rows`` new tokens, float32, token-major."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+
+def random_rows(rng: np.random.Generator, layer: Layer, num_rows: int) -> Rows:
+    """Gaussian rows for one layer."""
+    return Rows(
+        rng.standard_normal((num_rows, layer.num_heads, layer.key_dim), dtype=np.float32),
+        rng.standard_normal((num_rows, layer.num_kv_heads, layer.key_dim), dtype=np.float32),
+        rng.standard_normal((num_rows, layer.num_kv_heads, layer.value_dim), dtype=np.float32),
+    )
+
+
+@dataclass
+class Harness:
+    """Feeds rows of one layer to an R-worker and remembers every sequence's keys and values."""
+
+    layer: Layer
+    options: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.worker = make_worker(self.layer, **self.options)
+        self.model_dtype = self.options.get("model_dtype", "float32")
+        self.kv_dtype = self.options.get("kv_dtype", "float32")
+        self.lengths: dict[int, int] = {}
+
+    def step(self, batch: dict[int, Rows], append_only: tuple[int, ...] = (), controls=()) -> dict[int, np.ndarray]:
+        """One step, one mini-batch: sequence id -> new rows; returns float32 outputs of those that attend."""
+        order = [i for i in batch if i not in append_only] + list(append_only)
+        spans = [(i, self.lengths.get(i, 0), len(batch[i].k), int(i not in append_only)) for i in order]
+        attending = sum(len(batch[i].q) for i in order if i not in append_only)
+        q = to_bits(np.concatenate([batch[i].q for i in order])[:attending], self.model_dtype)
+        k = to_bits(np.concatenate([batch[i].k for i in order]), self.model_dtype)
+        v = to_bits(np.concatenate([batch[i].v for i in order]), self.model_dtype)
+        out = np.full((attending, self.layer.num_heads, self.layer.value_dim), 7, dtype=q.dtype)
+        self.worker.begin_step(table(list(controls)), [table(spans)])
+        self.worker.submit(0, 0, q, k, v, out)
+        self.worker.wait(0)
+        self.worker.end_step()
+        results, row = {}, 0
+        for sequence_id, context_len, num_rows, attends in spans:
+            self.lengths[sequence_id] = context_len + num_rows
+            if attends:
+                results[sequence_id] = from_bits(out[row : row + num_rows], self.model_dtype).copy()
+                row += num_rows
+        return results
+
+    def expected(self, sequence_id: int, q: np.ndarray) -> np.ndarray:
+        """The oracle's output for a sequence's last ``len(q)`` tokens, over what the cache holds."""
+        k, v = self.worker.read_tokens(sequence_id, 0)
+        layer = self.layer
+        return attention(
+            rounded(q, self.model_dtype),
+            k,
+            v,
+            scale=layer.scale,
+            window=layer.window,
+            soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
+        )

@@ -1,0 +1,80 @@
+"""The same bits for a sequence whatever else happens: crowd, threads, block size, chunking."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastdecode import _rworker
+
+from .harness import Harness, Layer, Rows, random_rows
+
+ISAS = _rworker.supported_isas()
+LAYERS = {
+    "gqa": Layer(6, 2, 64, 64),
+    "mha": Layer(2, 2, 40, 24, 0.2),
+    "window": Layer(8, 2, 64, 64, 0.2, window=70, soft_cap=4.0, sinks=tuple(0.1 * i for i in range(8))),
+}
+PROMPTS = [1, 17, 64, 130, 511, 512, 700, 1100]
+
+
+def outputs_of(layer: Layer, chosen: list[int], **options) -> dict[int, np.ndarray]:
+    """Outputs of three decode steps after prompts of PROMPTS[i] tokens, for the chosen sequences together."""
+    harness = Harness(layer, options)
+    rng = {i: np.random.default_rng(i) for i in chosen}
+    prompts = {i: random_rows(rng[i], layer, PROMPTS[i]) for i in chosen}
+    harness.step(prompts, append_only=tuple(prompts))
+    steps = [harness.step({i: random_rows(rng[i], layer, 1) for i in chosen}) for _ in range(3)]
+    return {i: np.concatenate([step[i] for step in steps]) for i in chosen}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_alone_crowd_threads_and_block_sizes(name: str, dtype: str, isa: str) -> None:
+    options = {"model_dtype": dtype, "kv_dtype": dtype, "isa": isa}
+    everyone = list(range(len(PROMPTS)))
+    crowd = outputs_of(LAYERS[name], everyone, **options)
+    for i in (0, 3, 7):
+        np.testing.assert_array_equal(outputs_of(LAYERS[name], [i], **options)[i], crowd[i])
+    for changed in ({"num_threads": 2}, {"num_threads": 3, "block_size": 64}, {"block_size": 256}):
+        again = outputs_of(LAYERS[name], everyone[::-1], **options, **changed)
+        for i in everyone:
+            np.testing.assert_array_equal(again[i], crowd[i])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("context", [0, 63, 490])
+def test_chunked_equals_row_by_row(context: int, name: str, dtype: str, isa: str) -> None:
+    layer, rng = LAYERS[name], np.random.default_rng(5)
+    prompt, rows = random_rows(rng, layer, max(context, 1)), random_rows(rng, layer, 45)
+    results = []
+    for sizes in ([45], [1] * 45, [7, 1, 30, 5, 2]):
+        harness = Harness(layer, {"model_dtype": dtype, "kv_dtype": dtype, "isa": isa})
+        if context:
+            harness.step({0: prompt}, append_only=(0,))
+        parts, row = [], 0
+        for size in sizes:
+            part = slice(row, row + size)
+            parts.append(harness.step({0: Rows(rows.q[part], rows.k[part], rows.v[part])})[0])
+            row += size
+        results.append(np.concatenate(parts))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_fork_and_truncate_leave_the_bits(isa: str) -> None:
+    layer, rng = LAYERS["gqa"], np.random.default_rng(6)
+    prompt, rows = random_rows(rng, layer, 75), random_rows(rng, layer, 1)
+    first = Harness(layer, {"isa": isa})
+    first.step({0: Rows(prompt.q[:70], prompt.k[:70], prompt.v[:70])}, append_only=(0,))
+    want = first.step({0: rows})[0]
+    second = Harness(layer, {"isa": isa})
+    second.step({0: prompt}, append_only=(0,))
+    second.lengths |= {1: 70, 2: 70}
+    got = second.step({1: rows, 2: rows}, controls=[(0, 1, 0, 70), (0, 2, 0, 75), (1, 2, 0, 70)])
+    np.testing.assert_array_equal(got[1], want)
+    np.testing.assert_array_equal(got[2], want)

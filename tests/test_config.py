@@ -1,0 +1,196 @@
+"""Settings: every bad one gives one clear line that names it, every good form is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastdecode import config as config_module
+from fastdecode.config import EngineConfig, parse_bytes
+from fastdecode.errors import CapacityError, ConfigError
+from fastdecode.machine import total_memory_bytes
+from fastdecode.resources import check_room, kv_cache_bytes, scratch_tokens
+from fastdecode.types import KVLayout, LayerLayout, RWorkerInfo
+
+BAD: list[tuple[str, Any]] = [
+    ("dtype", "int3"),
+    ("dtype", ""),
+    ("kv_cache_dtype", "int8"),
+    ("load_format", "gguf"),
+    ("device", "cuda"),
+    ("schedule", "sls"),
+    ("schedule", "random"),
+    ("enable_prefix_caching", True),
+    ("block_size", 0),
+    ("block_size", 33),
+    ("block_size", -32),
+    ("max_num_seqs", 0),
+    ("max_num_seqs", -1),
+    ("max_num_seqs", 2.5),
+    ("max_num_seqs", True),
+    ("max_num_seqs", "8"),
+    ("max_num_batched_tokens", 0),
+    ("max_num_batched_tokens", 255),
+    ("max_model_len", 0),
+    ("num_mini_batches", 0),
+    ("num_mini_batches", "auto"),
+    ("r_threads", 0),
+    ("s_threads", -2),
+    ("kv_cache_memory", "lots"),
+    ("kv_cache_memory", "0"),
+    ("kv_cache_memory", "-4GiB"),
+    ("kv_cache_memory", "4XB"),
+    ("kv_cache_memory", 0),
+    ("kv_cache_memory", "99999TiB"),
+    ("prefill_scratch", ""),
+    ("prefill_scratch", "99999TiB"),
+    ("r_workers", ""),
+    ("r_workers", "inproc:0"),
+    ("r_workers", "inproc:two"),
+    ("r_workers", "spawn:2"),
+    ("r_workers", "mpi"),
+    ("r_workers", "node1:5580,node2:5580"),
+    ("r_workers", "nonsense"),
+    ("s_cores", "a-b"),
+    ("s_cores", ""),
+    ("s_cores", "3-1"),
+    ("s_cores", "100000"),
+    ("r_cores", "0,,1"),
+    ("r_cores", "0-99999"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_bad_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**{name: value})
+    message = str(caught.value)
+    assert message.startswith(name) and "\n" not in message
+    assert str(value) in message or name == "enable_prefix_caching"
+
+
+@pytest.mark.parametrize("name", ["sls", "stall-free", "request-level", "hybrid", "prefill-first"])
+def test_what_is_not_done_yet_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"schedule: '{name}' is not available in this version"):
+        EngineConfig(schedule=name)
+    with pytest.raises(ConfigError, match="r_workers: 'spawn:2' is not available in this version"):
+        EngineConfig(r_workers="spawn:2")
+
+
+def test_the_defaults_are_the_contracts() -> None:
+    config = EngineConfig()
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size, config.seed) == (256, 2048, 32, 0)
+    assert (config.dtype, config.kv_cache_dtype, config.device, config.load_format) == ("auto", "auto", "auto", "auto")
+    assert (config.num_r_workers, config.num_mini_batches, config.r_workers) == (1, None, "inproc")
+    assert not config.separate_cores
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+        {"block_size": 256, "dtype": "bfloat16", "kv_cache_dtype": "float16", "load_format": "dummy", "device": "cpu"},
+        {"kv_cache_memory": "64MiB", "prefill_scratch": 1 << 20, "hf_overrides": {"num_hidden_layers": 2}},
+    ],
+)
+def test_good_values_are_taken(settings: dict[str, Any]) -> None:
+    config = EngineConfig(**settings)
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(("spec", "count"), [("inproc", 1), ("inproc:1", 1), ("inproc:12", 12)])
+def test_inproc_workers(spec: str, count: int) -> None:
+    config = EngineConfig(r_workers=spec, kv_cache_memory="1MiB")
+    assert (config.num_r_workers, kv_cache_bytes(config)) == (count, 1 << 20)
+
+
+def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "usable_cores", lambda: [0, 1, 2, 5])
+    config = EngineConfig(s_cores="5,0-1,0", r_cores="2")
+    assert (config.s_core_list, config.r_core_list, config.separate_cores) == ([0, 1, 5], [2], True)
+    assert not EngineConfig(s_cores="0-1", r_cores="1-2").separate_cores
+    assert EngineConfig(s_cores="0").r_core_list is None
+    with pytest.raises(ConfigError, match=r"s_cores.*\[3\].*\[0, 1, 2, 5\]"):
+        EngineConfig(s_cores="2-3")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (4294967296, 1 << 32),
+        ("4294967296", 1 << 32),
+        ("4GiB", 4 << 30),
+        ("4gib", 4 << 30),
+        (" 4 GiB ", 4 << 30),
+        ("4Gi", 4 << 30),
+        ("512MB", 512 * 10**6),
+        ("1.5G", 1_500_000_000),
+        ("0.5KiB", 512),
+        ("2T", 2 * 10**12),
+        ("2TiB", 2 << 40),
+        ("7B", 7),
+        ("7k", 7000),
+    ],
+)
+def test_parse_bytes(text: int | str, size: int) -> None:
+    assert parse_bytes("kv_cache_memory", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", 0, "0.0GiB", "1e9", "4 GiB more", "4iB", "nan", "4,5G", 1.5j, "0.1B"])
+def test_parse_bytes_refuses(text: Any) -> None:
+    with pytest.raises(ConfigError, match="^prefill_scratch must be a positive number of bytes") as caught:
+        parse_bytes("prefill_scratch", text)
+    assert repr(text) in str(caught.value)
+
+
+def test_memory_up_to_the_machines() -> None:
+    assert EngineConfig(kv_cache_memory=total_memory_bytes()).bytes_of("kv_cache_memory") == total_memory_bytes()
+    assert EngineConfig().bytes_of("kv_cache_memory") is None
+    with pytest.raises(ConfigError, match="kv_cache_memory: .* is more than this machine's .* GiB"):
+        EngineConfig(kv_cache_memory=total_memory_bytes() + 1)
+
+
+# What the model's layout makes of them.
+
+LAYOUT = KVLayout((LayerLayout(4, 2, 16, 8, 0.25), LayerLayout(4, 1, 16, 16, 0.25)), "float32", "bfloat16")
+"""48 + 32 elements a token: 320 bytes in the model's dtype, 160 in the cache's."""
+
+
+def worker(num_blocks: int, block_size: int = 32) -> RWorkerInfo:
+    return RWorkerInfo("r", num_blocks, block_size, 1, "scalar", False)
+
+
+def test_scratch_tokens_are_in_the_models_dtype() -> None:
+    assert LAYOUT.kv_bytes_per_token == 160
+    assert scratch_tokens(EngineConfig(prefill_scratch=3200), LAYOUT) == 10
+    assert scratch_tokens(EngineConfig(prefill_scratch=3199), LAYOUT) == 9
+    assert scratch_tokens(EngineConfig(), LAYOUT) > 1000
+
+
+def test_default_memory_is_shared_among_the_workers() -> None:
+    one, four = (kv_cache_bytes(EngineConfig(r_workers=spec)) for spec in ("inproc", "inproc:4"))
+    assert 0 < one < total_memory_bytes() * 0.4 + 1
+    assert one / four == pytest.approx(4, rel=0.2)
+
+
+@pytest.mark.parametrize("blocks", [[4], [4, 9], [100, 4]])
+def test_there_is_room_for_one_longest_sequence(blocks: list[int]) -> None:
+    check_room(128, LAYOUT, [worker(count) for count in blocks])
+
+
+@pytest.mark.parametrize("blocks", [[4], [4, 100], [100, 4]])
+def test_too_little_room_says_how_much_it_takes(blocks: list[int]) -> None:
+    """On the smallest worker: 5 blocks of 32 tokens of 160 bytes are needed, under a mebibyte."""
+    with pytest.raises(CapacityError) as caught:
+        check_room(129, LAYOUT, [worker(count) for count in blocks])
+    message = str(caught.value)
+    assert "max_model_len 129" in message and "--kv-cache-memory 1MiB" in message and "--max-model-len 128" in message
+    assert "\n" not in message
+
+
+def test_what_it_says_is_enough() -> None:
+    """40,000 tokens are 6.1 MiB: the memory named in the message holds them."""
+    with pytest.raises(CapacityError, match="--kv-cache-memory 7MiB"):
+        check_room(40_000, LAYOUT, [worker(100)])
+    check_room(40_000, LAYOUT, [worker((7 << 20) // (160 * 32))])

@@ -1,0 +1,213 @@
+"""The house's floors: an upper module may import a lower one, never back (design.md)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster": "fastdecode.cluster"} | {
+    "perfmodel": "fastdecode.perfmodel"
+}
+
+FLOORS = [
+    {"", "types", "config", "protocols", "errors", "clock", "machine", "outputs", "sampling_params"},
+    {"scheduler", "perfmodel", "_rworker"},
+    {"sworker", "cluster", "perfmodel.simulate"},
+    {"engine", "request", "resources", "prompts", "metrics", "text", "trace"},
+    {"cli", "server", "llm", "bench"},
+]
+"""Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""
+
+APART = {1, 2}
+"""Floors whose rooms know nothing of each other: a module imports lower floors and its own room."""
+
+OUTSIDE = {0: {"numpy"}, 1: {"numpy"}}
+"""Third-party packages these floors may import."""
+
+LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}
+LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster"}
+IN_ONE_FILE = {"mpi4py", "zmq"}
+NEVER = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module's name under ``fastdecode`` and every dotted name it imports, inside functions too."""
+
+    name: str
+    imports: frozenset[str]
+
+    @property
+    def own(self) -> set[str]:
+        """Imports from this project, as names under ``fastdecode``."""
+        return {name.partition(".")[2] for name in self.imports if name.split(".")[0] == "fastdecode"}
+
+    @property
+    def others(self) -> set[str]:
+        """Top-level names of everything else outside the standard library."""
+        return {name.split(".")[0] for name in self.imports} - {"fastdecode"} - sys.stdlib_module_names
+
+
+def read_module(name: str, source: str, known: set[str]) -> Module:
+    """``from package import x`` counts as ``package.x`` where that is a module, else as ``package``.
+
+    What only type checkers see does not count in the package's own __init__, which hands upper floors through.
+    """
+    found = set()
+    for node in _run_time_nodes(ast.parse(source), name == ""):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{name}: relative import"
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {member if member in known else node.module for member in members}
+    return Module(name, frozenset(found))
+
+
+def _run_time_nodes(tree: ast.AST, skip_type_checking: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if skip_type_checking and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from _run_time_nodes(node, skip_type_checking)
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for folder, package in ROOMS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *parts]).removesuffix(".__init__")] = path
+    return found
+
+
+def read_modules() -> list[Module]:
+    known = {*sources(), "fastdecode._rworker"}
+    return [
+        read_module(name.partition(".")[2], path.read_text(encoding="utf-8"), known) for name, path in sources().items()
+    ]
+
+
+def room_of(name: str) -> str:
+    """The longest entry of FLOORS that ``name`` is in."""
+    rooms = [room for floor in FLOORS for room in floor if name == room or (room and name.startswith(room + "."))]
+    if not rooms:
+        raise AssertionError(f"fastdecode.{name} has no floor: enter it in FLOORS")
+    return max(rooms, key=len)
+
+
+def floor_of(name: str) -> int:
+    return next(index for index, floor in enumerate(FLOORS) if room_of(name) in floor)
+
+
+def violations(modules: list[Module]) -> list[str]:
+    """One line per broken rule."""
+    return [line for module in modules for line in (*_own_violations(module), *_other_violations(module))] + [
+        f"{name} is imported in several files: {', '.join(users)}"
+        for name in sorted(IN_ONE_FILE)
+        if len(users := [module.name for module in modules if name in module.others]) > 1
+    ]
+
+
+def _own_violations(module: Module) -> Iterator[str]:
+    for name in sorted(module.own):
+        mine, other = floor_of(module.name), floor_of(name)
+        strangers = mine == other and mine in APART and room_of(module.name) != room_of(name)
+        if other > mine or strangers:
+            yield f"{module.name or 'fastdecode'} (floor {mine}) imports {name} (floor {other})"
+    if "cluster" in {room_of(name) for name in module.own} and room_of(module.name) not in ("cluster", "engine"):
+        yield f"{module.name} imports the R side, which only the engine may"
+    if "_rworker" in module.own and room_of(module.name) not in ("cluster", "cli"):
+        yield f"{module.name} imports the extension, which only cluster (and cli, to report it) may"
+
+
+def _other_violations(module: Module) -> Iterator[str]:
+    room = room_of(module.name)
+    for name in sorted(module.others):
+        if name in LIVES_IN and room != LIVES_IN[name]:
+            yield f"{module.name} imports {name}, which lives in {LIVES_IN[name]}"
+        if name not in OUTSIDE.get(floor_of(module.name), module.others):
+            yield f"{module.name} imports {name}, and its floor knows only the standard library and numpy"
+    banned = {name.split(".")[0] for name in module.imports} & NEVER
+    if banned:
+        yield f"{module.name} imports {', '.join(sorted(banned))}"
+
+
+def test_floors_are_kept() -> None:
+    modules = read_modules()
+    assert {"types", "scheduler.scheduler", "sworker.worker", "cluster.inproc", "engine"} <= {m.name for m in modules}
+    assert violations(modules) == []
+
+
+def test_only_the_engine_knows_both_sides() -> None:
+    both = [m.name for m in read_modules() if {"sworker", "cluster"} <= {room_of(name) for name in m.own}]
+    assert both == ["engine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("types", "from fastdecode.scheduler import Scheduler"),
+        ("config", "import psutil"),
+        ("errors", "def f():\n    import fastdecode.engine"),
+        ("", "from fastdecode.llm import LLM"),
+        ("scheduler.scheduler", "from fastdecode.perfmodel import scale"),
+        ("scheduler.scheduler", "from fastdecode import sworker"),
+        ("scheduler.scheduler", "import torch"),
+        ("perfmodel.scale", "from fastdecode.perfmodel.simulate import run"),
+        ("sworker.worker", "from fastdecode.cluster.fake import FakeBackend"),
+        ("sworker.worker", "import fastdecode.engine"),
+        ("sworker.worker", "from fastdecode import _rworker"),
+        ("sworker.worker", "import zmq"),
+        ("cluster.inproc", "from fastdecode.sworker.staging import to_numpy"),
+        ("cluster.inproc", "if TYPE_CHECKING:\n    import torch.nn"),
+        ("cluster.inproc", "from pickle import dumps"),
+        ("engine", "from transformers import AutoConfig"),
+        ("engine", "from fastdecode.cli.flags import engine_config"),
+        ("llm", "from fastdecode.cluster.inproc import InprocBackend"),
+        ("trace", "import greenlet"),
+    ],
+)
+def test_a_breach_is_found(name: str, source: str) -> None:
+    known = {*sources(), "fastdecode._rworker", "fastdecode.perfmodel.simulate"}
+    assert len(violations([read_module(name, source, known)])) >= 1
+
+
+def test_transports_live_in_one_file_each() -> None:
+    modules = [Module(f"cluster.{name}", frozenset({"zmq"})) for name in ("a", "b")]
+    assert violations(modules[:1]) == []
+    assert violations(modules) == ["zmq is imported in several files: cluster.a, cluster.b"]
+
+
+def test_no_assert_statements() -> None:
+    """Input checks must survive ``python -O``."""
+    asserting = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources().values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assert)
+    ]
+    assert asserting == []
+
+
+def test_an_r_worker_starts_without_torch(tmp_path: Path) -> None:
+    """In a process of its own, outside the checkout; the command line's entry is on the way to `fastdecode r-worker`."""
+    code = """
+import importlib, sys
+for name in ("fastdecode", "fastdecode.scheduler", "fastdecode.cluster.inproc", "fastdecode.cluster.fake",
+             "fastdecode.perfmodel.scale", "fastdecode.cli.main"):
+    importlib.import_module(name)
+    heavy = {"torch", "transformers", "greenlet", "fastdecode.sworker"} & set(sys.modules)
+    if heavy:
+        sys.exit(f"import {name} brings {sorted(heavy)}")
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

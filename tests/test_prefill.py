@@ -1,0 +1,131 @@
+"""Prompt attention on the S-worker against formulas written down twice: in torch operations and in float64 numpy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fastdecode.sworker import prefill
+from fastdecode.sworker.prefill import PromptScratch, prompt_attention, reference_attention
+from fastdecode.types import LayerLayout
+
+LAYER = LayerLayout(num_heads=4, num_kv_heads=4, key_head_dim=16, value_head_dim=16, scale=0.3)
+SHAPES = {"first chunk": (23, 23), "one token": (1, 1), "later chunk": (7, 23), "last token": (1, 23)}
+"""Rows, and keys up to the last row."""
+
+
+def rows(num_rows: int, num_keys: int, layer: LayerLayout, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Random q, k, v as the model hands them over."""
+    generator = torch.Generator().manual_seed(num_rows + 100 * num_keys)
+    heads = (
+        (num_rows, layer.num_heads, layer.key_head_dim),
+        (num_keys, layer.num_kv_heads, layer.key_head_dim),
+        (num_keys, layer.num_kv_heads, layer.value_head_dim),
+    )
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in heads]
+
+
+def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> np.ndarray:
+    """One query and head at a time, in float64: each sees the keys up to its own, at most ``window`` of them."""
+    queries, keys, values = (rows.double().numpy() for rows in (q, k, v))
+    o = np.zeros((len(queries), layer.num_heads, layer.value_head_dim))
+    for row, head in np.ndindex(len(queries), layer.num_heads):
+        position = len(keys) - len(queries) + row
+        first = max(0, position - layer.window + 1) if layer.window else 0
+        kv_head = head * layer.num_kv_heads // layer.num_heads
+        scores = keys[first : position + 1, kv_head] @ queries[row, head] * layer.scale
+        if layer.soft_cap:
+            scores = layer.soft_cap * np.tanh(scores / layer.soft_cap)
+        weights = np.exp(scores)
+        sink = np.exp(layer.sinks[head]) if layer.sinks else 0.0
+        o[row, head] = weights @ values[first : position + 1, kv_head] / (weights.sum() + sink)
+    return o
+
+
+def relative_error(o: torch.Tensor, expected: np.ndarray) -> float:
+    """The largest of the norm-wise errors of all rows and heads."""
+    error = np.linalg.norm(o.double().numpy() - expected, axis=-1)
+    return float((error / np.linalg.norm(expected, axis=-1)).max())
+
+
+@pytest.mark.parametrize("value_head_dim", [16, 12])
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("window", [0, 1, 5, 23, 100])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_all_shapes(shape: tuple[int, int], window: int, num_kv_heads: int, value_head_dim: int) -> None:
+    layer = replace(LAYER, num_kv_heads=num_kv_heads, value_head_dim=value_head_dim, window=window)
+    q, k, v = rows(*shape, layer)
+    o = prompt_attention(q, k, v, layer)
+    assert o.shape == (shape[0], layer.num_heads, value_head_dim)
+    assert relative_error(o, formula(q, k, v, layer)) <= 1e-5
+    assert relative_error(o, reference_attention(q, k, v, layer).double().numpy()) <= 1e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("soft_cap", [0.0, 0.7])
+@pytest.mark.parametrize("sinks", [(), (-2.0, 0.0, 1.5, 4.0)], ids=["no sinks", "sinks"])
+def test_soft_cap_and_sinks(shape: tuple[int, int], window: int, soft_cap: float, sinks: tuple[float, ...]) -> None:
+    layer = replace(LAYER, num_kv_heads=2, window=window, soft_cap=soft_cap, sinks=sinks)
+    q, k, v = rows(*shape, layer)
+    assert relative_error(prompt_attention(q, k, v, layer), formula(q, k, v, layer)) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("soft_cap", [0.0, 0.7])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_16_bit_floats(shape: tuple[int, int], soft_cap: float, window: int, dtype: torch.dtype) -> None:
+    layer = replace(LAYER, num_kv_heads=2, window=window, soft_cap=soft_cap)
+    q, k, v = rows(*shape, layer, dtype)
+    o = prompt_attention(q, k, v, layer)
+    assert o.dtype == dtype
+    assert relative_error(o, formula(q, k, v, layer)) <= 2e-2
+
+
+def test_plain_layers_take_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those it has no notion of never do."""
+    q, k, v = rows(7, 23, LAYER)
+
+    def refuse(*_: torch.Tensor) -> None:
+        raise RuntimeError("the reference was called")
+
+    monkeypatch.setattr(prefill, "reference_attention", refuse)
+    prompt_attention(q, k, v, replace(LAYER, window=5))
+    for layer in (replace(LAYER, soft_cap=1.0), replace(LAYER, sinks=(0.0,) * 4)):
+        with pytest.raises(RuntimeError, match="reference"):
+            prompt_attention(q, k, v, layer)
+
+
+def test_chunks_over_the_scratch_equal_the_whole_prompt() -> None:
+    layers = [replace(LAYER, num_kv_heads=2), replace(LAYER, num_kv_heads=2, window=9, value_head_dim=8)]
+    prompts = {sequence: [rows(40 + sequence, 40 + sequence, layer) for layer in layers] for sequence in (3, 8)}
+    scratch = PromptScratch()
+    for start, stop in ((0, 5), (5, 6), (6, 30), (30, 40)):
+        for sequence, (index, layer) in ((s, pair) for s in prompts for pair in enumerate(layers)):
+            q, k, v = prompts[sequence][index]
+            keys, values = scratch.extend(sequence, index, start, k[start:stop], v[start:stop])
+            assert torch.equal(keys, k[:stop]) and torch.equal(values, v[:stop])
+            o = prompt_attention(q[start:stop], keys, values, layer)
+            whole = reference_attention(q[:stop], k[:stop], v[:stop], layer)[start:]
+            assert relative_error(o, whole.double().numpy()) <= 1e-5
+
+
+def test_scratch_writes_a_repeated_chunk_over_and_forgets() -> None:
+    """A step that failed is computed again, at the same place."""
+    scratch = PromptScratch()
+    _, k, v = rows(10, 10, LAYER)
+    scratch.extend(1, 0, 0, k[:6], v[:6])
+    scratch.extend(1, 0, 6, torch.full_like(k[6:], float("nan")), v[6:])
+    keys, values = scratch.extend(1, 0, 6, k[6:], v[6:])
+    assert torch.equal(keys, k) and torch.equal(values, v)
+    scratch.extend(2, 0, 0, k[:1], v[:1])
+    assert scratch.num_sequences == 2
+    for sequence in (1, 1, 77):
+        scratch.forget(sequence)
+    assert scratch.num_sequences == 1
+    keys, _ = scratch.extend(2, 0, 1, k[1:2], v[1:2])
+    assert torch.equal(keys, k[:2])

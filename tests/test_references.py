@@ -1,0 +1,79 @@
+"""The references of the exactness tests can fail, and do not hang on rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import pytest
+import torch
+import transformers
+from model_zoo import ARCHITECTURES, NEW_TOKENS, PROMPT_LENGTHS
+
+# Changes that an attention with a mistake would amount to.
+MISTAKES: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"sliding_window": 59}),
+    ("mistral", {"sliding_window": 61}),
+    ("mistral", {"sliding_window": None}),
+    ("gemma2", {"sliding_window": 31}),
+    ("gemma2", {"sliding_window": 33}),
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("gemma2", {"query_pre_attn_scalar": 16}),
+    ("gpt_oss", {"sliding_window": 31}),
+    ("gpt_oss", {"sliding_window": 33}),
+]
+
+
+def steps_that_differ(name: str, model: Any) -> list[int]:
+    """For each prompt, at how many steps the model would not choose the reference's token."""
+    pairs = zip(model_zoo.prompts(name), model_zoo.reference(name).tokens, strict=True)
+    return [model_zoo.disagreements(model, prompt, tokens) for prompt, tokens in pairs]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_reference_can_fail(name: str) -> None:
+    prompts, found, model = model_zoo.prompts(name), model_zoo.reference(name), model_zoo.build_model(name)
+    assert [len(prompt) for prompt in prompts] == list(PROMPT_LENGTHS)
+    assert [len(tokens) for tokens in found.tokens] == [NEW_TOKENS] * len(prompts)
+    assert min(len(set(tokens)) for tokens in found.tokens) >= 16
+    assert found.min_gap >= 1e-4
+    assert steps_that_differ(name, model) == [0] * len(prompts)
+    for prompt, tokens in zip(prompts, found.tokens, strict=True):
+        assert model_zoo.disagreements(model, model_zoo.with_other_start(prompt), tokens), len(prompt)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_reference_needs_attention(name: str) -> None:
+    def nothing(module: Any, query: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        return torch.zeros_like(query.transpose(1, 2)), None
+
+    transformers.AttentionInterface.register("zoo_nothing", nothing)
+    model = model_zoo.build_model(name)
+    model.set_attn_implementation("zoo_nothing")
+    assert min(steps_that_differ(name, model)) > NEW_TOKENS // 2
+
+
+@pytest.mark.parametrize(("name", "mistake"), MISTAKES)
+def test_reference_notices_a_mistake(name: str, mistake: dict[str, Any]) -> None:
+    differ = steps_that_differ(name, model_zoo.build_model(name, **mistake))
+    assert sum(steps > 0 for steps in differ) > len(differ) // 2, differ  # the shortest texts hardly leave a window
+
+
+def test_reference_notices_missing_sinks() -> None:
+    model = model_zoo.build_model("gpt_oss")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.fill_(-1e4)
+    assert min(steps_that_differ("gpt_oss", model)) > 0
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_saved_model_is_the_same(name: str, tmp_path: Path) -> None:
+    model_zoo.save_model(name, tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    built = model_zoo.build_model(name).state_dict()
+    assert loaded.keys() == built.keys()
+    assert all(torch.equal(loaded[key], value) for key, value in built.items())
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (config.eos_token_id, config.tie_word_embeddings) == (None, False)
