@@ -10,6 +10,11 @@ import numpy.typing as npt
 def supported_isas() -> list[str]:
     """Which of "scalar", "avx2" and "avx512" this CPU can run, best last."""
 
+def block_bytes(
+    layers: list[tuple[int, int, int, int, float, int, float, list[float]]], kv_dtype: str, block_size: int
+) -> int:
+    """Bytes that one block of ``block_size`` tokens takes over all ``layers`` (as in :class:`RWorker`)."""
+
 def read_peak(num_threads: int, num_bytes: int, repeats: int) -> float:
     """Read bandwidth in GB/s (1e9 bytes): the median over ``repeats`` passes through a buffer of ``num_bytes``."""
 
@@ -71,8 +76,8 @@ class RWorker:
     ) -> None:
         """Start one layer of one mini-batch and return at once; jobs run in the order of submission.
 
-        C-contiguous, in the model's dtype (float32, or uint16 bits): ``q`` [attending rows, num_heads, Dk], ``k`` [rows,
-        num_kv_heads, Dk], ``v`` [rows, num_kv_heads, Dv], ``out`` [attending rows, num_heads, Dv], which is written.
+        C-contiguous, in the model's dtype (float32, or uint16 bits): ``q`` [attending rows, num_heads, Dk], ``k``
+        [rows, num_kv_heads, Dk], ``v`` [rows, num_kv_heads, Dv], ``out`` [attending rows, num_heads, Dv], written.
         The arrays are kept, and must be left alone, until ``wait``.
         """
 
@@ -90,7 +95,7 @@ class RWorker:
         """
 
     def abandon_step(self) -> None:
-        """Wait for what runs, then be as the controls left it: blocks of the step's rows return, new sequences vanish."""
+        """Wait for what runs, then be as the controls left it: the rows' blocks return, new sequences vanish."""
 
     def sequence_length(self, sequence_id: int) -> int:
         """Committed tokens."""

@@ -156,6 +156,7 @@ def _cores(name: str, spec: str | None) -> list[int] | None:
     missing = sorted(set(cores) - set(usable_cores()))
     if missing or not cores:
         raise ConfigError(
-            f"{name}: {spec!r} names cores that this process may not use ({reprlib.repr(missing)}); it has {usable_cores()}"
+            f"{name}: {spec!r} names cores that this process may not use ({reprlib.repr(missing)}); "
+            f"it has {usable_cores()}"
         )
     return cores

@@ -11,7 +11,11 @@ import numpy as np
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per element of each model and KV dtype."""
 
-WIRE_DTYPE: dict[str, np.dtype] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.uint16), "bfloat16": np.dtype(np.uint16)}
+WIRE_DTYPE: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.uint16),
+    "bfloat16": np.dtype(np.uint16),
+}
 """How numpy carries each dtype over the seam: 16-bit floats travel as their bits."""
 
 

@@ -142,18 +142,21 @@ def with_other_start(prompt: list[int]) -> list[int]:
     return [(prompt[0] + 1) % VOCABULARY, *prompt[1:]]
 
 
+def load_model(name: str, dtype: torch.dtype) -> Any:
+    """The model in `dtype`; saved and loaded rather than cast, which would also round the rotary frequencies."""
+    model = build_model(name)
+    if dtype is torch.float32:
+        return model
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return loaded.eval()
+
+
 @functools.cache
 def reference(name: str, dtype: torch.dtype = torch.float32) -> Reference:
     """Generates NEW_TOKENS for each of the model's prompts with transformers."""
-    model = build_model(name)
-    if dtype is not torch.float32:
-        # Loaded rather than cast: model.to(dtype) would also round the rotary frequencies.
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation="eager"
-            ).eval()
-    return generate(model, prompts(name))
+    return generate(load_model(name, dtype), prompts(name))
 
 
 def generate(model: Any, prompts: list[list[int]]) -> Reference:

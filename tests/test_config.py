@@ -137,9 +137,9 @@ def test_parse_bytes(text: int | str, size: int) -> None:
     assert parse_bytes("kv_cache_memory", text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", 0, "0.0GiB", "1e9", "4 GiB more", "4iB", "nan", "4,5G", 1.5j, "0.1B"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", 0, "0.0GiB", "1e9", "4 GiB more", "4iB", "nan", "4,5G", "0.1B"])
 def test_parse_bytes_refuses(text: Any) -> None:
-    with pytest.raises(ConfigError, match="^prefill_scratch must be a positive number of bytes") as caught:
+    with pytest.raises(ConfigError, match=r"^prefill_scratch must be a positive number of bytes") as caught:
         parse_bytes("prefill_scratch", text)
     assert repr(text) in str(caught.value)
 
@@ -147,7 +147,7 @@ def test_parse_bytes_refuses(text: Any) -> None:
 def test_memory_up_to_the_machines() -> None:
     assert EngineConfig(kv_cache_memory=total_memory_bytes()).bytes_of("kv_cache_memory") == total_memory_bytes()
     assert EngineConfig().bytes_of("kv_cache_memory") is None
-    with pytest.raises(ConfigError, match="kv_cache_memory: .* is more than this machine's .* GiB"):
+    with pytest.raises(ConfigError, match=r"kv_cache_memory: .* is more than this machine's .* GiB"):
         EngineConfig(kv_cache_memory=total_memory_bytes() + 1)
 
 

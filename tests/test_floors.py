@@ -199,7 +199,7 @@ def test_no_assert_statements() -> None:
 
 
 def test_an_r_worker_starts_without_torch(tmp_path: Path) -> None:
-    """In a process of its own, outside the checkout; the command line's entry is on the way to `fastdecode r-worker`."""
+    """In a process of its own, outside the checkout; cli.main is on the way to `fastdecode r-worker`."""
     code = """
 import importlib, sys
 for name in ("fastdecode", "fastdecode.scheduler", "fastdecode.cluster.inproc", "fastdecode.cluster.fake",

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from fastdecode.clock import HOST, MODEL, WAIT, StateClock
 from fastdecode.cluster.fake import FakeBackend
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.sworker.forward import MiniBatchForward
-from fastdecode.sworker.lanes import ATTENTION_NAME, register_attention
+from fastdecode.sworker.lanes import ATTENTION_NAME, Lane, register_attention
 from fastdecode.sworker.packing import pack
 from fastdecode.sworker.pipeline import Pipeline
 from fastdecode.sworker.prefill import PromptScratch
@@ -152,7 +153,7 @@ def test_time_is_in_exactly_one_state(tiny: Tiny) -> None:
     assert seconds[WAIT] >= 2 * NUM_LAYERS * 0.004
     assert seconds[MODEL] > 0
     spans = [span for span in clock.spans if span.start_seconds >= start]
-    assert all(before.end_seconds == after.start_seconds for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before.end_seconds == after.start_seconds for before, after in pairwise(spans))
     model = [(span.mini_batch, span.layer) for span in spans if span.state == MODEL]
     assert model == [(i, layer) for layer in range(NUM_LAYERS + 1) for i in range(2)]
     assert sum(span.end_seconds - span.start_seconds for span in spans if span.state == WAIT) == pytest.approx(
@@ -282,8 +283,9 @@ def test_a_failing_layer_leaves_nothing_behind(tiny: Tiny, failing_call: int) ->
     chunks = [prompt(0, PROMPTS[0], 6)], [prompt(2, PROMPTS[2], 18, attends=True)]
     clean = Engine(tiny, FakeBackend())
     engine = Engine(tiny, FakeBackend())
-    expected, calls = clean.step(*chunks), []
-    lanes = []
+    expected = clean.step(*chunks)
+    calls: list[int] = []
+    lanes: list[Lane] = []
 
     def fail(*_: object) -> None:
         calls.append(len(calls) + 1)

@@ -53,7 +53,7 @@ def relative_error(o: torch.Tensor, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("value_head_dim", [16, 12])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("window", [0, 1, 5, 23, 100])
+@pytest.mark.parametrize("window", [0, 1, 5, 22, 23, 100])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_all_shapes(shape: tuple[int, int], window: int, num_kv_heads: int, value_head_dim: int) -> None:
     layer = replace(LAYER, num_kv_heads=num_kv_heads, value_head_dim=value_head_dim, window=window)

@@ -31,7 +31,11 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 
 PHI3_LONG = LLAMA | {"original_max_position_embeddings": 32, "rope_parameters": LONG_ROPE}
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "T5": ("T5Config", SMALL | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),
+    "T5": (
+        "T5Config",
+        SMALL | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        "encoder-decoder",
+    ),
     "BERT": ("BertConfig", LLAMA | {"pad_token_id": 0}, "attends in both directions"),
     "BLOOM": ("BloomConfig", SMALL | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "0 times for its 2 layers"),
     "MPT": ("MptConfig", SMALL | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}, "ALiBi"),
@@ -170,15 +174,24 @@ def _truncate(folder: Path) -> None:
 BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing folder": (lambda folder: shutil.rmtree(folder), "no such folder"),
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-    "corrupt config.json": (lambda folder: (folder / "config.json").write_text('{"model_type": "lla'), "not a valid JSON file"),
-    "config.json of bytes": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "not a valid JSON file"),
+    "corrupt config.json": (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "lla'),
+        "not a valid JSON file",
+    ),
+    "config.json of bytes": (
+        lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"),
+        "not a valid JSON file",
+    ),
     "unknown model_type": (lambda folder: _edit_config(folder, model_type="wombat"), "wombat"),
     "no model_type": (lambda folder: (folder / "config.json").write_text("{}"), "model_type"),
     "wrong type": (lambda folder: _edit_config(folder, hidden_size="wide"), "hidden_size.*expected int"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     "truncated weights": (_truncate, "incomplete|deserializ"),
     "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "header"),
-    "tensors missing": (lambda folder: _edit_config(folder, num_hidden_layers=3), "9 tensors are missing, model.layers.2"),
+    "tensors missing": (
+        lambda folder: _edit_config(folder, num_hidden_layers=3),
+        "9 tensors are missing",
+    ),
     "other shapes": (
         lambda folder: _edit_config(folder, intermediate_size=64),
         r"mlp\S* has the shape .*48.* and config.json asks for .*64",

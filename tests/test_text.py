@@ -36,9 +36,7 @@ TOKENIZER = make_tokenizer()
 
 def ids(*pieces: str) -> list[int]:
     """Token ids by their spelling in the vocabulary (a space is Ġ)."""
-    found = [TOKENIZER.token_to_id(piece) for piece in pieces]
-    assert None not in found
-    return found
+    return [TOKENIZER.get_vocab()[piece] for piece in pieces]
 
 
 def push_all(stream: TextStream, token_ids: SequenceOf[int]) -> tuple[str | None, list[str]]:

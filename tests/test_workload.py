@@ -34,7 +34,12 @@ def encode(text: str) -> list[int]:
 
 
 @given(
-    st.integers(1, 200), st.integers(1, 50), st.floats(0, 0.99), st.integers(0, 30), st.integers(1, 20), st.integers(0, 9)
+    st.integers(1, 200),
+    st.integers(1, 50),
+    st.floats(0, 0.99),
+    st.integers(0, 30),
+    st.integers(1, 20),
+    st.integers(0, 9),
 )
 def test_random_lengths_are_within_the_ratio(
     input_len: int, output_len: int, ratio: float, prefix_len: int, num_prompts: int, seed: int
@@ -112,7 +117,9 @@ def turns(*texts: str) -> dict[str, Any]:
     return {"conversations": [{"from": "human" if i % 2 == 0 else "gpt", "value": t} for i, t in enumerate(texts)]}
 
 
-def workload_of(path: Path, text: str, name: str, encoder: Callable[[str], list[int]] | None = encode, **spec: Any) -> list:
+def workload_of(
+    path: Path, text: str, name: str, encoder: Callable[[str], list[int]] | None = encode, **spec: Any
+) -> list:
     path.write_text(text, encoding="utf-8")
     return make_workload(WorkloadSpec(name, str(path), **spec), VOCAB, 20, encoder)
 
@@ -210,7 +217,9 @@ def test_breakdown_is_of_the_busiest_worker() -> None:
             "r_read_gb_per_s": 18 / 1.9,
         }
     )
-    assert figures["s_seconds"] + figures["wait_seconds"] + figures["host_seconds"] == pytest.approx(figures["wall_seconds"])
+    assert figures["s_seconds"] + figures["wait_seconds"] + figures["host_seconds"] == pytest.approx(
+        figures["wall_seconds"]
+    )
 
 
 def test_overlap_efficiency_takes_the_longer_side_and_only_separate_cores() -> None:
@@ -279,7 +288,9 @@ def test_the_whole_report() -> None:
     lines = list(summary_lines(report))
     assert lines[-1] == "Throughput: 1.50 requests/s, 32.00 total tokens/s, 2.00 output tokens/s"
     assert lines[0] == "Decode: 8.0 tokens/s over 2 steps, step p50 1000.00 ms, p99 1000.00 ms"
-    assert lines[1].startswith("Of decode time: S 50%, waiting for R 40%, host 10.0%   (R-worker busy 60%, transfer 5.0%")
+    assert lines[1].startswith(
+        "Of decode time: S 50%, waiting for R 40%, host 10.0%   (R-worker busy 60%, transfer 5.0%"
+    )
     assert lines[2] == "Prefill: 60 tokens in 0.25 s"
     json.dumps(report)
 

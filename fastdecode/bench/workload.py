@@ -116,7 +116,9 @@ def _read_records(spec: WorkloadSpec) -> list[Any]:
 
 def _sharegpt_pair(record: Any, spec: WorkloadSpec, encode: Encode) -> tuple[list[int], int]:
     turns = record.get("conversations", []) if isinstance(record, dict) else []
-    texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list) else [None]
+    texts = (
+        [turn.get("value") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list) else [None]
+    )
     if not all(isinstance(text, str) for text in texts[:2]):
         raise ConfigError(f'{spec.dataset_path}: a conversation is a list of turns, each with a text "value"')
     return (encode(texts[0]), len(encode(texts[1]))) if len(texts) > 1 else ([], 0)

@@ -1,0 +1,56 @@
+"""Random-weight Llamas of given shapes, and engines over a stand-in R-worker."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from stand_in import StandInBackend
+
+from fastdecode.bench.throughput import ThroughputRun, run_throughput
+from fastdecode.bench.workload import WorkItem
+from fastdecode.config import EngineConfig
+from fastdecode.engine import LLMEngine
+
+
+def llama_folder(hidden: int, num_layers: int, vocab: int = 4096) -> str:
+    """A folder with only a config.json: Llama's proportions at ``hidden``, heads of 64, four query heads per KV head."""
+    heads = hidden // 64
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    folder = Path(tempfile.mkdtemp(prefix="fastdecode-bench-"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def stand_in_engine(folder: str, rows: int, num_mini_batches: int, threads: int, dtype: str) -> LLMEngine:
+    """An engine that decodes ``rows`` sequences a step over a stand-in R-worker."""
+    config = EngineConfig(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(rows, 2048),
+        num_mini_batches=num_mini_batches,
+        s_threads=threads,
+    )
+    return LLMEngine(config, StandInBackend())
+
+
+def decode(engine: LLMEngine, rows: int, steps: int) -> ThroughputRun:
+    """``rows`` one-token prompts, then ``steps`` decode steps, of which callers drop the first and the last."""
+    return run_throughput(engine, [WorkItem([1], steps + 1) for _ in range(rows)])

@@ -1,0 +1,166 @@
+"""The command line: its exit statuses, its one-line errors, and the JSON scripts depend on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import pytest
+
+from fastdecode.cli.main import main
+
+SMALL = ["--max-model-len", "300", "--kv-cache-memory", "64MiB", "--s-threads", "1", "--r-threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama on disk, without a tokenizer."""
+    return str(model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama")))
+
+
+def bench(folder: str, *more: str) -> list[str]:
+    """A benchmark small enough for a test."""
+    sizes = ["--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "8"]
+    return ["bench", "throughput", "--model", folder, "--skip-tokenizer-init", *SMALL, *sizes, *more]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["generate", "hi", "--model", "/no/such/folder"], 1, "no such folder"),
+        (["generate", "hi", "--temperature", "-1"], 2, "temperature"),
+        (["generate", "hi", "--top-p", "1.5"], 2, "top_p"),
+        (["generate", "hi", "--max-num-seqs", "64", "--max-num-batched-tokens", "32"], 2, "at least max_num_seqs"),
+        (["generate", "hi", "--kv-cache-memory", "much"], 2, "kv_cache_memory must be a positive number of bytes"),
+        (["generate", "hi", "--r-workers", "mpi"], 2, "'mpi' is not available in this version"),
+        (["generate", "hi", "--schedule", "sls"], 2, "'sls' is not available in this version"),
+        (["generate", "hi", "--enable-prefix-caching"], 2, "enable_prefix_caching is not available in this version"),
+        (["generate", "hi", "--hf-overrides", '{"no_such_key": 1}'], 1, "no configuration key 'no_such_key'"),
+        (["bench", "throughput", "--dataset-name", "sharegpt"], 2, "needs --dataset-path"),
+        (["bench", "throughput", "--random-range-ratio", "2"], 2, "random_range_ratio must be in [0, 1)"),
+    ],
+)
+def test_failures_are_one_clear_line(
+    arguments: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2 for wrong usage, 1 for failure; one line on stderr, no traceback."""
+    assert main(arguments) == status
+    error = capfd.readouterr().err.strip()
+    assert error.startswith("fastdecode: error: ") and message in error
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize("arguments", [["generate", "hi", "--dtype", "float8"], ["serve"], [], ["bench"], ["generate"]])
+def test_wrong_usage_exits_2(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """argparse refuses by name."""
+    with pytest.raises(SystemExit) as exit_status:
+        main(arguments)
+    assert exit_status.value.code == 2
+    assert capfd.readouterr().err
+
+
+def test_empty_prompt_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    """With the demo model's tokenizer an empty text may still hold a begin-of-text token; token ids may not be none."""
+    assert main(["generate", "x" * 5000, *SMALL]) == 1
+    assert "max_model_len is 300: it must be at most 299" in capfd.readouterr().err
+
+
+def test_throughput_json_has_the_contract(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All keys, sums that hold, vLLM's line, and overlap measured A B A B."""
+    path = tmp_path / "out.json"
+    assert main(bench(folder, "--output-json", str(path), "--num-mini-batches", "2", "--measure-overlap")) == 0
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert "Throughput: " in capsys.readouterr().out
+    assert report["num_requests"] == 6
+    assert report["total_output_tokens"] == 48
+    assert report["total_num_tokens"] == 6 * 28
+    assert report["decode"]["steps"] == 7
+    assert report["decode"]["tokens"] == 42
+    assert report["prefill"]["tokens"] == 120
+    assert report["kv_load"]["peak_tokens"] == 6 * 27
+    parts = report["breakdown"]
+    states = parts["s_seconds"] + parts["wait_seconds"] + parts["host_seconds"]
+    assert states == pytest.approx(parts["wall_seconds"])
+    assert 0 < parts["r_seconds"] <= parts["wall_seconds"]
+    assert parts["overlap_gain"] > 0 and parts["overlap_efficiency"] is None
+    assert report["machine"]["read_peak_gb_per_s"] > 0
+    assert report["config"]["num_mini_batches"] == 2
+    keys = {"elapsed_time", "requests_per_second", "tokens_per_second", "output_tokens_per_second", "ttft_seconds"}
+    assert keys | {"tbt_seconds", "prefix_cache", "preemptions", "lost_workers"} <= set(report)
+
+
+def test_throughput_of_a_cut_model_is_scaled_up(folder: str, tmp_path: Path) -> None:
+    """With num_hidden_layers overridden the whole model is estimated, and said to be so."""
+    path = tmp_path / "out.json"
+    cut = ["--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 1}']
+    assert main(bench(folder, "--output-json", str(path), *cut)) == 0
+    report = json.loads(path.read_text())
+    layers = report["estimated_full_model"]["num_hidden_layers"]
+    assert layers > 1
+    step = report["decode"]["step_seconds_p50"]
+    assert report["estimated_full_model"]["decode_step_seconds"] == pytest.approx(layers * step)
+
+
+def test_transformers_backend_reports_the_same_keys(folder: str, tmp_path: Path) -> None:
+    """The plain baseline in the same tool."""
+    path = tmp_path / "out.json"
+    assert main(bench(folder, "--output-json", str(path), "--backend", "transformers")) == 0
+    report = json.loads(path.read_text())
+    assert report["total_output_tokens"] == 48
+    assert report["decode"]["steps"] == 7
+    assert report["output_tokens_per_second"] > 0
+
+
+def test_trace_is_chromes_format(folder: str, tmp_path: Path) -> None:
+    """An S lane and an R lane, with A and B in both."""
+    path = tmp_path / "trace.json"
+    assert main(bench(folder, "--trace", str(path), "--num-mini-batches", "2")) == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["cat"] for event in spans} == {"s", "wait", "host", "r"} or {"s", "host", "r"} <= {e["cat"] for e in spans}
+    assert {(event["tid"], event["args"]["mini_batch"]) for event in spans} >= {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert all(event["dur"] >= 0 for event in spans)
+
+
+def test_generate_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo model goes on from the prompt; the same with --json."""
+    prompt = "def add(a, b):\n"
+    assert main(["generate", prompt, "--max-tokens", "12", "--temperature", "0", *SMALL]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(prompt) and len(text) > len(prompt) + 1
+    assert main(["generate", prompt, "--max-tokens", "12", "--temperature", "0", "--json", *SMALL]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert text == prompt + output["outputs"][0]["text"] + "\n"
+    assert output["outputs"][0]["finish_reason"] == "length"
+
+
+def test_collect_env_names_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    """One fact per line."""
+    assert main(["collect-env"]) == 0
+    output = capsys.readouterr().out
+    assert "torch:" in output and "instruction sets:" in output
+
+
+def test_ctrl_c_says_what_was_done_and_exits_130(folder: str) -> None:
+    """SIGINT in the middle of a long benchmark."""
+    arguments = bench(folder, "--num-prompts", "500", "--random-output-len", "250", "--max-num-seqs", "4")
+    code = f"import sys; from fastdecode.cli.main import main; sys.exit(main({arguments!r}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+    )
+    assert process.stdout is not None
+    while "R-worker(s)" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Throughput: " in output
+    assert error.strip().endswith("fastdecode: interrupted")
+    assert "Traceback" not in error

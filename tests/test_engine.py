@@ -1,0 +1,229 @@
+"""The engine under good and bad use: what is refused, what fails alone, and that nothing is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import pytest
+import torch
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.config import EngineConfig
+from fastdecode.engine import LLMEngine
+from fastdecode.errors import CapacityError, ConfigError, RequestError
+from fastdecode.machine import resident_memory_bytes
+from fastdecode.metrics import StepRecord
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama on disk."""
+    return model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama"))
+
+
+def make_engine(folder: Path, **settings: Any) -> LLMEngine:
+    """A small engine over one R-worker."""
+    defaults = {"skip_tokenizer_init": True, "max_model_len": 300, "kv_cache_memory": "64MiB", "s_threads": 1}
+    return LLMEngine(EngineConfig(model=str(folder), **{**defaults, **settings}))
+
+
+@pytest.fixture
+def engine(folder: Path) -> Any:
+    """An engine that must hold no block when the test is done."""
+    engine = make_engine(folder)
+    yield engine
+    assert engine.backend.blocks_used == 0
+    engine.close()
+
+
+def drain(engine: LLMEngine) -> dict[str, list[int]]:
+    """Run to the end; token ids by request."""
+    tokens = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt is empty"),
+        ({"prompt_token_ids": []}, "prompt is empty"),
+        ([1, 2, 512], "prompt token id 512 is outside the vocabulary: it must be in 0…511"),
+        ([-1], "prompt token id -1 is outside"),
+        ([1.5], "whole numbers"),
+        (list(range(300)), "prompt has 300 tokens, and max_model_len is 300: it must be at most 299"),
+        ("text", "the tokenizer was not loaded"),
+        ({"text": "a"}, 'a key "prompt" or "prompt_token_ids"'),
+        (7, "must be a list of whole numbers"),
+    ],
+)
+def test_bad_prompt_is_refused_and_others_go_on(engine: LLMEngine, prompt: Any, message: str) -> None:
+    """One clear line; what was accepted before and after runs."""
+    engine.add_request("good", [1, 2, 3], GREEDY)
+    with pytest.raises(RequestError, match=message) as refusal:
+        engine.add_request("bad", prompt, GREEDY)
+    assert "\n" not in str(refusal.value)
+    assert list(drain(engine)) == ["good"]
+
+
+def test_ids_of_running_requests_are_taken(engine: LLMEngine) -> None:
+    """The same id twice is refused while the first runs, and free again after it."""
+    engine.add_request("a", [1, 2], GREEDY)
+    with pytest.raises(RequestError, match="already in use"):
+        engine.add_request("a", [1, 2], GREEDY)
+    drain(engine)
+    engine.add_request("a", [1, 2], GREEDY)
+    drain(engine)
+
+
+def test_cache_too_small_for_one_sequence_says_how_much_it_takes(folder: Path) -> None:
+    """With the memory and the length that would work."""
+    with pytest.raises(CapacityError, match=r"300 tokens takes .* GiB.*--kv-cache-memory \d+MiB.*--max-model-len \d+"):
+        make_engine(folder, kv_cache_memory=100_000)
+
+
+def test_more_memory_than_the_machine_has_is_refused(folder: Path) -> None:
+    """Before anything is loaded."""
+    with pytest.raises(ConfigError, match="kv_cache_memory: 900TiB is more than this machine's"):
+        make_engine(folder, kv_cache_memory="900TiB")
+
+
+def test_abort_in_prompt_and_in_decode(folder: Path) -> None:
+    """Aborted requests leave nothing; the rest get the tokens they would have had."""
+    engine = make_engine(folder, max_num_batched_tokens=16, max_num_seqs=8)
+    prompts = model_zoo.prompts("llama-gqa")
+    for i in range(4):
+        engine.add_request(str(i), prompts[i], GREEDY)
+    for _ in range(3):
+        engine.step()
+    engine.abort_request(["0", "2", "unknown"])
+    expected = model_zoo.reference("llama-gqa").tokens
+    assert drain(engine) == {str(i): list(expected[i][:16]) for i in (1, 3)}
+    assert engine.backend.blocks_used == 0
+    assert engine._s_worker.scratch.num_sequences == 0
+    engine.close()
+
+
+def test_failed_step_leaves_the_engine_usable(folder: Path) -> None:
+    """An exception in the model's middle: the requests can be aborted, and new ones run."""
+    engine = make_engine(folder, num_mini_batches=2)
+    prompts, expected = model_zoo.prompts("llama-gqa"), model_zoo.reference("llama-gqa").tokens
+    engine.add_request("a", prompts[2], GREEDY)
+    engine.add_request("b", prompts[3], GREEDY)
+    engine.step()
+    broken = engine.s_model.model.model.layers[1].mlp
+    handle = broken.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("out of luck")))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.step()
+    handle.remove()
+    assert drain(engine) == {"a": list(expected[2][:16]), "b": list(expected[3][:16])}
+    assert engine.backend.blocks_used == 0
+    engine.close()
+
+
+def test_nan_logits_fail_one_request_only(engine: LLMEngine) -> None:
+    """A poisoned embedding makes its request end with "error"; the other gets its tokens."""
+    prompts, expected = model_zoo.prompts("llama-gqa"), model_zoo.reference("llama-gqa").tokens
+    weights = engine.s_model.model.get_input_embeddings().weight
+    poison = next(t for t in range(512) if t not in prompts[2] and t not in expected[2])
+    weights.data[poison] = float("nan")
+    engine.add_request("bad", [poison, 1, 2], GREEDY)
+    engine.add_request("good", prompts[2], GREEDY)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
+    assert outputs["bad"].finish_reason == "error"
+    assert list(outputs["good"].token_ids) == list(expected[2][:16])
+    assert outputs["good"].finish_reason == "length"
+
+
+def test_stop_token_and_end_of_text(engine: LLMEngine) -> None:
+    """A stop token ends the text and is its last token; min_tokens holds it back."""
+    prompt, tokens = model_zoo.prompts("llama-gqa")[2], model_zoo.reference("llama-gqa").tokens[2]
+    stop = tokens[5]
+    first = list(tokens).index(stop)
+    engine.add_request("a", prompt, SamplingParams(temperature=0, stop_token_ids=[stop], detokenize=False))
+    while engine.has_unfinished_requests():
+        output = engine.step()[0].outputs[0]
+    assert list(output.token_ids) == list(tokens[: first + 1])
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+def test_n_samples_share_the_prompts_blocks(folder: Path) -> None:
+    """Four samples of one prompt hold its whole blocks once, differ, and each equals itself alone by seed."""
+    engine = make_engine(folder, block_size=16)
+    prompt = model_zoo.prompts("llama-gqa")[0]
+    params = SamplingParams(temperature=1.0, n=4, seed=7, max_tokens=20, ignore_eos=True, detokenize=False)
+    engine.add_request("a", prompt, params)
+    most_used, texts = 0, []
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        most_used = max(most_used, engine.backend.blocks_used)
+        texts = [completion.token_ids for completion in outputs[0].outputs] if outputs else texts
+    shared = len(prompt) // 16
+    assert most_used <= shared + 4 * (-(-(len(prompt) + 19) // 16) - shared)
+    assert len(set(texts)) == 4
+    assert engine.backend.blocks_used == 0
+    engine.add_request("b", prompt, params)
+    engine.add_request("c", prompt[:50], params)
+    again: dict[str, list] = {}
+    while engine.has_unfinished_requests():
+        again |= {out.request_id: [completion.token_ids for completion in out.outputs] for out in engine.step()}
+    assert again["b"] == texts
+    engine.close()
+
+
+def test_breakdown_adds_up(folder: Path) -> None:
+    """s + wait + host = wall in every step, and the R-worker was seen working."""
+    engine = make_engine(folder, num_mini_batches=2)
+    records: list[StepRecord] = []
+    engine.on_step = records.append
+    for i, prompt in enumerate(model_zoo.prompts("llama-gqa")):
+        engine.add_request(str(i), prompt, GREEDY)
+    drain(engine)
+    assert sum(record.num_output_tokens for record in records) == 8 * 16
+    for record in records:
+        assert record.wall_seconds == pytest.approx(record.s_seconds + record.wait_seconds + record.host_seconds)
+        assert 0 < record.r_seconds[0] < record.wall_seconds
+    engine.close()
+
+
+def test_memory_does_not_grow_with_requests(folder: Path) -> None:
+    """2,000 short requests: resident memory after the last is at most 2 % above that after 500."""
+    engine = make_engine(folder, max_num_seqs=64)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+    resident = {}
+    for count in range(1, 2001):
+        engine.add_request(str(count), [count % 512, 1, 2, 3], params)
+        if count % 50 == 0:
+            drain(engine)
+            resident[count] = resident_memory_bytes()
+    assert resident[2000] <= resident[500] * 1.02
+    assert engine.backend.blocks_used == 0
+    engine.close()
+
+
+def test_interrupted_generate_leaves_nothing(folder: Path) -> None:
+    """Ctrl-C in the middle of a forward: the LLM is empty and works again."""
+    with LLM(str(folder), skip_tokenizer_init=True, max_model_len=300, s_threads=1) as llm:
+        calls = iter(range(100))
+
+        def interrupt(*_: Any) -> None:
+            if next(calls) == 7:
+                raise KeyboardInterrupt
+
+        handle = llm.engine.s_model.model.model.layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2, 3], [4, 5]], GREEDY, use_tqdm=False)
+        handle.remove()
+        assert not llm.engine.has_unfinished_requests()
+        assert llm.engine.backend.blocks_used == 0
+        tokens = llm.generate(model_zoo.prompts("llama-gqa")[2], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        assert list(tokens) == list(model_zoo.reference("llama-gqa").tokens[2][:16])
+        assert torch.is_inference_mode_enabled() is False

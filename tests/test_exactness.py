@@ -1,0 +1,108 @@
+"""Greedy output equals transformers' ``generate`` token by token, whatever the batch, the chunks and the placement."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import pytest
+import torch
+
+from fastdecode import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="session")
+def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Saves each architecture once and returns its folder."""
+    root = tmp_path_factory.mktemp("zoo")
+
+    @lru_cache(maxsize=None)
+    def folder(name: str) -> Path:
+        return model_zoo.save_model(name, root / name)
+
+    return folder
+
+
+def generate(folder: Path, prompts: list[list[int]], params: SamplingParams = GREEDY, **settings: Any) -> list[list[int]]:
+    """Token ids of every prompt, and the check that nothing stays behind."""
+    defaults = {"skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "256MiB", "s_threads": 1}
+    with LLM(str(folder), **{**defaults, **settings}) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        assert llm.engine.backend.blocks_used == 0
+        assert llm.engine._s_worker.scratch.num_sequences == 0
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
+def test_every_architecture_matches_generate(name: str, zoo_folder: Any) -> None:
+    """All prompts in one batch, with 1, 2 and 3 mini-batches."""
+    expected = [list(tokens) for tokens in model_zoo.reference(name).tokens]
+    for num_mini_batches in (1, 2, 3):
+        tokens = generate(zoo_folder(name), model_zoo.prompts(name), num_mini_batches=num_mini_batches)
+        assert tokens == expected, f"{num_mini_batches} mini-batches"
+
+
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "small chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 24},
+    "tiny chunks beside decodes": {"max_num_batched_tokens": 9, "max_num_seqs": 8, "num_mini_batches": 2},
+    "two at a time": {"max_num_seqs": 2, "max_num_batched_tokens": 64},
+    "block of 16": {"block_size": 16, "num_mini_batches": 2},
+    "block of 128": {"block_size": 128},
+    "prompts attend on the R-worker": {"prefill_scratch": 1, "max_num_batched_tokens": 64, "max_num_seqs": 16},
+    "three R-workers": {"r_workers": "inproc:3", "num_mini_batches": 2, "max_num_batched_tokens": 100, "max_num_seqs": 16},
+    "three R threads": {"r_threads": 3},
+    "two S threads": {"s_threads": 2},
+}
+
+
+@pytest.mark.parametrize("variation", VARIATIONS)
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt_oss"])
+def test_same_tokens_however_it_is_run(name: str, variation: str, zoo_folder: Any) -> None:
+    """Mini-batches, threads, block size, chunk size, placement and company change no token."""
+    expected = [list(tokens[:24]) for tokens in model_zoo.reference(name).tokens]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    assert generate(zoo_folder(name), model_zoo.prompts(name), params, **VARIATIONS[variation]) == expected
+
+
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
+def test_every_instruction_set_matches(isa: str, zoo_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each path of the R-worker gives the reference's tokens."""
+    from fastdecode import _rworker
+
+    if isa not in _rworker.supported_isas():
+        pytest.skip(f"this CPU has no {isa}")
+    monkeypatch.setenv("FASTDECODE_ISA", isa)
+    expected = [list(tokens) for tokens in model_zoo.reference("gemma2").tokens]
+    assert generate(zoo_folder("gemma2"), model_zoo.prompts("gemma2")) == expected
+
+
+def test_alone_as_in_a_crowd(zoo_folder: Any) -> None:
+    """One prompt by itself."""
+    prompts, reference = model_zoo.prompts("mistral"), model_zoo.reference("mistral")
+    assert generate(zoo_folder("mistral"), prompts[:1]) == [list(reference.tokens[0])]
+
+
+DENSE = [name for name in model_zoo.ARCHITECTURES if name not in ("mixtral", "qwen3_moe", "gpt_oss")]
+"""Without a router: where two experts nearly tie, bfloat16 picks either, and the logits jump."""
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any, tmp_path: Path) -> None:
+    """At the first difference each side's token is among the other's best five."""
+    theirs = model_zoo.load_model(name, torch.bfloat16)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False, logprobs=5)
+    with LLM(str(zoo_folder(name)), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=512, s_threads=1) as llm:
+        prompts = [{"prompt_token_ids": prompt} for prompt in model_zoo.prompts(name)]
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    expected = model_zoo.reference(name, torch.bfloat16).tokens
+    for prompt, mine, tokens in zip(model_zoo.prompts(name), outputs, expected, strict=True):
+        differ = (i for i, pair in enumerate(zip(mine.token_ids, tokens, strict=True)) if pair[0] != pair[1])
+        first = next(differ, None)
+        if first is not None:
+            logits = model_zoo.reference_logits(theirs, prompt, list(tokens[: first + 1]))[-1]
+            assert logits[mine.token_ids[first]] >= logits.topk(5).values[-1]
+            assert mine.logprobs is not None and tokens[first] in mine.logprobs[first]
