@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable
 
 from fastdecode.clock import HOST, StateClock
@@ -33,12 +34,14 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
         self.config = config
+        self._affinity = os.sched_getaffinity(0)
         r_cores = config.r_core_list or usable_cores()
         set_threads(pin_s_worker(config))
         self.s_model = SModel(config)
         self.clock = StateClock()
-        self.tracer = Tracer(config.trace) if config.trace else None
-        self.clock.recording = self.tracer is not None
+        self.tracer: Tracer | None = None
+        if config.trace:
+            self.start_tracing()
         self.on_step: Callable[[StepRecord], None] | None = None
         self.overlap = True
         self.backend = backend or _inproc_backend(config, r_cores)
@@ -93,11 +96,18 @@ class LLMEngine:
         self._record(step, report, sum(map(len, sampled.values())))
         return outputs
 
+    def start_tracing(self) -> Tracer:
+        """Keep what every side does from now on."""
+        self.tracer = self.tracer or Tracer()
+        self.clock.recording = True
+        return self.tracer
+
     def close(self) -> None:
-        """Free the R-workers and write the trace; may be called twice."""
+        """Free the R-workers, write the trace and give this thread its cores back; may be called twice."""
         self.backend.close()
-        if self.tracer:
-            self.tracer.write()
+        os.sched_setaffinity(0, self._affinity)
+        if self.tracer and self.config.trace:
+            self.tracer.write(self.config.trace)
 
     def _compute(self, step: ScheduledStep) -> tuple[dict[int, list[SampledToken]], StepReport]:
         sampling = {

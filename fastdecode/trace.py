@@ -1,10 +1,11 @@
-"""Chrome trace events of a run: one lane for the S-worker, one per R-worker (open in chrome://tracing or Perfetto)."""
+"""What the S-worker and every R-worker did when, as Chrome trace events (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,45 +13,63 @@ from fastdecode.clock import Span
 from fastdecode.types import StepReport
 
 S_LANE = 0
+R_BUSY = "r"
+
+
+class Event(NamedTuple):
+    """A stay of one lane in one state: lane 0 is the S-worker, 1 + i is R-worker i; seconds of ``perf_counter``."""
+
+    lane: int
+    span: Span
 
 
 class Tracer:
-    """Collects the spans of every step; ``write`` makes the file."""
+    """Collects the events of every step; ``write`` makes the file of Chrome's format."""
 
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        self.events: list[dict] = []
-        self._lanes = {S_LANE: "S-worker"}
+    def __init__(self) -> None:
+        self.steps: list[list[Event]] = []
 
     def add(self, spans: Sequence[Span], report: StepReport) -> None:
-        """One step: the S-worker's stays in each state and the R-workers' busy times, seconds of ``perf_counter``."""
-        for span in spans:
-            self._event(S_LANE, span.state, span.mini_batch, span.layer, span.start_seconds, span.end_seconds)
+        """One step: the S-worker's stays in each state and the R-workers' busy times."""
+        events = [Event(S_LANE, span) for span in spans]
         for index, worker in enumerate(report.workers):
-            self._lanes[index + 1] = f"R-worker {index}"
             for mini_batch, layer in np.argwhere(worker.busy_end > 0).tolist():
                 start, end = worker.busy_start[mini_batch, layer], worker.busy_end[mini_batch, layer]
-                self._event(index + 1, "r", mini_batch, layer, float(start), float(end))
+                events.append(Event(1 + index, Span(R_BUSY, mini_batch, layer, float(start), float(end))))
+        self.steps.append(events)
 
-    def write(self) -> None:
-        """Write the file; may be called again."""
+    def write(self, path: str) -> None:
+        """Write all steps; OSError when the file cannot be written."""
+        events = [event for step in self.steps for event in step]
+        lanes = sorted({event.lane for event in events})
         names = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane, "args": {"name": name}}
-            for lane, name in self._lanes.items()
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane, "args": {"name": lane_name(lane)}} for lane in lanes
         ]
-        self.path.write_text(json.dumps({"traceEvents": names + self.events, "displayTimeUnit": "ms"}))
+        trace = {"traceEvents": names + [_chrome_event(event) for event in events], "displayTimeUnit": "ms"}
+        Path(path).write_text(json.dumps(trace))
 
-    def _event(self, lane: int, state: str, mini_batch: int, layer: int, start: float, end: float) -> None:
-        """A complete ("X") event; times in microseconds as the format wants."""
-        self.events.append(
-            {
-                "name": state if mini_batch < 0 else f"{state} {'ABCDEFGH'[mini_batch % 8]}{layer}",
-                "cat": state,
-                "ph": "X",
-                "pid": 0,
-                "tid": lane,
-                "ts": start * 1e6,
-                "dur": (end - start) * 1e6,
-                "args": {"mini_batch": mini_batch, "layer": layer},
-            }
-        )
+
+def lane_name(lane: int) -> str:
+    """How a lane is called in pictures."""
+    return "S-worker" if lane == S_LANE else f"R-worker {lane - 1}"
+
+
+def mini_batch_name(mini_batch: int) -> str:
+    """A, B, C, …"""
+    return chr(ord("A") + mini_batch % 26)
+
+
+def _chrome_event(event: Event) -> dict:
+    """A complete ("X") event; times in microseconds as the format wants."""
+    span = event.span
+    where = "" if span.mini_batch < 0 else f" {mini_batch_name(span.mini_batch)}{span.layer}"
+    return {
+        "name": span.state + where,
+        "cat": span.state,
+        "ph": "X",
+        "pid": 0,
+        "tid": event.lane,
+        "ts": span.start_seconds * 1e6,
+        "dur": (span.end_seconds - span.start_seconds) * 1e6,
+        "args": {"mini_batch": span.mini_batch, "layer": span.layer},
+    }

@@ -38,6 +38,7 @@ def add_command(commands: Any) -> None:
     )
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
+    group.add_argument("--plot-timeline", metavar="PNG", help="draw one decode step, a lane per worker")
     group.add_argument("--measure-overlap", action="store_true", help="also run steps without overlap, A B A B")
     add_engine_flags(parser)
     add_common_flags(parser)
@@ -83,7 +84,7 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
     from fastdecode.engine import LLMEngine
 
     engine = LLMEngine(config)
-    interrupted, run = False, ThroughputRun()
+    interrupted, run, tracer = False, ThroughputRun(), None
     try:
         model = engine.s_model
         items = make_workload(
@@ -91,16 +92,27 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
         )
         _describe(engine, items)
         warm_up(engine, items)
+        tracer = engine.start_tracing() if args.plot_timeline else None
         with _progress(len(items)) as bar:
             run_throughput(engine, items, args.measure_overlap, lambda output: bar.update() and None, run)
     except KeyboardInterrupt:
         interrupted = True
     finally:
         engine.close()
+    if args.plot_timeline and run.steps:
+        _plot_timeline(tracer, run, args.plot_timeline)
     report = throughput_report(run, config.separate_cores)
     if "num_hidden_layers" in config.hf_overrides and run.steps:
         report["estimated_full_model"] = _full_model(config, report)
     return report, interrupted
+
+
+def _plot_timeline(tracer: Any, run: Any, path: str) -> None:
+    from fastdecode.bench.timeline import plot_timeline, typical_decode_step
+
+    steps = tracer.steps[-len(run.steps) :]
+    plot_timeline(typical_decode_step(steps, [step.is_decode for step in run.steps]), path)
+    print(f"Timeline of one decode step: {path}")
 
 
 def _run_transformers(
