@@ -65,8 +65,8 @@ def tiny() -> Tiny:
     return Tiny(model, plain, probe_layout(model, model.config, "auto"))
 
 
-@dataclass
-class Recorder:
+@dataclass(kw_only=True)
+class Recorder(FakeBackend):
     """Answers with zeros; a result is ready once ``ready`` was asked ``polls[mini_batch]`` times since its submit."""
 
     polls: dict[int, int] = field(default_factory=dict)
@@ -113,7 +113,7 @@ NEVER = 10**9
 
 @pytest.mark.parametrize("polls", [{}, {0: NEVER, 1: NEVER}, {0: 1, 1: 1}], ids=["at once", "late", "one poll late"])
 def test_two_mini_batches_take_turns(tiny: Tiny, polls: dict[int, int]) -> None:
-    assert run_order(tiny, Recorder(polls), 2) == "A0 B0 A1 B1 A2 B2"
+    assert run_order(tiny, Recorder(polls=polls), 2) == "A0 B0 A1 B1 A2 B2"
 
 
 def test_three_mini_batches_take_turns(tiny: Tiny) -> None:
@@ -131,16 +131,16 @@ def test_one_mini_batch(tiny: Tiny) -> None:
 
 def test_the_one_that_is_ready_goes_first(tiny: Tiny) -> None:
     """B's results are there at once, A's only when waited for: B runs to its end, then A."""
-    assert run_order(tiny, Recorder({0: NEVER}), 2) == "A0 B0 B1 B2 A1 A2"
+    assert run_order(tiny, Recorder(polls={0: NEVER}), 2) == "A0 B0 B1 B2 A1 A2"
 
 
 def test_of_several_ready_ones_the_longest_paused_goes_first(tiny: Tiny) -> None:
     """A is ready only when asked again: B goes first then, and A before C."""
-    assert run_order(tiny, Recorder({0: 1}), 3) == "A0 B0 C0 B1 A1 C1 B2 C2 A2"
+    assert run_order(tiny, Recorder(polls={0: 1}), 3) == "A0 B0 C0 B1 A1 C1 B2 C2 A2"
 
 
 def test_time_is_in_exactly_one_state(tiny: Tiny) -> None:
-    backend = Recorder({0: NEVER, 1: NEVER}, delay_seconds=0.004)
+    backend = Recorder(polls={0: NEVER, 1: NEVER}, delay_seconds=0.004)
     clock = StateClock(recording=True)
     forwards = forwards_of(tiny, backend, 2)
     clock.restart()
@@ -293,7 +293,7 @@ def test_a_failing_layer_leaves_nothing_behind(tiny: Tiny, failing_call: int) ->
             raise ArithmeticError("a layer failed")
 
     original = engine.worker._forwards
-    engine.worker._forwards = lambda step: [lanes.append(f.lane) or f for f in original(step)]  # type: ignore[func-returns-value]
+    engine.worker._forwards = lambda step: [lanes.append(f.lane) or f for f in original(step)]  # type: ignore[method-assign, func-returns-value]
     step = engine.begin(*chunks)
     hook = tiny.model.model.layers[1].register_forward_pre_hook(fail)
     try:

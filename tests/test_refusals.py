@@ -92,7 +92,8 @@ def save_config(folder: Path, config: str, settings: dict[str, Any]) -> Path:
 
 def load(folder: Path | str, **settings: Any) -> SModel:
     """As the engine loads it, without a tokenizer and in float32."""
-    return SModel(EngineConfig(model=str(folder), **{"skip_tokenizer_init": True, "dtype": "float32"} | settings))
+    without: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32"}
+    return SModel(EngineConfig(model=str(folder), **without | settings))
 
 
 def layers_of(model: SModel) -> list[tuple[int, int, int, int, int]]:

@@ -105,14 +105,14 @@ def test_special_tokens(skip: bool, text: str) -> None:
 def test_stop_strings_before_min_tokens_stay_in_the_text() -> None:
     """An ignored stop string does not stop later either, but one that is completed later does."""
     params = SamplingParams(temperature=0, min_tokens=4, max_tokens=9, stop=["a", "cd", "xyz"])
-    completion = Completion(0, Sequence(0, [1], 9), TextStream(TOKENIZER, params.stop), generator_seed=0)
+    completion = Completion(0, Sequence(0, [1], 9), TextStream(TOKENIZER, params.stop or ()), generator_seed=0)
     for token_id in ids("b", "a", "c", "d", "e", "a", "b"):
         completion.append(SampledToken(token_id), params, frozenset())
         if completion.finish_reason:
             break
     output = completion.output()
     assert (output.text, output.stop_reason, len(output.token_ids)) == ("ba", "cd", 4)
-    stream = TextStream(TOKENIZER, params.stop)
+    stream = TextStream(TOKENIZER, params.stop or ())
     assert [stream.push(token_id, may_stop=i > 1) for i, token_id in enumerate(ids("b", "a", "c", "a"))] == [
         None
     ] * 3 + ["a"]

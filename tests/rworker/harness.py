@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -44,9 +46,15 @@ def table(rows: list[tuple[int, int, int, int]]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
-def make_worker(layer: Layer, **options) -> _rworker.RWorker:
+def make_worker(layer: Layer, **options: Any) -> _rworker.RWorker:
     """An R-worker of one such layer; options override the defaults."""
-    settings = {"model_dtype": "float32", "kv_dtype": "float32", "block_size": 16, "num_blocks": 512, "num_threads": 1}
+    settings: dict[str, Any] = {
+        "model_dtype": "float32",
+        "kv_dtype": "float32",
+        "block_size": 16,
+        "num_blocks": 512,
+        "num_threads": 1,
+    }
     settings.update(options)
     layers = settings.pop("layers", [layer])
     return _rworker.RWorker(layers=[each.as_tuple() for each in layers], **settings)
@@ -83,7 +91,9 @@ class Harness:
         self.kv_dtype = self.options.get("kv_dtype", "float32")
         self.lengths: dict[int, int] = {}
 
-    def step(self, batch: dict[int, Rows], append_only: tuple[int, ...] = (), controls=()) -> dict[int, np.ndarray]:
+    def step(
+        self, batch: dict[int, Rows], append_only: tuple[int, ...] = (), controls: Sequence = ()
+    ) -> dict[int, np.ndarray]:
         """One step, one mini-batch: sequence id -> new rows; returns float32 outputs of those that attend."""
         order = [i for i in batch if i not in append_only] + list(append_only)
         spans = [(i, self.lengths.get(i, 0), len(batch[i].k), int(i not in append_only)) for i in order]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,7 @@ SHAPES = {
 }
 
 
-def check(layer: Layer, lengths: list[int], q_lens: list[int], **options) -> None:
+def check(layer: Layer, lengths: list[int], q_lens: list[int], **options: Any) -> None:
     """Fill sequences of these lengths, attend ``q_lens`` more tokens each, and compare with the oracle."""
     rng = np.random.default_rng(1)
     harness = Harness(layer, options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ LAYERS = {
 PROMPTS = [1, 17, 64, 130, 511, 512, 700, 1100]
 
 
-def outputs_of(layer: Layer, chosen: list[int], **options) -> dict[int, np.ndarray]:
+def outputs_of(layer: Layer, chosen: list[int], **options: Any) -> dict[int, np.ndarray]:
     """Outputs of three decode steps after prompts of PROMPTS[i] tokens, for the chosen sequences together."""
     harness = Harness(layer, options)
     rng = {i: np.random.default_rng(i) for i in chosen}

@@ -1,0 +1,103 @@
+// One thread's attend kernel in GB/s of keys and values, beside a plain read, in thread CPU time: what a kernel can do
+// even where neighbours share the cores. Usage: kernel_bench [isa]
+#include <algorithm>
+#include <cstdio>
+#include <ctime>
+#include <functional>
+#include <numeric>
+#include <vector>
+
+#include "rworker/arena.hpp"
+#include "rworker/kernel_choice.hpp"
+#include "rworker/layout.hpp"
+
+using namespace rworker;
+
+namespace {
+
+constexpr std::int64_t kContext = 1024, kHeadDim = 128, kBlockSize = 64;
+
+double cpu_seconds() {
+    timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+}
+
+double best_seconds(const std::function<void()>& call, int repeats) {
+    std::vector<double> seconds;
+    for (int i = 0; i < repeats; ++i) {
+        const double start = cpu_seconds();
+        call();
+        seconds.push_back(cpu_seconds() - start);
+    }
+    return *std::min_element(seconds.begin(), seconds.end());
+}
+
+/// GB/s of attending over `num_sequences` sequences of one KV head.
+double attend_rate(const Kernels& kernels, DType dtype, int group, std::int64_t num_sequences, int repeats) {
+    const LayerSpec layer{group, 1, kHeadDim, kHeadDim, 0.09f, 0, 0.0f, {}};
+    const LayerLayout layout(layer, dtype, kBlockSize, 0);
+    const std::int64_t blocks_each = kContext / kBlockSize;
+    const Arena arena(layout.block_bytes * blocks_each * num_sequences);
+    std::vector<std::int32_t> blocks(blocks_each * num_sequences);
+    std::iota(blocks.begin(), blocks.end(), 0);
+    std::vector<float> queries(group * kHeadDim, 0.01f), rows(kContext * kHeadDim, 0.5f);
+    std::vector<float> partial(partial_floats(group, kHeadDim)), scratch(scratch_floats(kHeadDim, kHeadDim));
+    const auto view = [&](std::int64_t i) {
+        return HeadView{arena.data(),
+                        blocks.data() + i * blocks_each,
+                        layout.block_bytes,
+                        layout.values_offset_bytes,
+                        layout.key_tile_bytes,
+                        layout.value_tile_bytes,
+                        2};
+    };
+    for (std::int64_t i = 0; i < num_sequences; ++i)
+        kernels.append[int(dtype)](
+            {view(i), DType::float32, rows.data(), rows.data(), kHeadDim, kHeadDim, 0, kContext, kHeadDim, kHeadDim});
+    const double seconds = best_seconds(
+        [&] {
+            for (std::int64_t i = 0; i < num_sequences; ++i)
+                for (std::int64_t begin = 0; begin < kContext; begin += kSplitTokens)
+                    kernels.attend[int(dtype)]({view(i),
+                                                DType::float32,
+                                                queries.data(),
+                                                {group, group, 0, kHeadDim},
+                                                kContext - 1,
+                                                begin,
+                                                begin + kSplitTokens,
+                                                0,
+                                                0.09f,
+                                                0.0f,
+                                                kHeadDim,
+                                                kHeadDim,
+                                                partial.data(),
+                                                scratch.data()});
+        },
+        repeats);
+    return double(num_sequences * kContext * 2 * kHeadDim * item_bytes(dtype)) / seconds / 1e9;
+}
+
+double read_rate(const Kernels& kernels, std::int64_t bytes, int repeats) {
+    const Arena arena(bytes);
+    float* data = reinterpret_cast<float*>(arena.data());
+    std::fill(data, data + bytes / 4, 1.0f);
+    volatile float sum = 0.0f;
+    return double(bytes) / best_seconds([&] { sum = sum + kernels.read(data, bytes / 4); }, repeats) / 1e9;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const Kernels& kernels = choose_kernels(argc > 1 ? argv[1] : "auto");
+    const char* names[] = {"float32", "float16", "bfloat16"};
+    std::printf("%s, GB/s by CPU time: read %.1f from memory, %.1f from cache\n", kernels.isa,
+                read_rate(kernels, 256 << 20, 9), read_rate(kernels, 256 << 10, 999));
+    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16})
+        for (const int group : {1, 2, 3, 4, 7, 8, 32}) {
+            const std::int64_t many = (256 << 20) / (kContext * 2 * kHeadDim * item_bytes(dtype));
+            std::printf("%-8s group %2d   memory %5.1f   cache %5.1f\n", names[int(dtype)], group,
+                        attend_rate(kernels, dtype, group, many, group < 8 ? 9 : 5),
+                        attend_rate(kernels, dtype, group, 1, 199));
+        }
+}

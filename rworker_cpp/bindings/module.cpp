@@ -1,0 +1,84 @@
+#include <pybind11/stl.h>
+
+#include "rworker/kernel_choice.hpp"
+#include "rworker/read_peak.hpp"
+#include "rworker_binding.hpp"
+
+namespace py = pybind11;
+using rworker_binding::PyRWorker;
+
+namespace {
+
+std::vector<std::string> supported_isas() {
+    std::vector<std::string> names;
+    for (const rworker::Kernels* kernels : rworker::supported_kernels()) names.emplace_back(kernels->isa);
+    return names;
+}
+
+void register_errors() {
+    // rworker::Error is a std::invalid_argument, which pybind11 raises as ValueError.
+    py::register_exception_translator([](std::exception_ptr error) {
+        try {
+            std::rethrow_exception(error);
+        } catch (const rworker::UnknownSequence& unknown) {
+            PyErr_SetString(PyExc_KeyError, unknown.what());
+        }
+    });
+}
+
+void bind_properties(py::class_<PyRWorker>& cls) {
+    cls.def_property_readonly("isa", [](const PyRWorker& self) { return self.worker().kernels().isa; });
+    cls.def_property_readonly("num_threads", [](const PyRWorker& self) { return self.worker().num_threads(); });
+    cls.def_property_readonly("num_blocks",
+                              [](const PyRWorker& self) { return self.worker().cache().pool().num_blocks(); });
+    cls.def_property_readonly("block_size", [](const PyRWorker& self) { return self.worker().cache().block_size(); });
+    cls.def_property_readonly("block_bytes", [](const PyRWorker& self) { return self.worker().cache().block_bytes(); });
+    cls.def_property_readonly("blocks_free",
+                              [](const PyRWorker& self) { return self.worker().cache().pool().num_free(); });
+    cls.def_property_readonly("blocks_used", [](const PyRWorker& self) {
+        const rworker::BlockPool& pool = self.worker().cache().pool();
+        return pool.num_blocks() - pool.num_free();
+    });
+}
+
+void bind_step(py::class_<PyRWorker>& cls) {
+    cls.def("begin_step", &PyRWorker::begin_step, py::arg("controls").noconvert(), py::arg("mini_batches").noconvert());
+    cls.def("submit", &PyRWorker::submit, py::arg("mini_batch"), py::arg("layer"), py::arg("q").noconvert(),
+            py::arg("k").noconvert(), py::arg("v").noconvert(), py::arg("out").noconvert());
+    cls.def("ready", &PyRWorker::ready, py::arg("mini_batch"));
+    cls.def("wait", &PyRWorker::wait, py::arg("mini_batch"));
+    cls.def("end_step", &PyRWorker::end_step);
+    cls.def("abandon_step", &PyRWorker::abandon_step);
+}
+
+void bind_tables(py::class_<PyRWorker>& cls) {
+    cls.def(
+        "sequence_length",
+        [](const PyRWorker& self, std::int64_t id) { return self.worker().cache().sequence(id).length; },
+        py::arg("sequence_id"));
+    cls.def(
+        "block_table", [](const PyRWorker& self, std::int64_t id) { return self.worker().cache().sequence(id).blocks; },
+        py::arg("sequence_id"));
+    cls.def("sequence_ids", [](const PyRWorker& self) { return self.worker().cache().sequence_ids(); });
+    cls.def("read_tokens", &PyRWorker::read_tokens, py::arg("sequence_id"), py::arg("layer"));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_rworker, module) {
+    register_errors();
+    module.def("supported_isas", &supported_isas);
+    module.def("read_peak", &rworker::read_peak, py::arg("num_threads"), py::arg("num_bytes"), py::arg("repeats"),
+               py::call_guard<py::gil_scoped_release>());
+    module.def("block_bytes", &PyRWorker::block_bytes, py::arg("layers"), py::arg("kv_dtype"), py::arg("block_size"));
+    py::class_<PyRWorker> cls(module, "RWorker");
+    cls.def(py::init<const py::list&, const std::string&, const std::string&, std::int64_t, std::int64_t, int,
+                     std::vector<int>, const std::string&>(),
+            py::kw_only(), py::arg("layers"), py::arg("model_dtype"), py::arg("kv_dtype"), py::arg("block_size"),
+            py::arg("num_blocks"), py::arg("num_threads"), py::arg("cores") = std::vector<int>{},
+            py::arg("isa") = "auto");
+    bind_properties(cls);
+    bind_step(cls);
+    bind_tables(cls);
+    cls.def("close", &PyRWorker::close);
+}

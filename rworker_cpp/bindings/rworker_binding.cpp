@@ -1,0 +1,165 @@
+#include "rworker_binding.hpp"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+namespace rworker_binding {
+namespace {
+
+using rworker::Control;
+using rworker::DType;
+using rworker::Error;
+using rworker::LayerSpec;
+using rworker::Span;
+
+LayerSpec parse_layer(const py::handle& item, std::size_t index) {
+    if (!py::isinstance<py::tuple>(item) || py::len(item) != 8)
+        throw Error("layers[" + std::to_string(index) +
+                    "] must be a tuple (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, "
+                    "soft_cap, sinks)");
+    const auto values = py::reinterpret_borrow<py::tuple>(item);
+    return {values[0].cast<std::int64_t>(), values[1].cast<std::int64_t>(),
+            values[2].cast<std::int64_t>(), values[3].cast<std::int64_t>(),
+            values[4].cast<float>(),        values[5].cast<std::int64_t>(),
+            values[6].cast<float>(),        values[7].cast<std::vector<float>>()};
+}
+
+std::vector<LayerSpec> parse_layers(const py::list& layers) {
+    std::vector<LayerSpec> specs;
+    for (std::size_t i = 0; i < layers.size(); ++i) specs.push_back(parse_layer(layers[i], i));
+    return specs;
+}
+
+/// The four columns of a control or span table, row by row.
+template <class Record, class Make>
+std::vector<Record> parse_table(const Int64Array& table, const std::string& name, Make make) {
+    if (table.ndim() != 2 || table.shape(1) != 4) throw Error(name + " must have shape [n, 4]");
+    std::vector<Record> records;
+    const auto rows = table.unchecked<2>();
+    for (py::ssize_t i = 0; i < rows.shape(0); ++i)
+        records.push_back(make(rows(i, 0), rows(i, 1), rows(i, 2), rows(i, 3)));
+    return records;
+}
+
+std::string describe(const py::array& array) {
+    return py::str(array.dtype()).cast<std::string>() + py::str(array.attr("shape")).cast<std::string>();
+}
+
+}  // namespace
+
+PyRWorker::PyRWorker(const py::list& layers, const std::string& model_dtype, const std::string& kv_dtype,
+                     std::int64_t block_size, std::int64_t num_blocks, int num_threads, std::vector<int> cores,
+                     const std::string& isa) {
+    rworker::WorkerConfig config{parse_layers(layers),
+                                 rworker::parse_dtype(model_dtype, "model_dtype"),
+                                 rworker::parse_dtype(kv_dtype, "kv_dtype"),
+                                 block_size,
+                                 num_blocks,
+                                 num_threads,
+                                 std::move(cores),
+                                 isa};
+    worker_ = std::make_unique<rworker::Worker>(std::move(config));
+}
+
+std::int64_t PyRWorker::block_bytes(const py::list& layers, const std::string& kv_dtype, std::int64_t block_size) {
+    return rworker::block_bytes(parse_layers(layers), rworker::parse_dtype(kv_dtype, "kv_dtype"), block_size);
+}
+
+rworker::Worker& PyRWorker::worker() const {
+    if (!worker_) throw Error("the R-worker is closed");
+    return *worker_;
+}
+
+void PyRWorker::begin_step(const Int64Array& controls, const std::vector<Int64Array>& mini_batches) {
+    const auto control_rows = parse_table<Control>(
+        controls, "controls",
+        [](auto verb, auto id, auto source, auto tokens) { return Control{rworker::Verb(verb), id, source, tokens}; });
+    std::vector<std::vector<Span>> spans;
+    for (std::size_t i = 0; i < mini_batches.size(); ++i)
+        spans.push_back(parse_table<Span>(
+            mini_batches[i], "mini_batches[" + std::to_string(i) + "]",
+            [](auto id, auto context, auto rows, auto attends) { return Span{id, context, rows, attends != 0}; }));
+    rworker::Worker& open = worker();
+    py::gil_scoped_release unlocked;
+    open.begin_step(control_rows, spans);
+}
+
+void PyRWorker::check_array(const py::array& array, const Shape& shape) const {
+    const bool is_float = worker().model_dtype() == DType::float32;
+    const bool right_dtype = is_float
+                                 ? array.dtype().is(py::dtype::of<float>()) || py::isinstance<py::array_t<float>>(array)
+                                 : py::isinstance<py::array_t<std::uint16_t>>(array);
+    const bool right_shape = array.ndim() == 3 && array.shape(0) == shape.rows && array.shape(1) == shape.heads &&
+                             array.shape(2) == shape.dim;
+    const bool contiguous = (array.flags() & py::array::c_style) != 0;
+    const bool aligned = reinterpret_cast<std::uintptr_t>(array.data()) % array.itemsize() == 0;
+    if (right_dtype && right_shape && contiguous && aligned) return;
+    throw Error(std::string(shape.name) + " must be a C-contiguous, aligned " + (is_float ? "float32" : "uint16") +
+                " array of shape (" + std::to_string(shape.rows) + ", " + std::to_string(shape.heads) + ", " +
+                std::to_string(shape.dim) + "), not " + describe(array) + (contiguous ? "" : " with strides"));
+}
+
+void PyRWorker::submit(std::int64_t mini_batch, std::int64_t layer, py::array q, py::array k, py::array v,
+                       py::array out) {
+    rworker::Worker& open = worker();
+    open.check_submit(mini_batch, layer);
+    const rworker::RowCount rows = open.row_count(mini_batch, layer);
+    const LayerSpec& spec = open.cache().layers()[layer];
+    check_array(q, {"q", rows.attending, spec.num_heads, spec.key_dim});
+    check_array(k, {"k", rows.all, spec.num_kv_heads, spec.key_dim});
+    check_array(v, {"v", rows.all, spec.num_kv_heads, spec.value_dim});
+    check_array(out, {"out", rows.attending, spec.num_heads, spec.value_dim});
+    if (!out.writeable()) throw Error("out is read-only; it must be writeable");
+    open.submit(mini_batch, layer, {q.data(), k.data(), v.data(), out.mutable_data()});
+    if (std::int64_t(in_use_.size()) <= mini_batch) in_use_.resize(mini_batch + 1);
+    in_use_[mini_batch] = {std::move(q), std::move(k), std::move(v), std::move(out)};
+}
+
+void PyRWorker::wait(std::int64_t mini_batch) {
+    rworker::Worker& open = worker();
+    {
+        py::gil_scoped_release unlocked;
+        open.wait(mini_batch);
+    }
+    in_use_[mini_batch] = {};
+}
+
+py::tuple PyRWorker::end_step() {
+    const rworker::StepReport report = worker().end_step();
+    const py::ssize_t layers = py::ssize_t(worker().cache().layers().size());
+    const std::vector<py::ssize_t> shape{py::ssize_t(report.busy_start.size()) / layers, layers};
+    return py::make_tuple(py::array_t<double>(shape, report.busy_start.data()),
+                          py::array_t<double>(shape, report.busy_end.data()), report.bytes_read, report.blocks_free);
+}
+
+void PyRWorker::abandon_step() {
+    rworker::Worker& open = worker();
+    {
+        py::gil_scoped_release unlocked;
+        open.abandon_step();
+    }
+    in_use_.clear();
+}
+
+py::tuple PyRWorker::read_tokens(std::int64_t sequence_id, std::int64_t layer) const {
+    const rworker::KVCache& cache = worker().cache();
+    if (layer < 0 || layer >= std::int64_t(cache.layers().size()))
+        throw Error("layer is " + std::to_string(layer) + "; there are " + std::to_string(cache.layers().size()));
+    const LayerSpec& spec = cache.layers()[layer];
+    const std::int64_t length = cache.sequence(sequence_id).length;
+    py::array_t<float> keys({length, spec.num_kv_heads, spec.key_dim});
+    py::array_t<float> values({length, spec.num_kv_heads, spec.value_dim});
+    cache.read_tokens(sequence_id, layer, keys.mutable_data(), values.mutable_data());
+    return py::make_tuple(keys, values);
+}
+
+void PyRWorker::close() {
+    {
+        py::gil_scoped_release unlocked;
+        worker_.reset();
+    }
+    in_use_.clear();
+}
+
+}  // namespace rworker_binding

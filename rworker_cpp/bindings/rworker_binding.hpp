@@ -1,0 +1,52 @@
+// The R-worker as Python sees it: arrays checked at the border, kept alive while a job uses them.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "rworker/worker.hpp"
+
+namespace rworker_binding {
+
+namespace py = pybind11;
+
+using Int64Array = py::array_t<std::int64_t, py::array::c_style>;
+
+class PyRWorker {
+  public:
+    PyRWorker(const py::list& layers, const std::string& model_dtype, const std::string& kv_dtype,
+              std::int64_t block_size, std::int64_t num_blocks, int num_threads, std::vector<int> cores,
+              const std::string& isa);
+    ~PyRWorker() { close(); }
+
+    static std::int64_t block_bytes(const py::list& layers, const std::string& kv_dtype, std::int64_t block_size);
+
+    void begin_step(const Int64Array& controls, const std::vector<Int64Array>& mini_batches);
+    void submit(std::int64_t mini_batch, std::int64_t layer, py::array q, py::array k, py::array v, py::array out);
+    bool ready(std::int64_t mini_batch) const { return worker().ready(mini_batch); }
+    void wait(std::int64_t mini_batch);
+    py::tuple end_step();
+    void abandon_step();
+    py::tuple read_tokens(std::int64_t sequence_id, std::int64_t layer) const;
+    void close();
+
+    /// Throws Error after close.
+    rworker::Worker& worker() const;
+
+  private:
+    struct Shape {
+        const char* name;
+        py::ssize_t rows, heads, dim;
+    };
+    void check_array(const py::array& array, const Shape& shape) const;
+
+    std::unique_ptr<rworker::Worker> worker_;
+    std::vector<std::array<py::array, 4>> in_use_;  // per mini-batch: what its running job reads and writes
+};
+
+}  // namespace rworker_binding

@@ -1,0 +1,42 @@
+// Reference-counted block ids with an undo log.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace rworker {
+
+/// Hands out block ids 0..num_blocks-1, lowest first and last returned first, so that resident memory stays small.
+/// What happened since `forget_log()` can be undone exactly, free list order included.
+class BlockPool {
+  public:
+    explicit BlockPool(std::int64_t num_blocks);
+
+    std::int64_t num_blocks() const { return std::int64_t(references_.size()); }
+    std::int64_t num_free() const { return std::int64_t(free_.size()); }
+    bool shared(std::int32_t block) const { return references_[block] > 1; }
+
+    /// A block with one reference; throws Error when none is free.
+    std::int32_t take();
+    void add_reference(std::int32_t block);
+    void drop_reference(std::int32_t block);
+
+    void forget_log() { log_.clear(); }
+    std::size_t log_size() const { return log_.size(); }
+    /// Undo changes, latest first, until `log_size()` is what it once was.
+    void undo_to(std::size_t log_size);
+
+  private:
+    enum class Change : std::uint8_t { taken, referenced, dropped };
+    struct Entry {
+        Change change;
+        std::int32_t block;
+    };
+
+    std::vector<std::int32_t> references_;
+    std::vector<std::int32_t> free_;  // a stack
+    std::vector<Entry> log_;
+};
+
+}  // namespace rworker

@@ -1,0 +1,82 @@
+// Paged keys and values of many sequences, and the tables that say whose they are.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "rworker/arena.hpp"
+#include "rworker/block_pool.hpp"
+#include "rworker/layout.hpp"
+#include "rworker/types.hpp"
+
+namespace rworker {
+
+/// A sequence of t tokens holds ceil(t / block_size) blocks, each covering all layers. Full blocks may be shared
+/// between sequences; a partial last block never is, so appending needs no copy.
+struct Sequence {
+    std::vector<std::int32_t> blocks;
+    std::int64_t length = 0;          // committed tokens
+    std::int64_t pending_length = 0;  // with the rows of the open step
+    bool born_in_step = false;
+};
+
+/// Bytes that one block of block_size tokens takes over all layers.
+std::int64_t block_bytes(const std::vector<LayerSpec>& layers, DType dtype, std::int64_t block_size);
+
+class KVCache {
+  public:
+    KVCache(std::vector<LayerSpec> layers, DType dtype, std::int64_t block_size, std::int64_t num_blocks);
+
+    const std::vector<LayerSpec>& layers() const { return layers_; }
+    const LayerLayout& layout(std::int64_t layer) const { return layouts_[layer]; }
+    const BlockPool& pool() const { return pool_; }
+    DType dtype() const { return dtype_; }
+    std::int64_t block_size() const { return block_size_; }
+    std::int64_t block_bytes() const { return block_bytes_; }  // over all layers
+
+    /// Apply the controls, then take blocks for the rows of all spans. On an error nothing has changed.
+    void begin_step(std::span<const Control> controls, std::span<const Span> spans);
+    /// The rows of the step are written: lengths grow.
+    void commit_step();
+    /// Back to what the controls left: blocks taken for rows return, sequences born in the step vanish.
+    void abandon_step();
+
+    /// Throws UnknownSequence.
+    const Sequence& sequence(std::int64_t sequence_id) const;
+    std::vector<std::int64_t> sequence_ids() const;  // ascending
+
+    HeadView view(std::int64_t layer, std::int64_t kv_head, const std::int32_t* blocks) const;
+    /// All committed tokens of a sequence in one layer, dequantised: [length, num_kv_heads, key_dim or value_dim].
+    void read_tokens(std::int64_t sequence_id, std::int64_t layer, float* keys, float* values) const;
+
+  private:
+    void apply(const Control& control);
+    void fork(const Control& control);
+    void truncate(const Control& control);
+    void release(const Control& control);
+    void grow(const Span& span);
+    void remember(std::int64_t sequence_id);
+    void copy_block(std::int32_t from, std::int32_t to) const;
+    std::int64_t blocks_for(std::int64_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
+
+    std::vector<LayerSpec> layers_;
+    DType dtype_;
+    std::int64_t block_size_, block_bytes_ = 0;
+    std::vector<LayerLayout> layouts_;
+    BlockPool pool_;
+    Arena arena_;
+    std::unordered_map<std::int64_t, Sequence> sequences_;
+
+    // Of the open step. Blocks are copied only once the whole step is known to be good: until then a block that a
+    // control freed still holds its data, and undoing is a matter of tables.
+    std::vector<std::pair<std::int64_t, std::optional<Sequence>>> before_;  // sequences the controls touched
+    std::vector<std::pair<std::int32_t, std::int32_t>> copies_;             // (from, to)
+    std::vector<std::int64_t> grown_;                                       // sequence ids of the spans
+    std::size_t log_size_after_controls_ = 0;
+};
+
+}  // namespace rworker

@@ -1,0 +1,58 @@
+// What every part of the R-worker agrees on: dtypes, layers, errors.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "rworker/kernels.hpp"
+
+namespace rworker {
+
+/// Bytes of one element.
+inline std::int64_t item_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+
+/// float32, float16 or bfloat16 by name; throws Error for any other, naming `argument`.
+DType parse_dtype(const std::string& name, const char* argument);
+
+/// Shape and scoring rule of one attention layer.
+struct LayerSpec {
+    std::int64_t num_heads, num_kv_heads, key_dim, value_dim;
+    float scale;
+    std::int64_t window;       // tokens a query sees, itself included; 0: all
+    float soft_cap;            // 0: none
+    std::vector<float> sinks;  // one logit per query head, or empty
+
+    std::int64_t group() const { return num_heads / num_kv_heads; }
+    bool same_work(const LayerSpec& other) const {
+        return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && key_dim == other.key_dim &&
+               value_dim == other.value_dim && window == other.window;
+    }
+};
+
+/// `num_rows` new tokens of one sequence that has `context_len` committed tokens.
+struct Span {
+    std::int64_t sequence_id, context_len, num_rows;
+    bool attends;
+};
+
+/// What a control asks of the cache before a step's rows.
+enum class Verb : std::int64_t { fork = 0, truncate = 1, release = 2 };
+
+struct Control {
+    Verb verb;
+    std::int64_t sequence_id, source_id, num_tokens;
+};
+
+/// A caller's mistake; the message names the argument and what would be right. Nothing has changed.
+struct Error : std::invalid_argument {
+    using std::invalid_argument::invalid_argument;
+};
+
+/// A sequence id the cache does not hold.
+struct UnknownSequence : Error {
+    using Error::Error;
+};
+
+}  // namespace rworker

@@ -1,0 +1,102 @@
+// An R-worker: a KV cache, the kernels and the threads that attend to it, step by step.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "rworker/kv_cache.hpp"
+#include "rworker/step_plan.hpp"
+#include "rworker/thread_pool.hpp"
+
+namespace rworker {
+
+struct WorkerConfig {
+    std::vector<LayerSpec> layers;
+    DType model_dtype, kv_dtype;
+    std::int64_t block_size, num_blocks;
+    int num_threads;
+    std::vector<int> cores;
+    std::string isa;
+};
+
+/// Rows of one mini-batch in one layer, in the model's dtype; see Worker::submit.
+struct Payload {
+    const void *queries, *keys, *values;
+    void* out;
+};
+
+/// Rows a mini-batch brings in the open step.
+struct RowCount {
+    std::int64_t attending, all;
+};
+
+struct StepReport {
+    std::vector<double> busy_start, busy_end;  // [mini-batch][layer], seconds; 0 where nothing ran
+    std::int64_t bytes_read, blocks_free;
+};
+
+class AttentionJob;
+
+/// Called from one thread. Every error is an Error that leaves the worker as it was.
+class Worker {
+  public:
+    explicit Worker(WorkerConfig config);
+    ~Worker();
+
+    const KVCache& cache() const { return cache_; }
+    const Kernels& kernels() const { return kernels_; }
+    DType model_dtype() const { return model_dtype_; }
+    int num_threads() const { return pool_.num_threads(); }
+
+    /// Apply the controls and plan the rows of every mini-batch; attending spans come first in each.
+    void begin_step(std::span<const Control> controls, std::span<const std::vector<Span>> mini_batches);
+    /// Rows of a mini-batch of the open step. Throws Error for a bad mini_batch or layer, or no open step.
+    RowCount row_count(std::int64_t mini_batch, std::int64_t layer) const;
+    /// Throws Error unless this mini-batch and layer may be submitted now.
+    void check_submit(std::int64_t mini_batch, std::int64_t layer) const;
+    /// Store keys [all rows, num_kv_heads, key_dim] and values, and attend queries [attending rows, num_heads,
+    /// key_dim] into out [attending rows, num_heads, value_dim]. Returns at once; the buffers are in use until wait.
+    void submit(std::int64_t mini_batch, std::int64_t layer, const Payload& payload);
+    bool ready(std::int64_t mini_batch) const;
+    void wait(std::int64_t mini_batch);
+    /// Commit the rows; every layer of every mini-batch with rows must have been submitted and waited for.
+    StepReport end_step();
+    /// Waits for what runs, then forgets the rows of the step.
+    void abandon_step();
+    bool in_step() const { return in_step_; }
+
+  private:
+    struct MiniBatch {
+        RowCount rows;
+        std::vector<std::unique_ptr<WorkList>> lists;  // per shape
+        std::vector<char> submitted;                   // per layer
+        bool outstanding = false;
+    };
+
+    friend class AttentionJob;
+    void plan(std::span<const std::vector<Span>> mini_batches);
+    const MiniBatch& mini_batch_at(std::int64_t index) const;
+    void finish(std::int64_t mini_batch);
+    void check_all_done() const;
+
+    KVCache cache_;
+    const Kernels& kernels_;
+    DType model_dtype_;
+    std::vector<std::int64_t> shape_of_layer_;  // layers with the same work share a work list
+    std::vector<std::int64_t> shapes_;          // a layer of each shape
+
+    bool in_step_ = false;
+    std::vector<MiniBatch> mini_batches_;
+    StepReport report_;
+    std::vector<float> shared_partials_;               // of the running job
+    std::vector<std::vector<float>> own_partials_;     // per thread
+    std::vector<std::vector<float>> scratch_;          // per thread
+    std::vector<std::unique_ptr<AttentionJob>> jobs_;  // one per mini-batch
+    ThreadPool pool_;                                  // last: its threads end before what they use
+};
+
+}  // namespace rworker

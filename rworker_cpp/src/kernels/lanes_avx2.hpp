@@ -1,0 +1,73 @@
+// Eight lanes: AVX2 with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+
+struct Avx2 {
+    using vec = __m256;
+    static constexpr int width = 8;
+    static constexpr int max_rows = 4;
+    static constexpr int accumulators = 8;
+
+    static vec set1(float x) { return _mm256_set1_ps(x); }
+    static vec load(const float* p) { return _mm256_loadu_ps(p); }
+    static void store(float* p, vec a) { _mm256_storeu_ps(p, a); }
+    static vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
+    static vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
+    static vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+    static vec div(vec a, vec b) { return _mm256_div_ps(a, b); }
+    static vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+    static vec max(vec a, vec b) { return _mm256_max_ps(a, b); }
+    static vec abs(vec a) { return _mm256_andnot_ps(set1(-0.0f), a); }
+    static vec copy_sign(vec magnitude, vec sign) { return _mm256_or_ps(magnitude, _mm256_and_ps(set1(-0.0f), sign)); }
+    static vec if_less(vec a, vec b, vec yes, vec no) {
+        return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+    }
+    static float first(vec a) { return _mm256_cvtss_f32(a); }
+    static float reduce_max(vec a) {
+        __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+        return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+    }
+    static float reduce_add(vec a) {
+        __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+        return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+    }
+    static vec iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
+
+    static vec power_of_two(vec shifted) {
+        const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+        return _mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(0x3f800000)));
+    }
+
+    static vec load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+    static vec load_bfloat(const uint16_t* p) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+    }
+    static vec load_pair_low(const uint32_t* p) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16));
+    }
+    static vec load_pair_high(const uint32_t* p) {
+        return _mm256_and_ps(_mm256_loadu_ps((const float*)p), _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000))));
+    }
+
+    static void store_half(uint16_t* p, vec a) {
+        _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+    static void store_bfloat(uint16_t* p, vec a) {
+        const __m256i x = _mm256_castps_si256(a), high = _mm256_srli_epi32(x, 16);
+        const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+        const __m256i even = _mm256_add_epi32(_mm256_add_epi32(x, _mm256_set1_epi32(0x7fff)), odd);
+        const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+        const __m256i bits =
+            _mm256_blendv_epi8(_mm256_srli_epi32(even, 16), _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
+        const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
+        _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
+    }
+};
+
+}  // namespace

@@ -1,0 +1,66 @@
+// One lane, plain float: the reference every other instruction set is tested against, and the fallback.
+#pragma once
+
+#include <stdint.h>
+
+namespace {
+
+struct Scalar {
+    using vec = float;
+    static constexpr int width = 1;
+    static constexpr int max_rows = 2;       // query rows that share a key line
+    static constexpr int accumulators = 16;  // vectors that fit the registers beside the operands
+
+    static vec set1(float x) { return x; }
+    static vec load(const float* p) { return *p; }
+    static void store(float* p, vec a) { *p = a; }
+    static vec add(vec a, vec b) { return a + b; }
+    static vec sub(vec a, vec b) { return a - b; }
+    static vec mul(vec a, vec b) { return a * b; }
+    static vec div(vec a, vec b) { return a / b; }
+    static vec fma(vec a, vec b, vec c) { return a * b + c; }
+    static vec max(vec a, vec b) { return a > b ? a : b; }  // b if one is NaN, as x86 does
+    static vec abs(vec a) { return __builtin_fabsf(a); }
+    static vec copy_sign(vec magnitude, vec sign) { return __builtin_copysignf(magnitude, sign); }
+    static vec if_less(vec a, vec b, vec yes, vec no) { return a < b ? yes : no; }
+    static float first(vec a) { return a; }
+    static float reduce_max(vec a) { return a; }
+    static float reduce_add(vec a) { return a; }
+    static vec iota() { return 0.0f; }
+
+    /// 2^n from n + 1.5 * 2^23.
+    static vec power_of_two(vec shifted) { return from_bits((bits(shifted) << 23) + 0x3f800000u); }
+
+    static vec load_half(const uint16_t* p) {
+        const uint32_t sign = uint32_t(*p & 0x8000) << 16, magnitude = *p & 0x7fff;
+        if (magnitude >= 0x7c00) return from_bits(sign | 0x7f800000u | magnitude << 13);
+        return from_bits(bits(from_bits(magnitude << 13) * 0x1p112f) | sign);
+    }
+    static vec load_bfloat(const uint16_t* p) { return from_bits(uint32_t(*p) << 16); }
+    static vec load_pair_low(const uint32_t* p) { return from_bits(*p << 16); }
+    static vec load_pair_high(const uint32_t* p) { return from_bits(*p & 0xffff0000u); }
+
+    static void store_half(uint16_t* p, vec a) {
+        const uint32_t sign = bits(a) >> 16 & 0x8000, magnitude = bits(a) & 0x7fffffff;
+        if (magnitude > 0x7f800000u) {
+            *p = uint16_t(sign | 0x7e00);
+        } else if (magnitude >= 0x477ff000u) {  // rounds to 65536 or more
+            *p = uint16_t(sign | 0x7c00);
+        } else if (magnitude < 0x38800000u) {  // subnormal: let an addition round it
+            *p = uint16_t(sign | (bits(from_bits(magnitude) + 0.5f) - 0x3f000000u));
+        } else {
+            const uint32_t odd = magnitude >> 13 & 1;
+            *p = uint16_t(sign | (magnitude - 0x38000000u + 0xfff + odd) >> 13);
+        }
+    }
+    static void store_bfloat(uint16_t* p, vec a) {
+        const uint32_t x = bits(a);
+        *p = a != a ? uint16_t(x >> 16 | 0x40) : uint16_t((x + 0x7fff + (x >> 16 & 1)) >> 16);
+    }
+
+  private:
+    static uint32_t bits(float a) { return __builtin_bit_cast(uint32_t, a); }
+    static float from_bits(uint32_t a) { return __builtin_bit_cast(float, a); }
+};
+
+}  // namespace

@@ -1,0 +1,174 @@
+// The two products of attention over the tiles of a chunk: queries with keys, and weights with values.
+#pragma once
+
+#include "kernels/stored.hpp"
+
+#define RWORKER_UNROLL _Pragma("GCC unroll 16")
+
+namespace {
+
+using rworker::kChunkTokens;
+
+constexpr int kChunkTiles = kChunkTokens / kTileTokens;
+constexpr int kCacheLineBytes = 64;
+
+/// The hardware follows long streams; blocks are short, so a chunk's values are asked for while its keys are used, and
+/// the next keys while its values are. Lines asked for stand in address order, which starts the hardware's own streams.
+inline void prefetch(const uint8_t* address) { __builtin_prefetch(address); }
+
+/// Tokens of a chunk, or of a row in it: [begin, end), relative to the chunk's first.
+struct Range {
+    int begin, end;
+};
+
+inline int clamp_to_chunk(int64_t token) { return int(token < 0 ? 0 : token > kChunkTokens ? kChunkTokens : token); }
+
+inline Range clip(int64_t begin, int64_t end, int64_t chunk) {
+    const Range range{clamp_to_chunk(begin - chunk), clamp_to_chunk(end - chunk)};
+    return range.begin < range.end ? range : Range{0, 0};
+}
+
+/// sum[row][v] += factors[row][part] * line[v][part]: one line of the cache for all rows, whether keys (a line is a dim
+/// of 16 tokens) or values (a token of some dims). Whichever is fewer, factors or lines, stays in registers.
+template <class L, class S, int Rows, int Vectors, int From, int To, class Address>
+[[gnu::always_inline]] inline void add_line(Address address, const float* factors, int stride,
+                                            typename L::vec (&sum)[Rows][Vectors]) {
+    if constexpr (Rows < Vectors) {
+        RWORKER_UNROLL
+        for (int v = 0; v < Vectors; ++v) {
+            RWORKER_UNROLL
+            for (int part = From; part < To; ++part) {
+                const auto line = S::load(address(v), part);
+                RWORKER_UNROLL
+                for (int r = 0; r < Rows; ++r) {
+                    sum[r][v] = L::fma(L::set1(factors[r * stride + part]), line, sum[r][v]);
+                }
+            }
+        }
+    } else {
+        RWORKER_UNROLL
+        for (int part = From; part < To; ++part) {
+            typename L::vec line[Vectors];
+            RWORKER_UNROLL
+            for (int v = 0; v < Vectors; ++v) {
+                line[v] = S::load(address(v), part);
+            }
+            RWORKER_UNROLL
+            for (int r = 0; r < Rows; ++r) {
+                const auto factor = L::set1(factors[r * stride + part]);
+                RWORKER_UNROLL
+                for (int v = 0; v < Vectors; ++v) {
+                    sum[r][v] = L::fma(factor, line[v], sum[r][v]);
+                }
+            }
+        }
+    }
+}
+
+/// scores[row][token] of `Rows` queries and `Tiles` tiles. Meanwhile the tiles' values are on their way.
+template <class L, DType D, int Rows, int Tiles>
+inline void score_tiles(const Tile* tiles, const float* queries, int query_stride, int lines, float* scores) {
+    using S = Stored<L, D>;
+    constexpr int tile_vectors = kTileTokens / L::width, vectors = Tiles * tile_vectors;
+    constexpr int line_bytes = kTileTokens * S::lane_bytes;
+    typename L::vec sum[Rows][vectors];
+    RWORKER_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+        RWORKER_UNROLL
+        for (int v = 0; v < vectors; ++v) {
+            sum[r][v] = L::set1(0.0f);
+        }
+    }
+    for (int line = 0; line < lines; ++line) {
+        RWORKER_UNROLL
+        for (int i = 0; i < Tiles; ++i) {
+            prefetch(tiles[i].values + line * line_bytes);
+        }
+        add_line<L, S, Rows, vectors, 0, S::pack>(
+            [&](int v) {
+                return tiles[v / tile_vectors].keys + line * line_bytes + v % tile_vectors * L::width * S::lane_bytes;
+            },
+            queries + line * S::pack, query_stride, sum);
+    }
+    RWORKER_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+        RWORKER_UNROLL
+        for (int v = 0; v < vectors; ++v) {
+            L::store(scores + r * kChunkTokens + v * L::width, sum[r][v]);
+        }
+    }
+}
+
+/// Scores of `Rows` queries with the tiles of a chunk that `seen` touches.
+template <class L, DType D, int Rows>
+void score_rows(const Tile* tiles, Range seen, const float* queries, int query_stride, int lines, float* scores) {
+    constexpr int fit = L::accumulators * L::width / (Rows * kTileTokens);
+    constexpr int together = fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+    int tile = seen.begin / kTileTokens;
+    const int end = (seen.end + kTileTokens - 1) / kTileTokens;
+    for (; tile + together <= end; tile += together)
+        score_tiles<L, D, Rows, together>(tiles + tile, queries, query_stride, lines, scores + tile * kTileTokens);
+    for (; tile < end; ++tile)
+        score_tiles<L, D, Rows, 1>(tiles + tile, queries, query_stride, lines, scores + tile * kTileTokens);
+}
+
+/// output[row][lane..] = output * keep + weights x values, over the tokens in `seen` and nothing beyond: what lies
+/// there may be a former owner's NaN, which a weight of 0 would not silence. Meanwhile the next keys are on their way.
+template <class L, DType D, int Rows, int Vectors>
+inline void add_values(const Tile* tiles, Range seen, const float* weights, const float* keep, int lane, float* output,
+                       int padded_dim) {
+    using S = Stored<L, D>;
+    constexpr int pack = S::pack, tile_lines = kTileTokens / pack;
+    constexpr int vector_bytes = L::width * S::lane_bytes, step_bytes = Vectors * vector_bytes;
+    const int line_bytes = padded_dim * S::lane_bytes;
+    typename L::vec sum[Rows][Vectors];
+    RWORKER_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+        RWORKER_UNROLL
+        for (int v = 0; v < Vectors; ++v) {
+            sum[r][v] = L::mul(L::load(output + r * padded_dim + lane + v * L::width), L::set1(keep[r]));
+        }
+    }
+    for (int t = seen.begin; t < seen.end;) {
+        const int tile_end = (t / kTileTokens + 1) * kTileTokens, end = tile_end < seen.end ? tile_end : seen.end;
+        const Tile& tile = tiles[t / kTileTokens];
+        const int first_line = t % kTileTokens / pack;
+        const uint8_t* line = tile.values + first_line * line_bytes + lane * S::lane_bytes;
+        const uint8_t* coming = tile.next_keys + lane * S::lane_bytes * tile_lines + first_line * step_bytes;
+        const auto address = [&](int v) { return line + v * vector_bytes; };
+        if (pack == 2 && t % 2 == 1) {
+            add_line<L, S, Rows, Vectors, pack - 1, pack>(address, weights + t - 1, kChunkTokens, sum);
+            line += line_bytes, ++t;
+        }
+        for (; t + pack <= end; t += pack, line += line_bytes, coming += step_bytes) {
+            RWORKER_UNROLL
+            for (int i = 0; i < step_bytes; i += kCacheLineBytes) {
+                prefetch(coming + i);
+            }
+            add_line<L, S, Rows, Vectors, 0, pack>(address, weights + t, kChunkTokens, sum);
+        }
+        if (pack == 2 && t < end) add_line<L, S, Rows, Vectors, 0, 1>(address, weights + t, kChunkTokens, sum), ++t;
+    }
+    RWORKER_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+        RWORKER_UNROLL
+        for (int v = 0; v < Vectors; ++v) {
+            L::store(output + r * padded_dim + lane + v * L::width, sum[r][v]);
+        }
+    }
+}
+
+template <class L, DType D, int Rows>
+void add_value_rows(const Tile* tiles, Range seen, const float* weights, const float* keep, float* output,
+                    int padded_dim) {
+    constexpr int least = kTileTokens / L::width;  // vectors in 16 dims
+    constexpr int fit = L::accumulators / Rows < 8 ? L::accumulators / Rows : 8;
+    constexpr int together = fit > least ? fit / least * least : least;
+    int lane = 0;
+    for (; lane + together * L::width <= padded_dim; lane += together * L::width)
+        add_values<L, D, Rows, together>(tiles, seen, weights, keep, lane, output, padded_dim);
+    for (; lane < padded_dim; lane += kTileTokens)
+        add_values<L, D, Rows, least>(tiles, seen, weights, keep, lane, output, padded_dim);
+}
+
+}  // namespace

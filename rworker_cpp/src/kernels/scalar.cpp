@@ -1,0 +1,6 @@
+#include "kernels/lanes_scalar.hpp"
+#include "kernels/table.hpp"
+
+namespace rworker {
+constexpr Kernels kScalarKernels = make_kernels<Scalar>("scalar");
+}

@@ -1,0 +1,56 @@
+// Lines of the cache, per dtype: how they are read into lanes and how a token is written into them.
+#pragma once
+
+#include "kernels/rows.hpp"
+
+namespace {
+
+using rworker::HeadView;
+using rworker::kTileTokens;
+
+/// `pack` neighbours (dims of keys, tokens of values) share a lane of a line; `lane_bytes` is what they take.
+/// `load` reads neighbour `part` of L::width lanes.
+template <class L, DType D>
+struct Stored;
+
+template <class L>
+struct Stored<L, DType::float32> {
+    static constexpr int pack = 1, lane_bytes = 4;
+    static typename L::vec load(const uint8_t* line, int) { return L::load(reinterpret_cast<const float*>(line)); }
+    static uint32_t bits(const void* row, int i) { return static_cast<const uint32_t*>(row)[i]; }
+};
+
+template <class L>
+struct Stored<L, DType::float16> {
+    static constexpr int pack = 1, lane_bytes = 2;
+    static typename L::vec load(const uint8_t* line, int) {
+        return L::load_half(reinterpret_cast<const uint16_t*>(line));
+    }
+    static uint32_t bits(const void* row, int i) { return static_cast<const uint16_t*>(row)[i]; }
+};
+
+template <class L>
+struct Stored<L, DType::bfloat16> {
+    static constexpr int pack = 2, lane_bytes = 4;
+    static typename L::vec load(const uint8_t* line, int part) {
+        const uint32_t* pairs = reinterpret_cast<const uint32_t*>(line);
+        return part == 0 ? L::load_pair_low(pairs) : L::load_pair_high(pairs);
+    }
+    static uint32_t bits(const void* row, int i) { return static_cast<const uint16_t*>(row)[i]; }
+};
+
+/// Where a tile of 16 tokens of one sequence lies.
+struct Tile {
+    uint8_t *keys, *values;
+    const uint8_t* next_keys;  // what will be read a chunk later
+};
+
+inline Tile tile_of(const HeadView& view, int64_t tile) {
+    const int64_t block = view.blocks[tile >> view.log2_tiles_per_block];
+    const int64_t within = tile & ((int64_t(1) << view.log2_tiles_per_block) - 1);
+    uint8_t* data = view.base + block * view.block_stride_bytes;
+    return {data + within * view.key_tile_bytes, data + view.values_offset_bytes + within * view.value_tile_bytes,
+            nullptr};
+}
+
+}  // namespace

@@ -1,0 +1,43 @@
+// All of one instruction set's functions in a table.
+#pragma once
+
+#include "kernels/append.hpp"
+#include "kernels/attend.hpp"
+
+namespace {
+
+/// Four streams at once: one alone does not keep enough lines on their way.
+template <class L>
+float read_all(const float* data, int64_t count) {
+    constexpr int streams = 4, line = kCacheLineBytes / 4, vectors = line / L::width;
+    const int64_t part = count / streams;
+    typename L::vec sum[streams][vectors];
+    for (auto& stream : sum)
+        for (auto& s : stream) s = L::set1(0.0f);
+    for (int64_t i = 0; i < part; i += line) {
+        RWORKER_UNROLL
+        for (int j = 0; j < streams; ++j) {
+            const float* stream = data + j * part + i;
+            __builtin_prefetch(stream + 64 * line);
+            RWORKER_UNROLL
+            for (int v = 0; v < vectors; ++v) {
+                sum[j][v] = L::add(sum[j][v], L::load(stream + v * L::width));
+            }
+        }
+    }
+    float total = 0.0f;
+    for (const auto& stream : sum)
+        for (const auto& s : stream) total += L::reduce_add(s);
+    return total;
+}
+
+template <class L>
+constexpr rworker::Kernels make_kernels(const char* isa) {
+    return {isa,
+            {append<L, DType::float32>, append<L, DType::float16>, append<L, DType::bfloat16>},
+            {attend<L, DType::float32>, attend<L, DType::float16>, attend<L, DType::bfloat16>},
+            merge<L>,
+            read_all<L>};
+}
+
+}  // namespace

@@ -1,0 +1,227 @@
+#include "rworker/kv_cache.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <string>
+
+namespace rworker {
+namespace {
+
+std::vector<LayerLayout> place_layers(const std::vector<LayerSpec>& layers, DType dtype, std::int64_t block_size,
+                                      std::int64_t num_blocks) {
+    std::vector<LayerLayout> layouts;
+    std::int64_t offset = 0;
+    for (const LayerSpec& layer : layers) {
+        layouts.emplace_back(layer, dtype, block_size, offset);
+        offset += layouts.back().block_bytes * num_blocks;
+    }
+    return layouts;
+}
+
+std::int64_t sum_block_bytes(const std::vector<LayerLayout>& layouts) {
+    std::int64_t bytes = 0;
+    for (const LayerLayout& layout : layouts) bytes += layout.block_bytes;
+    return bytes;
+}
+
+std::string name_of(std::int64_t sequence_id) { return "sequence " + std::to_string(sequence_id); }
+
+}  // namespace
+
+std::int64_t block_bytes(const std::vector<LayerSpec>& layers, DType dtype, std::int64_t block_size) {
+    return sum_block_bytes(place_layers(layers, dtype, block_size, 1));
+}
+
+KVCache::KVCache(std::vector<LayerSpec> layers, DType dtype, std::int64_t block_size, std::int64_t num_blocks)
+    : layers_(std::move(layers)),
+      dtype_(dtype),
+      block_size_(block_size),
+      layouts_(place_layers(layers_, dtype, block_size, num_blocks)),
+      pool_(num_blocks),
+      arena_(sum_block_bytes(layouts_) * num_blocks) {
+    block_bytes_ = sum_block_bytes(layouts_);
+}
+
+void KVCache::begin_step(std::span<const Control> controls, std::span<const Span> spans) {
+    before_.clear(), copies_.clear(), grown_.clear();
+    pool_.forget_log();
+    try {
+        for (const Control& control : controls) apply(control);
+        log_size_after_controls_ = pool_.log_size();
+        for (const Span& span : spans) grow(span);
+    } catch (...) {
+        abandon_step();
+        pool_.undo_to(0);
+        for (auto entry = before_.rbegin(); entry != before_.rend(); ++entry) {
+            sequences_.erase(entry->first);
+            if (entry->second) sequences_.emplace(entry->first, std::move(*entry->second));
+        }
+        throw;
+    }
+    for (const auto& [from, to] : copies_) copy_block(from, to);
+}
+
+void KVCache::commit_step() {
+    for (const std::int64_t id : grown_) {
+        Sequence& sequence = sequences_.at(id);
+        sequence.length = sequence.pending_length;
+        sequence.born_in_step = false;
+    }
+    grown_.clear();
+}
+
+void KVCache::abandon_step() {
+    for (const std::int64_t id : grown_) {
+        Sequence& sequence = sequences_.at(id);
+        sequence.blocks.resize(blocks_for(sequence.length));
+        sequence.pending_length = sequence.length;
+        if (sequence.born_in_step) sequences_.erase(id);
+    }
+    if (!grown_.empty()) pool_.undo_to(log_size_after_controls_);
+    grown_.clear();
+}
+
+void KVCache::apply(const Control& control) {
+    switch (control.verb) {
+        case Verb::fork:
+            return fork(control);
+        case Verb::truncate:
+            return truncate(control);
+        case Verb::release:
+            return release(control);
+    }
+    throw Error("controls: verb " + std::to_string(std::int64_t(control.verb)) +
+                " is unknown; it must be 0 (fork), 1 (truncate) or 2 (release)");
+}
+
+void KVCache::fork(const Control& control) {
+    const Sequence& source = sequence(control.source_id);
+    if (sequences_.contains(control.sequence_id))
+        throw Error("fork: " + name_of(control.sequence_id) + " exists already");
+    if (control.num_tokens < 0 || control.num_tokens > source.length)
+        throw Error("fork: num_tokens is " + std::to_string(control.num_tokens) + ", but " +
+                    name_of(control.source_id) + " holds " + std::to_string(source.length) + " tokens");
+    const std::int64_t num_full = control.num_tokens / block_size_;
+    Sequence copy{{source.blocks.begin(), source.blocks.begin() + num_full}, control.num_tokens, control.num_tokens};
+    for (const std::int32_t block : copy.blocks) pool_.add_reference(block);
+    if (control.num_tokens % block_size_ != 0) {
+        copy.blocks.push_back(pool_.take());
+        copies_.emplace_back(source.blocks[num_full], copy.blocks.back());
+    }
+    remember(control.sequence_id);
+    sequences_.emplace(control.sequence_id, std::move(copy));
+}
+
+void KVCache::truncate(const Control& control) {
+    const std::int64_t length = sequence(control.sequence_id).length;
+    if (control.num_tokens < 0 || control.num_tokens > length)
+        throw Error("truncate: num_tokens is " + std::to_string(control.num_tokens) + ", but " +
+                    name_of(control.sequence_id) + " holds " + std::to_string(length) + " tokens");
+    remember(control.sequence_id);
+    Sequence& kept = sequences_.at(control.sequence_id);
+    while (std::int64_t(kept.blocks.size()) > blocks_for(control.num_tokens)) {
+        pool_.drop_reference(kept.blocks.back());
+        kept.blocks.pop_back();
+    }
+    if (control.num_tokens % block_size_ != 0 && pool_.shared(kept.blocks.back())) {
+        const std::int32_t shared = kept.blocks.back();
+        kept.blocks.back() = pool_.take();
+        copies_.emplace_back(shared, kept.blocks.back());
+        pool_.drop_reference(shared);
+    }
+    kept.length = kept.pending_length = control.num_tokens;
+}
+
+void KVCache::release(const Control& control) {
+    const std::vector<std::int32_t>& blocks = sequence(control.sequence_id).blocks;
+    remember(control.sequence_id);
+    for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) pool_.drop_reference(*block);
+    sequences_.erase(control.sequence_id);
+}
+
+void KVCache::grow(const Span& span) {
+    const std::string name = "span of " + name_of(span.sequence_id);
+    auto found = sequences_.find(span.sequence_id);
+    const std::int64_t length = found == sequences_.end() ? 0 : found->second.length;
+    if (span.num_rows < 1)
+        throw Error(name + ": num_rows is " + std::to_string(span.num_rows) + "; it must be at least 1");
+    if (found == sequences_.end() && span.context_len != 0)
+        throw UnknownSequence(name + ": unknown sequence with context_len " + std::to_string(span.context_len) +
+                              "; a new sequence starts with 0");
+    if (span.num_rows > pool_.num_blocks() * block_size_)
+        throw Error(name + ": out of blocks: a bug in the scheduler: num_rows is " + std::to_string(span.num_rows) +
+                    ", more than the whole cache holds");
+    if (span.context_len != length)
+        throw Error(name + ": context_len is " + std::to_string(span.context_len) + ", but the cache holds " +
+                    std::to_string(length) + " tokens");
+    if (found == sequences_.end()) {
+        found = sequences_.emplace(span.sequence_id, Sequence{}).first;
+        found->second.born_in_step = true;
+    } else if (found->second.pending_length != length) {
+        throw Error(name + ": a sequence may appear once in a step");
+    }
+    Sequence& sequence = found->second;
+    sequence.pending_length = length + span.num_rows;
+    grown_.push_back(span.sequence_id);
+    while (std::int64_t(sequence.blocks.size()) < blocks_for(sequence.pending_length))
+        sequence.blocks.push_back(pool_.take());
+}
+
+void KVCache::remember(std::int64_t sequence_id) {
+    const auto found = sequences_.find(sequence_id);
+    before_.emplace_back(sequence_id, found == sequences_.end() ? std::nullopt : std::optional(found->second));
+}
+
+void KVCache::copy_block(std::int32_t from, std::int32_t to) const {
+    for (const LayerLayout& layout : layouts_) {
+        std::uint8_t* region = arena_.data() + layout.region_offset_bytes;
+        std::memcpy(region + to * layout.block_bytes, region + from * layout.block_bytes, layout.block_bytes);
+    }
+}
+
+const Sequence& KVCache::sequence(std::int64_t sequence_id) const {
+    const auto found = sequences_.find(sequence_id);
+    if (found == sequences_.end())
+        throw UnknownSequence(name_of(sequence_id) + " is unknown; it was never opened or is released");
+    return found->second;
+}
+
+std::vector<std::int64_t> KVCache::sequence_ids() const {
+    std::vector<std::int64_t> ids;
+    for (const auto& entry : sequences_) ids.push_back(entry.first);
+    std::sort(ids.begin(), ids.end());
+    return ids;
+}
+
+HeadView KVCache::view(std::int64_t layer, std::int64_t kv_head, const std::int32_t* blocks) const {
+    const LayerLayout& layout = layouts_[layer];
+    return {arena_.data() + layout.region_offset_bytes + kv_head * layout.head_bytes,
+            blocks,
+            layout.block_bytes,
+            layout.values_offset_bytes,
+            layout.key_tile_bytes,
+            layout.value_tile_bytes,
+            std::countr_zero(std::uint64_t(block_size_ / kTileTokens))};
+}
+
+void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* keys, float* values) const {
+    const Sequence& source = sequence(sequence_id);
+    const LayerSpec& spec = layers_[layer];
+    for (std::int64_t position = 0; position < source.length; ++position) {
+        const std::int64_t tile = position % block_size_ / kTileTokens, token = position % kTileTokens;
+        for (std::int64_t head = 0; head < spec.num_kv_heads; ++head) {
+            const HeadView head_view = view(layer, head, source.blocks.data());
+            const std::uint8_t* block =
+                head_view.base + source.blocks[position / block_size_] * head_view.block_stride_bytes;
+            const std::uint8_t* key_tile = block + tile * head_view.key_tile_bytes;
+            const std::uint8_t* value_tile = block + head_view.values_offset_bytes + tile * head_view.value_tile_bytes;
+            for (std::int64_t dim = 0; dim < spec.key_dim; ++dim)
+                *keys++ = load_element(dtype_, key_tile, key_index(dtype_, token, dim));
+            for (std::int64_t dim = 0; dim < spec.value_dim; ++dim)
+                *values++ = load_element(dtype_, value_tile, value_index(dtype_, token, dim, spec.value_dim));
+        }
+    }
+}
+
+}  // namespace rworker

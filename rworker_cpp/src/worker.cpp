@@ -1,0 +1,202 @@
+#include "rworker/worker.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "rworker/attention_job.hpp"
+#include "rworker/kernel_choice.hpp"
+
+namespace rworker {
+namespace {
+
+void require(bool holds, const std::string& message) {
+    if (!holds) throw Error(message);
+}
+
+void check_layer(const LayerSpec& layer, std::size_t index) {
+    const std::string name = "layers[" + std::to_string(index) + "]: ";
+    require(layer.num_kv_heads >= 1 && layer.num_heads >= 1 && layer.num_heads % layer.num_kv_heads == 0,
+            name + "num_heads (" + std::to_string(layer.num_heads) + ") must be a positive multiple of num_kv_heads (" +
+                std::to_string(layer.num_kv_heads) + ")");
+    for (const std::int64_t dim : {layer.key_dim, layer.value_dim})
+        require(dim >= 1 && dim <= kMaxHeadDim,
+                name + "head dims must be 1 to " + std::to_string(kMaxHeadDim) + ", not " + std::to_string(dim));
+    require(layer.window >= 0, name + "window must not be negative");
+    require(layer.soft_cap >= 0.0f, name + "soft_cap must not be negative");
+    require(layer.sinks.empty() || std::int64_t(layer.sinks.size()) == layer.num_heads,
+            name + "sinks must be empty or one per query head (" + std::to_string(layer.num_heads) + "), not " +
+                std::to_string(layer.sinks.size()));
+}
+
+WorkerConfig checked(WorkerConfig config) {
+    require(!config.layers.empty(), "layers is empty; a worker needs at least one");
+    for (std::size_t i = 0; i < config.layers.size(); ++i) check_layer(config.layers[i], i);
+    require(config.block_size >= kTileTokens && config.block_size <= 256 &&
+                std::has_single_bit(std::uint64_t(config.block_size)),
+            "block_size is " + std::to_string(config.block_size) + "; it must be 16, 32, 64, 128 or 256");
+    require(config.num_blocks >= 1 && config.num_blocks < INT32_MAX,
+            "num_blocks is " + std::to_string(config.num_blocks) + "; it must be at least 1");
+    require(config.num_threads >= 1 && config.num_threads <= 1024,
+            "num_threads is " + std::to_string(config.num_threads) + "; it must be 1 to 1024");
+    for (const int core : config.cores)
+        require(core >= 0 && core < 1024, "cores has " + std::to_string(core) + "; core numbers are 0 to 1023");
+    return config;
+}
+
+std::vector<Span> all_spans(std::span<const std::vector<Span>> mini_batches) {
+    std::vector<Span> spans;
+    for (const std::vector<Span>& mini_batch : mini_batches)
+        spans.insert(spans.end(), mini_batch.begin(), mini_batch.end());
+    return spans;
+}
+
+void check_order(std::span<const std::vector<Span>> mini_batches) {
+    for (std::size_t i = 0; i < mini_batches.size(); ++i)
+        for (std::size_t j = 1; j < mini_batches[i].size(); ++j)
+            require(!mini_batches[i][j].attends || mini_batches[i][j - 1].attends,
+                    "mini_batches[" + std::to_string(i) + "]: attending spans must come before append-only ones");
+}
+
+}  // namespace
+
+Worker::Worker(WorkerConfig config)
+    : cache_(checked(config).layers, config.kv_dtype, config.block_size, config.num_blocks),
+      kernels_(choose_kernels(config.isa)),
+      model_dtype_(config.model_dtype),
+      own_partials_(config.num_threads),
+      scratch_(config.num_threads),
+      pool_(config.num_threads, config.cores) {
+    std::int64_t scratch = 0;
+    for (std::size_t i = 0; i < config.layers.size(); ++i) {
+        const LayerSpec& layer = config.layers[i];
+        const auto same = std::find_if(shapes_.begin(), shapes_.end(),
+                                       [&](std::int64_t other) { return layer.same_work(config.layers[other]); });
+        shape_of_layer_.push_back(same - shapes_.begin());
+        if (same == shapes_.end()) shapes_.push_back(std::int64_t(i));
+        scratch = std::max(scratch, scratch_floats(layer.key_dim, layer.value_dim));
+    }
+    for (std::vector<float>& floats : scratch_) floats.resize(scratch);
+}
+
+Worker::~Worker() = default;
+
+void Worker::begin_step(std::span<const Control> controls, std::span<const std::vector<Span>> mini_batches) {
+    require(!in_step_, "begin_step: the last step is still open; end_step or abandon_step comes first");
+    check_order(mini_batches);
+    cache_.begin_step(controls, all_spans(mini_batches));
+    in_step_ = true;
+    plan(mini_batches);
+}
+
+void Worker::plan(std::span<const std::vector<Span>> mini_batches) {
+    mini_batches_.clear();
+    std::int64_t shared = 0, own = 0;
+    for (const std::vector<Span>& spans : mini_batches) {
+        MiniBatch& mini_batch = mini_batches_.emplace_back();
+        for (const Span& span : spans) {
+            mini_batch.rows.all += span.num_rows;
+            mini_batch.rows.attending += span.attends ? span.num_rows : 0;
+        }
+        for (const std::int64_t layer : shapes_) {
+            mini_batch.lists.push_back(
+                std::make_unique<WorkList>(cache_, cache_.layers()[layer], spans, num_threads() > 1));
+            shared = std::max(shared, mini_batch.lists.back()->partial_floats);
+            own = std::max(own, mini_batch.lists.back()->own_partial_floats);
+        }
+        mini_batch.submitted.resize(cache_.layers().size());
+    }
+    while (jobs_.size() < mini_batches_.size()) jobs_.push_back(std::make_unique<AttentionJob>(*this));
+    if (std::int64_t(shared_partials_.size()) < shared) shared_partials_.resize(shared);
+    for (std::vector<float>& floats : own_partials_)
+        if (std::int64_t(floats.size()) < own) floats.resize(own);
+    const std::size_t cells = mini_batches_.size() * cache_.layers().size();
+    report_ = {std::vector<double>(cells), std::vector<double>(cells), 0, 0};
+}
+
+const Worker::MiniBatch& Worker::mini_batch_at(std::int64_t index) const {
+    require(in_step_, "no step is open; begin_step comes first");
+    require(index >= 0 && index < std::int64_t(mini_batches_.size()),
+            "mini_batch is " + std::to_string(index) + "; this step has " + std::to_string(mini_batches_.size()));
+    return mini_batches_[index];
+}
+
+RowCount Worker::row_count(std::int64_t mini_batch, std::int64_t layer) const {
+    const RowCount rows = mini_batch_at(mini_batch).rows;
+    require(layer >= 0 && layer < std::int64_t(cache_.layers().size()),
+            "layer is " + std::to_string(layer) + "; there are " + std::to_string(cache_.layers().size()));
+    return rows;
+}
+
+void Worker::check_submit(std::int64_t mini_batch, std::int64_t layer) const {
+    row_count(mini_batch, layer);
+    const std::string name = "mini-batch " + std::to_string(mini_batch);
+    require(!mini_batches_[mini_batch].outstanding, name + " has a layer outstanding; wait for it first");
+    require(!mini_batches_[mini_batch].submitted[layer],
+            name + ": layer " + std::to_string(layer) + " was submitted before in this step");
+}
+
+void Worker::submit(std::int64_t mini_batch, std::int64_t layer, const Payload& payload) {
+    check_submit(mini_batch, layer);
+    MiniBatch& target = mini_batches_[mini_batch];
+    target.outstanding = true;
+    target.submitted[layer] = 1;
+    AttentionJob& job = *jobs_[mini_batch];
+    job.prepare(*target.lists[shape_of_layer_[layer]], layer, payload);
+    if (target.rows.all > 0) pool_.submit(job);
+}
+
+bool Worker::ready(std::int64_t mini_batch) const {
+    require(mini_batch_at(mini_batch).outstanding,
+            "mini-batch " + std::to_string(mini_batch) + " has nothing submitted");
+    return jobs_[mini_batch]->finished();
+}
+
+void Worker::wait(std::int64_t mini_batch) {
+    require(mini_batch_at(mini_batch).outstanding,
+            "mini-batch " + std::to_string(mini_batch) + " has nothing submitted");
+    jobs_[mini_batch]->wait();
+    finish(mini_batch);
+}
+
+void Worker::finish(std::int64_t mini_batch) {
+    MiniBatch& done = mini_batches_[mini_batch];
+    done.outstanding = false;
+    if (done.rows.all == 0) return;
+    const AttentionJob& job = *jobs_[mini_batch];
+    const std::size_t cell = mini_batch * cache_.layers().size() + job.layer();
+    report_.busy_start[cell] = job.start_seconds;
+    report_.busy_end[cell] = job.end_seconds;
+    report_.bytes_read += job.list().bytes_read;
+}
+
+void Worker::check_all_done() const {
+    for (std::size_t i = 0; i < mini_batches_.size(); ++i) {
+        const std::string name = "end_step: mini-batch " + std::to_string(i);
+        require(!mini_batches_[i].outstanding, name + " has a layer outstanding; wait for it first");
+        if (mini_batches_[i].rows.all == 0) continue;
+        const auto& submitted = mini_batches_[i].submitted;
+        const auto missing = std::find(submitted.begin(), submitted.end(), 0);
+        require(missing == submitted.end(), name + ": layer " + std::to_string(missing - submitted.begin()) +
+                                                " was never submitted; submit every layer or abandon_step");
+    }
+}
+
+StepReport Worker::end_step() {
+    require(in_step_, "end_step: no step is open; begin_step comes first");
+    check_all_done();
+    cache_.commit_step();
+    in_step_ = false;
+    report_.blocks_free = cache_.pool().num_free();
+    return std::move(report_);
+}
+
+void Worker::abandon_step() {
+    require(in_step_, "abandon_step: no step is open; begin_step comes first");
+    for (std::size_t i = 0; i < mini_batches_.size(); ++i)
+        if (mini_batches_[i].outstanding) jobs_[i]->wait();
+    cache_.abandon_step();
+    in_step_ = false;
+}
+
+}  // namespace rworker

@@ -1,0 +1,94 @@
+// Every instruction set and dtype against a naive double-precision oracle.
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "check.hpp"
+#include "rworker/kernel_choice.hpp"
+#include "rworker/worker.hpp"
+
+using namespace rworker;
+
+namespace {
+
+std::vector<float> random_floats(std::mt19937& random, std::int64_t count) {
+    std::normal_distribution<float> normal;
+    std::vector<float> floats(count);
+    for (float& x : floats) x = normal(random);
+    return floats;
+}
+
+/// One query row against tokens [begin, end) of keys and values [token][kv head][dim].
+std::vector<double> oracle(const LayerSpec& layer, const float* query, const float* keys, const float* values,
+                           std::int64_t begin, std::int64_t end, std::int64_t kv_head) {
+    std::vector<double> output(layer.value_dim);
+    double max = -INFINITY, sum = 0;
+    std::vector<double> scores;
+    for (std::int64_t t = begin; t < end; ++t) {
+        double score = 0;
+        for (std::int64_t d = 0; d < layer.key_dim; ++d)
+            score += double(query[d]) * layer.scale * keys[(t * layer.num_kv_heads + kv_head) * layer.key_dim + d];
+        if (layer.soft_cap != 0.0f) score = layer.soft_cap * std::tanh(score / layer.soft_cap);
+        scores.push_back(score);
+        max = std::max(max, score);
+    }
+    for (std::int64_t t = begin; t < end; ++t) {
+        const double weight = std::exp(scores[t - begin] - max);
+        sum += weight;
+        for (std::int64_t d = 0; d < layer.value_dim; ++d)
+            output[d] += weight * values[(t * layer.num_kv_heads + kv_head) * layer.value_dim + d];
+    }
+    for (double& x : output) x /= sum;
+    return output;
+}
+
+void check_outputs(const Worker& worker, const std::vector<float>& queries, const std::vector<float>& out,
+                   std::int64_t context, std::int64_t num_rows) {
+    const LayerSpec& layer = worker.cache().layers()[0];
+    std::vector<float> keys((context + num_rows) * layer.num_kv_heads * layer.key_dim);
+    std::vector<float> values((context + num_rows) * layer.num_kv_heads * layer.value_dim);
+    worker.cache().read_tokens(1, 0, keys.data(), values.data());
+    for (std::int64_t row = 0; row < num_rows; ++row)
+        for (std::int64_t head = 0; head < layer.num_heads; ++head) {
+            const std::int64_t end = context + row + 1,
+                               begin = layer.window ? std::max<std::int64_t>(0, end - layer.window) : 0;
+            const auto want = oracle(layer, &queries[(row * layer.num_heads + head) * layer.key_dim], keys.data(),
+                                     values.data(), begin, end, head / layer.group());
+            double error = 0, norm = 0;
+            for (std::int64_t d = 0; d < layer.value_dim; ++d) {
+                error += std::pow(out[(row * layer.num_heads + head) * layer.value_dim + d] - want[d], 2);
+                norm += want[d] * want[d];
+            }
+            CHECK(std::sqrt(error / norm) < 1e-5);
+        }
+}
+
+void test_attend(const char* isa, DType kv_dtype, const LayerSpec& layer, std::int64_t context, std::int64_t num_rows) {
+    Worker worker({{layer}, DType::float32, kv_dtype, 32, 128, 2, {}, isa});
+    std::mt19937 random(7);
+    const std::int64_t counts[] = {context, num_rows};
+    std::int64_t length = 0;
+    for (const std::int64_t rows : counts) {
+        const auto queries = random_floats(random, rows * layer.num_heads * layer.key_dim);
+        const auto keys = random_floats(random, rows * layer.num_kv_heads * layer.key_dim);
+        const auto values = random_floats(random, rows * layer.num_kv_heads * layer.value_dim);
+        std::vector<float> out(rows * layer.num_heads * layer.value_dim);
+        worker.begin_step({}, std::vector<std::vector<Span>>{{{1, length, rows, true}}});
+        worker.submit(0, 0, {queries.data(), keys.data(), values.data(), out.data()});
+        worker.wait(0);
+        worker.end_step();
+        check_outputs(worker, queries, out, length, rows);
+        length += rows;
+    }
+}
+
+}  // namespace
+
+void run_attention_tests() {
+    for (const Kernels* kernels : supported_kernels())
+        for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+            test_attend(kernels->isa, dtype, {4, 2, 64, 64, 0.125f, 0, 0.0f, {}}, 70, 1);
+            test_attend(kernels->isa, dtype, {5, 1, 24, 40, 0.2f, 100, 3.0f, {}}, 530, 3);
+            test_attend(kernels->isa, dtype, {3, 3, 7, 5, 0.4f, 9, 0.0f, {}}, 33, 40);
+        }
+}

@@ -1,0 +1,66 @@
+// Tables and reference counts: fork, truncate, release, out of blocks, abandon.
+#include <vector>
+
+#include "check.hpp"
+#include "rworker/kv_cache.hpp"
+
+using namespace rworker;
+
+namespace {
+
+KVCache make_cache(std::int64_t num_blocks) {
+    return KVCache({{2, 1, 8, 8, 1.0f, 0, 0.0f, {}}}, DType::float32, 16, num_blocks);
+}
+
+void step(KVCache& cache, std::vector<Control> controls, std::vector<Span> spans) {
+    cache.begin_step(controls, spans);
+    cache.commit_step();
+}
+
+void test_fork_shares_full_blocks() {
+    KVCache cache = make_cache(8);
+    step(cache, {}, {{1, 0, 40, true}});
+    CHECK(cache.pool().num_free() == 5);
+    step(cache, {{Verb::fork, 2, 1, 32}}, {});
+    CHECK(cache.pool().num_free() == 5);
+    step(cache, {{Verb::fork, 3, 1, 40}}, {});
+    CHECK(cache.pool().num_free() == 4);
+    CHECK(cache.sequence(3).blocks[1] == cache.sequence(1).blocks[1]);
+    CHECK(cache.sequence(3).blocks[2] != cache.sequence(1).blocks[2]);
+    step(cache, {{Verb::truncate, 2, 0, 20}}, {});  // block 1 is shared, so its part is copied
+    CHECK(cache.pool().num_free() == 3);
+    step(cache, {{Verb::release, 1, 0, 0}, {Verb::release, 2, 0, 0}, {Verb::release, 3, 0, 0}}, {});
+    CHECK(cache.pool().num_free() == 8);
+}
+
+void test_errors_change_nothing() {
+    KVCache cache = make_cache(4);
+    step(cache, {}, {{1, 0, 20, true}});
+    const std::vector<std::int32_t> blocks = cache.sequence(1).blocks;
+    const std::vector<Control> controls{{Verb::fork, 2, 1, 20}, {Verb::truncate, 1, 0, 3}, {Verb::release, 1, 0, 0}};
+    CHECK_THROWS(cache.begin_step(controls, std::vector<Span>{{2, 20, 100, true}}), Error);
+    CHECK_THROWS(cache.begin_step(controls, std::vector<Span>{{1, 20, 1, true}}), UnknownSequence);
+    CHECK_THROWS(step(cache, {}, {{1, 20, 1, true}, {1, 20, 1, true}}), Error);
+    CHECK_THROWS(step(cache, {{Verb::release, 7, 0, 0}}, {}), UnknownSequence);
+    CHECK(cache.sequence(1).blocks == blocks && cache.sequence(1).length == 20);
+    CHECK(cache.pool().num_free() == 2 && cache.sequence_ids() == std::vector<std::int64_t>{1});
+}
+
+void test_abandon_returns_blocks() {
+    KVCache cache = make_cache(8);
+    step(cache, {}, {{1, 0, 10, true}});
+    cache.begin_step(std::vector<Control>{{Verb::fork, 2, 1, 10}},
+                     std::vector<Span>{{1, 10, 50, true}, {2, 10, 1, true}, {3, 0, 17, true}});
+    CHECK(cache.pool().num_free() == 1);
+    cache.abandon_step();
+    CHECK(cache.pool().num_free() == 6 && cache.sequence(1).blocks.size() == 1 && cache.sequence(2).length == 10);
+    CHECK_THROWS(cache.sequence(3), UnknownSequence);
+}
+
+}  // namespace
+
+void run_cache_tests() {
+    test_fork_shares_full_blocks();
+    test_errors_change_nothing();
+    test_abandon_returns_blocks();
+}

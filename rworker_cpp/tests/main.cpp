@@ -1,0 +1,12 @@
+#include <cstdio>
+
+void run_cache_tests();
+void run_attention_tests();
+void run_thread_tests();
+
+int main() {
+    run_cache_tests();
+    run_attention_tests();
+    run_thread_tests();
+    std::puts("all R-worker tests passed");
+}

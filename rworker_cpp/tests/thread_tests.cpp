@@ -1,0 +1,85 @@
+// Many small and large jobs over several threads: the same bits as one thread, and nothing lost on the way.
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "check.hpp"
+#include "rworker/thread_pool.hpp"
+#include "rworker/worker.hpp"
+
+using namespace rworker;
+
+namespace {
+
+class CountingJob final : public Job {
+  public:
+    CountingJob(std::int64_t num_items, bool worth_helpers) : counts(num_items) {
+        num_items_ = num_items;
+        worth_helpers_ = worth_helpers;
+    }
+    void run(std::int64_t item, int) noexcept override { counts[item].fetch_add(1, std::memory_order_relaxed); }
+
+    std::vector<std::atomic<int>> counts;
+};
+
+void test_every_item_runs_once() {
+    ThreadPool pool(4, {});
+    std::vector<std::unique_ptr<CountingJob>> jobs;
+    for (int i = 0; i < 200; ++i) jobs.push_back(std::make_unique<CountingJob>(i % 7 * 50, i % 3 != 0));
+    for (int round = 1; round <= 5; ++round) {
+        for (const auto& job : jobs) pool.submit(*job);
+        for (const auto& job : jobs) {
+            job->wait();
+            for (const auto& count : job->counts) CHECK(count.load() == round);
+        }
+    }
+}
+
+void test_submitted_jobs_finish_before_the_pool_ends() {
+    CountingJob first(1000, true), second(10, false);
+    {
+        ThreadPool pool(2, {});
+        pool.submit(first);
+        pool.submit(second);
+    }
+    CHECK(first.finished() && second.finished());
+}
+
+/// Output of four layers and two mini-batches in flight, 20 sequences of growing length.
+std::vector<float> run_worker(int num_threads) {
+    constexpr std::int64_t layers = 4, heads = 4, dim = 16, each = 10;
+    const LayerSpec layer{heads, 2, dim, dim, 0.25f, 0, 0.0f, {}};
+    Worker worker(
+        {std::vector<LayerSpec>(layers, layer), DType::float32, DType::bfloat16, 16, 4000, num_threads, {}, "auto"});
+    std::vector<float> outputs;
+    std::int64_t length = 0;
+    for (const std::int64_t rows : {700, 1, 1, 30, 1}) {
+        std::vector<std::vector<Span>> spans(2);
+        for (std::int64_t i = 0; i < 2 * each; ++i) spans[i % 2].push_back({i, length, rows, true});
+        worker.begin_step({}, spans);
+        std::vector<float> data(each * rows * heads * dim);
+        for (std::size_t i = 0; i < data.size(); ++i) data[i] = float(i * 7919 % 1009) / 500.0f - 1.0f;
+        std::vector<std::vector<float>> out(2, std::vector<float>(data.size()));
+        for (std::int64_t l = 0; l < layers; ++l) {
+            for (std::int64_t m = 0; m < 2; ++m)
+                worker.submit(m, l, {data.data(), data.data(), data.data(), out[m].data()});
+            for (std::int64_t m = 0; m < 2; ++m) {
+                worker.wait(m);
+                outputs.insert(outputs.end(), out[m].begin(), out[m].end());
+            }
+        }
+        worker.end_step();
+        length += rows;
+    }
+    return outputs;
+}
+
+}  // namespace
+
+void run_thread_tests() {
+    test_every_item_runs_once();
+    test_submitted_jobs_finish_before_the_pool_ends();
+    const std::vector<float> alone = run_worker(1);
+    CHECK(run_worker(2) == alone);
+    CHECK(run_worker(3) == alone);
+}

@@ -1,0 +1,99 @@
+"""Mini-batches in flight, reports, sleeping threads, and what the kernel objects export."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastdecode import _rworker
+
+from .harness import Layer, make_worker, random_rows, table
+
+LAYER = Layer(4, 2, 32, 32)
+
+
+def test_mini_batches_in_flight_and_the_report() -> None:
+    worker = make_worker(LAYER, layers=[LAYER] * 3, num_threads=2)
+    rng = np.random.default_rng(0)
+    rows = [random_rows(rng, LAYER, 30), random_rows(rng, LAYER, 20)]
+    outs = [np.empty_like(row.q) for row in rows]
+    start = time.perf_counter()
+    worker.begin_step(table([]), [table([(1, 0, 30, 1)]), table([(2, 0, 20, 1)]), table([])])
+    empty_q, empty_k = np.zeros((0, 4, 32), np.float32), np.zeros((0, 2, 32), np.float32)
+    for layer in range(3):
+        for i in (0, 1):
+            worker.submit(i, layer, rows[i].q, rows[i].k, rows[i].v, outs[i])
+        worker.submit(2, layer, empty_q, empty_k, empty_k, empty_q)
+        for i in (2, 1, 0):
+            worker.wait(i)
+    busy_start, busy_end, bytes_read, blocks_free = worker.end_step()
+    assert busy_start.shape == busy_end.shape == (3, 3)
+    assert (busy_start[:2] >= start).all() and (busy_end[:2] >= busy_start[:2]).all()
+    assert (busy_end <= time.perf_counter()).all() and (busy_start[2] == 0).all()
+    assert (busy_start[0] >= np.array([start, *busy_end[1, :2]])).all()
+    assert bytes_read == 3 * (30 + 20) * 2 * (32 + 32) * 4
+    assert blocks_free == worker.blocks_free == worker.num_blocks - 4
+
+
+def test_ready_turns_true() -> None:
+    worker, rows = make_worker(LAYER), random_rows(np.random.default_rng(0), LAYER, 400)
+    worker.begin_step(table([]), [table([(1, 0, 400, 1)])])
+    worker.submit(0, 0, rows.q, rows.k, rows.v, np.empty_like(rows.q))
+    deadline = time.perf_counter() + 10
+    while not worker.ready(0):
+        assert time.perf_counter() < deadline
+    worker.wait(0)
+    worker.abandon_step()
+
+
+def test_many_short_jobs() -> None:
+    worker = make_worker(LAYER, num_threads=3, num_blocks=4096)
+    rows = random_rows(np.random.default_rng(0), LAYER, 300)
+    out = np.empty_like(rows.q)
+    for step in range(100):
+        worker.begin_step(table([]), [table([(i, step, 1, 1) for i in range(300)])])
+        worker.submit(0, 0, rows.q, rows.k, rows.v, out)
+        worker.wait(0)
+        worker.end_step()
+    np.testing.assert_allclose(out.reshape(300, 2, 2, 32), np.repeat(rows.v[:, :, None], 2, axis=2), atol=1e-5)
+
+
+def test_idle_threads_sleep() -> None:
+    worker = make_worker(LAYER, num_threads=2)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.05
+    worker.close()
+
+
+def test_reported_sizes() -> None:
+    worker = make_worker(LAYER, layers=[LAYER, Layer(4, 1, 16, 16)], kv_dtype="bfloat16", block_size=32, num_blocks=7)
+    assert (worker.num_blocks, worker.block_size, worker.num_threads) == (7, 32, 1)
+    assert worker.block_bytes == 32 * 2 * (2 * 64 + 32)
+    assert _rworker.read_peak(1, 1 << 24, 3) > 0.1
+
+
+def test_kernels_export_nothing_but_their_table() -> None:
+    """A weak symbol from a kernel file would be AVX-512 code that the linker may keep for everyone."""
+    nm, library = shutil.which("nm"), Path(_rworker.__file__).resolve()
+    archives = [*library.parent.rglob("librworker.a"), *Path(__file__).parents[2].glob("build/**/librworker.a")]
+    if nm is None or not archives:
+        pytest.skip("needs nm and the build folder's librworker.a")
+    listing = subprocess.run(
+        [nm, "--defined-only", "-C", archives[0]], capture_output=True, text=True, check=True
+    ).stdout
+    member, exported = "", {}
+    for line in listing.splitlines():
+        if line.endswith(":"):
+            member = line.split(".")[0]
+        elif member in ("scalar", "avx2", "avx512") and line:
+            _, kind, symbol = line.split(maxsplit=2)
+            if kind not in "tdrb":  # lower case: local to the file
+                exported[symbol] = kind
+    assert set(exported) <= {"rworker::kScalarKernels", "rworker::kAvx2Kernels", "rworker::kAvx512Kernels"}
+    assert exported and set(exported.values()) <= {"D", "R"}
