@@ -116,7 +116,7 @@ def _read_records(spec: WorkloadSpec) -> list[Any]:
 
 def _sharegpt_pair(record: Any, spec: WorkloadSpec, encode: Encode) -> tuple[list[int], int]:
     turns = record.get("conversations", []) if isinstance(record, dict) else []
-    texts = (
+    texts: list[Any] = (
         [turn.get("value") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list) else [None]
     )
     if not all(isinstance(text, str) for text in texts[:2]):
