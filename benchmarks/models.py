@@ -15,7 +15,7 @@ from fastdecode.engine import LLMEngine
 
 
 def llama_folder(hidden: int, num_layers: int, vocab: int = 4096) -> str:
-    """A folder with only a config.json: Llama's proportions at ``hidden``, heads of 64, four query heads per KV head."""
+    """A folder with only a config.json: Llama's proportions at ``hidden``, heads of 64, four per KV head."""
     heads = hidden // 64
     config = {
         "architectures": ["LlamaForCausalLM"],

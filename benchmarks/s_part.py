@@ -18,7 +18,9 @@ from fastdecode.engine import LLMEngine
 def bare_seconds(engine: LLMEngine, rows: int) -> float:
     """One pass through every linear layer of the model (the head too), on inputs of its width."""
     linears = [module for module in engine.s_model.model.modules() if isinstance(module, torch.nn.Linear)]
-    inputs = {linear.in_features: torch.randn(1, rows, linear.in_features, dtype=linear.weight.dtype) for linear in linears}
+    inputs = {
+        linear.in_features: torch.randn(1, rows, linear.in_features, dtype=linear.weight.dtype) for linear in linears
+    }
     with torch.inference_mode():
         start = time.perf_counter()
         for linear in linears:

@@ -43,7 +43,8 @@ class Tracer:
         events = [event for step in self.steps for event in step]
         lanes = sorted({event.lane for event in events})
         names = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane, "args": {"name": lane_name(lane)}} for lane in lanes
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane, "args": {"name": lane_name(lane)}}
+            for lane in lanes
         ]
         trace = {"traceEvents": names + [_chrome_event(event) for event in events], "displayTimeUnit": "ms"}
         Path(path).write_text(json.dumps(trace))

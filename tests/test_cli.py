@@ -123,7 +123,9 @@ def test_trace_is_chromes_format(folder: str, tmp_path: Path) -> None:
     assert main(bench(folder, "--trace", str(path), "--num-mini-batches", "2")) == 0
     events = json.loads(path.read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert {event["cat"] for event in spans} == {"s", "wait", "host", "r"} or {"s", "host", "r"} <= {e["cat"] for e in spans}
+    assert {event["cat"] for event in spans} == {"s", "wait", "host", "r"} or {"s", "host", "r"} <= {
+        e["cat"] for e in spans
+    }
     assert {(event["tid"], event["args"]["mini_batch"]) for event in spans} >= {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert all(event["dur"] >= 0 for event in spans)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,16 @@ def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Saves each architecture once and returns its folder."""
     root = tmp_path_factory.mktemp("zoo")
 
-    @lru_cache(maxsize=None)
+    @cache
     def folder(name: str) -> Path:
         return model_zoo.save_model(name, root / name)
 
     return folder
 
 
-def generate(folder: Path, prompts: list[list[int]], params: SamplingParams = GREEDY, **settings: Any) -> list[list[int]]:
+def generate(
+    folder: Path, prompts: list[list[int]], params: SamplingParams = GREEDY, **settings: Any
+) -> list[list[int]]:
     """Token ids of every prompt, and the check that nothing stays behind."""
     defaults = {"skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "256MiB", "s_threads": 1}
     with LLM(str(folder), **{**defaults, **settings}) as llm:
@@ -53,7 +55,12 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "block of 16": {"block_size": 16, "num_mini_batches": 2},
     "block of 128": {"block_size": 128},
     "prompts attend on the R-worker": {"prefill_scratch": 1, "max_num_batched_tokens": 64, "max_num_seqs": 16},
-    "three R-workers": {"r_workers": "inproc:3", "num_mini_batches": 2, "max_num_batched_tokens": 100, "max_num_seqs": 16},
+    "three R-workers": {
+        "r_workers": "inproc:3",
+        "num_mini_batches": 2,
+        "max_num_batched_tokens": 100,
+        "max_num_seqs": 16,
+    },
     "three R threads": {"r_threads": 3},
     "two S threads": {"s_threads": 2},
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sampling_rows import TOLERANCE, VOCAB, make_row, random_logits, reference
 from torch import Tensor
 
-from fastdecode.sworker import sampler as sampler_module
+from fastdecode.sworker.sampling import sampler as sampler_module
 from fastdecode.sworker.sampling.probabilities import FIRST_NUCLEUS
 from fastdecode.sworker.sampling.sampler import Sampler, SamplingRow, distribution
 
