@@ -56,16 +56,16 @@ class Pipeline:
         """Run ``forward`` to its next attention call, or to its end."""
         self.clock.enter(MODEL, forward.mini_batch, forward.layer)
         result = forward.lane.switch(*o)
+        self.clock.enter(WAIT)
         if forward.lane.dead:
             logits[forward.mini_batch] = result
         else:
             paused.append(forward)
 
     def _next(self, paused: deque[MiniBatchForward]) -> MiniBatchForward:
-        """The longest paused mini-batch whose o is there; when there is none, wait for the longest paused one."""
+        """The longest paused mini-batch whose o is there; when there is none, the longest paused one, to wait for."""
         for forward in paused:
             if self.backend.ready(forward.mini_batch):
                 paused.remove(forward)
                 return forward
-        self.clock.enter(WAIT, paused[0].mini_batch, paused[0].layer)
         return paused.popleft()

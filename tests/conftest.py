@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as fastdecode.sworker.threads, which may come after torch here
 TESTS = Path(__file__).resolve().parent
 
 # After a plain `pip install .`, `python -m pytest` in the checkout would import the bare ./fastdecode folder, which
