@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.sworker.loader import load_hf_config, load_model, max_position_embeddings
+from fastdecode.sworker.prepack import prepack_linears
 from fastdecode.sworker.probe import probe_layout
 from fastdecode.sworker.support import check_rope
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
@@ -23,6 +24,7 @@ class SModel:
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults = generation_defaults(config, hf_config)
         self.model = load_model(config, hf_config)
+        prepack_linears(self.model)
         self.layout = probe_layout(self.model, hf_config, config.kv_cache_dtype)
         self.model_type = str(hf_config.model_type)
 
