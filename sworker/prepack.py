@@ -1,7 +1,7 @@
 """Linear layers with their weights packed once, where torch would pack them at every call (CPU only).
 
-The model's code is untouched: each ``nn.Linear`` gets a ``forward`` of its own. Its weight stays where it is, for code that
-reads it and for the shapes where torch's own product is faster, so packing costs the memory of the linear weights again.
+The model's code is untouched: each ``nn.Linear`` gets a ``forward`` of its own. Its weight stays where it is, for code
+that reads it and for the shapes where torch's own product is faster, so packing costs the linear weights' memory again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ ROWS_HINT = 64
 
 def prepack_linears(model: torch.nn.Module) -> int:
     """Pack every plain ``nn.Linear`` of a model on the CPU; returns how many. No effect on other devices."""
+    if not torch.backends.mkldnn.is_available():
+        return 0
     linears = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    packable = [linear for linear in linears if linear.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()]
-    for linear in packable:
-        linear.forward = _packed_forward(linear)
-    return len(packable)
+    on_cpu = [linear for linear in linears if linear.weight.device.type == "cpu"]
+    for linear in on_cpu:
+        linear.__dict__["forward"] = _packed_forward(linear)
+    return len(on_cpu)
 
 
 def has_fast_products(dtype: torch.dtype) -> bool:
