@@ -9,9 +9,19 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test lint sanitize clean
 
+SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
+WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
+
 demo: $(STAMP)
-	$(BIN)/fastdecode bench throughput --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init \
-	  --num-prompts 64 --random-input-len 128 --random-output-len 64 --max-model-len 512
+	@echo; echo "== The demo model (byte-level Llama, in the package) goes on writing:"
+	@$(BIN)/fastdecode generate "def is_prime(n):" --max-tokens 160 --temperature 0
+	@echo; echo "== 64 sequences, random weights of Llama's proportions, attention on R-workers:"
+	@$(BIN)/fastdecode bench throughput $(SHAPE) $(WORK)
+	@echo; echo "== The same with plain transformers:"
+	@$(BIN)/fastdecode bench throughput $(SHAPE) $(WORK) --backend transformers
+	@echo; echo "== Two mini-batches, A and B, taking turns (S and R with one thread each):"
+	@$(BIN)/fastdecode bench throughput $(SHAPE) --hf-overrides '{"num_hidden_layers": 4}' --num-mini-batches 2 \
+	  --s-threads 1 --r-threads 1 --num-prompts 32 --random-input-len 512 --random-output-len 16 --plot-timeline timeline.png
 
 test: $(STAMP) lint
 	$(BIN)/pytest -q
@@ -27,6 +37,13 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[test]'
 	touch $@
+
+# The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer.
+sanitize: $(STAMP)
+	for kind in address,undefined thread; do \
+	  cmake -S . -B build/$$kind -DFASTDECODE_SANITIZE=$$kind -DFASTDECODE_BUILD_TESTS=ON \
+	    -DFASTDECODE_BUILD_BINDINGS=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo && \
+	  cmake --build build/$$kind -j && build/$$kind/rworker_cpp/rworker_tests || exit 1; done
 
 clean:
 	rm -rf build dist out $(VENV) .pytest_cache .mypy_cache .ruff_cache
