@@ -14,7 +14,7 @@ WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
 
 demo: $(STAMP)
 	@echo; echo "== The demo model (byte-level Llama, in the package) goes on writing:"
-	@$(BIN)/fastdecode generate "def is_prime(n):" --max-tokens 160 --temperature 0
+	@$(BIN)/fastdecode generate "$$(printf 'def _find_file(name):\n    if')" --max-tokens 150 --seed 5
 	@echo; echo "== 64 sequences, random weights of Llama's proportions, attention on R-workers:"
 	@$(BIN)/fastdecode bench throughput $(SHAPE) $(WORK)
 	@echo; echo "== The same with plain transformers:"
