@@ -41,9 +41,9 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 # The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer.
 sanitize: $(STAMP)
 	for kind in address,undefined thread; do \
-	  cmake -S . -B build/$$kind -DFASTDECODE_SANITIZE=$$kind -DFASTDECODE_BUILD_TESTS=ON \
+	  cmake -S . -B out/$$kind -DFASTDECODE_SANITIZE=$$kind -DFASTDECODE_BUILD_TESTS=ON \
 	    -DFASTDECODE_BUILD_BINDINGS=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo && \
-	  cmake --build build/$$kind -j && build/$$kind/rworker_cpp/rworker_tests || exit 1; done
+	  cmake --build out/$$kind -j && out/$$kind/rworker_cpp/rworker_tests || exit 1; done
 
 clean:
 	rm -rf build dist out $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import reprlib
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = DTYPES
+DEVICES = ("auto", "cpu", "cuda")
 SCHEDULES = ("fcfs",)
 LATER_SCHEDULES = ("sls", "stall-free", "request-level", "hybrid", "prefill-first")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -59,7 +61,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("load_format", self.load_format, ("auto", "dummy"))
-        _one_of("device", self.device, ("auto", "cpu"))
+        self._check_device()
         if self.schedule in LATER_SCHEDULES:
             raise ConfigError(f"schedule: {self.schedule!r} is not available in this version; use 'fcfs'")
         _one_of("schedule", self.schedule, SCHEDULES)
@@ -86,6 +88,11 @@ class EngineConfig:
         self._check_memory()
         _ = self.num_r_workers
         self._check_cores()
+
+    def _check_device(self) -> None:
+        _one_of("device", self.device, DEVICES)
+        if self.device == "cuda" and not _has_gpu_driver():
+            raise ConfigError("device: 'cuda' needs a GPU, and this machine has no driver for one; use 'auto' or 'cpu'")
 
     def _check_memory(self) -> None:
         for name in ("kv_cache_memory", "prefill_scratch"):
@@ -148,6 +155,15 @@ def parse_bytes(name: str, value: int | str) -> int:
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _has_gpu_driver() -> bool:
+    """Whether torch, which this floor does not import, could find a GPU at all: NVIDIA's driver, or AMD's."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()
+    return True
 
 
 def _at_least_one(name: str, value: int | None) -> None:

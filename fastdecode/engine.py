@@ -6,6 +6,8 @@ import itertools
 import os
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from fastdecode.clock import HOST, StateClock
 from fastdecode.cluster.inproc import InprocBackend, InprocSettings
 from fastdecode.config import EngineConfig
@@ -22,7 +24,7 @@ from fastdecode.scheduler import Limits, Placement, Scheduler
 from fastdecode.sworker import SModel, SWorker, set_threads
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
 from fastdecode.trace import Tracer
-from fastdecode.types import ScheduledStep, StepReport
+from fastdecode.types import Chunk, ScheduledStep, StepReport
 
 
 class LLMEngine:
@@ -47,7 +49,7 @@ class LLMEngine:
         self.backend = backend or _inproc_backend(config, r_cores)
         self.r_workers = self.backend.open(self.s_model.layout)
         check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
-        own_cores = any(worker.own_cores for worker in self.r_workers)
+        own_cores = self.s_model.on_gpu or any(worker.own_cores for worker in self.r_workers)
         self.num_mini_batches = config.num_mini_batches or (2 if own_cores else 1)
         self.scheduler = self._make_scheduler()
         self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
@@ -95,6 +97,22 @@ class LLMEngine:
         self._settle()
         self._record(step, report, sum(map(len, sampled.values())))
         return outputs
+
+    def score(self, token_ids: list[int]) -> np.ndarray:
+        """Natural-log probability of every token after the first, given those before it: float32 [len - 1].
+
+        All attention runs on R-worker 0, over the cache as it stores keys and values. The engine must be idle.
+        """
+        if self.has_unfinished_requests():
+            raise RequestError("score needs an idle engine: finish or abort its requests first")
+        read_prompt(token_ids, None, self.s_model.vocab_size, self.s_model.max_model_len + 1)
+        chunk = Chunk(next(self._ids), 0, 0, token_ids, scored=True)
+        nothing = tuple(() for _ in self.r_workers)
+        self.backend.begin_step(ScheduledStep(((chunk,),), nothing).to_step_plan())
+        try:
+            return self._s_worker.score(ScheduledStep(((chunk,),), nothing)).numpy()
+        finally:
+            self.backend.abandon_step()
 
     def start_tracing(self) -> Tracer:
         """Keep what every side does from now on."""
@@ -203,7 +221,7 @@ class LLMEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             num_mini_batches=self.num_mini_batches,
-            scratch_tokens=scratch_tokens(self.config, self.s_model.layout),
+            scratch_tokens=scratch_tokens(self.config, self.s_model.layout, self.s_model.free_memory_bytes()),
         )
         return Scheduler(limits, Placement([worker.num_blocks for worker in self.r_workers], self.config.block_size))
 

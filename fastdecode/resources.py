@@ -30,11 +30,11 @@ def kv_cache_bytes(config: EngineConfig) -> int:
     return wanted or int(available_memory_bytes() * KV_CACHE_SHARE) // config.num_r_workers
 
 
-def scratch_tokens(config: EngineConfig, layout: KVLayout) -> int:
-    """Prompt tokens whose keys and values, in the model's dtype, the S-worker may hold."""
+def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int) -> int:
+    """Prompt tokens whose keys and values, in the model's dtype, the S-worker may hold of its free memory."""
     elements = sum(layer.kv_elements_per_token for layer in layout.layers)
     wanted = config.bytes_of("prefill_scratch")
-    available = int(available_memory_bytes() * SCRATCH_SHARE) if wanted is None else wanted
+    available = int(free_bytes * SCRATCH_SHARE) if wanted is None else wanted
     return available // (elements * ITEM_BYTES[layout.model_dtype])
 
 

@@ -133,7 +133,7 @@ class Chunk:
 
     ``attends``: on the R-worker that holds the sequence; otherwise on the S-worker, over its prompt scratch.
     ``samples``: its last token's logits are wanted. ``last_of_prompt``: the scratch is not needed after it.
-    ``is_decode``: no prompt token is among them.
+    ``is_decode``: no prompt token is among them. ``scored``: the logits of all its tokens are wanted.
     """
 
     sequence_id: int
@@ -144,6 +144,7 @@ class Chunk:
     samples: bool = True
     last_of_prompt: bool = True
     is_decode: bool = True
+    scored: bool = False
 
 
 @dataclass(frozen=True)

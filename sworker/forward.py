@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from greenlet import getcurrent
 
@@ -12,7 +11,7 @@ from fastdecode.protocols import AttentionBackend
 from fastdecode.sworker.lanes import Lane
 from fastdecode.sworker.packing import PackedRows
 from fastdecode.sworker.prefill import PromptScratch, prompt_attention
-from fastdecode.sworker.staging import from_numpy, rows_of, to_numpy
+from fastdecode.sworker.staging import HostStaging, Staging, rows_of
 from fastdecode.types import KVLayout, LayerLayout
 
 
@@ -27,14 +26,16 @@ class MiniBatchForward:
         layout: KVLayout,
         backend: AttentionBackend,
         scratch: PromptScratch,
+        staging: Staging | None = None,
     ) -> None:
+        """``staging`` is the pipeline's own; by default that of a model on the CPU."""
         self.mini_batch = mini_batch
         self.packed = packed
         self.layer = 0
         self.lane = Lane(self._run, self._attend)
         self._model = model
         self._layout = layout
-        self._backend = backend
+        self._staging = staging or HostStaging(backend)
         self._scratch = scratch
 
     def _run(self) -> torch.Tensor:
@@ -57,16 +58,15 @@ class MiniBatchForward:
         attention_mask: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Submit, attend prompt chunks meanwhile, leave to the pipeline, come back with o [1, T, heads, dim]."""
+        """Send, attend prompt chunks meanwhile, leave to the pipeline, come back with o [1, T, heads, dim]."""
         layer = self._layout.layers[self.layer]
         num_rows = self.packed.num_rows
         q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
-        attending = to_numpy(q[self.packed.attending_rows])
-        self._backend.submit(self.mini_batch, self.layer, attending, to_numpy(k), to_numpy(v))
+        self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
         prompts = [self._attend_prompt(rows, q, k, v, layer) for rows in self.packed.prompt_rows]
         self.layer += 1
-        remote: np.ndarray = getcurrent().parent.switch()
-        return self._assemble(from_numpy(remote, q.dtype), prompts, len(q))
+        remote: torch.Tensor = getcurrent().parent.switch()
+        return self._assemble(remote.view(q.dtype), prompts, len(q))
 
     def _attend_prompt(
         self, rows: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout

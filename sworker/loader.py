@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from fastdecode.config import EngineConfig
-from fastdecode.errors import ModelLoadError, UnsupportedModelError
+from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.sworker.lanes import ATTENTION_NAME, register_attention
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import check_config, refuse
@@ -33,17 +33,19 @@ def load_hf_config(config: EngineConfig) -> Any:
 
 def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     """The model in evaluation mode on ``config.device``, in ``config.dtype`` (auto: the checkpoint's own)."""
+    device = resolve_device(config.device)
     register_attention()
     dtype = resolve_dtype(config.dtype, hf_config)
     with _one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
-            model = AutoModelForCausalLM.from_config(
-                hf_config,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                trust_remote_code=config.trust_remote_code,
-            )
+            with device:  # random numbers come much faster from a GPU
+                model = AutoModelForCausalLM.from_config(
+                    hf_config,
+                    dtype=dtype,
+                    attn_implementation=ATTENTION_NAME,
+                    trust_remote_code=config.trust_remote_code,
+                )
         else:
             model, info = AutoModelForCausalLM.from_pretrained(
                 config.model,
@@ -59,7 +61,16 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
             _check_complete(config.model, info)
     if getattr(model, "_is_stateful", False):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)")
-    return model.to("cpu" if config.device == "auto" else config.device).eval().requires_grad_(False)
+    with _one_clear_error(config.model):  # a device may be too small
+        return model.to(device).eval().requires_grad_(False)
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is a GPU where torch has one it can use, else the CPU; ConfigError for ``cuda`` without one."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError(f"device: 'cuda' was asked for, and torch {torch.__version__} finds no GPU it can use")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
 def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
+from fastdecode.machine import available_memory_bytes
 from fastdecode.sworker.loader import load_hf_config, load_model, max_position_embeddings
 from fastdecode.sworker.prepack import prepack_linears
 from fastdecode.sworker.probe import probe_layout
@@ -38,6 +41,15 @@ class SModel:
     def num_parameters(self) -> int:
         """Parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def on_gpu(self) -> bool:
+        """True when the dense layers run on a GPU, so that S and R share no core."""
+        return next(self.model.parameters()).device.type == "cuda"
+
+    def free_memory_bytes(self) -> int:
+        """Memory still free where the model is."""
+        return torch.cuda.mem_get_info()[0] if self.on_gpu else available_memory_bytes()
 
     def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences of each word, at the start of a text and after a space, as in vLLM."""

@@ -47,16 +47,20 @@ def pack(chunks: Sequence[Chunk], device: torch.device) -> PackedRows:
     tokens = [token for chunk in chunks for token in chunk.token_ids]
     positions = [chunk.context_len + i for chunk in chunks for i in range(len(chunk.token_ids))]
     ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
-    sampled = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
+    sampled = [row for chunk, end in zip(chunks, ends, strict=True) for row in _logits_rows(chunk, end)]
     padding = [0] * (MIN_ROWS - len(tokens))
     kept = sampled + sampled[-1:] * (MIN_ROWS - len(sampled))
+    attending = _attending_rows(chunks, ends)
+    parts = (tokens + padding, positions + padding, kept, attending if isinstance(attending, list) else [])
+    on_device = to_device([number for part in parts for number in part], device)
+    input_ids, position_ids, logits_rows, attending_rows = on_device.split([len(part) for part in parts])
     return PackedRows(
-        input_ids=torch.tensor([tokens + padding], device=device),
-        position_ids=torch.tensor([positions + padding], device=device),
-        logits_rows=torch.tensor(kept, dtype=torch.int64, device=device),
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        logits_rows=logits_rows,
         num_rows=len(tokens),
         num_sampled=len(sampled),
-        attending_rows=_attending_rows(chunks, ends, device),
+        attending_rows=attending if isinstance(attending, slice) else attending_rows,
         prompt_rows=tuple(
             PromptRows(
                 chunk.sequence_id, slice(end - len(chunk.token_ids), end), chunk.context_len, chunk.last_of_prompt
@@ -67,7 +71,21 @@ def pack(chunks: Sequence[Chunk], device: torch.device) -> PackedRows:
     )
 
 
-def _attending_rows(chunks: Sequence[Chunk], ends: list[int], device: torch.device) -> slice | torch.Tensor:
+def _logits_rows(chunk: Chunk, end: int) -> range:
+    """The rows whose logits are wanted, of a chunk that ends before row ``end``."""
+    count = len(chunk.token_ids) if chunk.scored else int(chunk.samples)
+    return range(end - count, end)
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 [len(numbers)] on ``device``, in one copy that nobody waits for."""
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.int64)
+    # torch keeps the pinned memory until its copy has ended, though nobody else holds it.
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def _attending_rows(chunks: Sequence[Chunk], ends: list[int]) -> slice | list[int]:
     """A slice where the attending rows lead (always so with one R-worker), else their indices."""
     rows = [
         row
@@ -77,4 +95,4 @@ def _attending_rows(chunks: Sequence[Chunk], ends: list[int], device: torch.devi
     ]
     if not rows or rows[-1] == len(rows) - 1:
         return slice(0, len(rows))
-    return torch.tensor(rows, device=device)
+    return rows

@@ -10,28 +10,33 @@ import torch
 from fastdecode.clock import HOST, MODEL, WAIT, StateClock
 from fastdecode.protocols import AttentionBackend
 from fastdecode.sworker.forward import MiniBatchForward
+from fastdecode.sworker.staging import HostStaging, Staging
 
 
 class Pipeline:
     """Runs the mini-batches of a step over one backend, from one thread."""
 
-    def __init__(self, backend: AttentionBackend, clock: StateClock) -> None:
-        self.backend = backend
+    def __init__(self, backend: AttentionBackend, clock: StateClock, staging: Staging | None = None) -> None:
+        """``staging`` is the forwards' own; by default that of a model on the CPU."""
+        self.staging = staging or HostStaging(backend)
         self.clock = clock
 
     def run(self, forwards: Sequence[MiniBatchForward], overlap: bool = True) -> list[torch.Tensor]:
         """The logits of every mini-batch, [num_sampled, vocab] each.
 
-        With two mini-batches, A and B, layers 0, 1, …; every S segment ends by submitting q, k, v::
+        With two mini-batches, A and B, layers 0, 1, …; every S segment ends by sending q, k, v::
 
             time      ──────────────────────────────────────────────────────────▶
             S-worker  │ A0 │ B0 │ A1 │ B1 │ A2 │ B2 │  …  │ An │ Bn │ head A │ head B
             R-worker       │ A0 │ B0 │ A1 │ B1 │ A2 │  …  │    │ Bn │
                       fill ┘    └── steady: each resumes when its o is there  └ drain
 
+        On a GPU the S lane is the compute stream: this thread only queues its work, and the copies down and up run
+        beside it (:class:`fastdecode.sworker.cuda_staging.CudaStaging` draws them).
         Without ``overlap`` each mini-batch runs alone from first layer to last, for comparison.
         """
         logits: dict[int, torch.Tensor] = {}
+        self.staging.begin_step()
         try:
             groups = [list(forwards)] if overlap else [[forward] for forward in forwards]
             for group in groups:
@@ -48,14 +53,20 @@ class Pipeline:
             self._resume(forward, paused, logits)
         while paused:
             forward = self._next(paused)
-            self._resume(forward, paused, logits, self.backend.collect(forward.mini_batch))
+            self._resume(forward, paused, logits, self.staging.collect(forward.mini_batch))
 
     def _resume(
-        self, forward: MiniBatchForward, paused: deque[MiniBatchForward], logits: dict[int, torch.Tensor], *o: object
+        self,
+        forward: MiniBatchForward,
+        paused: deque[MiniBatchForward],
+        logits: dict[int, torch.Tensor],
+        *o: torch.Tensor,
     ) -> None:
         """Run ``forward`` to its next attention call, or to its end."""
         self.clock.enter(MODEL, forward.mini_batch, forward.layer)
+        self.staging.mark()
         result = forward.lane.switch(*o)
+        self.staging.mark()
         self.clock.enter(WAIT)
         if forward.lane.dead:
             logits[forward.mini_batch] = result
@@ -64,8 +75,7 @@ class Pipeline:
 
     def _next(self, paused: deque[MiniBatchForward]) -> MiniBatchForward:
         """The longest paused mini-batch whose o is there; when there is none, the longest paused one, to wait for."""
-        for forward in paused:
-            if self.backend.ready(forward.mini_batch):
-                paused.remove(forward)
-                return forward
-        return paused.popleft()
+        mini_batch = self.staging.next_ready([forward.mini_batch for forward in paused])
+        forward = next(forward for forward in paused if forward.mini_batch == mini_batch)
+        paused.remove(forward)
+        return forward

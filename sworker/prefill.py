@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -14,6 +16,12 @@ def causal_mask(num_rows: int, num_keys: int, window: int, device: torch.device)
     key_positions = torch.arange(num_keys, device=device)[None, :]
     mask = key_positions <= query_positions
     return mask & (key_positions > query_positions - window) if window else mask
+
+
+@functools.lru_cache(maxsize=1024)
+def sinks_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
+    """The layer's sinks, float32 [num_heads], copied to a device once: a copy would make the host wait for it."""
+    return torch.tensor(layer.sinks, device=device)
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
@@ -30,7 +38,7 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     scores.masked_fill_(~causal_mask(len(q), len(k), layer.window, q.device), float("-inf"))
     if layer.sinks:
-        sinks = torch.tensor(layer.sinks, device=q.device)[:, None, None].expand(-1, len(q), 1)
+        sinks = sinks_on(layer, q.device)[:, None, None].expand(-1, len(q), 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     else:
         weights = scores.softmax(dim=-1)

@@ -31,7 +31,7 @@ class HFTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
-        return list(self.hf(text)["input_ids"])
+        return list(self.hf(text, verbose=False)["input_ids"])
 
 
 def generation_defaults(config: EngineConfig, hf_config: Any) -> dict[str, Any]:

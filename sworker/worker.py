@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fastdecode.clock import HOST, MODEL, StateClock
+from fastdecode.clock import HOST, MODEL, WAIT, StateClock
 from fastdecode.protocols import AttentionBackend
+from fastdecode.sworker.cuda_staging import CudaStaging, Gpu
 from fastdecode.sworker.forward import MiniBatchForward
-from fastdecode.sworker.packing import pack
+from fastdecode.sworker.packing import pack, to_device
 from fastdecode.sworker.pipeline import Pipeline
 from fastdecode.sworker.prefill import PromptScratch
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
+from fastdecode.sworker.staging import HostStaging, Staging
 from fastdecode.types import Chunk, KVLayout, ScheduledStep
 
 
@@ -26,7 +28,8 @@ class SWorker:
         self.clock = clock
         self.scratch = PromptScratch()
         self.device = next(model.parameters()).device
-        self._pipeline = Pipeline(backend, clock)
+        self._staging = make_staging(backend, self.device)
+        self._pipeline = Pipeline(backend, clock, self._staging)
         self._sampler = Sampler()
 
     def run(
@@ -37,14 +40,28 @@ class SWorker:
         A prompt that grows into several sequences has several rows over the same logits. The backend's step must
         have begun.
         """
+        before = dict(self.clock.seconds)
         with torch.inference_mode():
             forwards = self._forwards(step)
             logits = self._pipeline.run(forwards, overlap)
             self.clock.enter(MODEL)
+            self._staging.mark()
             tokens = self._sample([chunks for chunks in step.mini_batches if chunks], logits, sampling)
+            self._staging.mark()
+            device_seconds = self._staging.device_seconds()
         self.clock.enter(HOST)
+        if device_seconds is not None:
+            self._count_device_time(before, device_seconds)
         self._forget_finished_prompts(step)
         return tokens
+
+    def score(self, step: ScheduledStep) -> torch.Tensor:
+        """Log-probability of each next token within the step's one scored chunk: float32 [num_tokens - 1]."""
+        (chunk,) = (chunk for chunks in step.mini_batches for chunk in chunks)
+        with torch.inference_mode():
+            (logits,) = self._pipeline.run(self._forwards(step))
+            targets = to_device(list(chunk.token_ids[1:]), self.device)
+            return logits[:-1].float().log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu()
 
     def forget(self, sequence_id: int) -> None:
         """Free the scratch of a sequence that was aborted in its prompt."""
@@ -52,7 +69,15 @@ class SWorker:
 
     def _forwards(self, step: ScheduledStep) -> list[MiniBatchForward]:
         return [
-            MiniBatchForward(mini_batch, pack(chunks, self.device), self.model, self.layout, self.backend, self.scratch)
+            MiniBatchForward(
+                mini_batch,
+                pack(chunks, self.device),
+                self.model,
+                self.layout,
+                self.backend,
+                self.scratch,
+                self._staging,
+            )
             for mini_batch, chunks in enumerate(step.mini_batches)
             if chunks
         ]
@@ -69,13 +94,28 @@ class SWorker:
         rows = [row for sequence_id in ids for row in sampling[sequence_id]]
         all_logits = torch.cat(list(logits))
         if len(rows) != len(ids):
-            counts = torch.tensor([len(sampling[sequence_id]) for sequence_id in ids], device=self.device)
-            all_logits = all_logits.repeat_interleave(counts, dim=0)
+            origins = [i for i, sequence_id in enumerate(ids) for _ in sampling[sequence_id]]
+            all_logits = all_logits.index_select(0, to_device(origins, self.device))
         sampled = iter(self._sampler.sample(all_logits, rows))
         return {sequence_id: [next(sampled) for _ in sampling[sequence_id]] for sequence_id in ids}
+
+    def _count_device_time(self, before: Mapping[str, float], device_seconds: float) -> None:
+        """Model time is what the GPU computed since ``before``; the rest of this thread's time in the pipeline waited.
+
+        The thread only launches the model's work, mostly ahead of the GPU, so its own stays say little about it.
+        """
+        seconds = self.clock.seconds
+        spent = sum(seconds[state] - before[state] for state in (MODEL, WAIT))
+        model = min(device_seconds, spent)
+        seconds[MODEL], seconds[WAIT] = before[MODEL] + model, before[WAIT] + spent - model
 
     def _forget_finished_prompts(self, step: ScheduledStep) -> None:
         for chunks in step.mini_batches:
             for chunk in chunks:
                 if chunk.last_of_prompt and not chunk.is_decode:
                     self.scratch.forget(chunk.sequence_id)
+
+
+def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:
+    """The hand-off for a model on ``device``."""
+    return CudaStaging(backend, Gpu(device)) if device.type == "cuda" else HostStaging(backend)

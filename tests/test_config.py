@@ -18,7 +18,7 @@ BAD: list[tuple[str, Any]] = [
     ("dtype", ""),
     ("kv_cache_dtype", "int8"),
     ("load_format", "gguf"),
-    ("device", "cuda"),
+    ("device", "tpu"),
     ("schedule", "sls"),
     ("schedule", "random"),
     ("enable_prefix_caching", True),
@@ -163,9 +163,9 @@ def worker(num_blocks: int, block_size: int = 32) -> RWorkerInfo:
 
 def test_scratch_tokens_are_in_the_models_dtype() -> None:
     assert LAYOUT.kv_bytes_per_token == 160
-    assert scratch_tokens(EngineConfig(prefill_scratch=3200), LAYOUT) == 10
-    assert scratch_tokens(EngineConfig(prefill_scratch=3199), LAYOUT) == 9
-    assert scratch_tokens(EngineConfig(), LAYOUT) > 1000
+    assert scratch_tokens(EngineConfig(prefill_scratch=3200), LAYOUT, 0) == 10
+    assert scratch_tokens(EngineConfig(prefill_scratch=3199), LAYOUT, 0) == 9
+    assert scratch_tokens(EngineConfig(), LAYOUT, 25600) == 10
 
 
 def test_default_memory_is_shared_among_the_workers() -> None:

@@ -27,7 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_engine(folder: Path, **settings: Any) -> LLMEngine:
     """A small engine over one R-worker."""
-    defaults = {"skip_tokenizer_init": True, "max_model_len": 300, "kv_cache_memory": "64MiB", "s_threads": 1}
+    defaults = {
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "max_model_len": 300,
+        "kv_cache_memory": "64MiB",
+        "s_threads": 1,
+    }
     return LLMEngine(EngineConfig(model=str(folder), **{**defaults, **settings}))
 
 

@@ -31,7 +31,13 @@ def generate(
     folder: Path, prompts: list[list[int]], params: SamplingParams = GREEDY, **settings: Any
 ) -> list[list[int]]:
     """Token ids of every prompt, and the check that nothing stays behind."""
-    defaults = {"skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "256MiB", "s_threads": 1}
+    defaults = {
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "kv_cache_memory": "256MiB",
+        "s_threads": 1,
+    }
     with LLM(str(folder), **{**defaults, **settings}) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         assert llm.engine.backend.blocks_used == 0

@@ -7,7 +7,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from fastdecode.config import BLOCK_SIZES, DTYPES, KV_CACHE_DTYPES, LATER_SCHEDULES, SCHEDULES, EngineConfig
+from fastdecode.config import BLOCK_SIZES, DEVICES, DTYPES, KV_CACHE_DTYPES, LATER_SCHEDULES, SCHEDULES, EngineConfig
 from fastdecode.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {
@@ -49,7 +49,9 @@ def _add_model_flags(group: Any) -> None:
         "--hf-overrides", type=_json_object, default={}, metavar="JSON", help="configuration keys to replace"
     )
     group.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights (auto: the model's)")
-    group.add_argument("--device", default="auto", choices=["auto", "cpu"], help="of the S-worker (auto)")
+    group.add_argument(
+        "--device", default="auto", choices=DEVICES, help="of the S-worker (auto: cuda where there is a GPU, else cpu)"
+    )
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output (the model's)")
 
 

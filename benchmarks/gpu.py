@@ -1,0 +1,158 @@
+"""The S-worker on a GPU beside its limits: python benchmarks/gpu.py
+
+Layers of Llama-7B's shape in bfloat16 with random weights, one token per sequence and step. The R-worker is a stand-in
+that answers at once, so whatever a step takes beyond the S time and the host's own is transfer that nothing hid.
+S time and bare matrix products over the same weights are measured in turn (A B A B), both by CUDA events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from models import decode, llama_folder
+from stand_in import StandInBackend
+
+from fastdecode.config import EngineConfig
+from fastdecode.engine import LLMEngine
+from fastdecode.types import WIRE_DTYPE
+
+LLAMA_7B = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+}
+
+
+class AtOnce(StandInBackend):
+    """Ready as soon as it is asked; its zeros are made once, as a real R-worker's o is in memory already."""
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        """See ``AttentionBackend.submit``."""
+        rows = self._rows.get(mini_batch)
+        if rows is None or len(rows) != len(q):
+            shape = (len(q), self.layout.layers[layer].num_heads, self.layout.layers[layer].value_head_dim)
+            self._rows[mini_batch] = np.full(shape, 0, WIRE_DTYPE[self.layout.model_dtype])
+
+    def begin_step(self, plan: object) -> None:
+        """See ``AttentionBackend.begin_step``; the rows outlive the step."""
+        kept = getattr(self, "_rows", {})
+        super().begin_step(plan)  # type: ignore[arg-type]
+        self._rows = kept
+
+    def ready(self, mini_batch: int) -> bool:
+        """See ``AttentionBackend.ready``."""
+        return True
+
+    def collect(self, mini_batch: int) -> np.ndarray:
+        """See ``AttentionBackend.collect``."""
+        return self._rows[mini_batch]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Medians over the decode steps of one run, in seconds."""
+
+    wall: float
+    s: float
+    wait: float
+    host: float
+
+
+def make_engine(folder: str, rows: int, num_mini_batches: int, device: str = "cuda") -> LLMEngine:
+    """An engine for up to ``rows`` sequences, its weights made on the device."""
+    config = EngineConfig(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        device=device,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(rows, 2048),
+        num_mini_batches=num_mini_batches,
+    )
+    return LLMEngine(config, AtOnce())
+
+
+def step_of(engine: LLMEngine, rows: int, steps: int) -> Step:
+    """One run; its first and last decode steps do not count."""
+    middle = [step for step in decode(engine, rows, steps).steps if step.is_decode][1:-1]
+    names = ("wall_seconds", "s_seconds", "wait_seconds", "host_seconds")
+    return Step(*(statistics.median(getattr(step, name) for step in middle) for name in names))
+
+
+def bare_seconds(engine: LLMEngine, rows: int) -> float:
+    """One pass through every linear layer of the model (the head too), on the device's own clock."""
+    linears = [module for module in engine.s_model.model.modules() if isinstance(module, torch.nn.Linear)]
+    weight = linears[0].weight
+    inputs = {
+        width: torch.randn(1, rows, width, dtype=weight.dtype, device=weight.device)
+        for width in {linear.in_features for linear in linears}
+    }
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.inference_mode():
+        start.record()
+        for linear in linears:
+            linear(inputs[linear.in_features])
+        stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+def report(engines: dict[int, LLMEngine], rows: int, rounds: int, steps: int) -> None:
+    """Print one block of lines for ``rows`` sequences."""
+    for engine in engines.values():
+        step_of(engine, rows, steps)
+    bare_seconds(engines[1], rows)
+    rounds_of = [(step_of(engines[1], rows, steps).s, bare_seconds(engines[1], rows)) for _ in range(rounds)]
+    ratios = [s / bare for s, bare in rounds_of]
+    print(
+        f"{rows} rows: S {statistics.median(s for s, _ in rounds_of) * 1e3:.2f} ms, bare products "
+        f"{statistics.median(bare for _, bare in rounds_of) * 1e3:.2f} ms, ratio {statistics.median(ratios):.3f} "
+        f"({min(ratios):.3f} to {max(ratios):.3f})"
+    )
+    runs: dict[int, list[Step]] = {count: [] for count in engines}
+    for _ in range(rounds):
+        for count, engine in engines.items():
+            runs[count].append(step_of(engine, rows, steps))
+    for count, found in runs.items():
+        wall, s, wait, host = (statistics.median(getattr(run, name) for run in found) for name in Step.__annotations__)
+        print(
+            f"  {count} mini-batch(es): step {wall * 1e3:.2f} ms = S {s * 1e3:.2f} + exposed transfer {wait * 1e3:.2f} "
+            f"+ host {host * 1e3:.2f}; {rows / wall:,.0f} tokens/s",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Print the figures for every number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 128, 256, 512, 1024], help="(64 128 256 512 1024)")
+    parser.add_argument("--layers", type=int, default=4, help="(4)")
+    parser.add_argument("--rounds", type=int, default=5, help="(5)")
+    parser.add_argument("--steps", type=int, default=12, help="decode steps per run (12)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(
+            f"benchmarks/gpu.py measures a GPU, and torch {torch.__version__} finds none that it can use: nothing done"
+        )
+        return
+    folder = llama_folder(LLAMA_7B["hidden_size"], args.layers)
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | LLAMA_7B))
+    engines = {count: make_engine(folder, max(args.rows), count) for count in (1, 2)}
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.layers} layers of Llama-7B's, bfloat16")
+    for rows in args.rows:
+        report(engines, rows, args.rounds, args.steps)
+
+
+if __name__ == "__main__":
+    main()

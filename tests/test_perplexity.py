@@ -1,0 +1,61 @@
+"""Perplexity through the R-workers' cache against transformers' own logits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastdecode.bench.perplexity import cut, measure_perplexity
+from fastdecode.config import DEMO_MODEL, EngineConfig
+from fastdecode.engine import LLMEngine
+from fastdecode.errors import RequestError
+from fastdecode.sampling_params import SamplingParams
+
+TEXT = (DEMO_MODEL / "heldout.txt").read_text(encoding="utf-8")[:3000]
+
+
+@pytest.fixture(scope="module")
+def engine() -> LLMEngine:
+    """The demo model over one R-worker."""
+    return LLMEngine(EngineConfig(max_model_len=600, kv_cache_memory="64MiB", s_threads=1))
+
+
+def test_windows_predict_every_token_once() -> None:
+    """Neighbours share one token."""
+    assert cut(list(range(7)), 3) == [[0, 1, 2], [2, 3, 4], [4, 5, 6]]
+    assert cut(list(range(6)), 3) == [[0, 1, 2], [2, 3, 4], [4, 5]]
+    assert cut([1], 3) == []
+
+
+def test_scores_are_transformers_log_probabilities(engine: LLMEngine) -> None:
+    """The same text, one forward of the plain model; nothing stays in the cache."""
+    assert engine.s_model.tokenizer is not None
+    ids = engine.s_model.tokenizer.encode(TEXT)[:500]
+    model = AutoModelForCausalLM.from_pretrained(Path(DEMO_MODEL), dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+    assert np.abs(engine.score(ids) - expected).max() < 1e-3
+    assert engine.backend.blocks_used == 0
+
+
+def test_perplexity_is_the_exponential_of_the_mean(engine: LLMEngine) -> None:
+    """Far below a uniform guess, and consistent with its bits per byte."""
+    found = measure_perplexity(engine, TEXT, 512)
+    assert found.num_tokens == len(TEXT.encode())
+    assert 1.5 < found.perplexity < 8
+    assert found.bits_per_byte == pytest.approx(math.log2(found.perplexity), rel=0.01)
+
+
+def test_a_busy_engine_does_not_score(engine: LLMEngine) -> None:
+    """One clear error, and the running request goes on."""
+    engine.add_request("a", "def f():", SamplingParams(max_tokens=2))
+    with pytest.raises(RequestError, match="idle engine"):
+        engine.score([1, 2, 3])
+    while engine.has_unfinished_requests():
+        engine.step()

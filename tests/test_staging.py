@@ -1,0 +1,335 @@
+"""Staging: the same bits cross whatever the way, nothing is read before it is there, and nobody waits for the GPU.
+
+The CUDA hand-off runs here on CPU tensors over a stand-in for ``torch.cuda`` whose copies happen late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import numpy as np
+import pytest
+import test_pipeline
+import torch
+from test_pipeline import NUM_LAYERS, Recorder, Tiny
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.clock import HOST, MODEL, WAIT, StateClock
+from fastdecode.cluster.fake import FakeBackend
+from fastdecode.sworker import cuda_staging, worker
+from fastdecode.sworker.cuda_staging import CudaStaging
+from fastdecode.sworker.forward import MiniBatchForward
+from fastdecode.sworker.packing import pack
+from fastdecode.sworker.pipeline import Pipeline
+from fastdecode.sworker.prefill import PromptScratch
+from fastdecode.sworker.staging import HostStaging, rows_of, to_numpy
+from fastdecode.types import Chunk
+
+tiny = test_pipeline.tiny
+
+
+class FakeStream:
+    """Work in order. The compute stream does it at once, as CPU tensors do; the others when an event is awaited."""
+
+    def __init__(self, gpu: FakeGpu, name: str) -> None:
+        self.gpu, self.name = gpu, name
+        self.work: deque[Callable[[], object]] = deque()
+        self.queued = self.done = 0
+
+    def add(self, work: Callable[[], object]) -> None:
+        self.work.append(work)
+        self.queued += 1
+        if self.name == "compute":
+            self.run_to(self.queued)
+
+    def run_to(self, count: int) -> None:
+        while self.done < count:
+            self.work.popleft()()
+            self.done += 1
+
+    def wait_event(self, event: FakeEvent) -> None:
+        stream, count = event.recorded()
+        self.gpu.log.append(f"{self.name} waits for {stream.name}")
+        self.add(lambda: stream.run_to(count))
+
+
+class FakeEvent:
+    """Has happened once it was asked ``polls`` times since it was recorded."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.stream, self.count = gpu, gpu.compute, -1
+
+    def recorded(self) -> tuple[FakeStream, int]:
+        assert self.count >= 0, "an event that was never recorded"
+        return self.stream, self.count
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.count, self.asked = stream, stream.queued, 0
+        self.gpu.now += 1.0
+        self.milliseconds = self.gpu.now
+        self.polls = self.gpu.polls.popleft() if stream.name == "down" and self.gpu.polls else self.gpu.default_polls
+
+    def query(self) -> bool:
+        self.asked += 1
+        if self.asked > self.polls:
+            self.stream.run_to(self.count)
+        return self.stream.done >= self.count
+
+    def synchronize(self) -> None:
+        self.gpu.synchronised += 1
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.milliseconds - self.milliseconds) * self.gpu.scale
+
+
+@dataclass
+class FakeGpu:
+    """In place of ``cuda_staging.Gpu``. ``polls``: how late the first copies down are, one number each."""
+
+    polls: deque[int] = field(default_factory=deque)
+    default_polls: int = 0
+    pins_everything: bool = False
+    scale: float = 1.0
+    now: float = 0.0
+    synchronised: int = 0
+    log: list[str] = field(default_factory=list)
+    allocated: list[tuple[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.compute = FakeStream(self, "compute")
+        self.names = deque(["down", "up"])
+
+    def stream(self) -> FakeStream:
+        return FakeStream(self, self.names.popleft())
+
+    def compute_stream(self) -> FakeStream:
+        return self.compute
+
+    def event(self, timing: bool = False) -> FakeEvent:
+        return FakeEvent(self)
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        self.allocated.append(("device", count))
+        return torch.full((count,), torch.nan, dtype=dtype)
+
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        self.allocated.append(("pinned", count))
+        return torch.full((count,), torch.nan, dtype=dtype)
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        return self.pins_everything
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
+        assert target.is_contiguous() and source.is_contiguous() and target.shape == source.shape
+        self.log.append(f"copy {stream.name}")
+        target.fill_(torch.nan)  # what is there before the copy has run is nobody's to read
+        stream.add(lambda: target.copy_(source))
+
+
+def staging_of(gpu: FakeGpu, backend: Any) -> CudaStaging:
+    return CudaStaging(backend, gpu)  # type: ignore[arg-type]
+
+
+@dataclass(kw_only=True)
+class Bits(Recorder):
+    """Keeps what was submitted and answers with q."""
+
+    submitted: list[tuple[np.ndarray, ...]] = field(default_factory=list)
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        super().submit(mini_batch, layer, q, k, v)
+        self.submitted.append((q, k, v))
+
+    def collect(self, mini_batch: int) -> np.ndarray:
+        return self.submitted[-1][0]
+
+
+def qkv(dtype: torch.dtype, contiguous: bool, attending: slice | torch.Tensor) -> list[torch.Tensor]:
+    """20 rows of 4 query and 2 key-value heads, as a model hands them over."""
+    torch.manual_seed(1)
+    heads = [torch.randn(1, 20, count, 8).to(dtype).transpose(1, 2) for count in (4, 2, 2)]
+    rows = [rows_of(each if contiguous else each.contiguous()) for each in heads]
+    assert all(each.is_contiguous() == contiguous for each in rows)
+    return [rows[0][:18][attending], rows[1][:18], rows[2][:18]]
+
+
+@pytest.mark.parametrize("attending", [slice(0, 18), slice(0, 5), slice(0, 0), torch.tensor([0, 3, 17])], ids=str)
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_same_bits_cross(dtype: torch.dtype, contiguous: bool, attending: slice | torch.Tensor) -> None:
+    """Through either staging, with the stand-in's copies late, to the backend and back."""
+    rows = qkv(dtype, contiguous, attending)
+    expected = [to_numpy(each.clone(memory_format=torch.contiguous_format)) for each in rows]
+    host, cuda = Bits(), Bits()
+    for backend, staging in ((host, HostStaging(host)), (cuda, staging_of(FakeGpu(default_polls=2), cuda))):
+        staging.send(0, 0, *rows)
+        assert staging.next_ready([0]) == 0
+        o = staging.collect(0).view(dtype)
+        assert torch.equal(o, rows[0])
+        for found, wanted in zip(backend.submitted[0], expected, strict=True):
+            assert found.dtype == wanted.dtype == (np.float32 if dtype == torch.float32 else np.uint16)
+            assert found.flags.c_contiguous and np.array_equal(found, wanted)
+    if contiguous:
+        assert np.shares_memory(host.submitted[0][1], to_numpy(rows[1]))
+
+
+def test_nothing_is_submitted_before_it_is_there() -> None:
+    gpu, backend = FakeGpu(default_polls=3), Bits()
+    staging = staging_of(gpu, backend)
+    staging.send(0, 0, *qkv(torch.float32, True, slice(0, 18)))
+    assert gpu.log == ["down waits for compute", "copy down"]
+    transfer = staging._transfers[0]
+    assert [transfer.poll() for _ in range(3)] == [False] * 3 and backend.log == []
+    assert transfer.poll() and backend.log == ["A0"]
+    staging.collect(0)
+    assert gpu.log[2:] == ["copy up", "compute waits for up"]
+    assert gpu.synchronised == 0
+
+
+def test_the_next_send_hands_over_what_came_down_meanwhile() -> None:
+    backend = Bits()
+    staging = staging_of(FakeGpu(), backend)
+    rows = qkv(torch.float32, True, slice(0, 18))
+    staging.send(0, 0, *rows)
+    assert backend.log == []
+    staging.send(1, 0, *rows)
+    assert backend.log == ["A0"]
+
+
+def test_an_abandoned_step_submits_nothing_later() -> None:
+    backend = Bits()
+    staging = staging_of(FakeGpu(), backend)
+    rows = qkv(torch.float32, True, slice(0, 18))
+    staging.send(0, 0, *rows)
+    staging.begin_step()
+    staging.send(1, 0, *rows)
+    assert staging.next_ready([1]) == 1 and backend.log == ["B0"]
+
+
+def test_buffers_stay_where_they_are_while_rows_fit() -> None:
+    gpu = FakeGpu()
+    staging = staging_of(gpu, Bits())
+    q, k, v = qkv(torch.float32, True, slice(0, 18))
+    addresses = []
+    for count in (9, 9, 4, 9, 18):
+        staging.send(0, 0, q[:count], k[:count], v[:count])
+        staging.next_ready([0])
+        addresses.append(staging.collect(0).data_ptr())
+    assert len(set(addresses[:4])) == 1
+    sizes = [(kind, count) for count in (576, 1152) for kind, count in (("qkv", count), ("o", count // 2))]
+    assert gpu.allocated == [(place, count) for _, count in sizes for place in ("device", "pinned")]
+
+
+def test_an_o_in_pinned_memory_is_not_copied_on_the_host() -> None:
+    gpu = FakeGpu(pins_everything=True)
+    staging = staging_of(gpu, Bits())
+    staging.send(0, 0, *qkv(torch.float32, True, slice(0, 18)))
+    staging.next_ready([0])
+    assert torch.isfinite(staging.collect(0)).all()
+    assert [kind for kind, _ in gpu.allocated].count("pinned") == 1
+
+
+def test_an_idle_worker_spins_and_then_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(cuda_staging.time, "sleep", slept.append)
+    staging = staging_of(FakeGpu(polls=deque([cuda_staging.SPIN_POLLS + 5])), Bits())
+    staging.send(0, 0, *qkv(torch.float32, True, slice(0, 18)))
+    staging.next_ready([0])
+    assert slept == [cuda_staging.SLEEP_SECONDS] * 5
+
+
+# Through the pipeline.
+
+
+def run_order(tiny: Tiny, backend: Recorder, gpu: FakeGpu, num_mini_batches: int) -> str:
+    staging, scratch = staging_of(gpu, backend), PromptScratch()
+    packed = [pack([Chunk(i, 0, 5, (i + 1,))], torch.device("cpu")) for i in range(num_mini_batches)]
+    forwards = [
+        MiniBatchForward(i, rows, tiny.model, tiny.layout, backend, scratch, staging) for i, rows in enumerate(packed)
+    ]
+    with torch.inference_mode():
+        Pipeline(backend, StateClock(), staging).run(forwards)
+    return " ".join(backend.log)
+
+
+def test_mini_batches_take_turns(tiny: Tiny) -> None:
+    for late in (0, 1, 4):
+        assert run_order(tiny, Recorder(), FakeGpu(default_polls=late), 2) == "A0 B0 A1 B1 A2 B2"
+    assert run_order(tiny, Recorder(), FakeGpu(), 3) == "A0 B0 C0 A1 B1 C1 A2 B2 C2"
+    assert run_order(tiny, Recorder(), FakeGpu(), 1) == "A0 A1 A2"
+
+
+def test_who_is_ready_goes_first(tiny: Tiny) -> None:
+    """A's first rows are seen to be down only after B's, then A's results come late."""
+    assert run_order(tiny, Recorder(), FakeGpu(polls=deque([20])), 2) == "B0 A0 B1 A1 B2 A2"
+    assert run_order(tiny, Recorder(polls={0: 30}), FakeGpu(), 2) == "A0 B0 B1 B2 A1 A2"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Every S-worker made from now on hands over through one stand-in, its copies down two polls late."""
+    gpu = FakeGpu(default_polls=2)
+
+    def make(backend: Any, device: torch.device) -> CudaStaging:
+        gpu.names = deque(["down", "up"])
+        return staging_of(gpu, backend)
+
+    monkeypatch.setattr(worker, "make_staging", make)
+    return gpu
+
+
+@pytest.mark.parametrize("num_mini_batches", [1, 2, 3])
+def test_prompts_in_chunks_and_decodes_equal_the_plain_model(tiny: Tiny, gpu: FakeGpu, num_mini_batches: int) -> None:
+    test_pipeline.test_prompts_in_chunks_and_decodes_equal_the_plain_model(tiny, num_mini_batches)
+    assert gpu.log.count("copy up") == gpu.log.count("copy down") > 0
+
+
+@pytest.mark.parametrize("failing_call", [1, 2])
+def test_a_failing_layer_leaves_nothing_behind(tiny: Tiny, gpu: FakeGpu, failing_call: int) -> None:
+    test_pipeline.test_a_failing_layer_leaves_nothing_behind(tiny, failing_call)
+
+
+@pytest.mark.parametrize(("scale", "clamped"), [(1e-6, False), (1e6, True)], ids=["idle GPU", "more than the wall"])
+def test_model_time_is_the_compute_streams(tiny: Tiny, gpu: FakeGpu, scale: float, clamped: bool) -> None:
+    """The stand-in's clock ticks once per recorded event; one wait per step, and the states still fill the wall."""
+    gpu.scale = scale
+    engine = test_pipeline.Engine(tiny, FakeBackend())
+    for step in range(2):
+        engine.worker.clock.restart()
+        since = engine.worker.clock._since
+        engine.step([test_pipeline.prompt(2 * step, [5, 6], 2)], [test_pipeline.prompt(2 * step + 1, [7], 1)])
+        seconds = engine.worker.clock.snapshot()
+        assert gpu.synchronised == step + 1
+        assert sum(seconds.values()) == pytest.approx(engine.worker.clock._since - since, abs=1e-6)
+        segments = 2 * (NUM_LAYERS + 1) + 1
+        events_within = 2 * 2 * NUM_LAYERS + segments  # a send in all segments but the last of each mini-batch
+        if clamped:
+            assert seconds[WAIT] == 0 and seconds[MODEL] > 0
+        else:
+            assert seconds[MODEL] == pytest.approx(events_within * 1e-3 * scale)
+            assert seconds[WAIT] > seconds[MODEL]
+    assert engine.worker.clock._state == HOST
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_generates_the_same(
+    dtype: str, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(model_zoo.save_model("llama-gqa", tmp_path))
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in model_zoo.prompts("llama-gqa")[1:5]]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+    def generate(num_mini_batches: int) -> list[list[int]]:
+        settings = {"skip_tokenizer_init": True, "dtype": dtype, "kv_cache_memory": "64MiB", "max_model_len": 256}
+        with LLM(folder, s_threads=1, num_mini_batches=num_mini_batches, **settings) as llm:
+            return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    late = [generate(1), generate(2)]
+    assert gpu.log
+    monkeypatch.setattr(worker, "make_staging", lambda backend, device: HostStaging(backend))
+    assert late == [generate(1), generate(2)]
