@@ -14,7 +14,7 @@ WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
 
 demo: $(STAMP)
 	@echo; echo "== The demo model (byte-level Llama, in the package) goes on writing:"
-	@$(BIN)/fastdecode generate "$$(printf 'def _find_file(name):\n    if')" --max-tokens 150 --seed 5
+	@$(BIN)/fastdecode generate "$$(printf 'def read_lines(self, path):\n    for')" --max-tokens 150
 	@echo; echo "== 64 sequences, random weights of Llama's proportions, attention on R-workers:"
 	@$(BIN)/fastdecode bench throughput $(SHAPE) $(WORK)
 	@echo; echo "== The same with plain transformers:"

@@ -46,7 +46,7 @@ def only_code(text: str) -> str:
     return re.sub(r"(:\n)\n+(?= )", r"\1", re.sub(r"\n(?:[ \t]*\n){3,}", "\n\n\n", "".join(lines))).strip() + "\n"
 
 
-def stdlib_split() -> tuple[list[str], str, list[str]]:
+def stdlib_split(code_only: bool = False) -> tuple[list[str], str, list[str]]:
     """Texts of the training files, the shipped held-out slice, and names of its files; split by hash of content."""
     root = Path(sysconfig.get_paths()["stdlib"])
     train: list[str] = []
@@ -57,8 +57,9 @@ def stdlib_split() -> tuple[list[str], str, list[str]]:
             continue
         try:
             with tokenize.open(path) as file:
-                text = only_code(file.read())
+                text = file.read()
             ast.parse(text)
+            text = only_code(text) if code_only else text
         except (SyntaxError, UnicodeDecodeError, tokenize.TokenError):
             continue
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -70,9 +71,9 @@ def stdlib_split() -> tuple[list[str], str, list[str]]:
     names: list[str] = []
     for _, name, text in sorted(heldout):
         if text and sum(len(piece) for piece in pieces) < HELDOUT_BYTES:
-            pieces.append(text[: text.rfind("\n", 0, HELDOUT_BYTES // 4) + 1])
+            pieces.append(text[: text.rfind("\n", 0, HELDOUT_BYTES // 8) + 1])
             names.append(name)
-    return train, "\n\n".join(pieces), names
+    return train, "".join(pieces), names
 
 
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
@@ -158,7 +159,7 @@ def export(out: Path, model: LlamaForCausalLM, heldout: str) -> None:
     """Write the model folder: weights, configuration, tokenizer, held-out text and its licence."""
     out.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(
-        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=True, temperature=0.5
+        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=True, temperature=0.7
     )
     model.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
@@ -173,7 +174,7 @@ def export(out: Path, model: LlamaForCausalLM, heldout: str) -> None:
         (out / "LICENSE.python.txt").write_text(licence.read_text(encoding="utf-8"), encoding="utf-8")
 
 
-def write_readme(out: Path, how: str, heldout_names: list[str]) -> None:
+def write_readme(out: Path, how: str, heldout_names: list[str], code_only: bool) -> None:
     """Say in the folder what the model is, what it was trained on and how good it turned out."""
     (out / "README.md").write_text(
         f"""# Demo model
@@ -183,9 +184,9 @@ key-value cache was handled well. It knows nothing but its training text, and is
 
 - Made by `scripts/train_demo_model.py`: {how}
 - Training text: the source of Python's standard library ({sys.version.split()[0]}), without tests, codec tables and
-  generated topics, and without docstrings and comment lines; 1 file in {HELDOUT_EVERY}, by hash of its content, was
-  never trained on.
-- `heldout.txt`: held-out files, treated likewise, the longest cut short: {", ".join(heldout_names)}.
+  generated topics{", docstrings and comment lines" if code_only else ""}; 1 file in {HELDOUT_EVERY}, by hash of its
+  content, was never trained on.
+- `heldout.txt`: the beginnings of held-out files, treated likewise ({", ".join(heldout_names)}).
 - Tokens: ids 0 to 255 are the bytes; 256 bos (every text begins with it), 257 eos (end of a file), 258 pad; the rest
   of the vocabulary's {VOCAB} is unused.
 - Licence of the text, and of `heldout.txt`: PSF License Agreement, Copyright (c) 2001-2023 Python Software Foundation;

@@ -195,6 +195,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=192, help="hidden size")
     parser.add_argument("--intermediate", type=int, default=512, help="width of the feed-forward blocks")
     parser.add_argument("--layers", type=int, default=4, help="transformer layers")
+    parser.add_argument("--code-only", action="store_true", help="leave out docstrings and comment lines of the text")
     parser.add_argument("--report", type=int, default=100, help="steps between progress lines")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
@@ -205,13 +206,13 @@ def main() -> None:
     """Parse the command line, train, write the folder."""
     args = parse_arguments()
     torch.set_num_threads(args.threads)
-    texts, heldout, names = stdlib_split()
+    texts, heldout, names = stdlib_split(args.code_only)
     model = new_model(args)
     done = train(args, model, texts, heldout)
     export(args.out, model, heldout)
     tokens = int(done["step"]) * args.tokens_per_step
     how = f"{done['step']:.0f} steps, {tokens / 1e6:.1f} million tokens, {args.threads} CPU threads, float32."
-    write_readme(args.out, how, names)
+    write_readme(args.out, how, names, args.code_only)
     print((args.out / "README.md").read_text(encoding="utf-8"))
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import math
 import random
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastdecode
+from fastdecode import LLM
 
 FOLDER = Path(fastdecode.__file__).parent / "demo_model"
 PERPLEXITY_BOUND = 4.5
@@ -63,13 +67,24 @@ def test_heldout_perplexity(model: Any) -> None:
     assert math.exp(float(loss)) < PERPLEXITY_BOUND
 
 
-def test_greedy_completion_is_python(model: Any, tokenizer: Any) -> None:
-    inputs = tokenizer("def read_lines(self, path):\n", return_tensors="pt")
-    with torch.no_grad():
-        out = model.generate(**inputs, max_new_tokens=160, do_sample=False)
-    lines = tokenizer.decode(out[0], skip_special_tokens=True).split("\n")[:-1]
-    longest = next(n for n in range(len(lines), 0, -1) if n == 1 or is_python("\n".join(lines[:n])))
-    assert longest >= 3, "\n".join(lines)
+def test_completions_are_often_python() -> None:
+    """Held-out function headers, completed as generation_config.json says; whole lines, three at most left off.
+
+    About half of them parse (0.47 to 0.59 by seed); what does not is mostly a docstring that has not ended yet.
+    """
+    text = (FOLDER / "heldout.txt").read_text(encoding="utf-8")
+    headers = sorted({textwrap.dedent(header) for header in re.findall(r"^ *def [^\n]*\):\n", text, re.M)})
+    with LLM(max_model_len=512, kv_cache_memory="64MiB", s_threads=1, device="cpu") as llm:
+        params = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=200, seed=0)
+        outputs = llm.generate(headers, params, use_tqdm=False)
+    parsed = sum(parses(f"{output.prompt}{output.outputs[0].text}") for output in outputs)
+    assert parsed > len(headers) / 3
+
+
+def parses(text: str) -> bool:
+    """Whether the text, less its last one to four lines, is Python."""
+    lines = text.split("\n")
+    return any(is_python("\n".join(lines[:-cut])) for cut in range(1, 5) if len(lines) - cut > 1)
 
 
 def is_python(text: str) -> bool:
