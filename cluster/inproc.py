@@ -56,6 +56,7 @@ class InprocBackend:
         self._o_dtype: np.dtype = np.dtype(np.float32)
         self._rows: list[_MiniBatchRows] = []
         self._submitted = np.zeros((0, 0))
+        self._in_step: set[int] = set()
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         """See ``AttentionBackend.open``."""
@@ -85,9 +86,9 @@ class InprocBackend:
         for index, (worker, part) in enumerate(zip(self.workers, plan.workers, strict=True)):
             try:
                 worker.begin_step(_columns(part.controls), [_columns(spans) for spans in part.mini_batches])
+                self._in_step.add(index)
             except Exception as error:
-                for begun in self.workers[:index]:
-                    begun.abandon_step()
+                self.abandon_step()
                 raise BackendError(f"R-worker inproc-{index} refused the step's plan: {error}") from error
         num_mini_batches = len(plan.workers[0].mini_batches)
         self._rows = [_mini_batch_rows(plan.workers, mini_batch) for mini_batch in range(num_mini_batches)]
@@ -121,14 +122,16 @@ class InprocBackend:
 
     def abandon_step(self) -> None:
         """See ``AttentionBackend.abandon_step``."""
-        for worker in self.workers:
-            worker.abandon_step()
+        for index in sorted(self._in_step):
+            self._in_step.discard(index)
+            self.workers[index].abandon_step()
 
     def close(self) -> None:
         """See ``AttentionBackend.close``."""
         for worker in self.workers:
             worker.close()
         self.workers = []
+        self._in_step.clear()
 
     @property
     def blocks_used(self) -> int:
@@ -150,6 +153,7 @@ class InprocBackend:
 
     def _report(self, index: int) -> WorkerReport:
         busy_start, busy_end, bytes_read, blocks_free = self.workers[index].end_step()
+        self._in_step.discard(index)
         transfer = transfer_seconds(self._submitted, busy_start, busy_end)
         return WorkerReport(busy_start, busy_end, transfer, bytes_read, blocks_free)
 

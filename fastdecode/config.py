@@ -22,6 +22,9 @@ SCHEDULES = ("fcfs",)
 LATER_SCHEDULES = ("sls", "stall-free", "request-level", "hybrid", "prefill-first")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
+MAX_THREADS = 1024
+"""Threads of one worker; more is a slip of the finger."""
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -85,6 +88,9 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence decodes one token in every step"
             )
+        for name in ("r_threads", "s_threads"):
+            if (getattr(self, name) or 1) > MAX_THREADS:
+                raise ConfigError(f"{name} must be at most {MAX_THREADS}, not {getattr(self, name)}")
         self._check_memory()
         _ = self.num_r_workers
         self._check_cores()
@@ -95,11 +101,13 @@ class EngineConfig:
             raise ConfigError("device: 'cuda' needs a GPU, and this machine has no driver for one; use 'auto' or 'cpu'")
 
     def _check_memory(self) -> None:
-        for name in ("kv_cache_memory", "prefill_scratch"):
+        for name, times in (("kv_cache_memory", self.num_r_workers), ("prefill_scratch", 1)):
             wanted = self.bytes_of(name)
-            if wanted is not None and wanted > total_memory_bytes():
+            if wanted is not None and wanted * times > total_memory_bytes():
+                each = f" for each of {times} R-workers" if times > 1 else ""
                 raise ConfigError(
-                    f"{name}: {getattr(self, name)} is more than this machine's {total_memory_bytes() / 2**30:.1f} GiB"
+                    f"{name}: {getattr(self, name)}{each} is more than this machine's "
+                    f"{total_memory_bytes() / 2**30:.1f} GiB"
                 )
 
     def _check_cores(self) -> None:

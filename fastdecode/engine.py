@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from fastdecode.clock import HOST, StateClock
 from fastdecode.cluster.inproc import InprocBackend, InprocSettings
 from fastdecode.config import EngineConfig
 from fastdecode.errors import BackendError, RequestError
+from fastdecode.interrupts import interrupts_deferred
 from fastdecode.machine import usable_cores
 from fastdecode.metrics import StepRecord, step_record
 from fastdecode.outputs import RequestOutput
@@ -36,29 +38,42 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
         self.config = config
-        self._affinity = os.sched_getaffinity(0)
-        r_cores = config.r_core_list or usable_cores()
-        set_threads(pin_s_worker(config))
-        self.s_model = SModel(config)
         self.clock = StateClock()
         self.tracer: Tracer | None = None
-        if config.trace:
-            self.start_tracing()
         self.on_step: Callable[[StepRecord], None] | None = None
         self.overlap = True
-        self.backend = backend or _inproc_backend(config, r_cores)
-        self.r_workers = self.backend.open(self.s_model.layout)
-        check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
-        own_cores = self.s_model.on_gpu or any(worker.own_cores for worker in self.r_workers)
-        self.num_mini_batches = config.num_mini_batches or (2 if own_cores else 1)
-        self.scheduler = self._make_scheduler()
-        self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
         self._requests: dict[str, Request] = {}
         self._growing: dict[int, tuple[Request, Completion]] = {}
         self._ids = itertools.count()
+        self._closed = False
+        self._cleanup = contextlib.ExitStack()
+        try:
+            self._load(backend)
+        except BaseException:
+            self.close()
+            raise
+        if config.trace:
+            self.start_tracing()
+
+    def _load(self, backend: AttentionBackend | None) -> None:
+        """The model, the R-workers for it, and the scheduler over them."""
+        r_cores = self.config.r_core_list or usable_cores()
+        self._cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+        set_threads(pin_s_worker(self.config))
+        self.s_model = SModel(self.config)
+        self.backend = backend or _inproc_backend(self.config, r_cores)
+        self._cleanup.callback(self.backend.close)
+        self.r_workers = self.backend.open(self.s_model.layout)
+        check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
+        own_cores = self.s_model.on_gpu or any(worker.own_cores for worker in self.r_workers)
+        self.num_mini_batches = self.config.num_mini_batches or (2 if own_cores else 1)
+        self.scheduler = self._make_scheduler()
+        self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
         """Queue a request; RequestError or ConfigError when it can never run."""
+        if self._closed:
+            raise RequestError("the engine is closed")
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is already in use")
         text, token_ids = read_prompt(
@@ -87,16 +102,16 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One token for every running request, plus prompt chunks; outputs of the requests that grew."""
-        step = self.scheduler.schedule()
-        if not step.num_tokens:
-            raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
-        sampled, report = self._compute(step)
-        self.scheduler.commit(step)
-        grown = self._take(step, sampled)
-        outputs = [request.output() for request in grown]
-        self._settle()
-        self._record(step, report, sum(map(len, sampled.values())))
-        return outputs
+        if not self._requests:
+            return []
+        try:
+            step = self._begin()
+            sampled = self._compute(step)
+            with interrupts_deferred():
+                return self._end(step, sampled)
+        except BaseException:
+            self.backend.abandon_step()
+            raise
 
     def score(self, token_ids: list[int]) -> np.ndarray:
         """Natural-log probability of every token after the first, given those before it: float32 [len - 1].
@@ -122,25 +137,41 @@ class LLMEngine:
 
     def close(self) -> None:
         """Free the R-workers, write the trace and give this thread its cores back; may be called twice."""
-        self.backend.close()
-        os.sched_setaffinity(0, self._affinity)
+        self._closed = True
+        self._cleanup.close()
         if self.tracer and self.config.trace:
             self.tracer.write(self.config.trace)
 
-    def _compute(self, step: ScheduledStep) -> tuple[dict[int, list[SampledToken]], StepReport]:
+    def _begin(self) -> ScheduledStep:
+        """Schedule a step and open it on the R-workers; if they refuse, the scheduler keeps its controls."""
+        with interrupts_deferred():
+            step = self.scheduler.schedule()
+            if not step.num_tokens:
+                raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
+            try:
+                self.backend.begin_step(step.to_step_plan())
+            except BaseException:
+                self.scheduler.take_back(step)
+                raise
+        return step
+
+    def _compute(self, step: ScheduledStep) -> dict[int, list[SampledToken]]:
         sampling = {
             chunk.sequence_id: self._sampling_rows(chunk.sequence_id)
             for chunks in step.mini_batches
             for chunk in chunks
             if chunk.samples
         }
-        self.backend.begin_step(step.to_step_plan())
-        try:
-            sampled = self._s_worker.run(step, sampling, self.overlap)
-            return sampled, self.backend.end_step()
-        except BaseException:
-            self.backend.abandon_step()
-            raise
+        return self._s_worker.run(step, sampling, self.overlap)
+
+    def _end(self, step: ScheduledStep, sampled: dict[int, list[SampledToken]]) -> list[RequestOutput]:
+        """Commit the step everywhere at once, and hand out what it made."""
+        report = self.backend.end_step()
+        self.scheduler.commit(step)
+        outputs = [request.output() for request in self._take(sampled)]
+        self._settle()
+        self._record(step, report, sum(map(len, sampled.values())))
+        return outputs
 
     def _sampling_rows(self, sequence_id: int) -> list[SamplingRow]:
         """One row, or one per sibling when a prompt that several sequences share is about to end."""
@@ -149,7 +180,7 @@ class LLMEngine:
         completions = [completion, *(self._growing[sibling.sequence_id][1] for sibling in siblings)]
         return [request.sampling_row(each) for each in completions]
 
-    def _take(self, step: ScheduledStep, sampled: dict[int, list[SampledToken]]) -> list[Request]:
+    def _take(self, sampled: dict[int, list[SampledToken]]) -> list[Request]:
         """Append the sampled tokens, end what is finished, and return the requests that grew."""
         now = self.clock.enter(HOST)
         grown: dict[str, Request] = {}
@@ -162,9 +193,9 @@ class LLMEngine:
                 each.append(token, request.params, self.s_model.eos_token_ids)
                 if each.finish_reason is not None:
                     self._finish(each, each.finish_reason)
-            request.token_seconds.append(now)
             grown[request.request_id] = request
         for request in grown.values():
+            request.token_seconds.append(now)
             if request.finished:
                 del self._requests[request.request_id]
         return list(grown.values())

@@ -32,10 +32,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Moments of a request in seconds of ``time.perf_counter``; 0 where it has not come so far."""
+    """Moments of a request in seconds of ``time.perf_counter``: its arrival, and each step that gave it tokens."""
 
     arrival_seconds: float
-    scheduled_seconds: float = 0.0
     token_seconds: tuple[float, ...] = ()
 
 

@@ -45,7 +45,10 @@ class AttentionBackend(Protocol):
         ...
 
     def abandon_step(self) -> None:
-        """Forget the rows of the step: lengths and blocks are as ``begin_step``'s controls left them."""
+        """Forget the rows of the step: lengths and blocks are as ``begin_step``'s controls left them.
+
+        No effect where no step is open, so that it can follow any failure.
+        """
         ...
 
     def close(self) -> None:

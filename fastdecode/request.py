@@ -33,7 +33,8 @@ class Completion:
         tokens = self.sequence.output_token_ids
         tokens.append(token)
         if sampled.logprob is not None:
-            self.logprobs.append({t: Logprob(logprob, rank) for t, (logprob, rank) in sampled.logprob.items()})
+            text = self.text.decode_one if self.text else lambda token: None
+            self.logprobs.append({t: Logprob(*found, text(t)) for t, found in sampled.logprob.items()})
         ends = token in eos_token_ids and not params.ignore_eos
         stopped = token in (params.stop_token_ids or ())
         hidden = (ends or stopped) and not params.include_stop_str_in_output
@@ -77,7 +78,6 @@ class Request:
         self.params = params
         self.completions = completions
         self.arrival_seconds = time.perf_counter()
-        self.scheduled_seconds = 0.0
         self.token_seconds: list[float] = []
         self._bad_words = bad_words_token_ids
         self._stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
@@ -100,7 +100,7 @@ class Request:
 
     def output(self) -> RequestOutput:
         """A snapshot for the user."""
-        metrics = RequestMetrics(self.arrival_seconds, self.scheduled_seconds, tuple(self.token_seconds))
+        metrics = RequestMetrics(self.arrival_seconds, tuple(self.token_seconds))
         outputs = [completion.output() for completion in self.completions]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics)
 
@@ -126,6 +126,7 @@ def make_completions(
                 tuple(params.stop or ()),
                 params.skip_special_tokens,
                 params.include_stop_str_in_output,
+                prompt_token_ids,
             )
             if text and tokenizer
             else None,

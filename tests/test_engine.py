@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +235,39 @@ def test_interrupted_generate_leaves_nothing(folder: Path) -> None:
         tokens = llm.generate(model_zoo.prompts("llama-gqa")[2], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
         assert list(tokens) == list(model_zoo.reference("llama-gqa").tokens[2][:16])
         assert torch.is_inference_mode_enabled() is False
+
+
+@pytest.mark.parametrize("moment", ["begin_step", "end_step"])
+def test_interrupt_at_a_steps_edge_leaves_nothing(folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT while a step opens or ends on the R-workers: delivered when nothing is half done."""
+    with LLM(str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=300, s_threads=1) as llm:
+        backend, original = llm.engine.backend, getattr(llm.engine.backend, moment)
+
+        def interrupted(*arguments: Any) -> Any:
+            result = original(*arguments)
+            monkeypatch.setattr(backend, moment, original)
+            signal.raise_signal(signal.SIGINT)
+            return result
+
+        monkeypatch.setattr(backend, moment, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([list(range(40))], GREEDY, use_tqdm=False)
+        assert llm.engine.backend.blocks_used == 0
+        assert len(llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 16
+
+
+def test_a_failed_start_gives_the_cores_back(folder: Path) -> None:
+    """Pinned for the S-worker, then too little memory: the thread has its cores again."""
+    before = os.sched_getaffinity(0)
+    with pytest.raises(CapacityError):
+        make_engine(folder, s_cores=str(min(before)), kv_cache_memory="64KiB")
+    assert os.sched_getaffinity(0) == before
+
+
+def test_idle_and_closed_engines_say_so(engine: LLMEngine) -> None:
+    """An idle step does nothing; a closed engine refuses requests."""
+    assert engine.step() == []
+    other = LLMEngine(engine.config)
+    other.close()
+    with pytest.raises(RequestError, match="the engine is closed"):
+        other.add_request("a", [1], GREEDY)

@@ -260,7 +260,7 @@ def test_decode_figures() -> None:
 
 def output(prompt_len: int, arrival: float, *moments: float) -> RequestOutput:
     completion = CompletionOutput(0, "", tuple(range(len(moments))), "length")
-    metrics = RequestMetrics(arrival, 0.0, moments)
+    metrics = RequestMetrics(arrival, moments)
     return RequestOutput(str(arrival), None, [0] * prompt_len, [completion], True, metrics)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 from pathlib import Path
@@ -50,14 +51,15 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     spec = WorkloadSpec(**{name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__})
     report, interrupted = (_run_engine if args.backend == "fastdecode" else _run_transformers)(args, config, spec)
-    report["config"] = {"backend": args.backend, **vars(spec), **vars(config)}
+    rate = "inf" if math.isinf(spec.request_rate) else spec.request_rate  # JSON knows no infinity
+    report["config"] = {"backend": args.backend, **vars(spec), **vars(config), "request_rate": rate}
     report["machine"] = machine_facts()
     from fastdecode.bench.report import summary_lines
 
     for line in summary_lines(report):
         print(line)
     if args.output_json:
-        Path(args.output_json).write_text(json.dumps(report, indent=2) + "\n")
+        Path(args.output_json).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     if interrupted:
         raise KeyboardInterrupt
     return 0

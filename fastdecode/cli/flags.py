@@ -7,7 +7,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from fastdecode.config import BLOCK_SIZES, DEVICES, DTYPES, KV_CACHE_DTYPES, LATER_SCHEDULES, SCHEDULES, EngineConfig
+from fastdecode.config import BLOCK_SIZES, DEVICES, DTYPES, LATER_SCHEDULES, SCHEDULES, EngineConfig
 from fastdecode.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {
@@ -22,7 +22,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
         "--log-level", default="warning", choices=["debug", "info", "warning", "error"], help="(warning)"
     )
     group.add_argument("--debug", action="store_true", help="print a traceback on failure")
-    group.add_argument("--seed", type=int, default=0, help="seed of random weights, data and unseeded requests (0)")
+    group.add_argument("--seed", type=_seed, default=0, help="seed of random weights, data and unseeded requests (0)")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,9 @@ def _add_batch_flags(group: Any) -> None:
     group.add_argument(
         "--block-size", type=int, default=DEFAULTS["block_size"], choices=BLOCK_SIZES, help="tokens per KV block (32)"
     )
-    group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
+    group.add_argument(
+        "--kv-cache-dtype", default="auto", help="auto, float32, float16 or bfloat16 (auto: the model's)"
+    )
     group.add_argument(
         "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 4GiB (40%% of what is free, shared)"
     )
@@ -103,6 +105,12 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError('must be a JSON object such as {"num_hidden_layers": 4}')
     return value
+
+
+def _seed(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, not {text!r}")
+    return int(text)
 
 
 def _auto_int(text: str) -> int | None:

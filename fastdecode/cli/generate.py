@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
@@ -51,10 +50,9 @@ def run(args: argparse.Namespace) -> int:
         for index, prompt in enumerate(args.prompts):
             engine.add_request(str(index), prompt, params)
         printer = _JsonPrinter() if args.json else _TextPrinter(len(args.prompts) * params.n == 1)
-        _print_all(engine, printer)
+        return _print_all(engine, printer)
     finally:
         engine.close()
-    return 0
 
 
 def _given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
@@ -72,24 +70,39 @@ def _given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]
         "logprobs",
     )
     flags = {name: getattr(args, name) for name in names if getattr(args, name) not in (None, [])}
-    return {**defaults, **flags, "ignore_eos": args.ignore_eos, "seed": args.seed}
+    return {**defaults, **flags, "ignore_eos": args.ignore_eos}
 
 
-def _print_all(engine: Any, printer: _JsonPrinter | _TextPrinter) -> None:
-    for output in _outputs(engine):
-        printer.show(output)
+def _print_all(engine: Any, printer: _JsonPrinter | _TextPrinter) -> int:
+    """Show every output; on Ctrl-C also what the unfinished ones had. 1 when some request failed, else 0."""
+    latest: dict[str, RequestOutput] = {}
+    try:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                latest[output.request_id] = output
+                printer.show(output)
+    except KeyboardInterrupt:
+        for output in latest.values():
+            if not output.finished:
+                printer.show(dataclasses.replace(output, finished=True))
+        raise
+    return _report_failures(list(latest.values()))
 
 
-def _outputs(engine: Any) -> Iterator[RequestOutput]:
-    while engine.has_unfinished_requests():
-        yield from engine.step()
+def _report_failures(outputs: list[RequestOutput]) -> int:
+    failed = [out.request_id for out in outputs if any(each.finish_reason == "error" for each in out.outputs)]
+    if failed:
+        print(
+            f"fastdecode: error: the model's logits were not finite in prompt(s) {', '.join(failed)}", file=sys.stderr
+        )
+    return int(bool(failed))
 
 
 class _JsonPrinter:
     def show(self, output: RequestOutput) -> None:
         """One line per finished request."""
         if output.finished:
-            print(json.dumps(asdict(output), ensure_ascii=False), flush=True)
+            print(json.dumps(dataclasses.asdict(output), ensure_ascii=False), flush=True)
 
 
 class _TextPrinter:
@@ -116,6 +129,4 @@ class _TextPrinter:
         self._shown = max(self._shown, len(text))
         if output.finished:
             sys.stdout.write("\n")
-            if output.outputs[0].finish_reason == "error":
-                print("fastdecode: the model's logits were not finite; the text ends here", file=sys.stderr)
         sys.stdout.flush()

@@ -66,6 +66,10 @@ class Scheduler:
         self._controls = [[] for _ in controls]
         return ScheduledStep(deal(chunks, self.limits.num_mini_batches), controls)
 
+    def take_back(self, step: ScheduledStep) -> None:
+        """The R-workers refused ``step``: its controls go before any that came since."""
+        self._controls = [[*mine, *later] for mine, later in zip(step.controls, self._controls, strict=True)]
+
     def commit(self, step: ScheduledStep) -> None:
         """The step's rows are in the caches now."""
         for chunks in step.mini_batches:

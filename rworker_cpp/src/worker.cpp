@@ -85,8 +85,13 @@ void Worker::begin_step(std::span<const Control> controls, std::span<const std::
     require(!in_step_, "begin_step: the last step is still open; end_step or abandon_step comes first");
     check_order(mini_batches);
     cache_.begin_step(controls, all_spans(mini_batches));
+    try {
+        plan(mini_batches);
+    } catch (...) {
+        cache_.abandon_step();
+        throw;
+    }
     in_step_ = true;
-    plan(mini_batches);
 }
 
 void Worker::plan(std::span<const std::vector<Span>> mini_batches) {
