@@ -70,8 +70,13 @@ class LLMEngine:
         self.scheduler = self._make_scheduler()
         self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
-        """Queue a request; RequestError or ConfigError when it can never run."""
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, arrival_seconds: float | None = None
+    ) -> None:
+        """Queue a request that arrived at ``arrival_seconds`` of ``time.perf_counter`` (now).
+
+        RequestError or ConfigError when it can never run.
+        """
         if self._closed:
             raise RequestError("the engine is closed")
         if request_id in self._requests:
@@ -82,6 +87,7 @@ class LLMEngine:
         params.check_token_ids(self.s_model.vocab_size)
         request = self._make_request(request_id, text, token_ids, params)
         self._check_fits(request)
+        request.arrival_seconds = request.arrival_seconds if arrival_seconds is None else arrival_seconds
         self._requests[request_id] = request
         for completion in request.completions:
             self._growing[completion.sequence.sequence_id] = (request, completion)

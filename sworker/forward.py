@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from greenlet import getcurrent
 
 from fastdecode.protocols import AttentionBackend
 from fastdecode.sworker.lanes import Lane
-from fastdecode.sworker.packing import PackedRows
+from fastdecode.sworker.packing import PackedRows, PromptRows
 from fastdecode.sworker.prefill import PromptScratch, prompt_attention
 from fastdecode.sworker.staging import HostStaging, Staging, rows_of
 from fastdecode.types import KVLayout, LayerLayout
@@ -65,11 +64,11 @@ class MiniBatchForward:
         self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
         prompts = [self._attend_prompt(rows, q, k, v, layer) for rows in self.packed.prompt_rows]
         self.layer += 1
-        remote: torch.Tensor = getcurrent().parent.switch()
+        remote: torch.Tensor = self.lane.parent.switch()
         return self._assemble(remote.view(q.dtype), prompts, len(q))
 
     def _attend_prompt(
-        self, rows: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout
+        self, rows: PromptRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout
     ) -> torch.Tensor:
         keys, values = k[rows.rows], v[rows.rows]
         if rows.context_len or not rows.last_of_prompt:

@@ -17,7 +17,7 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 }
 
 FLOORS = [
-    {"", "types", "config", "protocols", "errors", "clock", "machine", "outputs", "sampling_params"},
+    {"", "types", "config", "protocols", "errors", "clock", "interrupts", "machine", "outputs", "sampling_params"},
     {"scheduler", "perfmodel", "_rworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
     {"engine", "request", "resources", "prompts", "metrics", "text", "trace"},

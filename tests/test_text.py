@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as SequenceOf
 
 import pytest
@@ -169,3 +170,30 @@ def test_visible_text_is_the_decoded_text_up_to_the_first_stop(text: str, stop: 
     final = stream.visible(finished=True)
     for earlier, later in zip(["", *seen], [*seen, final], strict=True):
         assert later.startswith(earlier), "text was shown and taken back"
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """A tokenizer in the manner of SentencePiece: words begin with ▁, rare bytes have tokens of their own."""
+    vocabulary = {"<unk>": 0, "▁world": 1, "▁Hello": 2, "!": 3} | {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+def test_the_space_before_the_first_word_is_kept_after_a_prompt() -> None:
+    """A text's own first space is dropped by such tokenizers; that of a continuation is not."""
+    tokenizer = byte_fallback_tokenizer()
+    stream = TextStream(tokenizer, prompt_token_ids=[2])
+    stream.push(1)
+    assert stream.text == " world"
+
+
+def test_bytes_that_make_no_character_do_not_end_the_stream() -> None:
+    """Any tokens at all: the stream goes on, and ordinary words after the rubbish come out."""
+    tokenizer, rng = byte_fallback_tokenizer(), random.Random(0)
+    for _ in range(300):
+        stream = TextStream(tokenizer)
+        for token in [rng.randrange(4, 260) for _ in range(60)] + [1, 3]:
+            stream.push(token)
+        assert stream.text.endswith("world!")

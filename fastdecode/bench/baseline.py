@@ -12,6 +12,9 @@ from fastdecode.config import EngineConfig
 from fastdecode.machine import usable_cores
 from fastdecode.metrics import StepRecord
 
+NOT_MEASURED = ("breakdown", "ttft_seconds", "tbt_seconds", "kv_load", "prefix_cache", "preemptions", "lost_workers")
+"""Keys of the report that static batches have no figure for: null."""
+
 
 def run_baseline(config: EngineConfig, spec: WorkloadSpec, progress: Callable[[int], Any]) -> dict[str, Any]:
     """Run the workload in static batches of ``max_num_seqs`` through ``generate``; arrivals are not honoured."""
@@ -41,6 +44,7 @@ def run_baseline(config: EngineConfig, spec: WorkloadSpec, progress: Callable[[i
         "output_tokens_per_second": output_tokens / elapsed,
         "prefill": {"seconds": sum(batch.prefill_seconds for batch in batches), "tokens": prompt_tokens},
         "decode": decode_figures(steps),
+        **dict.fromkeys(NOT_MEASURED),
     }
 
 

@@ -32,7 +32,7 @@ def throughput_report(run: ThroughputRun, separate_cores: bool, limit_tokens: in
             "seconds": sum(step.wall_seconds for step in with_prompt),
             "tokens": sum(step.num_tokens for step in with_prompt),
         },
-        "decode": decode_figures(decode),
+        "decode": decode_figures([step for step in decode if step.overlapped]),
         "breakdown": breakdown(decode, separate_cores),
         **latencies(run.outputs),
         "kv_load": {

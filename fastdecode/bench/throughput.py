@@ -18,7 +18,7 @@ OVERLAP_BLOCK_STEPS = 4
 
 @dataclass
 class ThroughputRun:
-    """Everything a run left behind. ``elapsed_seconds`` is from the first arrival to the last token."""
+    """Everything a run left behind. ``elapsed_seconds`` is from its start to the last token."""
 
     elapsed_seconds: float = 0.0
     outputs: list[RequestOutput] = field(default_factory=list)
@@ -43,7 +43,7 @@ def run_throughput(
     waiting = sorted(enumerate(items), key=lambda pair: pair[1].arrival_seconds, reverse=True)
     try:
         while waiting or engine.has_unfinished_requests():
-            _add_arrived(engine, waiting, time.perf_counter() - start)
+            _add_arrived(engine, waiting, start)
             if not engine.has_unfinished_requests():
                 time.sleep(max(0.0, waiting[-1][1].arrival_seconds - (time.perf_counter() - start)))
                 engine.clock.restart()
@@ -64,10 +64,13 @@ def warm_up(engine: LLMEngine, items: Sequence[WorkItem]) -> None:
     run_throughput(engine, [WorkItem(item.prompt_token_ids, min(2, item.output_len)) for item in items[:2]])
 
 
-def _add_arrived(engine: LLMEngine, waiting: list[tuple[int, WorkItem]], now_seconds: float) -> None:
+def _add_arrived(engine: LLMEngine, waiting: list[tuple[int, WorkItem]], start_seconds: float) -> None:
+    """Add what has arrived by now; its time to first token counts from its arrival, not from this moment."""
+    now_seconds = time.perf_counter() - start_seconds
     while waiting and waiting[-1][1].arrival_seconds <= now_seconds:
         index, item = waiting.pop()
         params = SamplingParams(
             temperature=0, max_tokens=item.output_len, min_tokens=item.output_len, ignore_eos=True, detokenize=False
         )
-        engine.add_request(f"bench-{index}", {"prompt_token_ids": item.prompt_token_ids}, params)
+        arrival = start_seconds + item.arrival_seconds
+        engine.add_request(f"bench-{index}", {"prompt_token_ids": item.prompt_token_ids}, params, arrival)
