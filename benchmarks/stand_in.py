@@ -8,7 +8,6 @@ import numpy as np
 
 from fastdecode.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 
-
 TIMER_SECONDS = 2e-4
 
 
