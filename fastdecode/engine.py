@@ -129,9 +129,10 @@ class LLMEngine:
         read_prompt(token_ids, None, self.s_model.vocab_size, self.s_model.max_model_len + 1)
         chunk = Chunk(next(self._ids), 0, 0, token_ids, scored=True)
         nothing = tuple(() for _ in self.r_workers)
-        self.backend.begin_step(ScheduledStep(((chunk,),), nothing).to_step_plan())
+        step = ScheduledStep(((chunk,),), nothing)
+        self.backend.begin_step(step.to_step_plan())
         try:
-            return self._s_worker.score(ScheduledStep(((chunk,),), nothing)).numpy()
+            return self._s_worker.score(step).numpy()
         finally:
             self.backend.abandon_step()
 
@@ -180,11 +181,13 @@ class LLMEngine:
         return outputs
 
     def _sampling_rows(self, sequence_id: int) -> list[SamplingRow]:
-        """One row, or one per sibling when a prompt that several sequences share is about to end."""
         request, completion = self._growing[sequence_id]
+        return [request.sampling_row(each) for each in self._with_siblings(completion)]
+
+    def _with_siblings(self, completion: Completion) -> list[Completion]:
+        """It alone, or with its siblings when a prompt that several sequences share is about to end."""
         siblings = completion.sequence.siblings
-        completions = [completion, *(self._growing[sibling.sequence_id][1] for sibling in siblings)]
-        return [request.sampling_row(each) for each in completions]
+        return [completion, *(self._growing[sibling.sequence_id][1] for sibling in siblings)]
 
     def _take(self, sampled: dict[int, list[SampledToken]]) -> list[Request]:
         """Append the sampled tokens, end what is finished, and return the requests that grew."""
@@ -192,9 +195,8 @@ class LLMEngine:
         grown: dict[str, Request] = {}
         for sequence_id, tokens in sampled.items():
             request, completion = self._growing[sequence_id]
-            siblings = completion.sequence.siblings
+            completions = self._with_siblings(completion)
             self.scheduler.fork_siblings(completion.sequence)
-            completions = [completion, *(self._growing[sibling.sequence_id][1] for sibling in siblings)]
             for each, token in zip(completions, tokens, strict=True):
                 each.append(token, request.params, self.s_model.eos_token_ids)
                 if each.finish_reason is not None:

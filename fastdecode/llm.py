@@ -56,9 +56,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What generation_config.json asks for."""
-        defaults = dict(self.engine.s_model.generation_defaults)
-        del defaults["eos_token_id"]
-        return SamplingParams(**defaults)
+        return SamplingParams(**self.engine.s_model.generation_defaults)
 
     def close(self) -> None:
         """Free the R-workers; may be called twice."""

@@ -25,7 +25,7 @@ class SModel:
         self.max_model_len = _max_model_len(config, max_position_embeddings(hf_config))
         check_rope(hf_config, self.max_model_len)
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
-        self.generation_defaults = generation_defaults(config, hf_config)
+        self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
         self.model = load_model(config, hf_config)
         prepack_linears(self.model)
         self.layout = probe_layout(self.model, hf_config, config.kv_cache_dtype)
@@ -35,7 +35,7 @@ class SModel:
     def eos_token_ids(self) -> frozenset[int]:
         """Every token id that ends a text."""
         own = () if self.tokenizer is None or self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
-        return frozenset((*self.generation_defaults["eos_token_id"], *own))
+        return frozenset((*self._eos_token_ids, *own))
 
     @property
     def num_parameters(self) -> int:

@@ -34,8 +34,8 @@ class HFTokenizer:
         return list(self.hf(text, verbose=False)["input_ids"])
 
 
-def generation_defaults(config: EngineConfig, hf_config: Any) -> dict[str, Any]:
-    """What generation_config.json says beside the model: sampling defaults and ``eos_token_id`` (a list of ids).
+def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:
+    """What generation_config.json says beside the model: sampling defaults, and the ids that end a text.
 
     As in vLLM these are the defaults of a request that names no sampling parameters; its end-of-text ids always count.
     """
@@ -48,5 +48,4 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> dict[str, Any]:
     if "max_new_tokens" in loaded:
         defaults["max_tokens"] = loaded["max_new_tokens"]
     eos = loaded.get("eos_token_id", getattr(hf_config.get_text_config(), "eos_token_id", None))
-    defaults["eos_token_id"] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    return defaults
+    return defaults, [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import Any
 
 from fastdecode.config import BLOCK_SIZES, DEVICES, DTYPES, LATER_SCHEDULES, SCHEDULES, EngineConfig
-from fastdecode.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {
     field.name: field.default for field in fields(EngineConfig) if isinstance(field.default, int | str | type(None))
@@ -120,10 +119,3 @@ def _auto_int(text: str) -> int | None:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be auto or a whole number, not {text!r}") from None
-
-
-def positive(name: str, value: int) -> int:
-    """``value`` if it is at least 1, else ConfigError."""
-    if value < 1:
-        raise ConfigError(f"{name} must be at least 1, not {value}")
-    return value

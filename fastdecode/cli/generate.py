@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     engine = LLMEngine(config)
     try:
-        defaults = {key: value for key, value in engine.s_model.generation_defaults.items() if key != "eos_token_id"}
-        params = SamplingParams(**_given(args, defaults))
+        params = SamplingParams(**_given(args, engine.s_model.generation_defaults))
         for index, prompt in enumerate(args.prompts):
             engine.add_request(str(index), prompt, params)
         printer = _JsonPrinter() if args.json else _TextPrinter(len(args.prompts) * params.n == 1)
