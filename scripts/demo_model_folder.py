@@ -159,7 +159,7 @@ def export(out: Path, model: LlamaForCausalLM, heldout: str) -> None:
     """Write the model folder: weights, configuration, tokenizer, held-out text and its licence."""
     out.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(
-        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=True, temperature=0.7
+        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, do_sample=True, temperature=0.5
     )
     model.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)

@@ -190,12 +190,17 @@ def parse_arguments() -> argparse.Namespace:
         "--minutes", type=float, default=20, help="minutes of training, at most; the schedule fits itself"
     )
     parser.add_argument("--tokens-per-step", type=int, default=2048, help=f"tokens per step, a multiple of {CHUNK}")
-    parser.add_argument("--muon-rate", type=float, default=0.04, help="peak learning rate of the layers' matrices")
+    parser.add_argument("--muon-rate", type=float, default=0.025, help="peak learning rate of the layers' matrices")
     parser.add_argument("--adam-rate", type=float, default=0.015, help="peak learning rate of all other parameters")
     parser.add_argument("--hidden", type=int, default=192, help="hidden size")
     parser.add_argument("--intermediate", type=int, default=512, help="width of the feed-forward blocks")
     parser.add_argument("--layers", type=int, default=4, help="transformer layers")
-    parser.add_argument("--code-only", action="store_true", help="leave out docstrings and comment lines of the text")
+    parser.add_argument(
+        "--code-only",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="leave out docstrings and comment lines: half as much to learn, and no prose that never ends",
+    )
     parser.add_argument("--report", type=int, default=100, help="steps between progress lines")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")

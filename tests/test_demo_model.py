@@ -20,7 +20,7 @@ import fastdecode
 from fastdecode import LLM
 
 FOLDER = Path(fastdecode.__file__).parent / "demo_model"
-PERPLEXITY_BOUND = 4.5
+PERPLEXITY_BOUND = 3.0
 """Per byte, over the first 8 KB of heldout.txt; a little above what the model reached there."""
 
 
@@ -70,7 +70,7 @@ def test_heldout_perplexity(model: Any) -> None:
 def test_completions_are_often_python() -> None:
     """Held-out function headers, completed as generation_config.json says; whole lines, three at most left off.
 
-    About half of them parse (0.47 to 0.59 by seed); what does not is mostly a docstring that has not ended yet.
+    Most of them parse (0.69 and 0.81 with two seeds); what does not is mostly an expression that goes nowhere.
     """
     text = (FOLDER / "heldout.txt").read_text(encoding="utf-8")
     headers = sorted({textwrap.dedent(header) for header in re.findall(r"^ *def [^\n]*\):\n", text, re.M)})
@@ -78,7 +78,7 @@ def test_completions_are_often_python() -> None:
         params = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=200, seed=0)
         outputs = llm.generate(headers, params, use_tqdm=False)
     parsed = sum(parses(f"{output.prompt}{output.outputs[0].text}") for output in outputs)
-    assert parsed > len(headers) / 3
+    assert parsed > len(headers) / 2
 
 
 def parses(text: str) -> bool:
