@@ -1,0 +1,67 @@
+"""Random shapes over random block tables: whatever grew, shrank and was shared before, attention meets the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdecode import _rworker
+
+from .harness import FORK, RELEASE, TRUNCATE, Harness, Layer, random_rows
+from .oracle import TOLERANCE, relative_error
+
+DTYPES = ["float32", "float16", "bfloat16"]
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> Layer:
+    """Any heads, groups and head sizes, with or without each scoring rule."""
+    num_kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    key_dim = draw(st.integers(1, 32)) * 8 if draw(st.booleans()) else draw(st.integers(1, 80))
+    value_dim = key_dim if draw(st.booleans()) else draw(st.integers(1, 96))
+    sinks = tuple(draw(st.lists(st.floats(-4, 4), min_size=num_kv_heads * group, max_size=num_kv_heads * group)))
+    return Layer(
+        num_kv_heads * group,
+        num_kv_heads,
+        key_dim,
+        value_dim,
+        scale=key_dim**-0.5,
+        window=draw(st.sampled_from([0, 0, 1, 30, 200])),
+        soft_cap=draw(st.sampled_from([0.0, 0.0, 5.0])),
+        sinks=sinks if draw(st.booleans()) else (),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(layer=layers(), data=st.data())
+def test_random_shapes_and_tables(layer: Layer, data: st.DataObject) -> None:
+    options = {
+        "model_dtype": data.draw(st.sampled_from(DTYPES)),
+        "kv_dtype": data.draw(st.sampled_from(DTYPES)),
+        "isa": data.draw(st.sampled_from(_rworker.supported_isas())),
+        "block_size": data.draw(st.sampled_from([16, 32, 64])),
+        "num_threads": data.draw(st.integers(1, 3)),
+        "num_blocks": 400,
+    }
+    harness = Harness(layer, options)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    grow(harness, data, rng, {i: data.draw(st.integers(1, 700), label="prompt") for i in range(3)})
+    length = harness.lengths[0]
+    kept, shared = data.draw(st.integers(0, harness.lengths[1])), data.draw(st.integers(0, length))
+    controls = [(RELEASE, 2, 0, 0), (TRUNCATE, 1, 0, kept), (FORK, 3, 0, shared)]
+    harness.lengths = {0: length, 1: kept, 3: shared}
+    grow(harness, data, rng, {i: data.draw(st.integers(1, 40), label="rows") for i in (4, 3, 1, 0)}, controls)
+
+
+def grow(
+    harness: Harness, data: st.DataObject, rng: np.random.Generator, num_rows: dict[int, int], controls: list = ()
+) -> None:
+    """Some sequences grow; each that attends must agree with the oracle."""
+    rows = {i: random_rows(rng, harness.layer, count) for i, count in num_rows.items()}
+    append_only = tuple(i for i in rows if data.draw(st.booleans(), label="append only"))
+    tolerance = max(TOLERANCE[harness.model_dtype], TOLERANCE[harness.kv_dtype])
+    for i, output in harness.step(rows, append_only, controls).items():
+        last = slice(-min(len(output), 4), None)
+        error = relative_error(output[last], harness.expected(i, rows[i].q[last]))
+        assert error <= tolerance, f"sequence {i} of {harness.lengths[i]} tokens: {error:.2e}"
