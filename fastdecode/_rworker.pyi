@@ -18,6 +18,21 @@ def block_bytes(
 def read_peak(num_threads: int, num_bytes: int, repeats: int) -> float:
     """Read bandwidth in GB/s (1e9 bytes): the median over ``repeats`` passes through a buffer of ``num_bytes``."""
 
+class Peaks:
+    """What this machine gives, for as many threads as an R-worker has: the ceilings its figures are read against."""
+
+    def __init__(self, *, num_threads: int, num_bytes: int, cores: list[int] = ..., isa: str = "auto") -> None:
+        """Start the threads and fill a buffer of ``num_bytes`` (at least 1 MB per thread).
+
+        ``cores`` and ``isa`` as in :class:`RWorker`.
+        """
+
+    def read(self) -> float:
+        """Read bandwidth in GB/s (1e9 bytes) of one pass through the buffer, with the best instruction set there is."""
+
+    def multiply_add(self, *, integer: bool) -> float:
+        """1e9 multiply-adds per second with ``isa``, of all threads: float32 ones, or of 16-bit integers."""
+
 class RWorker:
     """A KV cache with the threads that attend to it; called from one thread.
 
