@@ -19,7 +19,7 @@ def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
     for label, points in roofline_lines(rows).items():
         contexts = sorted(points)
         axes.plot(contexts, [points[context] for context in contexts], marker="o", label=label)
@@ -30,7 +30,7 @@ def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
     axes.set_ylim(bottom=0.0)
     axes.set_xlabel("context length, tokens")
     axes.set_ylabel("fraction of roofline")
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)
 

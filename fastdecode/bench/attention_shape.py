@@ -19,8 +19,8 @@ BLOCK_SIZE = 64
 MAX_HEAD_DIM = 512
 """The R-worker's limit."""
 
-MAX_DRAWN = 1 << 20
-"""Sequences that a batch size of auto may come to."""
+MAX_BATCH_SIZE = 1 << 20
+"""More is a slip of the finger; a batch size of auto stops here."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class AttentionShape:
         for name in ("num_heads", "num_kv_heads", "head_dim", "q_len", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, not {self.batch_size}")
+        if self.batch_size is not None and not 1 <= self.batch_size <= MAX_BATCH_SIZE:
+            raise ConfigError(f"batch_size must be 1 to {MAX_BATCH_SIZE}, not {self.batch_size}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim > MAX_HEAD_DIM:
@@ -107,7 +107,7 @@ class AttentionShape:
         if self.batch_size is not None:
             return rng.integers(low, high + 1, self.batch_size)
         wanted = -(-cache_bytes // self.layout.kv_bytes_per_token)
-        drawn = rng.integers(low, high + 1, min(-(-wanted // low), MAX_DRAWN))
+        drawn = rng.integers(low, high + 1, min(-(-wanted // low), MAX_BATCH_SIZE))
         return drawn[: int(np.searchsorted(np.cumsum(drawn), wanted)) + 1]
 
     def tokens_needed(self, lengths: np.ndarray) -> int:
