@@ -60,6 +60,10 @@ void bind_tables(py::class_<PyRWorker>& cls) {
         "block_table", [](const PyRWorker& self, std::int64_t id) { return self.worker().cache().sequence(id).blocks; },
         py::arg("sequence_id"));
     cls.def("sequence_ids", [](const PyRWorker& self) { return self.worker().cache().sequence_ids(); });
+    cls.def("export", &PyRWorker::export_sequence, py::arg("sequence_id"));
+    cls.def("import_", &PyRWorker::import_sequence, py::arg("sequence_id"), py::arg("num_tokens"),
+            py::arg("data").noconvert());
+    cls.def("statistics", &PyRWorker::statistics);
     cls.def("read_tokens", &PyRWorker::read_tokens, py::arg("sequence_id"), py::arg("layer"));
 }
 

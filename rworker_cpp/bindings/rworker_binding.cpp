@@ -154,6 +154,41 @@ py::tuple PyRWorker::read_tokens(std::int64_t sequence_id, std::int64_t layer) c
     return py::make_tuple(keys, values);
 }
 
+py::array_t<std::uint8_t> PyRWorker::export_sequence(std::int64_t sequence_id) const {
+    const rworker::Worker& open = worker();
+    py::array_t<std::uint8_t> data(open.export_bytes(sequence_id));
+    std::uint8_t* out = data.mutable_data();
+    {
+        py::gil_scoped_release unlocked;
+        open.export_sequence(sequence_id, out);
+    }
+    return data;
+}
+
+void PyRWorker::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, const py::array& data) {
+    const bool contiguous = (data.flags() & py::array::c_style) != 0;
+    if (!py::isinstance<py::array_t<std::uint8_t>>(data) || data.ndim() != 1 || !contiguous)
+        throw Error("data must be a C-contiguous uint8 array of one dimension, not " + describe(data) +
+                    (contiguous ? "" : " with strides"));
+    const std::span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(data.data()), data.size());
+    rworker::Worker& open = worker();
+    py::gil_scoped_release unlocked;
+    open.import_sequence(sequence_id, num_tokens, bytes);
+}
+
+py::dict PyRWorker::statistics() const {
+    const rworker::Statistics found = worker().statistics();
+    py::dict named;
+    named["blocks_used"] = found.blocks_used;
+    named["blocks_free"] = found.blocks_free;
+    named["blocks_shared"] = found.blocks_shared;
+    named["sequences"] = found.sequences;
+    named["tokens"] = found.tokens;
+    named["bytes_read"] = found.bytes_read;
+    named["bytes_committed"] = found.bytes_committed;
+    return named;
+}
+
 void PyRWorker::close() {
     {
         py::gil_scoped_release unlocked;

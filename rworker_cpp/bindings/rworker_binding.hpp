@@ -33,6 +33,9 @@ class PyRWorker {
     py::tuple end_step();
     void abandon_step();
     py::tuple read_tokens(std::int64_t sequence_id, std::int64_t layer) const;
+    py::array_t<std::uint8_t> export_sequence(std::int64_t sequence_id) const;
+    void import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, const py::array& data);
+    py::dict statistics() const;
     void close();
 
     /// Throws Error after close.
