@@ -59,9 +59,8 @@ Peaks::Peaks(int num_threads, std::int64_t num_bytes, std::vector<int> cores, co
       arena_(num_bytes_),
       pool_(num_threads, std::move(cores)) {
     float* data = reinterpret_cast<float*>(arena_.data());
-    seconds_of(pool_, num_bytes_ / kItemBytes, [data](std::int64_t item) {
-        std::fill_n(data + item * kItemFloats, kItemFloats, 1.0f);
-    });
+    seconds_of(pool_, num_bytes_ / kItemBytes,
+               [data](std::int64_t item) { std::fill_n(data + item * kItemFloats, kItemFloats, 1.0f); });
 }
 
 double Peaks::read() {

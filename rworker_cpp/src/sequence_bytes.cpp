@@ -12,8 +12,8 @@ TokenPlace place_of(const HeadView& view, std::int64_t position) {
     const std::int64_t tile = position / kTileTokens, tiles_per_block = std::int64_t(1) << view.log2_tiles_per_block;
     std::uint8_t* block = view.base + view.blocks[tile / tiles_per_block] * view.block_stride_bytes;
     const std::int64_t within = tile % tiles_per_block;
-    return {block + within * view.key_tile_bytes,
-            block + view.values_offset_bytes + within * view.value_tile_bytes, position % kTileTokens};
+    return {block + within * view.key_tile_bytes, block + view.values_offset_bytes + within * view.value_tile_bytes,
+            position % kTileTokens};
 }
 
 void require(bool holds, const std::string& message) {

@@ -13,8 +13,8 @@ struct TokenPlace {
     std::int64_t token;
 };
 
-/// Reads and writes stored bits, dim by dim, without rounding. All that a KV dtype must say to be exported and imported;
-/// one with scales would put a token's own behind its elements.
+/// Reads and writes stored bits, dim by dim, without rounding. All that a KV dtype must say to be exported and
+/// imported; one with scales would put a token's own behind its elements.
 class TokenCodec {
   public:
     TokenCodec(DType dtype, const LayerSpec& layer) : dtype_(dtype), layer_(layer) {}

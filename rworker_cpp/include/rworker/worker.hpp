@@ -105,7 +105,7 @@ class Worker {
     bool in_step_ = false;
     std::vector<MiniBatch> mini_batches_;
     StepReport report_;
-    std::int64_t bytes_read_ = 0;  // by all steps
+    std::int64_t bytes_read_ = 0;                      // by all steps
     std::vector<float> shared_partials_;               // of the running job
     std::vector<std::vector<float>> own_partials_;     // per thread
     std::vector<std::vector<float>> scratch_;          // per thread

@@ -1,6 +1,5 @@
-#include "kernels/multiply_add.hpp"
-
 #include "kernels/lanes_scalar.hpp"
+#include "kernels/multiply_add.hpp"
 
 namespace {
 
