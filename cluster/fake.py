@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastdecode.errors import BackendError
-from fastdecode.types import KVLayout, LayerLayout, RWorkerInfo, StepPlan, StepReport, Verb, WorkerReport
+from fastdecode.rounding import from_wire, to_wire
+from fastdecode.types import WIRE_DTYPE, KVLayout, LayerLayout, RWorkerInfo, StepPlan, StepReport, Verb, WorkerReport
 
 
 @dataclass
@@ -37,12 +38,13 @@ class FakeBackend:
     own_cores: bool = False
     cached: dict[int, _Cached] = field(default_factory=dict)
     steps: list[StepPlan] = field(default_factory=list)
+    _in_step: bool = False
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         """See ``AttentionBackend.open``."""
         if layout.model_dtype != "float32":
             raise BackendError(f"the fake backend computes in float32, not {layout.model_dtype}")
-        self.layers = layout.layers
+        self.layers, self.kv_dtype = layout.layers, layout.kv_dtype
         return [
             RWorkerInfo(f"fake-{index}", self.num_blocks, self.block_size, 1, "numpy", self.own_cores)
             for index in range(self.num_workers)
@@ -51,6 +53,7 @@ class FakeBackend:
     def begin_step(self, plan: StepPlan) -> None:
         """See ``AttentionBackend.begin_step``."""
         self.steps.append(plan)
+        self._in_step = True
         for worker in plan.workers:
             for control in worker.controls:
                 self._apply(
@@ -108,16 +111,52 @@ class FakeBackend:
         """See ``AttentionBackend.end_step``."""
         for span in np.concatenate(self._spans):
             self.cached[int(span["sequence_id"])].num_tokens += int(span["num_rows"])
+        self._in_step = False
         start, end = self._times
         return StepReport(tuple(WorkerReport(start, end, 0.0, 0, self.num_blocks) for _ in range(self.num_workers)))
 
     def abandon_step(self) -> None:
         """See ``AttentionBackend.abandon_step``."""
         self.cached = {i: sequence for i, sequence in self.cached.items() if sequence.num_tokens}
+        self._in_step = False
+
+    def export(self, worker: int, sequence_id: int) -> np.ndarray:
+        """See ``AttentionBackend.export``."""
+        self._check_between_steps(worker, "export")
+        if sequence_id not in self.cached:
+            raise BackendError(f"export: sequence {sequence_id} is unknown")
+        cached = self.cached[sequence_id]
+        return np.concatenate(
+            [
+                _token_bytes(cached.keys[layer], cached.values[layer], cached.num_tokens, self.kv_dtype)
+                for layer in range(len(self.layers))
+            ]
+        )
+
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+        """See ``AttentionBackend.import_``."""
+        self._check_between_steps(worker, "import")
+        if sequence_id in self.cached:
+            raise BackendError(f"import: sequence {sequence_id} exists already")
+        item = WIRE_DTYPE[self.kv_dtype].itemsize
+        sizes = [num_tokens * layer.kv_elements_per_token * item for layer in self.layers]
+        if num_tokens < 0 or data.dtype != np.uint8 or data.shape != (sum(sizes),):
+            raise BackendError(f"import: {num_tokens} tokens take uint8 ({sum(sizes)},), not {data.dtype} {data.shape}")
+        parts = [
+            _from_token_bytes(part, layer, num_tokens, self.kv_dtype)
+            for part, layer in zip(np.split(data, np.cumsum(sizes)[:-1]), self.layers, strict=True)
+        ]
+        self.cached[sequence_id] = _Cached(num_tokens, [keys for keys, _ in parts], [values for _, values in parts])
 
     def close(self) -> None:
         """See ``AttentionBackend.close``."""
         self.cached.clear()
+
+    def _check_between_steps(self, worker: int, what: str) -> None:
+        if self._in_step:
+            raise BackendError(f"{what}: a step is open")
+        if not 0 <= worker < self.num_workers:
+            raise BackendError(f"{what}: there is no R-worker {worker}; there are {self.num_workers}")
 
     def _apply(self, verb: int, sequence_id: int, source_id: int, num_tokens: int) -> None:
         if verb == Verb.FORK:
@@ -147,3 +186,22 @@ def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: in
     weights = np.exp(scores - top)
     weights /= weights.sum(axis=1, keepdims=True) + np.exp(sinks - top)
     return np.einsum("ht,thd->hd", weights, seen_values).astype(np.float32)
+
+
+def _token_bytes(keys: np.ndarray, values: np.ndarray, num_tokens: int, kv_dtype: str) -> np.ndarray:
+    """One layer's part of an export."""
+    flat = [part[:num_tokens].reshape(num_tokens, part.shape[1] * part.shape[2]) for part in (keys, values)]
+    rows = np.concatenate(flat, axis=1)
+    return to_wire(rows, kv_dtype).view(np.uint8).reshape(-1)
+
+
+def _from_token_bytes(
+    data: np.ndarray, layer: LayerLayout, num_tokens: int, kv_dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of one layer's part of an export."""
+    rows = from_wire(data.copy().view(WIRE_DTYPE[kv_dtype]), kv_dtype).reshape(num_tokens, layer.kv_elements_per_token)
+    keys, values = np.split(rows, [layer.num_kv_heads * layer.key_head_dim], axis=1)
+    return (
+        keys.reshape(num_tokens, layer.num_kv_heads, layer.key_head_dim),
+        values.reshape(num_tokens, layer.num_kv_heads, layer.value_head_dim),
+    )

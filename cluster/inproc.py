@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,6 +127,16 @@ class InprocBackend:
             self._in_step.discard(index)
             self.workers[index].abandon_step()
 
+    def export(self, worker: int, sequence_id: int) -> np.ndarray:
+        """See ``AttentionBackend.export``."""
+        with self._refusals(worker, "export"):
+            return self.workers[worker].export(sequence_id)
+
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+        """See ``AttentionBackend.import_``."""
+        with self._refusals(worker, "import"):
+            self.workers[worker].import_(sequence_id, num_tokens, data)
+
     def close(self) -> None:
         """See ``AttentionBackend.close``."""
         for worker in self.workers:
@@ -137,6 +148,16 @@ class InprocBackend:
     def blocks_used(self) -> int:
         """Referenced blocks over all workers."""
         return sum(worker.blocks_used for worker in self.workers)
+
+    @contextmanager
+    def _refusals(self, worker: int, what: str) -> Iterator[None]:
+        """Say as a BackendError which worker refused what."""
+        if not 0 <= worker < len(self.workers):
+            raise BackendError(f"{what}: there is no R-worker {worker}; there are {len(self.workers)}")
+        try:
+            yield
+        except (ValueError, KeyError) as error:
+            raise BackendError(f"R-worker inproc-{worker} refused to {what} a sequence: {error.args[0]}") from error
 
     def _open_worker(self, layout: KVLayout, index: int, num_blocks: int) -> _rworker.RWorker:
         cores, threads = self.settings.cores, self.settings.num_threads

@@ -18,6 +18,21 @@ def block_bytes(
 def read_peak(num_threads: int, num_bytes: int, repeats: int) -> float:
     """Read bandwidth in GB/s (1e9 bytes): the median over ``repeats`` passes through a buffer of ``num_bytes``."""
 
+class Peaks:
+    """What this machine gives, for as many threads as an R-worker has: the ceilings its figures are read against."""
+
+    def __init__(self, *, num_threads: int, num_bytes: int, cores: list[int] = ..., isa: str = "auto") -> None:
+        """Start the threads and fill a buffer of ``num_bytes`` (at least 1 MB per thread).
+
+        ``cores`` and ``isa`` as in :class:`RWorker`.
+        """
+
+    def read(self) -> float:
+        """Read bandwidth in GB/s (1e9 bytes) of one pass through the buffer, with the best instruction set there is."""
+
+    def multiply_add(self, *, integer: bool) -> float:
+        """1e9 multiply-adds per second with ``isa``, of all threads: float32 ones, or of 16-bit integers."""
+
 class RWorker:
     """A KV cache with the threads that attend to it; called from one thread.
 
@@ -108,6 +123,26 @@ class RWorker:
 
     def read_tokens(self, sequence_id: int, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Cached keys [length, num_kv_heads, Dk] and values [length, num_kv_heads, Dv], dequantised, for oracles."""
+
+    def export(self, sequence_id: int) -> npt.NDArray[np.uint8]:
+        """The committed tokens of a sequence as bytes, uint8 [bytes]: what ``import_`` takes.
+
+        For each layer, for each token, keys [num_kv_heads, Dk] and then values [num_kv_heads, Dv], the stored bits of
+        the KV dtype: the same for every block size and instruction set. ValueError while a step is open.
+        """
+
+    def import_(self, sequence_id: int, num_tokens: int, data: npt.NDArray[np.uint8]) -> None:
+        """A new sequence of ``num_tokens`` committed tokens from ``data``, exported by a worker of the same layers and
+        KV dtype; bit for bit the one that was exported.
+
+        ``data``: uint8 [bytes], C-contiguous. ValueError for an id that exists, too few free blocks, a length that is
+        not that of ``num_tokens``, another kind of array, or while a step is open.
+        """
+
+    def statistics(self) -> dict[str, int]:
+        """``blocks_used``, ``blocks_free``, ``blocks_shared`` (by several sequences), ``sequences``, ``tokens``
+        (committed, those of shared blocks once per sequence), ``bytes_read`` (keys and values, by all steps so far) and
+        ``bytes_committed`` (of blocks ever used, the memory that the cache may hold)."""
 
     def close(self) -> None:
         """Wait for what runs and free everything; may be called twice."""

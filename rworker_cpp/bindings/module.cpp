@@ -1,7 +1,7 @@
 #include <pybind11/stl.h>
 
 #include "rworker/kernel_choice.hpp"
-#include "rworker/read_peak.hpp"
+#include "rworker/peaks.hpp"
 #include "rworker_binding.hpp"
 
 namespace py = pybind11;
@@ -60,7 +60,27 @@ void bind_tables(py::class_<PyRWorker>& cls) {
         "block_table", [](const PyRWorker& self, std::int64_t id) { return self.worker().cache().sequence(id).blocks; },
         py::arg("sequence_id"));
     cls.def("sequence_ids", [](const PyRWorker& self) { return self.worker().cache().sequence_ids(); });
+    cls.def("export", &PyRWorker::export_sequence, py::arg("sequence_id"));
+    cls.def("import_", &PyRWorker::import_sequence, py::arg("sequence_id"), py::arg("num_tokens"),
+            py::arg("data").noconvert());
+    cls.def("statistics", &PyRWorker::statistics);
     cls.def("read_tokens", &PyRWorker::read_tokens, py::arg("sequence_id"), py::arg("layer"));
+}
+
+void bind_peaks(py::module_& module) {
+    module.def("read_peak", &rworker::read_peak, py::arg("num_threads"), py::arg("num_bytes"), py::arg("repeats"),
+               py::call_guard<py::gil_scoped_release>());
+    py::class_<rworker::Peaks> cls(module, "Peaks");
+    cls.def(py::init<int, std::int64_t, std::vector<int>, const std::string&>(), py::kw_only(), py::arg("num_threads"),
+            py::arg("num_bytes"), py::arg("cores") = std::vector<int>{}, py::arg("isa") = "auto");
+    cls.def("read", &rworker::Peaks::read, py::call_guard<py::gil_scoped_release>());
+    cls.def(
+        "multiply_add",
+        [](rworker::Peaks& self, bool integer) {
+            const py::gil_scoped_release unlocked;
+            return self.multiply_add(rworker::MultiplyAddKind(int(integer)));
+        },
+        py::kw_only(), py::arg("integer"));
 }
 
 }  // namespace
@@ -68,8 +88,7 @@ void bind_tables(py::class_<PyRWorker>& cls) {
 PYBIND11_MODULE(_rworker, module) {
     register_errors();
     module.def("supported_isas", &supported_isas);
-    module.def("read_peak", &rworker::read_peak, py::arg("num_threads"), py::arg("num_bytes"), py::arg("repeats"),
-               py::call_guard<py::gil_scoped_release>());
+    bind_peaks(module);
     module.def("block_bytes", &PyRWorker::block_bytes, py::arg("layers"), py::arg("kv_dtype"), py::arg("block_size"));
     py::class_<PyRWorker> cls(module, "RWorker");
     cls.def(py::init<const py::list&, const std::string&, const std::string&, std::int64_t, std::int64_t, int,

@@ -31,19 +31,22 @@ std::vector<LayerSpec> parse_layers(const py::list& layers) {
     return specs;
 }
 
+std::string describe(const py::array& array) {
+    return py::str(array.dtype()).cast<std::string>() + py::str(array.attr("shape")).cast<std::string>();
+}
+
 /// The four columns of a control or span table, row by row.
 template <class Record, class Make>
-std::vector<Record> parse_table(const Int64Array& table, const std::string& name, Make make) {
-    if (table.ndim() != 2 || table.shape(1) != 4) throw Error(name + " must have shape [n, 4]");
+std::vector<Record> parse_table(const py::array& table, const std::string& name, Make make) {
+    const bool contiguous = (table.flags() & py::array::c_style) != 0;
+    if (!py::isinstance<py::array_t<std::int64_t>>(table) || table.ndim() != 2 || table.shape(1) != 4 || !contiguous)
+        throw Error(name + " must be a C-contiguous int64 array of shape (n, 4), not " + describe(table) +
+                    (contiguous ? "" : " with strides"));
     std::vector<Record> records;
-    const auto rows = table.unchecked<2>();
+    const auto rows = table.unchecked<std::int64_t, 2>();
     for (py::ssize_t i = 0; i < rows.shape(0); ++i)
         records.push_back(make(rows(i, 0), rows(i, 1), rows(i, 2), rows(i, 3)));
     return records;
-}
-
-std::string describe(const py::array& array) {
-    return py::str(array.dtype()).cast<std::string>() + py::str(array.attr("shape")).cast<std::string>();
 }
 
 }  // namespace
@@ -71,7 +74,7 @@ rworker::Worker& PyRWorker::worker() const {
     return *worker_;
 }
 
-void PyRWorker::begin_step(const Int64Array& controls, const std::vector<Int64Array>& mini_batches) {
+void PyRWorker::begin_step(const py::array& controls, const std::vector<py::array>& mini_batches) {
     const auto control_rows = parse_table<Control>(
         controls, "controls",
         [](auto verb, auto id, auto source, auto tokens) { return Control{rworker::Verb(verb), id, source, tokens}; });
@@ -152,6 +155,41 @@ py::tuple PyRWorker::read_tokens(std::int64_t sequence_id, std::int64_t layer) c
     py::array_t<float> values({length, spec.num_kv_heads, spec.value_dim});
     cache.read_tokens(sequence_id, layer, keys.mutable_data(), values.mutable_data());
     return py::make_tuple(keys, values);
+}
+
+py::array_t<std::uint8_t> PyRWorker::export_sequence(std::int64_t sequence_id) const {
+    const rworker::Worker& open = worker();
+    py::array_t<std::uint8_t> data(open.export_bytes(sequence_id));
+    std::uint8_t* out = data.mutable_data();
+    {
+        py::gil_scoped_release unlocked;
+        open.export_sequence(sequence_id, out);
+    }
+    return data;
+}
+
+void PyRWorker::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, const py::array& data) {
+    const bool contiguous = (data.flags() & py::array::c_style) != 0;
+    if (!py::isinstance<py::array_t<std::uint8_t>>(data) || data.ndim() != 1 || !contiguous)
+        throw Error("data must be a C-contiguous uint8 array of one dimension, not " + describe(data) +
+                    (contiguous ? "" : " with strides"));
+    const std::span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(data.data()), data.size());
+    rworker::Worker& open = worker();
+    py::gil_scoped_release unlocked;
+    open.import_sequence(sequence_id, num_tokens, bytes);
+}
+
+py::dict PyRWorker::statistics() const {
+    const rworker::Statistics found = worker().statistics();
+    py::dict named;
+    named["blocks_used"] = found.blocks_used;
+    named["blocks_free"] = found.blocks_free;
+    named["blocks_shared"] = found.blocks_shared;
+    named["sequences"] = found.sequences;
+    named["tokens"] = found.tokens;
+    named["bytes_read"] = found.bytes_read;
+    named["bytes_committed"] = found.bytes_committed;
+    return named;
 }
 
 void PyRWorker::close() {

@@ -15,8 +15,6 @@ namespace rworker_binding {
 
 namespace py = pybind11;
 
-using Int64Array = py::array_t<std::int64_t, py::array::c_style>;
-
 class PyRWorker {
   public:
     PyRWorker(const py::list& layers, const std::string& model_dtype, const std::string& kv_dtype,
@@ -26,13 +24,16 @@ class PyRWorker {
 
     static std::int64_t block_bytes(const py::list& layers, const std::string& kv_dtype, std::int64_t block_size);
 
-    void begin_step(const Int64Array& controls, const std::vector<Int64Array>& mini_batches);
+    void begin_step(const py::array& controls, const std::vector<py::array>& mini_batches);
     void submit(std::int64_t mini_batch, std::int64_t layer, py::array q, py::array k, py::array v, py::array out);
     bool ready(std::int64_t mini_batch) const { return worker().ready(mini_batch); }
     void wait(std::int64_t mini_batch);
     py::tuple end_step();
     void abandon_step();
     py::tuple read_tokens(std::int64_t sequence_id, std::int64_t layer) const;
+    py::array_t<std::uint8_t> export_sequence(std::int64_t sequence_id) const;
+    void import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, const py::array& data);
+    py::dict statistics() const;
     void close();
 
     /// Throws Error after close.

@@ -1,5 +1,6 @@
 #include "rworker/block_pool.hpp"
 
+#include <algorithm>
 #include <string>
 
 #include "rworker/types.hpp"
@@ -17,8 +18,13 @@ std::int32_t BlockPool::take() {
     const std::int32_t block = free_.back();
     free_.pop_back();
     references_[block] = 1;
+    num_touched_ = std::max<std::int64_t>(num_touched_, block + 1);
     log_.push_back({Change::taken, block});
     return block;
+}
+
+std::int64_t BlockPool::num_shared() const {
+    return std::count_if(references_.begin(), references_.end(), [](std::int32_t count) { return count > 1; });
 }
 
 void BlockPool::add_reference(std::int32_t block) {

@@ -173,6 +173,7 @@ void Worker::finish(std::int64_t mini_batch) {
     report_.busy_start[cell] = job.start_seconds;
     report_.busy_end[cell] = job.end_seconds;
     report_.bytes_read += job.list().bytes_read;
+    bytes_read_ += job.list().bytes_read;
 }
 
 void Worker::check_all_done() const {
@@ -202,6 +203,35 @@ void Worker::abandon_step() {
         if (mini_batches_[i].outstanding) jobs_[i]->wait();
     cache_.abandon_step();
     in_step_ = false;
+}
+
+std::int64_t Worker::export_bytes(std::int64_t sequence_id) const {
+    require(!in_step_, "export: a step is open; end_step or abandon_step comes first");
+    return cache_.sequence_bytes(cache_.sequence(sequence_id).length);
+}
+
+void Worker::export_sequence(std::int64_t sequence_id, std::uint8_t* out) const {
+    export_bytes(sequence_id);
+    cache_.export_sequence(sequence_id, out);
+}
+
+void Worker::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, std::span<const std::uint8_t> data) {
+    require(!in_step_, "import: a step is open; end_step or abandon_step comes first");
+    cache_.import_sequence(sequence_id, num_tokens, data);
+}
+
+Statistics Worker::statistics() const {
+    const BlockPool& pool = cache_.pool();
+    std::int64_t tokens = 0;
+    const std::vector<std::int64_t> ids = cache_.sequence_ids();
+    for (const std::int64_t id : ids) tokens += cache_.sequence(id).length;
+    return {pool.num_blocks() - pool.num_free(),
+            pool.num_free(),
+            pool.num_shared(),
+            std::int64_t(ids.size()),
+            tokens,
+            bytes_read_,
+            pool.num_touched() * cache_.block_bytes()};
 }
 
 }  // namespace rworker

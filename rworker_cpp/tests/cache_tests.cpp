@@ -57,10 +57,33 @@ void test_abandon_returns_blocks() {
     CHECK_THROWS(cache.sequence(3), UnknownSequence);
 }
 
+void test_export_and_import() {
+    const std::vector<LayerSpec> layers{{2, 1, 7, 8, 1.0f, 0, 0.0f, {}}, {2, 2, 24, 5, 1.0f, 0, 0.0f, {}}};
+    KVCache small(layers, DType::bfloat16, 16, 8), large(layers, DType::bfloat16, 64, 2);
+    std::vector<std::uint8_t> data(small.sequence_bytes(40));
+    CHECK(data.size() == 40 * 2 * (1 * (7 + 8) + 2 * (24 + 5)));
+    for (std::size_t i = 0; i < data.size(); ++i) data[i] = std::uint8_t(i * 7 + i / 256);
+    small.import_sequence(1, 40, data);
+    CHECK(small.pool().num_free() == 5 && small.sequence(1).length == 40);
+    std::vector<std::uint8_t> there(data.size()), back(data.size());
+    small.export_sequence(1, there.data());
+    large.import_sequence(1, 40, there);
+    large.export_sequence(1, back.data());
+    CHECK(there == data && back == data);
+    CHECK_THROWS(large.import_sequence(1, 40, data), Error);
+    CHECK_THROWS(large.import_sequence(2, 39, data), Error);
+    CHECK_THROWS(large.import_sequence(2, 100, data), Error);
+    CHECK_THROWS(large.export_sequence(2, back.data()), UnknownSequence);
+    CHECK(large.pool().num_free() == 1 && large.sequence_ids() == std::vector<std::int64_t>{1});
+    step(small, {{Verb::fork, 2, 1, 40}}, {{2, 40, 8, true}});
+    CHECK(small.pool().num_shared() == 2 && small.pool().num_touched() == 4);
+}
+
 }  // namespace
 
 void run_cache_tests() {
     test_fork_shares_full_blocks();
     test_errors_change_nothing();
     test_abandon_returns_blocks();
+    test_export_and_import();
 }

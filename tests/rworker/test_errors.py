@@ -43,6 +43,13 @@ BAD_PLANS = {
     "fork negative": ([(FORK, 2, 1, -1)], [], ValueError, "num_tokens is -1"),
     "truncate unknown": ([(TRUNCATE, 9, 0, 0)], [], KeyError, "sequence 9 is unknown"),
     "truncate too long": ([(TRUNCATE, 1, 0, 21)], [], ValueError, "holds 20 tokens"),
+    "truncate negative": ([(TRUNCATE, 1, 0, -1)], [], ValueError, "num_tokens is -1, but sequence 1 holds 20 tokens"),
+    "release unknown": ([(RELEASE, 9, 0, 0)], [], KeyError, "sequence 9 is unknown"),
+    "fork of a released one": ([(RELEASE, 1, 0, 0), (FORK, 2, 1, 5)], [], KeyError, "sequence 1 is unknown"),
+    "rows of a released one": ([(RELEASE, 1, 0, 0)], [(1, 20, 1, 1)], KeyError, "unknown sequence with context_len 20"),
+    "forks out of blocks": ([(FORK, 2 + i, 1, 20) for i in range(7)], [], ValueError, "more than the 8 blocks"),
+    "negative rows": ([], [(1, 20, -3, 1)], ValueError, "num_rows is -3; it must be at least 1"),
+    "negative context": ([], [(2, -1, 3, 1)], KeyError, "unknown sequence with context_len -1"),
     "double release": ([(RELEASE, 1, 0, 0), (RELEASE, 1, 0, 0)], [], KeyError, "sequence 1 is unknown"),
     "unknown verb": ([(3, 1, 0, 0)], [], ValueError, "verb 3"),
     "unknown sequence": ([], [(9, 5, 1, 1)], KeyError, "unknown sequence with context_len 5"),
@@ -82,6 +89,7 @@ def test_bad_plans_change_nothing(worker: _rworker.RWorker, name: str) -> None:
         lambda a: a[..., :-1],
         lambda a: np.concatenate([a, a], axis=-1)[..., ::2],
         lambda a: np.asfortranarray(a),
+        lambda a: np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1).reshape(a.shape),
         lambda a: a.reshape(len(a), -1),
     ],
 )
@@ -92,6 +100,40 @@ def test_bad_arrays(worker: _rworker.RWorker, argument: str, spoil: Callable[[np
     submit(worker, 3)
     worker.wait(0)
     worker.end_step()
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda a: a.astype(np.int32),
+    lambda a: a.view(np.uint64),
+    lambda a: a[:, :3].copy(),
+    lambda a: a.reshape(-1),
+    lambda a: np.repeat(a, 2, axis=1)[:, ::2],
+])  # fmt: skip
+def test_bad_tables(worker: _rworker.RWorker, spoil: Callable[[np.ndarray], np.ndarray]) -> None:
+    good, before = table([(1, 20, 1, 1), (2, 0, 1, 1)]), worker.statistics()
+    with pytest.raises(ValueError, match=r"^controls must be a C-contiguous int64 array of shape \(n, 4\), not "):
+        worker.begin_step(spoil(good), [])
+    with pytest.raises(ValueError, match=r"^mini_batches\[1\] must be a C-contiguous int64 array of shape \(n, 4\)"):
+        worker.begin_step(table([]), [table([]), spoil(good)])
+    assert worker.statistics() == before
+
+
+def test_double_release_in_two_steps(worker: _rworker.RWorker) -> None:
+    worker.begin_step(table([(RELEASE, 1, 0, 0)]), [])
+    worker.end_step()
+    before = worker.statistics()
+    with pytest.raises(KeyError, match="sequence 1 is unknown; it was never opened or is released"):
+        worker.begin_step(table([(RELEASE, 1, 0, 0)]), [])
+    assert worker.statistics() == before and before["blocks_free"] == 8
+
+
+def test_unknown_sequences_and_layers_are_named(worker: _rworker.RWorker) -> None:
+    for call in (worker.sequence_length, worker.block_table, worker.export, lambda i: worker.read_tokens(i, 0)):
+        with pytest.raises(KeyError, match="sequence 9 is unknown"):
+            call(9)
+    for layer in (-1, 1):
+        with pytest.raises(ValueError, match=f"layer is {layer}; there are 1"):
+            worker.read_tokens(1, layer)
 
 
 def test_read_only_out(worker: _rworker.RWorker) -> None:

@@ -16,6 +16,9 @@ class BlockPool {
     std::int64_t num_blocks() const { return std::int64_t(references_.size()); }
     std::int64_t num_free() const { return std::int64_t(free_.size()); }
     bool shared(std::int32_t block) const { return references_[block] > 1; }
+    std::int64_t num_shared() const;
+    /// Blocks that were ever handed out, and so may be resident.
+    std::int64_t num_touched() const { return num_touched_; }
 
     /// A block with one reference; throws Error when none is free.
     std::int32_t take();
@@ -37,6 +40,7 @@ class BlockPool {
     std::vector<std::int32_t> references_;
     std::vector<std::int32_t> free_;  // a stack
     std::vector<Entry> log_;
+    std::int64_t num_touched_ = 0;
 };
 
 }  // namespace rworker

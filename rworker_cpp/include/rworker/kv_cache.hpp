@@ -53,7 +53,17 @@ class KVCache {
     /// All committed tokens of a sequence in one layer, dequantised: [length, num_kv_heads, key_dim or value_dim].
     void read_tokens(std::int64_t sequence_id, std::int64_t layer, float* keys, float* values) const;
 
+    /// Bytes that `export_sequence` writes of a sequence of that length: for each layer, for each token, keys
+    /// [num_kv_heads, key_dim] and then values [num_kv_heads, value_dim], as stored (see TokenCodec).
+    std::int64_t sequence_bytes(std::int64_t num_tokens) const;
+    /// The committed tokens of a sequence.
+    void export_sequence(std::int64_t sequence_id, std::uint8_t* out) const;
+    /// A new sequence from what a cache of the same layers and dtype exported. On an error nothing has changed.
+    void import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, std::span<const std::uint8_t> data);
+
   private:
+    void check_import(std::int64_t sequence_id, std::int64_t num_tokens, std::int64_t num_bytes) const;
+    void clear_block(std::int32_t block) const;
     void apply(const Control& control);
     void fork(const Control& control);
     void truncate(const Control& control);

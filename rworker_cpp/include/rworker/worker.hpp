@@ -39,6 +39,13 @@ struct StepReport {
     std::int64_t bytes_read, blocks_free;
 };
 
+/// What the cache holds and what was done so far; `tokens` counts those of shared blocks once per sequence.
+struct Statistics {
+    std::int64_t blocks_used, blocks_free, blocks_shared, sequences, tokens;
+    std::int64_t bytes_read;       // of keys and values, by all steps
+    std::int64_t bytes_committed;  // of blocks that were ever used: memory the cache may hold
+};
+
 class AttentionJob;
 
 /// Called from one thread. Every error is an Error that leaves the worker as it was.
@@ -69,6 +76,12 @@ class Worker {
     void abandon_step();
     bool in_step() const { return in_step_; }
 
+    /// The committed tokens as bytes, and back; see KVCache. Throw Error while a step is open.
+    std::int64_t export_bytes(std::int64_t sequence_id) const;
+    void export_sequence(std::int64_t sequence_id, std::uint8_t* out) const;
+    void import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, std::span<const std::uint8_t> data);
+    Statistics statistics() const;
+
   private:
     struct MiniBatch {
         RowCount rows;
@@ -92,6 +105,7 @@ class Worker {
     bool in_step_ = false;
     std::vector<MiniBatch> mini_batches_;
     StepReport report_;
+    std::int64_t bytes_read_ = 0;                      // by all steps
     std::vector<float> shared_partials_;               // of the running job
     std::vector<std::vector<float>> own_partials_;     // per thread
     std::vector<std::vector<float>> scratch_;          // per thread

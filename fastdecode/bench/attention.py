@@ -1,0 +1,105 @@
+"""R-worker attention beside the machine's own peaks, measured in turns because a shared machine drifts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.bench.attention_cache import FilledCache, check_memory
+from fastdecode.bench.attention_shape import AttentionShape
+from fastdecode.bench.roofline import Roofline
+from fastdecode.machine import usable_cores
+
+
+class AttentionBench:
+    """Measures shapes, one row each. ``cache_bytes``: of the buffer whose reading is the read peak, and of the keys and
+    values where a batch size is chosen; well above the last-level cache. ``repeats``: calls per shape."""
+
+    def __init__(self, cache_bytes: int, repeats: int, seed: int) -> None:
+        self.cache_bytes, self.repeats, self.seed = cache_bytes, repeats, seed
+        self._peaks: _rworker.Peaks | None = None
+        self._peaks_of: tuple[int, str] | None = None
+
+    def check(self, shape: AttentionShape) -> None:
+        """CapacityError where memory is too small for ``shape``."""
+        check_memory(shape, shape.lengths(self.cache_bytes, self.seed), self.cache_bytes)
+
+    def measure(self, shape: AttentionShape) -> dict[str, Any]:
+        """One row, its keys those of ``bench attention``'s JSON. One call before the measured ones warms up."""
+        lengths = shape.lengths(self.cache_bytes, self.seed)
+        peaks = self._peaks_for(shape)
+        cache = FilledCache(shape, lengths, self.seed)
+        try:
+            cache.call()
+            samples = Samples(peaks, cache, shape.kv_cache_dtype.startswith("int"), self.repeats)
+            error = cache.commit_and_check()
+            isa = cache.worker.isa
+        finally:
+            cache.close()
+        return _row(shape, lengths, isa, samples, error)
+
+    def _peaks_for(self, shape: AttentionShape) -> _rworker.Peaks:
+        """The last ones where they fit: they hold memory, so there is one at a time."""
+        if self._peaks is None or self._peaks_of != (shape.threads, shape.isa):
+            self._peaks = None
+            cores = usable_cores()[: shape.threads]
+            self._peaks = _rworker.Peaks(
+                num_threads=shape.threads, num_bytes=self.cache_bytes, cores=cores, isa=shape.isa
+            )
+            self._peaks_of = (shape.threads, shape.isa)
+        return self._peaks
+
+
+class Samples:
+    """read, multiply-add, call, read, multiply-add, call, …, read: what each took."""
+
+    def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, integer: bool, repeats: int) -> None:
+        rounds = []
+        for _ in range(repeats):
+            rounds.append((peaks.read(), peaks.multiply_add(integer=integer), *cache.call()))
+        columns = np.array(rounds).T
+        self.read, self.mac, self.plan_seconds, self.seconds = columns
+        self.read = np.append(self.read, peaks.read())
+
+
+def _row(shape: AttentionShape, lengths: np.ndarray, isa: str, samples: Samples, error: float) -> dict[str, Any]:
+    token_bytes = shape.layout.kv_bytes_per_token
+    kv_bytes = shape.tokens_needed(lengths) * token_bytes
+    elements = int(lengths.sum()) * shape.layout.layers[0].kv_elements_per_token
+    seconds = float(np.median(samples.seconds))
+    read_peak, mac_peak = float(np.median(samples.read)), float(np.median(samples.mac))
+    roofline = Roofline(kv_bytes, elements * shape.group * shape.q_len, read_peak, mac_peak)
+    rate = kv_bytes / seconds / 1e9
+    return {
+        "isa": isa,
+        "kv_cache_dtype": shape.kv_cache_dtype,
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "context_len": shape.context_len.label,
+        "batch_size": len(lengths),
+        "q_len": shape.q_len,
+        "threads": shape.threads,
+        "seconds_p50": seconds,
+        "kv_gb_per_s": rate,
+        "read_peak_gb_per_s": read_peak,
+        "mac_peak_g_per_s": mac_peak,
+        "fraction_of_read_peak": rate / read_peak,
+        "fraction_of_roofline": rate / roofline.gb_per_s,
+        "max_relative_error": error,
+        "shared_prefix_len": shape.shared_prefix_len,
+        "model_dtype": shape.model_dtype,
+        "kv_bytes": kv_bytes,
+        "roofline_gb_per_s": roofline.gb_per_s,
+        "cached_tokens_per_second": int(lengths.sum()) / seconds,
+        "seconds_p10": float(np.quantile(samples.seconds, 0.1)),
+        "seconds_p90": float(np.quantile(samples.seconds, 0.9)),
+        "plan_seconds_p50": float(np.median(samples.plan_seconds)),
+        "read_peak_gb_per_s_min": float(samples.read.min()),
+        "read_peak_gb_per_s_max": float(samples.read.max()),
+        "mac_peak_g_per_s_min": float(samples.mac.min()),
+        "mac_peak_g_per_s_max": float(samples.mac.max()),
+        "repeats": len(samples.seconds),
+    }

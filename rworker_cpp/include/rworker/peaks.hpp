@@ -1,0 +1,35 @@
+// What the machine gives: the ceilings every attention figure is read against.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "rworker/arena.hpp"
+#include "rworker/multiply_add.hpp"
+#include "rworker/thread_pool.hpp"
+
+namespace rworker {
+
+/// Threads like an R-worker's with a buffer of their own, so that measuring again costs one pass and no page fault.
+class Peaks {
+  public:
+    /// `num_bytes` are read in each pass. Throws Error for sizes below 1 MB per thread and for an unknown `isa`.
+    Peaks(int num_threads, std::int64_t num_bytes, std::vector<int> cores, const std::string& isa);
+
+    /// GB/s (1e9 bytes) of one pass over the buffer with the best instruction set there is.
+    double read();
+    /// 1e9 multiply-adds per second of all threads together, with `isa`.
+    double multiply_add(MultiplyAddKind kind);
+
+  private:
+    std::int64_t num_bytes_;
+    const MultiplyAdds& multiply_adds_;
+    Arena arena_;
+    ThreadPool pool_;  // last: its threads end before what they use
+};
+
+/// The median of `repeats` passes of `num_threads` unpinned threads over `num_bytes`, in GB/s.
+double read_peak(int num_threads, std::int64_t num_bytes, int repeats);
+
+}  // namespace rworker

@@ -1,0 +1,55 @@
+// Loops of independent multiply-adds, enough chains of them to hide the latency of each.
+#pragma once
+
+#include "rworker/multiply_add.hpp"
+
+#define RWORKER_UNROLL _Pragma("GCC unroll 16")
+
+namespace {
+
+constexpr int kFloatChains = 12;   // two a cycle at a latency of five, and registers left for the operands
+constexpr int kIntegerChains = 6;  // only the addition is in the chain, at a latency of one
+
+/// `operand` could be anything from here on: a product with it is not the one computed a line before.
+template <class T>
+[[gnu::always_inline]] inline void forget(T& operand) {
+#if defined(__x86_64__)
+    asm volatile("" : "+x"(operand));
+#else
+    asm volatile("" : "+g"(operand));
+#endif
+}
+
+template <class L>
+float multiply_add_floats(int64_t count) {
+    typename L::vec sum[kFloatChains], x = L::set1(1e-9f), y = L::set1(0.5f);
+    for (auto& s : sum) s = L::set1(0.0f);
+    for (int64_t done = 0; done < count; done += kFloatChains * L::width) {
+        forget(x);
+        RWORKER_UNROLL
+        for (int i = 0; i < kFloatChains; ++i) {
+            sum[i] = L::fma(x, y, sum[i]);
+        }
+    }
+    float total = 0.0f;
+    for (const auto& s : sum) total += L::reduce_add(s);
+    return total;
+}
+
+/// I: vectors of 16-bit integers; `multiply_add` adds products of pairs of them to 32-bit sums.
+template <class I>
+float multiply_add_integers(int64_t count) {
+    typename I::vec sum[kIntegerChains], x = I::set1(3), y = I::set1(5);
+    for (auto& s : sum) s = I::set1(0);
+    for (int64_t done = 0; done < count; done += kIntegerChains * I::width) {
+        RWORKER_UNROLL
+        for (int i = 0; i < kIntegerChains; ++i) {
+            forget(x);
+            sum[i] = I::multiply_add(x, y, sum[i]);
+        }
+    }
+    for (int i = 1; i < kIntegerChains; ++i) sum[0] = I::add(sum[0], sum[i]);
+    return I::first(sum[0]);
+}
+
+}  // namespace

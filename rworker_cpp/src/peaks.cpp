@@ -1,0 +1,95 @@
+#include "rworker/peaks.hpp"
+
+#include <algorithm>
+
+#include "rworker/kernel_choice.hpp"
+#include "rworker/types.hpp"
+
+namespace rworker {
+namespace {
+
+constexpr std::int64_t kItemFloats = 1 << 20, kItemBytes = kItemFloats * 4;  // read by a thread at a time
+constexpr std::int64_t kItemMultiplyAdds = (1 << 13) * kMultiplyAddGranule;  // some 50 us
+constexpr std::int64_t kMultiplyAddItemsPerThread = 40;                      // some 2 ms
+
+/// `num_items` calls of work(item), shared by all threads.
+template <class Work>
+class SharedJob final : public Job {
+  public:
+    SharedJob(std::int64_t num_items, Work work) : work_(work) {
+        num_items_ = num_items;
+        worth_helpers_ = true;
+    }
+    void run(std::int64_t item, int) noexcept override { work_(item); }
+
+  private:
+    Work work_;
+};
+
+template <class Work>
+double seconds_of(ThreadPool& pool, std::int64_t num_items, Work work) {
+    SharedJob<Work> job(num_items, work);
+    pool.submit(job);
+    job.wait();
+    return job.end_seconds - job.start_seconds;
+}
+
+std::int64_t checked_bytes(int num_threads, std::int64_t num_bytes) {
+    if (num_threads < 1 || num_threads > 1024)
+        throw Error("num_threads is " + std::to_string(num_threads) + "; it must be 1 to 1024");
+    if (num_bytes / num_threads < 1 << 20)
+        throw Error("num_bytes is " + std::to_string(num_bytes) + "; it must be at least 1 MB per thread");
+    return (num_bytes + kItemBytes - 1) / kItemBytes * kItemBytes;
+}
+
+const MultiplyAdds& choose_multiply_adds(const std::string& isa) {
+    const std::string chosen = choose_kernels(isa).isa;
+#ifdef RWORKER_X86
+    for (const MultiplyAdds* candidate : {&kAvx2MultiplyAdds, &kAvx512MultiplyAdds})
+        if (chosen == candidate->isa) return *candidate;
+#endif
+    return kScalarMultiplyAdds;
+}
+
+}  // namespace
+
+Peaks::Peaks(int num_threads, std::int64_t num_bytes, std::vector<int> cores, const std::string& isa)
+    : num_bytes_(checked_bytes(num_threads, num_bytes)),
+      multiply_adds_(choose_multiply_adds(isa)),
+      arena_(num_bytes_),
+      pool_(num_threads, std::move(cores)) {
+    float* data = reinterpret_cast<float*>(arena_.data());
+    seconds_of(pool_, num_bytes_ / kItemBytes,
+               [data](std::int64_t item) { std::fill_n(data + item * kItemFloats, kItemFloats, 1.0f); });
+}
+
+double Peaks::read() {
+    const Kernels& kernels = *supported_kernels().back();
+    const float* data = reinterpret_cast<const float*>(arena_.data());
+    const double seconds = seconds_of(pool_, num_bytes_ / kItemBytes, [&kernels, data](std::int64_t item) {
+        volatile float sum = kernels.read(data + item * kItemFloats, kItemFloats);
+        static_cast<void>(sum);
+    });
+    return double(num_bytes_) / seconds / 1e9;
+}
+
+double Peaks::multiply_add(MultiplyAddKind kind) {
+    const auto run = multiply_adds_.run[int(kind)];
+    const std::int64_t items = pool_.num_threads() * kMultiplyAddItemsPerThread;
+    const double seconds = seconds_of(pool_, items, [run](std::int64_t) {
+        volatile float sum = run(kItemMultiplyAdds);
+        static_cast<void>(sum);
+    });
+    return double(items * kItemMultiplyAdds) / seconds / 1e9;
+}
+
+double read_peak(int num_threads, std::int64_t num_bytes, int repeats) {
+    if (repeats < 1) throw Error("repeats is " + std::to_string(repeats) + "; it must be at least 1");
+    Peaks peaks(num_threads, num_bytes, {}, "auto");
+    std::vector<double> rates(repeats);
+    std::generate(rates.begin(), rates.end(), [&] { return peaks.read(); });
+    std::nth_element(rates.begin(), rates.begin() + repeats / 2, rates.end());
+    return rates[repeats / 2];
+}
+
+}  // namespace rworker

@@ -1,0 +1,178 @@
+"""Sequences as bytes: out of one cache and into another, bit for bit, and nothing half done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdecode import _rworker
+
+from .harness import FORK, RELEASE, TRUNCATE, Layer, make_worker, random_rows, table
+from .oracle import from_bits, to_bits
+
+LAYERS = [Layer(4, 2, 7, 24, 0.3), Layer(4, 4, 24, 5, 0.3)]
+DTYPES = ["float32", "float16", "bfloat16"]
+ISAS = _rworker.supported_isas()
+LENGTH = 83
+
+
+def two_layers(dtype: str, **options: Any) -> _rworker.RWorker:
+    return make_worker(LAYERS[0], layers=LAYERS, model_dtype=dtype, kv_dtype=dtype, **options)
+
+
+def feed(worker: _rworker.RWorker, dtype: str, span: tuple[int, int, int, int], seed: int, spoil: bool = False) -> Any:
+    """One step of one sequence; returns o of both layers, and k and v as they travelled. ``spoil``: all NaN."""
+    outputs, payload = [], []
+    worker.begin_step(table([]), [table([span])])
+    for index, layer in enumerate(LAYERS):
+        rows = random_rows(np.random.default_rng(seed + index), layer, span[2])
+        q, k, v = (
+            to_bits(part * np.float32("nan") if spoil else part, dtype)
+            for part in (rows.q[: span[2] * span[3]], rows.k, rows.v)
+        )
+        out = np.empty((span[2] * span[3], layer.num_heads, layer.value_dim), q.dtype)
+        worker.submit(0, index, q, k, v, out)
+        worker.wait(0)
+        outputs.append(out)
+        payload.append((k, v))
+    worker.end_step()
+    return outputs, payload
+
+
+def controls(worker: _rworker.RWorker, *rows: tuple[int, int, int, int]) -> None:
+    worker.begin_step(table(list(rows)), [])
+    worker.end_step()
+
+
+def state(worker: _rworker.RWorker) -> Any:
+    ids = worker.sequence_ids()
+    return worker.statistics(), [(i, worker.block_table(i), worker.export(i).tobytes()) for i in ids]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_are_token_major_stored_bits(dtype: str) -> None:
+    """For each layer, for each token, K then V: what was stored, since payload and cache have one dtype."""
+    worker = two_layers(dtype)
+    _, payload = feed(worker, dtype, (1, 0, LENGTH, 0), 0)
+    wanted = [np.concatenate([k.reshape(LENGTH, -1), v.reshape(LENGTH, -1)], axis=1).tobytes() for k, v in payload]
+    exported = worker.export(1)
+    assert exported.dtype == np.uint8 and exported.ndim == 1
+    assert exported.tobytes() == b"".join(wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", ISAS)
+@pytest.mark.parametrize("target", ISAS)
+@pytest.mark.parametrize("sizes", [(16, 64), (64, 16), (32, 32)])
+def test_round_trip_between_block_sizes_and_isas(dtype: str, source: str, target: str, sizes: tuple[int, int]) -> None:
+    """The import exports as the same bytes, also where its blocks held NaN before, and where it is then appended to."""
+    first = two_layers(dtype, isa=source, block_size=sizes[0])
+    feed(first, dtype, (1, 0, LENGTH, 0), 0)
+    second = two_layers(dtype, isa=target, block_size=sizes[1])
+    feed(second, dtype, (7, 0, 3 * LENGTH, 0), 9, spoil=True)
+    controls(second, (RELEASE, 7, 0, 0))
+    second.import_(5, LENGTH, first.export(1))
+    assert second.export(5).tobytes() == first.export(1).tobytes()
+    want, _ = feed(first, dtype, (1, LENGTH, 3, 1), 5)
+    got, _ = feed(second, dtype, (5, LENGTH, 3, 1), 5)
+    assert second.export(5).tobytes() == first.export(1).tobytes()
+    for before, after in zip(want, got, strict=True):
+        if source == target:
+            assert before.tobytes() == after.tobytes()
+        assert np.isfinite(from_bits(after, dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_after_import_has_the_same_bits(dtype: str) -> None:
+    """The importing worker has another block size; the original attends afterwards as before."""
+    first, second = two_layers(dtype), two_layers(dtype, block_size=128, num_blocks=4)
+    feed(first, dtype, (1, 0, 200, 0), 0)
+    second.import_(1, 200, first.export(1))
+    for step in range(3):
+        want, _ = feed(first, dtype, (1, 200 + step, 1, 1), step)
+        got, _ = feed(second, dtype, (1, 200 + step, 1, 1), step)
+        assert [o.tobytes() for o in want] == [o.tobytes() for o in got]
+
+
+def test_an_empty_sequence_travels_too() -> None:
+    worker = two_layers("float32")
+    feed(worker, "float32", (1, 0, 20, 0), 0)
+    controls(worker, (FORK, 2, 1, 0))
+    assert worker.export(2).shape == (0,)
+    worker.import_(3, 0, worker.export(2))
+    assert worker.sequence_length(3) == 0 and worker.block_table(3) == []
+    feed(worker, "float32", (3, 0, 5, 1), 0)
+    assert worker.sequence_length(3) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda data: (1, 20, data), "import: sequence 1 exists already"),
+        (lambda data: (2, -1, data), "import: num_tokens is -1; it must not be negative"),
+        (lambda data: (2, 19, data), r"import: data has \d+ bytes; keys and values of 19 tokens take \d+"),
+        (lambda data: (2, 20, data[:-1]), "import: data has .* bytes; keys and values of 20 tokens take"),
+        (lambda data: (2, 97, np.tile(data, 5)), "num_tokens is 97, and 6 free blocks of 16 tokens hold 96"),
+        (lambda data: (2, 2**62, data), "import: out of blocks"),
+        (
+            lambda data: (2, 20, data.view(np.int8)),
+            "data must be a C-contiguous uint8 array of one dimension, not int8",
+        ),
+        (lambda data: (2, 20, data.reshape(2, -1)), "data must be a C-contiguous uint8 array of one dimension"),
+        (lambda data: (2, 20, np.repeat(data, 2)[::2]), "data must be .* with strides"),
+    ],
+)
+def test_import_errors_change_nothing(arguments: Callable[[np.ndarray], tuple], message: str) -> None:
+    """Each names what is wrong and what would be right; the worker goes on."""
+    worker = two_layers("float32", num_blocks=8)
+    feed(worker, "float32", (1, 0, 20, 0), 0)
+    data, before = worker.export(1), state(worker)
+    with pytest.raises(ValueError, match=message):
+        worker.import_(*arguments(data))
+    assert state(worker) == before
+    worker.import_(2, 20, data)
+    assert worker.export(2).tobytes() == data.tobytes()
+
+
+def test_unknown_sequence_and_open_step_are_refused() -> None:
+    worker = two_layers("float32")
+    feed(worker, "float32", (1, 0, 20, 0), 0)
+    data, before = worker.export(1), state(worker)
+    with pytest.raises(KeyError, match="sequence 2 is unknown"):
+        worker.export(2)
+    worker.begin_step(table([]), [table([(1, 20, 4, 1)])])
+    with pytest.raises(ValueError, match="export: a step is open; end_step or abandon_step comes first"):
+        worker.export(1)
+    with pytest.raises(ValueError, match="import: a step is open"):
+        worker.import_(2, 20, data)
+    worker.abandon_step()
+    assert state(worker) == before
+    worker.close()
+    for call in (lambda: worker.export(1), lambda: worker.import_(2, 20, data), worker.statistics):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+def test_statistics_count_what_happened() -> None:
+    """40 tokens, a fork of 35 (two blocks shared), then a step of one row each."""
+    worker = two_layers("float32", num_blocks=10)
+    assert worker.statistics() == {
+        "blocks_used": 0, "blocks_free": 10, "blocks_shared": 0, "sequences": 0, "tokens": 0, "bytes_read": 0,
+        "bytes_committed": 0,
+    }  # fmt: skip
+    feed(worker, "float32", (1, 0, 40, 0), 0)
+    controls(worker, (FORK, 2, 1, 35))
+    found = worker.statistics()
+    assert (found["blocks_used"], found["blocks_free"], found["blocks_shared"]) == (4, 6, 2)
+    assert (found["sequences"], found["tokens"], found["bytes_read"]) == (2, 75, 0)
+    assert found["bytes_committed"] == 4 * worker.block_bytes
+    feed(worker, "float32", (2, 35, 1, 1), 0)
+    token_bytes = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) * 4 for layer in LAYERS)
+    assert worker.statistics()["bytes_read"] == 36 * token_bytes
+    controls(worker, (RELEASE, 1, 0, 0), (TRUNCATE, 2, 0, 16))
+    found = worker.statistics()
+    assert (found["blocks_used"], found["blocks_shared"], found["tokens"]) == (1, 0, 16)
+    assert found["bytes_committed"] == 4 * worker.block_bytes
