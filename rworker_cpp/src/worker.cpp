@@ -104,10 +104,11 @@ void Worker::plan(std::span<const std::vector<Span>> mini_batches) {
             mini_batch.rows.attending += span.attends ? span.num_rows : 0;
         }
         for (const std::int64_t layer : shapes_) {
-            mini_batch.lists.push_back(
-                std::make_unique<WorkList>(cache_, cache_.layers()[layer], spans, num_threads() > 1));
-            shared = std::max(shared, mini_batch.lists.back()->partial_floats);
-            own = std::max(own, mini_batch.lists.back()->own_partial_floats);
+            const LayerSpec& spec = cache_.layers()[layer];
+            mini_batch.lists.push_back(std::make_unique<WorkList>(cache_, spec, spans));
+            const std::int64_t row_floats = partial_floats(spec.value_dim);
+            shared = std::max(shared, mini_batch.lists.back()->num_partials * spec.num_heads * row_floats);
+            own = std::max(own, mini_batch.lists.back()->num_own_partials * spec.group() * row_floats);
         }
         mini_batch.submitted.resize(cache_.layers().size());
     }

@@ -17,7 +17,7 @@ class CountingJob final : public Job {
         num_items_ = num_items;
         worth_helpers_ = worth_helpers;
     }
-    void run(std::int64_t item, int) noexcept override { counts[item].fetch_add(1, std::memory_order_relaxed); }
+    void run(std::int64_t item, std::int64_t, int) noexcept override { counts[item].fetch_add(1, std::memory_order_relaxed); }
 
     std::vector<std::atomic<int>> counts;
 };
