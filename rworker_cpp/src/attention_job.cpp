@@ -26,7 +26,8 @@ void AttentionJob::prepare(const WorkList& list, std::int64_t layer, const Paylo
     spec_ = &worker_.cache_.layers()[layer];
     payload_ = payload;
     num_items_ = list.num_items;
-    worth_helpers_ = list.num_items > 1 && list.cost > kWorthHelpersBytes;
+    brief_ = list.cost <= kWorthHelpersBytes;
+    worth_helpers_ = list.num_items > 1 && !brief_;
 }
 
 void AttentionJob::run(std::int64_t item, std::int64_t next_item, int thread) noexcept {

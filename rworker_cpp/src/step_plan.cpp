@@ -6,7 +6,7 @@
 namespace rworker {
 namespace {
 
-constexpr std::int64_t kHeadOverheadBytes = 2048;
+constexpr std::int64_t kHeadOverheadBytes = 1024;
 constexpr std::int64_t kMultiplyAddsPerByte = 4;  // about as many are done while a byte is read
 constexpr std::int64_t kLargeUnitBytes = 16'384;  // per head: from here on claiming an item costs nothing beside it
 
@@ -97,7 +97,7 @@ void WorkList::add_units(std::int32_t span, std::int64_t split, std::int64_t fir
         const std::int64_t multiply_adds =
             count * layer_.group() * (end - begin) * (layer_.key_dim + layer_.value_dim);
         units.push_back({span, split, first_token + done, count,
-                         bytes + multiply_adds / kMultiplyAddsPerByte + kHeadOverheadBytes});
+                         std::max(bytes, multiply_adds / kMultiplyAddsPerByte) + kHeadOverheadBytes});
         for (std::int64_t i = 0; i < count; ++i)
             if (i == 0 || tokens[first_token + done + i].span != tokens[first_token + done + i - 1].span)
                 ++spans[tokens[first_token + done + i].span].num_units;

@@ -85,6 +85,13 @@ void ThreadPool::submit(Job& job) {
     num_submitted_.notify_one();
 }
 
+void ThreadPool::run_here(Job& job) {
+    job.next_item_.store(0, std::memory_order_relaxed);
+    job.start_seconds = now_seconds();
+    run_items(job, 0);
+    job.end_seconds = now_seconds();
+}
+
 Job* ThreadPool::take() {
     std::lock_guard lock(queue_mutex_);
     Job* job = first_;

@@ -145,11 +145,17 @@ void Worker::check_submit(std::int64_t mini_batch, std::int64_t layer) const {
 void Worker::submit(std::int64_t mini_batch, std::int64_t layer, const Payload& payload) {
     check_submit(mini_batch, layer);
     MiniBatch& target = mini_batches_[mini_batch];
-    target.outstanding = true;
-    target.submitted[layer] = 1;
     AttentionJob& job = *jobs_[mini_batch];
     job.prepare(*target.lists[shape_of_layer_[layer]], layer, payload);
-    if (target.rows.all > 0) pool_.submit(job);
+    if (target.rows.all > 0) job.brief() && idle() ? pool_.run_here(job) : pool_.submit(job);
+    target.outstanding = true;
+    target.submitted[layer] = 1;
+}
+
+bool Worker::idle() const {
+    for (std::size_t i = 0; i < mini_batches_.size(); ++i)
+        if (mini_batches_[i].outstanding && !jobs_[i]->finished()) return false;
+    return true;
 }
 
 bool Worker::ready(std::int64_t mini_batch) const {

@@ -15,6 +15,7 @@ class AttentionJob final : public Job {
 
     void prepare(const WorkList& list, std::int64_t layer, const Payload& payload);
     std::int64_t layer() const { return layer_; }
+    bool brief() const { return brief_; }  // not worth waking a thread for
     const WorkList& list() const { return *list_; }
     void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;
 
@@ -37,6 +38,7 @@ class AttentionJob final : public Job {
     const WorkList* list_ = nullptr;
     const LayerSpec* spec_ = nullptr;
     std::int64_t layer_ = 0;
+    bool brief_ = false;
     Payload payload_{};
 };
 

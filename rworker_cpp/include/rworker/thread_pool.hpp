@@ -47,6 +47,8 @@ class ThreadPool {
     int num_threads() const { return int(threads_.size()); }
     /// Queues `job`, which must be finished, and returns at once. Jobs run one after another.
     void submit(Job& job);
+    /// Runs `job` as the leader would, on the calling thread. Nothing that was submitted may be unfinished.
+    void run_here(Job& job);
 
   private:
     void lead();

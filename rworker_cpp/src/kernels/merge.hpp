@@ -16,8 +16,8 @@ struct Partial {
     explicit Partial(Float* data) : max(data), sum(data + 1), output(data + 16) {}
 };
 
-/// (max, sum, output) of one row <- itself + a part. An empty part (sum 0) leaves every bit as it was, and the first that
-/// is not empty is taken as it is; a NaN is not empty.
+/// (max, sum, output) of one row <- itself + a part. An empty part (sum 0) leaves every bit as it was, and the first
+/// that is not empty is taken as it is; a NaN is not empty.
 template <class L>
 inline void fold(float& max, float& sum, float* output, Partial<const float> part, int n) {
     const float part_max = *part.max;

@@ -66,8 +66,10 @@ template <class L, class S, int Rows, int Vectors, int From, int To, class Addre
 }
 
 /// scores[row][token] of `Rows` queries and `Tiles` tiles. Meanwhile the tiles' values are on their way, if `ask`.
+/// A function of its own: inlined among its siblings, compilers let sums spill.
 template <class L, DType D, int Rows, int Tiles>
-[[gnu::noinline]] void score_tiles(const Tile* tiles, bool ask, const float* queries, int query_stride, int lines, float* scores) {
+[[gnu::noinline]] void score_tiles(const Tile* tiles, bool ask, const float* queries, int query_stride, int lines,
+                                   float* scores) {
     using S = Stored<L, D>;
     constexpr int tile_vectors = kTileTokens / L::width, vectors = Tiles * tile_vectors;
     constexpr int line_bytes = kTileTokens * S::lane_bytes;
@@ -109,7 +111,8 @@ template <class L, DType D, int Rows, int Tiles>
 
 /// Scores of `Rows` queries with the tiles of a chunk that `seen` touches.
 template <class L, DType D, int Rows>
-void score_rows(const Tile* tiles, Range seen, bool ask, const float* queries, int query_stride, int lines, float* scores) {
+void score_rows(const Tile* tiles, Range seen, bool ask, const float* queries, int query_stride, int lines,
+                float* scores) {
     constexpr int fit = L::accumulators * L::width / (Rows * kTileTokens);
     constexpr int together = fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
     int tile = seen.begin / kTileTokens;
@@ -121,11 +124,11 @@ void score_rows(const Tile* tiles, Range seen, bool ask, const float* queries, i
 }
 
 /// outputs[row][lane..] = output * keep + weights x values, over the tokens in `seen` and nothing beyond: what lies
-/// there may be a former owner's NaN, which a weight of 0 would not silence. Meanwhile the next keys are on their way, if
-/// `ask`. From token to token there are `value_stride` elements.
+/// there may be a former owner's NaN, which a weight of 0 would not silence. Meanwhile the next keys are on their way,
+/// if `ask`. From token to token there are `value_stride` elements.
 template <class L, DType D, int Rows, int Vectors>
-[[gnu::noinline]] void add_values(const Tile* tiles, Range seen, bool ask, const float* weights, const float* keep, int lane,
-                       float* const* outputs, int value_stride) {
+[[gnu::noinline]] void add_values(const Tile* tiles, Range seen, bool ask, const float* weights, const float* keep,
+                                  int lane, float* const* outputs, int value_stride) {
     using S = Stored<L, D>;
     constexpr int pack = S::pack, tile_lines = kTileTokens / pack;
     constexpr int vector_bytes = L::width * S::lane_bytes, step_bytes = Vectors * vector_bytes;
