@@ -42,7 +42,8 @@ double attend_rate(const Kernels& kernels, DType dtype, int group, std::int64_t 
     std::vector<std::int32_t> blocks(blocks_each * num_sequences);
     std::iota(blocks.begin(), blocks.end(), 0);
     std::vector<float> queries(group * kHeadDim, 0.01f), rows(kContext * kHeadDim, 0.5f);
-    std::vector<float> partial(partial_floats(group, kHeadDim)), scratch(scratch_floats(kHeadDim, kHeadDim));
+    std::vector<float> partials(group * partial_floats(kHeadDim)), scratch(scratch_floats(kHeadDim, kHeadDim));
+    const TokenRow token{kContext - 1, 0, 0, 0};
     const auto view = [&](std::int64_t i) {
         return HeadView{arena.data(),
                         blocks.data() + i * blocks_each,
@@ -55,24 +56,33 @@ double attend_rate(const Kernels& kernels, DType dtype, int group, std::int64_t 
     for (std::int64_t i = 0; i < num_sequences; ++i)
         kernels.append[int(dtype)](
             {view(i), DType::float32, rows.data(), rows.data(), kHeadDim, kHeadDim, 0, kContext, kHeadDim, kHeadDim});
+    const auto attend = [&](std::int64_t i, std::int64_t begin) {
+        const std::int64_t following = i * kContext + begin + kSplitTokens;
+        const NextKeys next{view(following / kContext % num_sequences), following % kContext, kContext};
+        kernels.attend[int(dtype)]({.view = view(i),
+                                    .dtype = DType::float32,
+                                    .queries = queries.data(),
+                                    .tokens = &token,
+                                    .num_tokens = 1,
+                                    .token_stride = 0,
+                                    .group = group,
+                                    .split = begin / kSplitTokens,
+                                    .end = begin + kSplitTokens,
+                                    .window = 0,
+                                    .scale = 0.09f,
+                                    .soft_cap = 0.0f,
+                                    .key_dim = kHeadDim,
+                                    .value_dim = kHeadDim,
+                                    .partials = partials.data(),
+                                    .partial_stride = 0,
+                                    .next = &next,
+                                    .scratch = scratch.data()});
+    };
     const double seconds = best_seconds(
         [&] {
             for (std::int64_t i = 0; i < num_sequences; ++i)
                 for (std::int64_t begin = 0; begin < kContext; begin += kSplitTokens)
-                    kernels.attend[int(dtype)]({view(i),
-                                                DType::float32,
-                                                queries.data(),
-                                                {group, group, 0, kHeadDim},
-                                                kContext - 1,
-                                                begin,
-                                                begin + kSplitTokens,
-                                                0,
-                                                0.09f,
-                                                0.0f,
-                                                kHeadDim,
-                                                kHeadDim,
-                                                partial.data(),
-                                                scratch.data()});
+                    attend(i, begin);
         },
         repeats);
     return double(num_sequences * kContext * 2 * kHeadDim * item_bytes(dtype)) / seconds / 1e9;
@@ -94,9 +104,9 @@ int main(int argc, char** argv) {
     std::printf("%s, GB/s by CPU time: read %.1f from memory, %.1f from cache\n", kernels.isa,
                 read_rate(kernels, 256 << 20, 9), read_rate(kernels, 256 << 10, 999));
     for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16})
-        for (const int group : {1, 2, 3, 4, 7, 8, 32}) {
+        for (const int group : {1, 2, 3, 4, 7, 8, 32, 64}) {
             const std::int64_t many = (256 << 20) / (kContext * 2 * kHeadDim * item_bytes(dtype));
-            std::printf("%-8s group %2d   memory %5.1f   cache %5.1f\n", names[int(dtype)], group,
+            std::printf("%-8s group %2d   memory %5.2f   cache %5.2f\n", names[int(dtype)], group,
                         attend_rate(kernels, dtype, group, many, group < 8 ? 9 : 5),
                         attend_rate(kernels, dtype, group, 1, 199));
         }

@@ -14,6 +14,10 @@ Pointer advance(Pointer data, std::int64_t elements, DType dtype) {
     return static_cast<Byte*>(data) + elements * item_bytes(dtype);
 }
 
+void prefetch_to_write(const std::uint8_t* data, std::int64_t bytes) {
+    for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 1);
+}
+
 }  // namespace
 
 void AttentionJob::prepare(const WorkList& list, std::int64_t layer, const Payload& payload) {
@@ -22,25 +26,36 @@ void AttentionJob::prepare(const WorkList& list, std::int64_t layer, const Paylo
     spec_ = &worker_.cache_.layers()[layer];
     payload_ = payload;
     num_items_ = list.num_items;
-    worth_helpers_ = list.num_items > 1 && list.cost > kWorthHelpersBytes;
+    brief_ = list.cost <= kWorthHelpersBytes;
+    worth_helpers_ = list.num_items > 1 && !brief_;
 }
 
-void AttentionJob::run(std::int64_t item, int thread) noexcept {
-    const WorkUnit& unit = list_->units[item / spec_->num_kv_heads];
-    const std::int64_t head = item % spec_->num_kv_heads;
-    const PlannedSpan& span = list_->spans[unit.span];
-    append(span, unit.split, head);
-    if (span.attends) attend(span, unit.split, head, thread);
+void AttentionJob::run(std::int64_t item, std::int64_t next_item, int thread) noexcept {
+    const WorkItem work = list_->item(item);
+    Piece after{nullptr, 0};
+    if (next_item >= 0) {
+        const WorkItem following = list_->item(next_item);
+        after = {following.unit, following.first_head};
+    }
+    for (std::int64_t head = work.first_head; head < work.end_head; ++head) {
+        const Piece piece{work.unit, head}, next = head + 1 < work.end_head ? Piece{work.unit, head + 1} : after;
+        append(piece);
+        if (next.unit) prefetch_append(next);
+        if (piece.unit->num_tokens == 0) continue;
+        const NextKeys keys = next.unit ? keys_of(next) : NextKeys{};
+        attend(piece, next.unit ? &keys : nullptr, thread);
+    }
 }
 
-void AttentionJob::append(const PlannedSpan& span, std::int64_t split, std::int64_t head) const {
-    const std::int64_t begin = std::max(span.context_len, split * kSplitTokens);
-    const std::int64_t end = std::min(span.end(), (split + 1) * kSplitTokens);
+void AttentionJob::append(const Piece& piece) const {
+    const PlannedSpan& span = list_->spans[piece.unit->span];
+    const std::int64_t begin = std::max(span.context_len, piece.unit->split * kSplitTokens);
+    const std::int64_t end = std::min(span.end(), (piece.unit->split + 1) * kSplitTokens);
     if (begin >= end) return;
     const DType dtype = worker_.model_dtype_;
-    const std::int64_t row = (span.first_row + begin - span.context_len) * spec_->num_kv_heads + head;
+    const std::int64_t row = (span.first_row + begin - span.context_len) * spec_->num_kv_heads + piece.head;
     worker_.kernels_.append[int(worker_.cache_.dtype())]({
-        .view = worker_.cache_.view(layer_, head, span.blocks),
+        .view = worker_.cache_.view(layer_, piece.head, span.blocks),
         .dtype = dtype,
         .keys = advance(payload_.keys, row * spec_->key_dim, dtype),
         .values = advance(payload_.values, row * spec_->value_dim, dtype),
@@ -53,56 +68,95 @@ void AttentionJob::append(const PlannedSpan& span, std::int64_t split, std::int6
     });
 }
 
-void AttentionJob::attend(const PlannedSpan& span, std::int64_t split, std::int64_t head, int thread) const {
-    const bool alone = span.num_splits == 1;
-    float* const partials =
-        alone ? worker_.own_partials_[thread].data()
-              : worker_.shared_partials_.data() + span.partial_offset + head * span.num_splits * span.partial_stride;
+void AttentionJob::attend(const Piece& piece, const NextKeys* next, int thread) const {
+    const WorkUnit& unit = *piece.unit;
+    const PlannedSpan& span = list_->spans[unit.span];
+    const std::int64_t row_floats = partial_floats(spec_->value_dim);
+    float* partials = worker_.own_partials_[thread].data();
+    std::int64_t partial_stride = spec_->group() * row_floats;
+    if (!span.one_split()) {
+        partials = worker_.shared_partials_.data() + piece.head * spec_->group() * row_floats;
+        partial_stride = spec_->num_heads * row_floats;
+    }
     const DType dtype = worker_.model_dtype_;
     worker_.kernels_.attend[int(worker_.cache_.dtype())]({
-        .view = worker_.cache_.view(layer_, head, span.blocks),
+        .view = worker_.cache_.view(layer_, piece.head, span.blocks),
         .dtype = dtype,
-        .queries = advance(payload_.queries, first_element(span, head, spec_->key_dim), dtype),
-        .rows = rows_of(span, spec_->key_dim),
-        .first_position = span.context_len,
-        .begin = split * kSplitTokens,
-        .end = std::min(span.end(), (split + 1) * kSplitTokens),
+        .queries = advance(payload_.queries, piece.head * spec_->group() * spec_->key_dim, dtype),
+        .tokens = list_->tokens.data() + unit.first_token,
+        .num_tokens = unit.num_tokens,
+        .token_stride = spec_->num_heads * spec_->key_dim,
+        .group = int(spec_->group()),
+        .split = unit.split,
+        .end = std::min(span.end(), (unit.split + 1) * kSplitTokens),
         .window = spec_->window,
         .scale = spec_->scale,
         .soft_cap = spec_->soft_cap,
         .key_dim = int(spec_->key_dim),
         .value_dim = int(spec_->value_dim),
-        .partial = partials + (split - span.first_split) * span.partial_stride,
+        .partials = partials,
+        .partial_stride = partial_stride,
+        .next = next,
         .scratch = worker_.scratch_[thread].data(),
     });
-    if (alone) return merge(span, head, partials, thread);
-    std::atomic<std::int32_t>& left = list_->splits_left[span.counter_offset + head];
-    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    left.store(std::int32_t(span.num_splits), std::memory_order_relaxed);  // for the next layer
-    merge(span, head, partials, thread);
+    if (span.one_split()) return merge(span, piece.head, partials, partial_stride, thread);
+    count_off(unit, piece.head, thread);
 }
 
-void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, const float* partials, int thread) const {
+void AttentionJob::count_off(const WorkUnit& unit, std::int64_t head, int thread) const {
+    const float* const partials =
+        worker_.shared_partials_.data() + head * spec_->group() * partial_floats(spec_->value_dim);
+    const std::int64_t stride = spec_->num_heads * partial_floats(spec_->value_dim);
+    const TokenRow* const tokens = list_->tokens.data() + unit.first_token;
+    for (std::int64_t i = 0; i < unit.num_tokens; ++i) {
+        if (i > 0 && tokens[i].span == tokens[i - 1].span) continue;
+        const PlannedSpan& span = list_->spans[tokens[i].span];
+        std::atomic<std::int32_t>& left = list_->units_left[span.counter_offset + head];
+        if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
+        left.store(span.num_units, std::memory_order_relaxed);  // for the next layer
+        merge(span, head, partials + span.first_partial * stride, stride, thread);
+    }
+}
+
+void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, const float* partials, std::int64_t stride,
+                         int thread) const {
     const DType dtype = worker_.model_dtype_;
+    const std::int64_t out = (span.first_row * spec_->num_heads + head * spec_->group()) * spec_->value_dim;
     worker_.kernels_.merge({
         .partials = partials,
         .num_partials = span.num_splits,
-        .partial_stride = span.partial_stride,
-        .rows = rows_of(span, spec_->value_dim),
+        .partial_stride = stride,
+        .num_tokens = span.num_rows,
+        .token_stride = spec_->num_heads * spec_->value_dim,
+        .group = int(spec_->group()),
         .value_dim = int(spec_->value_dim),
         .sinks = spec_->sinks.empty() ? nullptr : spec_->sinks.data() + head * spec_->group(),
         .dtype = dtype,
-        .out = advance(payload_.out, first_element(span, head, spec_->value_dim), dtype),
+        .out = advance(payload_.out, out, dtype),
         .scratch = worker_.scratch_[thread].data(),
     });
 }
 
-RowView AttentionJob::rows_of(const PlannedSpan& span, std::int64_t head_dim) const {
-    return {span.num_rows * spec_->group(), int(spec_->group()), spec_->num_heads * head_dim, head_dim};
+NextKeys AttentionJob::keys_of(const Piece& piece) const {
+    const PlannedSpan& span = list_->spans[piece.unit->span];
+    const std::int64_t split_begin = piece.unit->split * kSplitTokens;
+    return {worker_.cache_.view(layer_, piece.head, span.blocks), std::max(span.first_token, split_begin),
+            std::min(span.end(), split_begin + kSplitTokens)};
 }
 
-std::int64_t AttentionJob::first_element(const PlannedSpan& span, std::int64_t head, std::int64_t head_dim) const {
-    return (span.first_row * spec_->num_heads + head * spec_->group()) * head_dim;
+/// A new token goes into one lane of every line of a key tile, and into a line or two of values: lines that would
+/// otherwise be fetched only once they are written.
+void AttentionJob::prefetch_append(const Piece& piece) const {
+    const PlannedSpan& span = list_->spans[piece.unit->span];
+    const std::int64_t position = std::max(span.context_len, piece.unit->split * kSplitTokens);
+    if (position >= std::min(span.end(), (piece.unit->split + 1) * kSplitTokens)) return;
+    const HeadView view = worker_.cache_.view(layer_, piece.head, span.blocks);
+    const std::int64_t block_size = worker_.cache_.block_size(), tile = position % block_size / kTileTokens;
+    const std::uint8_t* const block = view.base + span.blocks[position / block_size] * view.block_stride_bytes;
+    prefetch_to_write(block + tile * view.key_tile_bytes, view.key_tile_bytes);
+    prefetch_to_write(block + view.values_offset_bytes + tile * view.value_tile_bytes +
+                          position % kTileTokens / 2 * (view.value_tile_bytes / 8),
+                      view.value_tile_bytes / 8);
 }
 
 }  // namespace rworker

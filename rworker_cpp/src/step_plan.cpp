@@ -2,65 +2,126 @@
 
 #include <algorithm>
 
+
 namespace rworker {
 namespace {
 
-constexpr std::int64_t kItemOverheadBytes = 2048;
-constexpr std::int64_t kRowsPerPass = 4;  // stacked query rows that cost no more than reading the cache
-
-PlannedSpan plan_span(const KVCache& cache, const LayerSpec& layer, const Span& span) {
-    PlannedSpan planned{};
-    planned.blocks = cache.sequence(span.sequence_id).blocks.data();
-    planned.context_len = span.context_len;
-    planned.num_rows = span.num_rows;
-    planned.attends = span.attends;
-    planned.first_token = span.context_len;
-    if (span.attends)
-        planned.first_token = layer.window ? std::max<std::int64_t>(0, span.context_len - layer.window + 1) : 0;
-    planned.first_split = planned.first_token / kSplitTokens;
-    planned.num_splits = (planned.end() - 1) / kSplitTokens - planned.first_split + 1;
-    planned.partial_stride = partial_floats(span.num_rows * layer.group(), layer.value_dim);
-    return planned;
-}
+constexpr std::int64_t kHeadOverheadBytes = 1024;
+constexpr std::int64_t kMultiplyAddsPerByte = 4;  // about as many are done while a byte is read
+constexpr std::int64_t kLargeUnitBytes = 16'384;  // per head: from here on claiming an item costs nothing beside it
 
 }  // namespace
 
-WorkList::WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const Span> step_spans, bool sort_units) {
-    const std::int64_t token_bytes = (layer.key_dim + layer.value_dim) * item_bytes(cache.dtype());
+WorkList::WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const Span> step_spans)
+    : layer_(layer), token_bytes_((layer.key_dim + layer.value_dim) * item_bytes(cache.dtype())) {
     std::int64_t next_row = 0, num_counters = 0;
     for (const Span& span : step_spans) {
-        PlannedSpan planned = plan_span(cache, layer, span);
+        PlannedSpan planned{};
+        planned.blocks = cache.sequence(span.sequence_id).blocks.data();
+        planned.context_len = planned.first_token = span.context_len;
+        planned.num_rows = span.num_rows;
         planned.first_row = next_row;
+        planned.attends = span.attends;
+        if (span.attends)
+            planned.first_token = layer.window ? std::max<std::int64_t>(0, span.context_len - layer.window + 1) : 0;
+        planned.first_split = planned.first_token / kSplitTokens;
+        planned.num_splits = (planned.end() - 1) / kSplitTokens - planned.first_split + 1;
+        planned.counter_offset = num_counters;
+        place_partials(planned);
         next_row += span.num_rows;
-        if (planned.attends && planned.num_splits > 1) {
-            planned.partial_offset = partial_floats;
-            partial_floats += planned.partial_stride * planned.num_splits * layer.num_kv_heads;
-            planned.counter_offset = num_counters;
-            num_counters += layer.num_kv_heads;
-        } else if (planned.attends) {
-            own_partial_floats = std::max(own_partial_floats, planned.partial_stride);
-        }
-        const std::int64_t passes =
-            planned.attends ? (span.num_rows * layer.group() + kRowsPerPass - 1) / kRowsPerPass : 1;
-        for (std::int64_t i = 0; i < planned.num_splits; ++i) {
-            const std::int64_t begin = std::max((planned.first_split + i) * kSplitTokens, planned.first_token);
-            const std::int64_t end = std::min((planned.first_split + i + 1) * kSplitTokens, planned.end());
-            const std::int64_t bytes = (end - begin) * token_bytes;
-            units.push_back({std::int32_t(spans.size()), std::int32_t(planned.first_split + i),
-                             bytes * passes + kItemOverheadBytes});
-            cost += units.back().cost * layer.num_kv_heads;
-            if (planned.attends) bytes_read += bytes * layer.num_kv_heads;
-        }
+        num_counters += planned.attends && !planned.one_split() ? layer.num_kv_heads : 0;
         spans.push_back(planned);
     }
-    num_items = std::int64_t(units.size()) * layer.num_kv_heads;
-    splits_left = std::make_unique<std::atomic<std::int32_t>[]>(num_counters);
+    plan_splits(cache);
+    order_units();
+    units_left = std::make_unique<std::atomic<std::int32_t>[]>(num_counters);
     for (const PlannedSpan& span : spans)
-        for (std::int64_t head = 0; span.attends && span.num_splits > 1 && head < layer.num_kv_heads; ++head)
-            splits_left[span.counter_offset + head].store(std::int32_t(span.num_splits), std::memory_order_relaxed);
-    if (sort_units)
-        std::stable_sort(units.begin(), units.end(),
-                         [](const WorkUnit& a, const WorkUnit& b) { return a.cost > b.cost; });
+        for (std::int64_t head = 0; span.attends && !span.one_split() && head < layer.num_kv_heads; ++head)
+            units_left[span.counter_offset + head].store(span.num_units, std::memory_order_relaxed);
+}
+
+/// A place for every token and split, and rows that know it.
+void WorkList::place_partials(PlannedSpan& span) {
+    if (!span.attends) return;
+    const std::int64_t count = span.num_rows * span.num_splits;
+    if (span.one_split()) {
+        num_own_partials = std::max(num_own_partials, count);
+    } else {
+        span.first_partial = num_partials;
+        num_partials += count;
+    }
+    for (std::int64_t i = 0; i < span.num_rows; ++i)
+        tokens.push_back({span.context_len + i, std::int32_t(span.first_row + i), std::int32_t(spans.size()),
+                          span.first_partial + i * span.num_splits - span.first_split});
+}
+
+void WorkList::plan_splits(const KVCache& cache) {
+    const std::int64_t split_blocks = kSplitTokens / cache.block_size();
+    SharedSplits shared;
+    for (std::int32_t i = 0; i < std::int32_t(spans.size()); ++i) {
+        const PlannedSpan& span = spans[i];
+        for (std::int64_t split = span.first_split; split < span.first_split + span.num_splits; ++split) {
+            const std::int64_t next_block = (split + 1) * split_blocks;
+            if (committed(span, split) && cache.pool().shared(span.blocks[next_block - 1]))
+                shared.add(split, span.blocks[next_block - 1], i);
+            else
+                add_units(i, split, span.first_row, span.attends ? span.num_rows : 0);
+        }
+    }
+    for (const SharedSplit& split : shared.all()) plan_shared(split);
+}
+
+void WorkList::plan_shared(const SharedSplit& shared) {
+    const PlannedSpan& first = spans[shared.spans[0]];
+    if (shared.spans.size() == 1) return add_units(shared.spans[0], shared.split, first.first_row, first.num_rows);
+    const std::int64_t first_token = std::int64_t(tokens.size());
+    std::int32_t longest = shared.spans[0];  // looks back the farthest, where a window is set
+    for (const std::int32_t i : shared.spans) {
+        if (spans[i].first_token < spans[longest].first_token) longest = i;
+        for (std::int64_t row = 0; row < spans[i].num_rows; ++row)
+            tokens.push_back(TokenRow(tokens[spans[i].first_row + row]));
+    }
+    add_units(longest, shared.split, first_token, std::int64_t(tokens.size()) - first_token);
+}
+
+/// Cuts the tokens so that threads can share them, unless they are stored into this split: that comes first, once.
+void WorkList::add_units(std::int32_t span, std::int64_t split, std::int64_t first_token, std::int64_t num_tokens) {
+    const std::int64_t begin = std::max(split * kSplitTokens, spans[span].first_token);
+    const std::int64_t end = std::min((split + 1) * kSplitTokens, spans[span].end());
+    const std::int64_t bytes = (end - begin) * token_bytes_;
+    if (num_tokens > 0) bytes_read += bytes * layer_.num_kv_heads;
+    std::int64_t most = std::max<std::int64_t>(num_tokens, 1);
+    if (committed(spans[span], split)) most = std::max<std::int64_t>(kBlockRows / layer_.group(), 1);
+    for (std::int64_t done = 0; done == 0 || done < num_tokens; done += most) {
+        const std::int64_t count = std::min(most, num_tokens - done);
+        const std::int64_t multiply_adds =
+            count * layer_.group() * (end - begin) * (layer_.key_dim + layer_.value_dim);
+        units.push_back({span, split, first_token + done, count,
+                         std::max(bytes, multiply_adds / kMultiplyAddsPerByte) + kHeadOverheadBytes});
+        for (std::int64_t i = 0; i < count; ++i)
+            if (i == 0 || tokens[first_token + done + i].span != tokens[first_token + done + i - 1].span)
+                ++spans[tokens[first_token + done + i].span].num_units;
+    }
+}
+
+bool WorkList::committed(const PlannedSpan& span, std::int64_t split) {
+    return span.attends && (split + 1) * kSplitTokens <= span.context_len;
+}
+
+void WorkList::order_units() {
+    std::stable_sort(units.begin(), units.end(),
+                     [](const WorkUnit& a, const WorkUnit& b) { return a.cost > b.cost; });
+    const auto small = std::find_if(units.begin(), units.end(),
+                                    [](const WorkUnit& unit) { return unit.cost < kLargeUnitBytes; });
+    num_large_units_ = small - units.begin();
+    num_items = num_large_units_ * layer_.num_kv_heads + (units.end() - small);
+    for (const WorkUnit& unit : units) cost += unit.cost * layer_.num_kv_heads;
+}
+
+WorkItem WorkList::item(std::int64_t index) const {
+    const std::int64_t heads = layer_.num_kv_heads, large = num_large_units_ * heads;
+    if (index >= large) return {&units[num_large_units_ + index - large], 0, heads};
+    return {&units[index / heads], index % heads, index % heads + 1};
 }
 
 }  // namespace rworker

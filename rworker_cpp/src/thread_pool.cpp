@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::uint32_t kOpen = 1u << 31;
 constexpr std::chrono::microseconds kSpin{20};  // longer starves whoever shares the cores
+constexpr std::int64_t kLastItems = 4;           // per thread
 
 void relax() {
 #if defined(__x86_64__)
@@ -84,6 +85,13 @@ void ThreadPool::submit(Job& job) {
     num_submitted_.notify_one();
 }
 
+void ThreadPool::run_here(Job& job) {
+    job.next_item_.store(0, std::memory_order_relaxed);
+    job.start_seconds = now_seconds();
+    run_items(job, 0);
+    job.end_seconds = now_seconds();
+}
+
 Job* ThreadPool::take() {
     std::lock_guard lock(queue_mutex_);
     Job* job = first_;
@@ -137,11 +145,15 @@ void ThreadPool::help(int thread) {
     }
 }
 
-void ThreadPool::run_items(Job& job, int thread) {
-    for (;;) {
-        const std::int64_t item = job.next_item_.fetch_add(1, std::memory_order_relaxed);
-        if (item >= job.num_items_) return;
-        job.run(item, thread);
+/// Claims one item ahead, so that it can be prepared for; not towards the end, where another thread may be free sooner.
+void ThreadPool::run_items(Job& job, int thread) const {
+    const auto claim = [&] { return job.next_item_.fetch_add(1, std::memory_order_relaxed); };
+    const std::int64_t claim_ahead_end = job.num_items_ - (num_threads() > 1 ? kLastItems * num_threads() : 0);
+    std::int64_t item = claim();
+    while (item < job.num_items_) {
+        const std::int64_t next = item + 1 < claim_ahead_end ? claim() : -1;
+        job.run(item, next < job.num_items_ ? next : -1, thread);
+        item = next < 0 ? claim() : next;
     }
 }
 

@@ -104,10 +104,11 @@ void Worker::plan(std::span<const std::vector<Span>> mini_batches) {
             mini_batch.rows.attending += span.attends ? span.num_rows : 0;
         }
         for (const std::int64_t layer : shapes_) {
-            mini_batch.lists.push_back(
-                std::make_unique<WorkList>(cache_, cache_.layers()[layer], spans, num_threads() > 1));
-            shared = std::max(shared, mini_batch.lists.back()->partial_floats);
-            own = std::max(own, mini_batch.lists.back()->own_partial_floats);
+            const LayerSpec& spec = cache_.layers()[layer];
+            mini_batch.lists.push_back(std::make_unique<WorkList>(cache_, spec, spans));
+            const std::int64_t row_floats = partial_floats(spec.value_dim);
+            shared = std::max(shared, mini_batch.lists.back()->num_partials * spec.num_heads * row_floats);
+            own = std::max(own, mini_batch.lists.back()->num_own_partials * spec.group() * row_floats);
         }
         mini_batch.submitted.resize(cache_.layers().size());
     }
@@ -144,11 +145,17 @@ void Worker::check_submit(std::int64_t mini_batch, std::int64_t layer) const {
 void Worker::submit(std::int64_t mini_batch, std::int64_t layer, const Payload& payload) {
     check_submit(mini_batch, layer);
     MiniBatch& target = mini_batches_[mini_batch];
-    target.outstanding = true;
-    target.submitted[layer] = 1;
     AttentionJob& job = *jobs_[mini_batch];
     job.prepare(*target.lists[shape_of_layer_[layer]], layer, payload);
-    if (target.rows.all > 0) pool_.submit(job);
+    if (target.rows.all > 0) job.brief() && idle() ? pool_.run_here(job) : pool_.submit(job);
+    target.outstanding = true;
+    target.submitted[layer] = 1;
+}
+
+bool Worker::idle() const {
+    for (std::size_t i = 0; i < mini_batches_.size(); ++i)
+        if (mini_batches_[i].outstanding && !jobs_[i]->finished()) return false;
+    return true;
 }
 
 bool Worker::ready(std::int64_t mini_batch) const {

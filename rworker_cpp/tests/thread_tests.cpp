@@ -17,7 +17,9 @@ class CountingJob final : public Job {
         num_items_ = num_items;
         worth_helpers_ = worth_helpers;
     }
-    void run(std::int64_t item, int) noexcept override { counts[item].fetch_add(1, std::memory_order_relaxed); }
+    void run(std::int64_t item, std::int64_t, int) noexcept override {
+        counts[item].fetch_add(1, std::memory_order_relaxed);
+    }
 
     std::vector<std::atomic<int>> counts;
 };
@@ -74,9 +76,48 @@ std::vector<float> run_worker(int num_threads) {
     return outputs;
 }
 
+/// Outputs of sequences that fork at 1024 and 1600 of 1700 tokens, or were given the same tokens one by one.
+std::vector<float> run_forks(int num_threads, bool share, std::int64_t* bytes_read) {
+    constexpr std::int64_t heads = 2, dim = 16, count = 40, prefix = 1700;
+    Worker worker({{{heads, 1, dim, dim, 0.25f, 1500, 0.0f, {}}},
+                   DType::float32,
+                   DType::bfloat16,
+                   32,
+                   count * (prefix / 32 + 2),
+                   num_threads,
+                   {},
+                   "auto"});
+    std::vector<float> data(prefix * dim);
+    for (std::size_t i = 0; i < data.size(); ++i) data[i] = float(i * 7919 % 1009) / 500.0f - 1.0f;
+    const auto run = [&](std::vector<Control> controls, std::vector<Span> spans, std::vector<float>& out) {
+        worker.begin_step(controls, std::vector<std::vector<Span>>{spans});
+        worker.submit(0, 0, {data.data(), data.data(), data.data(), out.data()});
+        worker.wait(0);
+        *bytes_read = worker.end_step().bytes_read;
+    };
+    const auto forked_at = [](std::int64_t i) -> std::int64_t { return i % 4 == 3 ? 1024 : 1600; };
+    std::vector<float> none, out(count * 2 * heads * dim);
+    run({}, {{0, 0, prefix, false}}, none);
+    std::vector<Span> spans{{0, prefix, 2, true}};
+    for (std::int64_t i = 1; i < count; ++i) {
+        share ? run({{Verb::fork, i, 0, forked_at(i)}}, {}, none) : run({}, {{i, 0, forked_at(i), false}}, none);
+        spans.push_back({i, forked_at(i), 2, true});
+    }
+    run({}, spans, out);
+    return out;
+}
+
+void test_shared_prefixes() {
+    std::int64_t separate_bytes = 0, shared_bytes = 0;
+    const std::vector<float> separate = run_forks(1, false, &separate_bytes);
+    for (const int num_threads : {1, 2, 4}) CHECK(run_forks(num_threads, true, &shared_bytes) == separate);
+    CHECK(shared_bytes * 5 < separate_bytes);
+}
+
 }  // namespace
 
 void run_thread_tests() {
+    test_shared_prefixes();
     test_every_item_runs_once();
     test_submitted_jobs_finish_before_the_pool_ends();
     const std::vector<float> alone = run_worker(1);

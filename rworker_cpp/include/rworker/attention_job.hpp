@@ -7,28 +7,38 @@
 
 namespace rworker {
 
-/// Items are (unit, KV head), heads fastest: they lie side by side in a block. Each stores the new tokens that fall
-/// into its split, then attends its rows to the split; so no item waits for another.
+/// Each piece of work stores the new tokens that fall into its split, then attends its rows to the split; so none waits
+/// for another. Meanwhile what the next piece begins with is on its way from memory.
 class AttentionJob final : public Job {
   public:
     explicit AttentionJob(Worker& worker) : worker_(worker) {}
 
     void prepare(const WorkList& list, std::int64_t layer, const Payload& payload);
     std::int64_t layer() const { return layer_; }
+    bool brief() const { return brief_; }  // not worth waking a thread for
     const WorkList& list() const { return *list_; }
-    void run(std::int64_t item, int thread) noexcept override;
+    void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;
 
   private:
-    void append(const PlannedSpan& span, std::int64_t split, std::int64_t head) const;
-    void attend(const PlannedSpan& span, std::int64_t split, std::int64_t head, int thread) const;
-    void merge(const PlannedSpan& span, std::int64_t head, const float* partials, int thread) const;
-    RowView rows_of(const PlannedSpan& span, std::int64_t head_dim) const;
-    std::int64_t first_element(const PlannedSpan& span, std::int64_t head, std::int64_t head_dim) const;
+    /// A unit in one KV head, or nothing.
+    struct Piece {
+        const WorkUnit* unit;
+        std::int64_t head;
+    };
+
+    void append(const Piece& piece) const;
+    void attend(const Piece& piece, const NextKeys* next, int thread) const;
+    void count_off(const WorkUnit& unit, std::int64_t head, int thread) const;
+    void merge(const PlannedSpan& span, std::int64_t head, const float* partials, std::int64_t stride,
+               int thread) const;
+    NextKeys keys_of(const Piece& piece) const;
+    void prefetch_append(const Piece& piece) const;
 
     Worker& worker_;
     const WorkList* list_ = nullptr;
     const LayerSpec* spec_ = nullptr;
     std::int64_t layer_ = 0;
+    bool brief_ = false;
     Payload payload_{};
 };
 

@@ -15,7 +15,7 @@ constexpr int kTileTokens = 16;   // tokens whose keys lie side by side in one t
 constexpr int kChunkTokens = 64;  // tokens scored before each step of the online softmax
 constexpr int kSplitTokens =
     512;  // a sequence is cut here, always at multiples, so that results do not depend on who else runs
-constexpr int kBlockRows = 32;  // query rows that pass over a split together
+constexpr int kBlockRows = 64;  // query rows that pass over a split together
 constexpr int kMaxHeadDim = 512;
 
 /// Keys and values of one sequence in one layer and KV head, through its block table.
@@ -40,44 +40,55 @@ struct AppendArgs {
 
 /// Floats a thread lends to attend and merge.
 constexpr int64_t scratch_floats(int64_t key_dim, int64_t value_dim) {
-    const int64_t attend = kBlockRows * ((key_dim + 15) / 16 * 16 + kChunkTokens + 1),
-                  merge = (value_dim + 15) / 16 * 16;
-    return attend > merge ? attend : merge;
+    const int64_t keys = (key_dim + 15) / 16 * 16, values = (value_dim + 15) / 16 * 16;
+    const int64_t rows = kBlockRows * (keys + kChunkTokens + 1), widened = kChunkTokens * (keys + values + 16);
+    return rows + widened;
 }
 
-/// A partial result of `rows` query rows: max[rows], sum[rows], then o[rows][value_dim rounded up to 16].
-constexpr int64_t partial_floats(int64_t rows, int64_t value_dim) {
-    return (rows * 2 + 15) / 16 * 16 + rows * ((value_dim + 15) / 16 * 16);
-}
+/// Floats of the partial result of one query row: max, sum, padding, then o[value_dim rounded up to 16].
+constexpr int64_t partial_floats(int64_t value_dim) { return 16 + (value_dim + 15) / 16 * 16; }
 
-/// Where the stacked rows of one (span, KV head) lie in q or out. Row r is token r / group, head r % group.
-struct RowView {
-    int64_t rows;
-    int group;
-    int64_t token_stride, head_stride;  // elements
+/// A new token, which brings `group` query rows to each KV head.
+struct TokenRow {
+    int64_t position;
+    int32_t payload_row;  // in q and out
+    int32_t span;         // for whoever counts what is finished
+    int64_t partials;     // index of its partial result in split 0, which it may not have; then come the next splits'
 };
 
-/// Attend `queries` to the tokens of one split, [begin, end), writing a partial result.
+/// Tokens [begin, end) of keys that will be wanted next.
+struct NextKeys {
+    HeadView view;
+    int64_t begin, end;
+};
+
+/// Attend the query rows of some tokens to one split of the keys and values, writing partial results. All sequences
+/// among the rows hold the same blocks there. Query of (token, head) is queries[payload_row * token_stride + head *
+/// key_dim]; its partial result is at partials + (its index + split) * partial_stride + head * partial_floats.
 struct AttendArgs {
     HeadView view;
     DType dtype;
     const void* queries;
-    RowView rows;
-    int64_t first_position;  // of token row 0
-    int64_t begin, end;
-    int64_t window;  // 0: all
+    const TokenRow* tokens;
+    int64_t num_tokens, token_stride;  // stride in elements
+    int group;
+    int64_t split, end;  // tokens from split * kSplitTokens to end
+    int64_t window;      // 0: all
     float scale, soft_cap;
     int key_dim, value_dim;
-    float* partial;
+    float* partials;
+    int64_t partial_stride;
+    const NextKeys* next;  // asked for while the last values are used; or null
     float* scratch;
 };
 
-/// Fold the partials of all splits, in order, add the sinks and write rows of `dtype`.
+/// Fold the partials of all splits of one (span, KV head), in order, add the sinks and write rows of `dtype`:
+/// (token, head) to out[token * token_stride + head * value_dim].
 struct MergeArgs {
     const float* partials;
-    int64_t num_partials, partial_stride;
-    RowView rows;
-    int value_dim;
+    int64_t num_partials, partial_stride;  // of a token; the next token's follow
+    int64_t num_tokens, token_stride;
+    int group, value_dim;
     const float* sinks;  // [group], or null
     DType dtype;
     void* out;

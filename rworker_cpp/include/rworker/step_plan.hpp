@@ -8,40 +8,71 @@
 #include <vector>
 
 #include "rworker/kv_cache.hpp"
+#include "rworker/shared_splits.hpp"
 
 namespace rworker {
 
-/// A span, where its rows lie in the payload, and how its partial results are kept.
+/// A span, where its rows lie in the payload, and where its partial results are kept.
 struct PlannedSpan {
     const std::int32_t* blocks;
     std::int64_t context_len, num_rows, first_row;
     std::int64_t first_token;  // the earliest one any row sees
     std::int64_t first_split, num_splits;
-    std::int64_t partial_offset, partial_stride;  // floats; partials lie [kv head][split]
+    std::int64_t first_partial;  // index of its partial results, which lie [token][split]
     std::int64_t counter_offset;
+    std::int32_t num_units;  // that attend for it
     bool attends;
 
     std::int64_t end() const { return context_len + num_rows; }
+    /// Only such a span's partial results stay with one thread: its one split holds new tokens, so it is not shared.
+    bool one_split() const { return num_splits == 1; }
 };
 
-/// The part of a span that lies in one split; with a KV head it is a work item.
+/// Some new tokens and one split they attend to; with a KV head it is a piece of work. Sequences that share the blocks
+/// of a split are in it together.
 struct WorkUnit {
-    std::int32_t span, split;
-    std::int64_t cost;  // bytes, with arithmetic and overheads counted as the bytes read meanwhile
+    std::int32_t span;         // whose blocks are read, and whose new tokens are stored
+    std::int64_t split;
+    std::int64_t first_token;  // in WorkList::tokens
+    std::int64_t num_tokens;   // 0: stored only
+    std::int64_t cost;         // per head: bytes, arithmetic and overheads counted as bytes read meanwhile
 };
 
-/// All units of one mini-batch for layers of one shape. No barriers: whoever finishes the last split of a (span,
-/// KV head), told by `splits_left`, merges.
+/// A unit and the heads that one thread does in turn.
+struct WorkItem {
+    const WorkUnit* unit;
+    std::int64_t first_head, end_head;
+};
+
+/// All units of one mini-batch for layers of one shape. No barriers: whoever finishes the last unit of a (span,
+/// KV head), told by `units_left`, merges.
 struct WorkList {
     std::vector<PlannedSpan> spans;
-    std::vector<WorkUnit> units;  // largest first
-    std::unique_ptr<std::atomic<std::int32_t>[]> splits_left;
-    std::int64_t num_items = 0;  // units x KV heads
+    std::vector<TokenRow> tokens;  // all attending ones, in the payload's order; then those of shared splits
+    std::vector<WorkUnit> units;   // largest first
+    std::unique_ptr<std::atomic<std::int32_t>[]> units_left;
+    std::int64_t num_items = 0;
     std::int64_t cost = 0, bytes_read = 0;
-    std::int64_t partial_floats = 0;      // shared between threads, for spans of several splits
-    std::int64_t own_partial_floats = 0;  // of a thread, for spans of one split
+    std::int64_t num_partials = 0;      // shared between threads, each of all heads
+    std::int64_t num_own_partials = 0;  // of a thread, each of one KV head
 
-    WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const Span> spans, bool sort_units);
+    WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const Span> spans);
+
+    /// Items are (unit, KV head), heads fastest: they lie side by side in a block. Small units, which come last, are
+    /// one item with all heads.
+    WorkItem item(std::int64_t index) const;
+
+  private:
+    void place_partials(PlannedSpan& span);
+    void plan_splits(const KVCache& cache);
+    void plan_shared(const SharedSplit& shared);
+    void add_units(std::int32_t span, std::int64_t split, std::int64_t first_token, std::int64_t num_tokens);
+    static bool committed(const PlannedSpan& span, std::int64_t split);
+    void order_units();
+
+    LayerSpec layer_;
+    std::int64_t token_bytes_;  // of keys and values in one KV head
+    std::int64_t num_large_units_ = 0;
 };
 
 }  // namespace rworker

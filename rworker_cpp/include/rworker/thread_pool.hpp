@@ -16,8 +16,9 @@ double now_seconds();
 class Job {
   public:
     virtual ~Job() = default;
-    /// Runs item `item` on thread `thread` (0: the leader). Must not throw.
-    virtual void run(std::int64_t item, int thread) noexcept = 0;
+    /// Runs item `item` on thread `thread` (0: the leader), which will run `next_item` after it, or -1: not known yet.
+    /// Must not throw.
+    virtual void run(std::int64_t item, std::int64_t next_item, int thread) noexcept = 0;
 
     bool finished() const { return finished_.load(std::memory_order_acquire) != 0; }
     void wait() const;
@@ -46,13 +47,15 @@ class ThreadPool {
     int num_threads() const { return int(threads_.size()); }
     /// Queues `job`, which must be finished, and returns at once. Jobs run one after another.
     void submit(Job& job);
+    /// Runs `job` as the leader would, on the calling thread. Nothing that was submitted may be unfinished.
+    void run_here(Job& job);
 
   private:
     void lead();
     void help(int thread);
     Job* take();
     void run_with_helpers(Job& job);
-    static void run_items(Job& job, int thread);
+    void run_items(Job& job, int thread) const;
 
     std::mutex queue_mutex_;
     Job *first_ = nullptr, *last_ = nullptr;

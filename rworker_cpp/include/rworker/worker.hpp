@@ -66,7 +66,8 @@ class Worker {
     /// Throws Error unless this mini-batch and layer may be submitted now.
     void check_submit(std::int64_t mini_batch, std::int64_t layer) const;
     /// Store keys [all rows, num_kv_heads, key_dim] and values, and attend queries [attending rows, num_heads,
-    /// key_dim] into out [attending rows, num_heads, value_dim]. Returns at once; the buffers are in use until wait.
+    /// key_dim] into out [attending rows, num_heads, value_dim]. Returns at once, or when all is done if that takes
+    /// no longer than waking a thread would; the buffers are in use until wait.
     void submit(std::int64_t mini_batch, std::int64_t layer, const Payload& payload);
     bool ready(std::int64_t mini_batch) const;
     void wait(std::int64_t mini_batch);
@@ -94,6 +95,7 @@ class Worker {
     void plan(std::span<const std::vector<Span>> mini_batches);
     const MiniBatch& mini_batch_at(std::int64_t index) const;
     void finish(std::int64_t mini_batch);
+    bool idle() const;
     void check_all_done() const;
 
     KVCache cache_;

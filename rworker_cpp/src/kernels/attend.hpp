@@ -7,19 +7,23 @@
 #include "kernels/math.hpp"
 #include "kernels/merge.hpp"
 #include "kernels/products.hpp"
+#include "kernels/widen.hpp"
 
 namespace {
 
 using rworker::AttendArgs;
 using rworker::kBlockRows;
+using rworker::TokenRow;
 
 /// Scores of one row to weights exp(score - max), 0 for what it does not see; returns the factor for its old output.
+/// Only the tiles that `all` rows together touch are worked on: no other weight is used, and zeros add nothing.
 template <class L>
-float soften(float* scores, Range seen, float soft_cap, float& max, float& sum) {
+float soften(float* scores, Range all, Range seen, float soft_cap, float& max, float& sum) {
+    const int first = all.begin / kTileTokens * kTileTokens;
     using vec = typename L::vec;
     const vec begin = L::set1(float(seen.begin)), end = L::set1(float(seen.end)), minus_inf = L::set1(-kInfinity);
     vec top = minus_inf;
-    for (int t = 0; t < kChunkTokens; t += L::width) {
+    for (int t = first; t < all.end; t += L::width) {
         vec score = L::load(scores + t);
         if (soft_cap != 0.0f) score = L::mul(L::set1(soft_cap), tanh<L>(L::div(score, L::set1(soft_cap))));
         if (seen.begin > t || seen.end < t + L::width) {
@@ -33,7 +37,7 @@ float soften(float* scores, Range seen, float soft_cap, float& max, float& sum) 
     const float base = new_max == -kInfinity ? 0.0f : new_max;  // -inf - -inf would be NaN
     const float keep = exp_nonpositive_one<L>(max - base);
     vec total = L::set1(0.0f);
-    for (int t = 0; t < kChunkTokens; t += L::width) {
+    for (int t = first; t < all.end; t += L::width) {
         const vec weight = exp_nonpositive<L>(L::sub(L::load(scores + t), L::set1(base)));
         L::store(scores + t, weight);
         total = L::add(total, weight);
@@ -53,69 +57,131 @@ inline void for_row_groups(int rows, F f) {
             for_row_groups<L, Rows - 1>(rows - row, [&]<int R>(int r) { f.template operator()<R>(row + r); });
 }
 
-/// Up to kBlockRows rows of a span, their queries widened and scaled, over all chunks of the split.
+/// Up to kBlockRows query rows, widened and scaled, over all chunks of the split.
 template <class L, DType D>
 struct RowBlock {
+    using S = Stored<L, D>;
     const AttendArgs& args;
     const int64_t first_row;
     const int rows;
+    const bool last;  // of the blocks
     const int query_stride = round_up16(args.key_dim), padded_dim = round_up16(args.value_dim);
-    const Partial<float> partial{args.partial, args.rows.rows, args.value_dim};
+    const int key_lines = (args.key_dim + S::pack - 1) / S::pack;
     float* const queries = args.scratch;
     float* const scores = queries + kBlockRows * query_stride;
     float* const keep = scores + kBlockRows * kChunkTokens;
+    float* outputs[kBlockRows];
+    int64_t ends[kBlockRows];  // one past the last token a row sees
+    int64_t begin = args.end, end = 0;
 
-    int64_t end_of(int row) const { return args.first_position + (first_row + row) / args.rows.group + 1; }
-    int64_t begin_of(int row) const { return args.window && end_of(row) > args.window ? end_of(row) - args.window : 0; }
+    RowBlock(const AttendArgs& call, int64_t row, int64_t rows_left)
+        : args(call),
+          first_row(row),
+          rows(int(rows_left < kBlockRows ? rows_left : kBlockRows)),
+          last(rows_left <= kBlockRows) {}
+
+    static int value_lines(int tokens) { return (tokens + S::pack - 1) / S::pack; }
+    int64_t begin_of(int row) const { return args.window && ends[row] > args.window ? ends[row] - args.window : 0; }
 
     void prepare() {
+        const int64_t row_floats = rworker::partial_floats(args.value_dim);
         for (int r = 0; r < rows; ++r) {
-            const void* query = element(args.dtype, args.queries, row_offset(args.rows, first_row + r));
-            widen_row<L>(args.dtype, query, args.key_dim, args.scale, queries + r * query_stride);
-            partial.max[first_row + r] = -kInfinity;
-            partial.sum[first_row + r] = 0.0f;
-            float* output = partial.output_row(first_row + r);
-            for (int d = 0; d < padded_dim; d += L::width) L::store(output + d, L::set1(0.0f));
+            const TokenRow& token = args.tokens[(first_row + r) / args.group];
+            const int64_t head = (first_row + r) % args.group;
+            const int64_t query = token.payload_row * args.token_stride + head * args.key_dim;
+            widen_row<L>(args.dtype, element(args.dtype, args.queries, query), args.key_dim, args.scale,
+                         queries + r * query_stride);
+            ends[r] = token.position + 1;
+            begin = begin_of(r) < begin ? begin_of(r) : begin;
+            end = ends[r] > end ? ends[r] : end;
+            const Partial partial(args.partials + (token.partials + args.split) * args.partial_stride +
+                                  head * row_floats);
+            outputs[r] = partial.output;
+            *partial.max = -kInfinity;
+            *partial.sum = 0.0f;
+            for (int d = 0; d < padded_dim; d += L::width) L::store(partial.output + d, L::set1(0.0f));
         }
+        const int64_t split_begin = args.split * rworker::kSplitTokens;
+        begin = begin > split_begin ? begin : split_begin;
+        end = end < args.end ? end : args.end;
     }
 
     void run() {
         prepare();
-        const int64_t begin = begin_of(0) > args.begin ? begin_of(0) : args.begin;
-        const int64_t end = end_of(rows - 1) < args.end ? end_of(rows - 1) : args.end;
         for (int64_t chunk = begin / kChunkTokens * kChunkTokens; chunk < end; chunk += kChunkTokens)
             attend_chunk(chunk, clip(begin, end, chunk));
     }
 
+    /// The keys a chunk after `tile`; past the end those the next call begins with, else `tile`'s own, already here.
+    const uint8_t* keys_after(int64_t tile, const uint8_t* own) const {
+        const int64_t next = tile + kChunkTiles;
+        if (next * kTileTokens < end) return tile_of(args.view, next).keys;
+        if (!last || !args.next) return own;
+        const int64_t theirs = args.next->begin / kTileTokens + tile % kChunkTiles;
+        return theirs * kTileTokens < args.next->end ? tile_of(args.next->view, theirs).keys : own;
+    }
+
     void attend_chunk(int64_t chunk, Range seen) {
         Tile tiles[kChunkTiles];
-        const int64_t last_tile = (args.end - 1) / kTileTokens;
-        for (int i = seen.begin / kTileTokens; i * kTileTokens < seen.end; ++i) {
-            const int64_t tile = chunk / kTileTokens + i, next = tile + kChunkTiles;
-            tiles[i] = tile_of(args.view, tile);
-            tiles[i].next_keys = next <= last_tile ? tile_of(args.view, next).keys : tiles[i].keys;
+        find_tiles(chunk, seen, tiles);
+        if constexpr (D != DType::float32) {
+            if (rows >= kWidenRows) {
+                widen_tiles(seen, tiles);
+                return use_tiles<DType::float32>(chunk, seen, tiles, widened_stride(padded_dim), false);
+            }
         }
-        const int lines = (args.key_dim + Stored<L, D>::pack - 1) / Stored<L, D>::pack;
+        use_tiles<D>(chunk, seen, tiles, padded_dim, true);
+    }
+
+    void find_tiles(int64_t chunk, Range seen, Tile* tiles) const {
+        for (int i = seen.begin / kTileTokens; i * kTileTokens < seen.end; ++i) {
+            tiles[i] = tile_of(args.view, chunk / kTileTokens + i);
+            tiles[i].next_keys = keys_after(chunk / kTileTokens + i, tiles[i].keys);
+            const int tokens = seen.end - i * kTileTokens < kTileTokens ? seen.end - i * kTileTokens : kTileTokens;
+            tiles[i].values_step = (value_lines(tokens) * padded_dim * S::lane_bytes + key_lines - 1) / key_lines;
+        }
+    }
+
+    /// Puts widened tiles in place of the stored ones, and asks for the next.
+    void widen_tiles(Range seen, Tile* tiles) const {
+        float* const keys = keep + kBlockRows;
+        float* const values = keys + kChunkTiles * widened_keys(args.key_dim);
+        for (int i = seen.begin / kTileTokens; i * kTileTokens < seen.end; ++i) {
+            float* const tile_keys = keys + i * widened_keys(args.key_dim);
+            float* const tile_values = values + i * kTileTokens * widened_stride(padded_dim);
+            const int tokens = seen.end - i * kTileTokens < kTileTokens ? seen.end - i * kTileTokens : kTileTokens;
+            prefetch_tile(tiles[i].next_keys, key_lines * kTileTokens * S::lane_bytes);
+            widen_keys<L, D>(tiles[i].keys, key_lines, tile_keys);
+            widen_values<L, D>(tiles[i].values, value_lines(tokens), padded_dim, tile_values);
+            tiles[i].keys = tiles[i].next_keys = reinterpret_cast<const uint8_t*>(tile_keys);
+            tiles[i].values = reinterpret_cast<const uint8_t*>(tile_values);
+        }
+    }
+
+    template <DType Tiles>
+    void use_tiles(int64_t chunk, Range seen, const Tile* tiles, int value_stride, bool ask) {
+        const int lines = (args.key_dim + Stored<L, Tiles>::pack - 1) / Stored<L, Tiles>::pack;
         for_row_groups<L>(rows, [&]<int R>(int r) {
-            score_rows<L, D, R>(tiles, seen, queries + r * query_stride, query_stride, lines,
-                                scores + r * kChunkTokens);
+            score_rows<L, Tiles, R>(tiles, seen, ask && r == 0, queries + r * query_stride, query_stride, lines,
+                                    scores + r * kChunkTokens);
         });
-        for (int r = 0; r < rows; ++r)
-            keep[r] = soften<L>(scores + r * kChunkTokens, clip(begin_of(r), end_of(r), chunk), args.soft_cap,
-                                partial.max[first_row + r], partial.sum[first_row + r]);
+        for (int r = 0; r < rows; ++r) {
+            const Partial partial(outputs[r] - 16);
+            keep[r] = soften<L>(scores + r * kChunkTokens, seen, clip(begin_of(r), ends[r], chunk), args.soft_cap,
+                                *partial.max, *partial.sum);
+        }
         for_row_groups<L>(rows, [&]<int R>(int r) {
-            add_value_rows<L, D, R>(tiles, seen, scores + r * kChunkTokens, keep + r, partial.output_row(first_row + r),
-                                    padded_dim);
+            add_value_rows<L, Tiles, R>(tiles, seen, ask && r == 0, scores + r * kChunkTokens, keep + r, outputs + r,
+                                        padded_dim, value_stride);
         });
     }
 };
 
 template <class L, DType D>
 void attend(const AttendArgs& args) {
-    for (int64_t row = 0; row < args.rows.rows; row += kBlockRows) {
-        const int64_t left = args.rows.rows - row;
-        RowBlock<L, D>{args, row, int(left < kBlockRows ? left : kBlockRows)}.run();
-    }
+    const int64_t rows = args.num_tokens * args.group;
+    for (int64_t row = 0; row < rows; row += kBlockRows)
+        RowBlock<L, D>(args, row, rows - row).run();
 }
 
 }  // namespace

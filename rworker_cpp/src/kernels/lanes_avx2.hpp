@@ -9,8 +9,8 @@ namespace {
 struct Avx2 {
     using vec = __m256;
     static constexpr int width = 8;
-    static constexpr int max_rows = 4;
-    static constexpr int accumulators = 8;
+    static constexpr int max_rows = 6;
+    static constexpr int accumulators = 12;  // the other four registers hold lines and a factor
 
     static vec set1(float x) { return _mm256_set1_ps(x); }
     static vec load(const float* p) { return _mm256_loadu_ps(p); }

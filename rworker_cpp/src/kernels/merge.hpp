@@ -8,54 +8,59 @@ namespace {
 
 using rworker::MergeArgs;
 
-/// A partial result in memory; see partial_floats.
+/// The partial result of one row in memory; see partial_floats.
 template <class Float>
 struct Partial {
     Float *max, *sum, *output;
-    int padded_dim;
 
-    Partial(Float* data, int64_t rows, int value_dim)
-        : max(data), sum(data + rows), output(data + (rows * 2 + 15) / 16 * 16), padded_dim(round_up16(value_dim)) {}
-    Float* output_row(int64_t row) const { return output + row * padded_dim; }
+    explicit Partial(Float* data) : max(data), sum(data + 1), output(data + 16) {}
 };
 
-/// Row r of the stacked queries or outputs of a (span, KV head).
-inline int64_t row_offset(const rworker::RowView& view, int64_t row) {
-    return row / view.group * view.token_stride + row % view.group * view.head_stride;
-}
-
-/// (max, sum, output) of one row <- itself + a part. An empty part (max -inf) leaves every bit as it was.
+/// (max, sum, output) of one row <- itself + a part. An empty part (sum 0) leaves every bit as it was, and the first
+/// that is not empty is taken as it is; a NaN is not empty.
 template <class L>
-inline void fold(float& max, float& sum, float* output, float part_max, float part_sum, const float* part_output,
-                 int n) {
-    if (part_max == -kInfinity) return;
+inline void fold(float& max, float& sum, float* output, Partial<const float> part, int n) {
+    const float part_max = *part.max;
+    if (part_max == -kInfinity && *part.sum == 0.0f) return;
+    const bool first = max == -kInfinity && sum == 0.0f;
     const float new_max = max > part_max ? max : part_max;
     const float keep = exp_nonpositive_one<L>(max - new_max), weight = exp_nonpositive_one<L>(part_max - new_max);
     max = new_max;
-    sum = sum * keep + part_sum * weight;
+    sum = first ? *part.sum : sum * keep + *part.sum * weight;
     for (int d = 0; d < n; d += L::width) {
-        const auto kept = L::mul(L::load(output + d), L::set1(keep));
-        L::store(output + d, part_output ? L::fma(L::load(part_output + d), L::set1(weight), kept) : kept);
+        const auto output_part = L::load(part.output + d);
+        L::store(output + d, first ? output_part
+                                   : L::fma(output_part, L::set1(weight), L::mul(L::load(output + d), L::set1(keep))));
     }
+}
+
+/// output <- output / sum. A sink is a score without a value: it only takes its share of the sum.
+template <class L>
+inline void finish(float max, float sum, const float* sink, float* output, int n) {
+    if (sink) {
+        const float new_max = max > *sink ? max : *sink;
+        const float keep = exp_nonpositive_one<L>(max - new_max);
+        sum = sum * keep + exp_nonpositive_one<L>(*sink - new_max);
+        for (int d = 0; d < n; d += L::width) L::store(output + d, L::mul(L::load(output + d), L::set1(keep)));
+    }
+    for (int d = 0; d < n; d += L::width) L::store(output + d, L::div(L::load(output + d), L::set1(sum)));
 }
 
 template <class L>
 void merge(const MergeArgs& args) {
     const int padded_dim = round_up16(args.value_dim);
-    for (int64_t row = 0; row < args.rows.rows; ++row) {
-        float max = -kInfinity, sum = 0.0f;
-        float* output = args.scratch;
-        for (int d = 0; d < padded_dim; d += L::width) L::store(output + d, L::set1(0.0f));
-        for (int64_t i = 0; i < args.num_partials; ++i) {
-            const Partial<const float> part(args.partials + i * args.partial_stride, args.rows.rows, args.value_dim);
-            fold<L>(max, sum, output, part.max[row], part.sum[row], part.output_row(row), padded_dim);
+    for (int64_t token = 0; token < args.num_tokens; ++token)
+        for (int head = 0; head < args.group; ++head) {
+            float max = -kInfinity, sum = 0.0f;
+            const float* part = args.partials + token * args.num_partials * args.partial_stride +
+                                head * rworker::partial_floats(args.value_dim);
+            for (int64_t i = 0; i < args.num_partials; ++i, part += args.partial_stride)
+                fold<L>(max, sum, args.scratch, Partial(part), padded_dim);
+            finish<L>(max, sum, args.sinks ? args.sinks + head : nullptr, args.scratch, padded_dim);
+            const int64_t out = token * args.token_stride + head * args.value_dim;
+            narrow_row<L>(args.dtype, args.scratch, args.value_dim,
+                          const_cast<void*>(element(args.dtype, args.out, out)));
         }
-        // A sink is a score without a value: it only takes its share of the sum.
-        if (args.sinks) fold<L>(max, sum, output, args.sinks[row % args.rows.group], 1.0f, nullptr, padded_dim);
-        for (int d = 0; d < padded_dim; d += L::width) L::store(output + d, L::div(L::load(output + d), L::set1(sum)));
-        void* out = const_cast<void*>(element(args.dtype, args.out, row_offset(args.rows, row)));
-        narrow_row<L>(args.dtype, output, args.value_dim, out);
-    }
 }
 
 }  // namespace

@@ -65,9 +65,11 @@ template <class L, class S, int Rows, int Vectors, int From, int To, class Addre
     }
 }
 
-/// scores[row][token] of `Rows` queries and `Tiles` tiles. Meanwhile the tiles' values are on their way.
+/// scores[row][token] of `Rows` queries and `Tiles` tiles. Meanwhile the tiles' values are on their way, if `ask`.
+/// A function of its own: inlined among its siblings, compilers let sums spill.
 template <class L, DType D, int Rows, int Tiles>
-inline void score_tiles(const Tile* tiles, const float* queries, int query_stride, int lines, float* scores) {
+[[gnu::noinline]] void score_tiles(const Tile* tiles, bool ask, const float* queries, int query_stride, int lines,
+                                   float* scores) {
     using S = Stored<L, D>;
     constexpr int tile_vectors = kTileTokens / L::width, vectors = Tiles * tile_vectors;
     constexpr int line_bytes = kTileTokens * S::lane_bytes;
@@ -79,10 +81,18 @@ inline void score_tiles(const Tile* tiles, const float* queries, int query_strid
             sum[r][v] = L::set1(0.0f);
         }
     }
+    const uint8_t* coming[Tiles];
+    int steps[Tiles];
+    RWORKER_UNROLL
+    for (int i = 0; i < Tiles; ++i) {
+        coming[i] = tiles[i].values;
+        steps[i] = ask ? tiles[i].values_step : 0;
+    }
     for (int line = 0; line < lines; ++line) {
         RWORKER_UNROLL
         for (int i = 0; i < Tiles; ++i) {
-            prefetch(tiles[i].values + line * line_bytes);
+            prefetch(coming[i]);
+            coming[i] += steps[i];
         }
         add_line<L, S, Rows, vectors, 0, S::pack>(
             [&](int v) {
@@ -101,32 +111,34 @@ inline void score_tiles(const Tile* tiles, const float* queries, int query_strid
 
 /// Scores of `Rows` queries with the tiles of a chunk that `seen` touches.
 template <class L, DType D, int Rows>
-void score_rows(const Tile* tiles, Range seen, const float* queries, int query_stride, int lines, float* scores) {
+void score_rows(const Tile* tiles, Range seen, bool ask, const float* queries, int query_stride, int lines,
+                float* scores) {
     constexpr int fit = L::accumulators * L::width / (Rows * kTileTokens);
     constexpr int together = fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
     int tile = seen.begin / kTileTokens;
     const int end = (seen.end + kTileTokens - 1) / kTileTokens;
     for (; tile + together <= end; tile += together)
-        score_tiles<L, D, Rows, together>(tiles + tile, queries, query_stride, lines, scores + tile * kTileTokens);
+        score_tiles<L, D, Rows, together>(tiles + tile, ask, queries, query_stride, lines, scores + tile * kTileTokens);
     for (; tile < end; ++tile)
-        score_tiles<L, D, Rows, 1>(tiles + tile, queries, query_stride, lines, scores + tile * kTileTokens);
+        score_tiles<L, D, Rows, 1>(tiles + tile, ask, queries, query_stride, lines, scores + tile * kTileTokens);
 }
 
-/// output[row][lane..] = output * keep + weights x values, over the tokens in `seen` and nothing beyond: what lies
-/// there may be a former owner's NaN, which a weight of 0 would not silence. Meanwhile the next keys are on their way.
+/// outputs[row][lane..] = output * keep + weights x values, over the tokens in `seen` and nothing beyond: what lies
+/// there may be a former owner's NaN, which a weight of 0 would not silence. Meanwhile the next keys are on their way,
+/// if `ask`. From token to token there are `value_stride` elements.
 template <class L, DType D, int Rows, int Vectors>
-inline void add_values(const Tile* tiles, Range seen, const float* weights, const float* keep, int lane, float* output,
-                       int padded_dim) {
+[[gnu::noinline]] void add_values(const Tile* tiles, Range seen, bool ask, const float* weights, const float* keep,
+                                  int lane, float* const* outputs, int value_stride) {
     using S = Stored<L, D>;
     constexpr int pack = S::pack, tile_lines = kTileTokens / pack;
     constexpr int vector_bytes = L::width * S::lane_bytes, step_bytes = Vectors * vector_bytes;
-    const int line_bytes = padded_dim * S::lane_bytes;
+    const int line_bytes = value_stride * S::lane_bytes;
     typename L::vec sum[Rows][Vectors];
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            sum[r][v] = L::mul(L::load(output + r * padded_dim + lane + v * L::width), L::set1(keep[r]));
+            sum[r][v] = L::mul(L::load(outputs[r] + lane + v * L::width), L::set1(keep[r]));
         }
     }
     for (int t = seen.begin; t < seen.end;) {
@@ -134,13 +146,14 @@ inline void add_values(const Tile* tiles, Range seen, const float* weights, cons
         const Tile& tile = tiles[t / kTileTokens];
         const int first_line = t % kTileTokens / pack;
         const uint8_t* line = tile.values + first_line * line_bytes + lane * S::lane_bytes;
-        const uint8_t* coming = tile.next_keys + lane * S::lane_bytes * tile_lines + first_line * step_bytes;
+        const int coming_step = ask ? step_bytes : 0;
+        const uint8_t* coming = tile.next_keys + lane * S::lane_bytes * tile_lines + first_line * coming_step;
         const auto address = [&](int v) { return line + v * vector_bytes; };
         if (pack == 2 && t % 2 == 1) {
             add_line<L, S, Rows, Vectors, pack - 1, pack>(address, weights + t - 1, kChunkTokens, sum);
             line += line_bytes, ++t;
         }
-        for (; t + pack <= end; t += pack, line += line_bytes, coming += step_bytes) {
+        for (; t + pack <= end; t += pack, line += line_bytes, coming += coming_step) {
             RWORKER_UNROLL
             for (int i = 0; i < step_bytes; i += kCacheLineBytes) {
                 prefetch(coming + i);
@@ -153,22 +166,22 @@ inline void add_values(const Tile* tiles, Range seen, const float* weights, cons
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            L::store(output + r * padded_dim + lane + v * L::width, sum[r][v]);
+            L::store(outputs[r] + lane + v * L::width, sum[r][v]);
         }
     }
 }
 
 template <class L, DType D, int Rows>
-void add_value_rows(const Tile* tiles, Range seen, const float* weights, const float* keep, float* output,
-                    int padded_dim) {
+void add_value_rows(const Tile* tiles, Range seen, bool ask, const float* weights, const float* keep,
+                    float* const* outputs, int padded_dim, int value_stride) {
     constexpr int least = kTileTokens / L::width;  // vectors in 16 dims
     constexpr int fit = L::accumulators / Rows < 8 ? L::accumulators / Rows : 8;
     constexpr int together = fit > least ? fit / least * least : least;
     int lane = 0;
     for (; lane + together * L::width <= padded_dim; lane += together * L::width)
-        add_values<L, D, Rows, together>(tiles, seen, weights, keep, lane, output, padded_dim);
+        add_values<L, D, Rows, together>(tiles, seen, ask, weights, keep, lane, outputs, value_stride);
     for (; lane < padded_dim; lane += kTileTokens)
-        add_values<L, D, Rows, least>(tiles, seen, weights, keep, lane, output, padded_dim);
+        add_values<L, D, Rows, least>(tiles, seen, ask, weights, keep, lane, outputs, value_stride);
 }
 
 }  // namespace

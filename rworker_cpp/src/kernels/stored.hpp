@@ -41,8 +41,9 @@ struct Stored<L, DType::bfloat16> {
 
 /// Where a tile of 16 tokens of one sequence lies.
 struct Tile {
-    uint8_t *keys, *values;
+    const uint8_t *keys, *values;
     const uint8_t* next_keys;  // what will be read a chunk later
+    int values_step;           // bytes of its values to ask for with each line of its keys
 };
 
 inline Tile tile_of(const HeadView& view, int64_t tile) {
@@ -50,7 +51,7 @@ inline Tile tile_of(const HeadView& view, int64_t tile) {
     const int64_t within = tile & ((int64_t(1) << view.log2_tiles_per_block) - 1);
     uint8_t* data = view.base + block * view.block_stride_bytes;
     return {data + within * view.key_tile_bytes, data + view.values_offset_bytes + within * view.value_tile_bytes,
-            nullptr};
+            nullptr, 0};
 }
 
 }  // namespace
