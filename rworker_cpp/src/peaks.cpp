@@ -20,7 +20,7 @@ class SharedJob final : public Job {
         num_items_ = num_items;
         worth_helpers_ = true;
     }
-    void run(std::int64_t item, int) noexcept override { work_(item); }
+    void run(std::int64_t item, std::int64_t, int) noexcept override { work_(item); }
 
   private:
     Work work_;
