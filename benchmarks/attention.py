@@ -12,8 +12,8 @@ import time
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.types import LayerLayout
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 HEAD_DIM = 128
 PEAK_BYTES = 1 << 30
 
@@ -23,7 +23,7 @@ def measure(
 ) -> float:
     """Median GB/s of keys and values read by one layer call over a cache of about ``cache_bytes``."""
     num_kv_heads = 8
-    token_bytes = num_kv_heads * 2 * HEAD_DIM * ITEM_BYTES[kv_dtype]
+    token_bytes = LayerLayout(num_kv_heads, num_kv_heads, HEAD_DIM, HEAD_DIM, 1.0).kv_bytes_per_token(kv_dtype)
     num_sequences = max(1, cache_bytes // (token_bytes * context))
     worker = _rworker.RWorker(
         layers=[(num_kv_heads * group, num_kv_heads, HEAD_DIM, HEAD_DIM, HEAD_DIM**-0.5, 0, 0.0, [])],
@@ -61,7 +61,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kv-dtypes", default="float32,float16,bfloat16")
+    parser.add_argument("--kv-dtypes", default="float32,float16,bfloat16,int8,int4")
     parser.add_argument("--groups", default="1,4,8", help="query heads per KV head")
     parser.add_argument("--contexts", default="1024", help="cached tokens per sequence")
     parser.add_argument("--threads", default="1,2")

@@ -16,7 +16,7 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 """The byte-level model that ships with the package."""
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_CACHE_DTYPES = DTYPES
+KV_CACHE_DTYPES = (*DTYPES, "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULES = ("fcfs",)
 LATER_SCHEDULES = ("sls", "stall-free", "request-level", "hybrid", "prefill-first")

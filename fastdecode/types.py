@@ -9,7 +9,13 @@ from enum import IntEnum
 import numpy as np
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes per element of each model and KV dtype."""
+"""Bytes per element of each model dtype."""
+
+KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
+"""Bits per element of each KV dtype, scales apart."""
+
+INT4_GROUP_DIMS = 64
+"""Dims of a token and head that share one int4 scale and zero."""
 
 WIRE_DTYPE: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -41,6 +47,10 @@ class LayerLayout:
         """Elements of K and V one cached token holds in this layer."""
         return self.num_kv_heads * (self.key_head_dim + self.value_head_dim)
 
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        """Bytes of K, V and their scales one cached token takes in this layer."""
+        return self.num_kv_heads * sum(_row_bytes(dim, kv_dtype) for dim in (self.key_head_dim, self.value_head_dim))
+
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -52,8 +62,14 @@ class KVLayout:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V one token takes in the cache, over all layers."""
-        return sum(layer.kv_elements_per_token for layer in self.layers) * ITEM_BYTES[self.kv_dtype]
+        """Bytes of K, V and their scales one token takes in the cache, over all layers."""
+        return sum(layer.kv_bytes_per_token(self.kv_dtype) for layer in self.layers)
+
+
+def _row_bytes(dim: int, kv_dtype: str) -> int:
+    """One token's keys or values of one head: int8 has a float32 scale, int4 a bfloat16 scale and zero per group."""
+    scales = {"int8": 4, "int4": 4 * -(-dim // INT4_GROUP_DIMS)}.get(kv_dtype, 0)
+    return -(-dim * KV_BITS[kv_dtype] // 8) + scales
 
 
 class Verb(IntEnum):

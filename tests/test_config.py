@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from fastdecode.types import KVLayout, LayerLayout, RWorkerInfo
 BAD: list[tuple[str, Any]] = [
     ("dtype", "int3"),
     ("dtype", ""),
-    ("kv_cache_dtype", "int8"),
+    ("kv_cache_dtype", "fp8"),
+    ("dtype", "int8"),
     ("load_format", "gguf"),
     ("device", "tpu"),
     ("schedule", "sls"),
@@ -91,6 +93,8 @@ def test_the_defaults_are_the_contracts() -> None:
     [
         {"max_num_seqs": 1, "max_num_batched_tokens": 1},
         {"block_size": 256, "dtype": "bfloat16", "kv_cache_dtype": "float16", "load_format": "dummy", "device": "cpu"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "int4"},
         {"kv_cache_memory": "64MiB", "prefill_scratch": 1 << 20, "hf_overrides": {"num_hidden_layers": 2}},
     ],
 )
@@ -163,6 +167,8 @@ def worker(num_blocks: int, block_size: int = 32) -> RWorkerInfo:
 
 def test_scratch_tokens_are_in_the_models_dtype() -> None:
     assert LAYOUT.kv_bytes_per_token == 160
+    assert replace(LAYOUT, kv_dtype="int8").kv_bytes_per_token == 80 + 3 * 2 * 4
+    assert replace(LAYOUT, kv_dtype="int4").kv_bytes_per_token == 40 + 3 * 2 * 4
     assert scratch_tokens(EngineConfig(prefill_scratch=3200), LAYOUT, 0) == 10
     assert scratch_tokens(EngineConfig(prefill_scratch=3199), LAYOUT, 0) == 9
     assert scratch_tokens(EngineConfig(), LAYOUT, 25600) == 10

@@ -7,7 +7,15 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from fastdecode.config import BLOCK_SIZES, DEVICES, DTYPES, LATER_SCHEDULES, SCHEDULES, EngineConfig
+from fastdecode.config import (
+    BLOCK_SIZES,
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LATER_SCHEDULES,
+    SCHEDULES,
+    EngineConfig,
+)
 
 DEFAULTS: dict[str, Any] = {
     field.name: field.default for field in fields(EngineConfig) if isinstance(field.default, int | str | type(None))
@@ -68,9 +76,7 @@ def _add_batch_flags(group: Any) -> None:
     group.add_argument(
         "--block-size", type=int, default=DEFAULTS["block_size"], choices=BLOCK_SIZES, help="tokens per KV block (32)"
     )
-    group.add_argument(
-        "--kv-cache-dtype", default="auto", help="auto, float32, float16 or bfloat16 (auto: the model's)"
-    )
+    group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
     group.add_argument(
         "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 4GiB (40%% of what is free, shared)"
     )

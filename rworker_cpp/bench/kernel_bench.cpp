@@ -1,10 +1,11 @@
-// One thread's attend kernel in GB/s of keys and values, beside a plain read, in thread CPU time: what a kernel can do
-// even where neighbours share the cores. Usage: kernel_bench [isa]
+// One thread's attend kernel in GB/s of keys and values and in cached tokens/s, beside a plain read, in thread CPU
+// time: what a kernel can do even where neighbours share the cores. Usage: kernel_bench [isa [dtype [group]]]
 #include <algorithm>
 #include <cstdio>
 #include <ctime>
 #include <functional>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "rworker/arena.hpp"
@@ -33,7 +34,7 @@ double best_seconds(const std::function<void()>& call, int repeats) {
     return *std::min_element(seconds.begin(), seconds.end());
 }
 
-/// GB/s of attending over `num_sequences` sequences of one KV head.
+/// Cached tokens per second of attending over `num_sequences` sequences of one KV head.
 double attend_rate(const Kernels& kernels, DType dtype, int group, std::int64_t num_sequences, int repeats) {
     const LayerSpec layer{group, 1, kHeadDim, kHeadDim, 0.09f, 0, 0.0f, {}};
     const LayerLayout layout(layer, dtype, kBlockSize, 0);
@@ -85,7 +86,7 @@ double attend_rate(const Kernels& kernels, DType dtype, int group, std::int64_t 
                     attend(i, begin);
         },
         repeats);
-    return double(num_sequences * kContext * 2 * kHeadDim * item_bytes(dtype)) / seconds / 1e9;
+    return double(num_sequences * kContext) / seconds;
 }
 
 double read_rate(const Kernels& kernels, std::int64_t bytes, int repeats) {
@@ -100,14 +101,19 @@ double read_rate(const Kernels& kernels, std::int64_t bytes, int repeats) {
 
 int main(int argc, char** argv) {
     const Kernels& kernels = choose_kernels(argc > 1 ? argv[1] : "auto");
-    const char* names[] = {"float32", "float16", "bfloat16"};
+    const char* names[] = {"float32", "float16", "bfloat16", "int8", "int4"};
     std::printf("%s, GB/s by CPU time: read %.1f from memory, %.1f from cache\n", kernels.isa,
                 read_rate(kernels, 256 << 20, 9), read_rate(kernels, 256 << 10, 999));
-    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16})
+    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::int8, DType::int4})
         for (const int group : {1, 2, 3, 4, 7, 8, 32, 64}) {
-            const std::int64_t many = (256 << 20) / (kContext * 2 * kHeadDim * item_bytes(dtype));
-            std::printf("%-8s group %2d   memory %5.2f   cache %5.2f\n", names[int(dtype)], group,
-                        attend_rate(kernels, dtype, group, many, group < 8 ? 9 : 5),
-                        attend_rate(kernels, dtype, group, 1, 199));
+            if (argc > 2 && names[int(dtype)] != std::string(argv[2])) continue;
+            if (argc > 3 && group != std::stoi(argv[3])) continue;
+            const std::int64_t bytes = token_bytes({group, 1, kHeadDim, kHeadDim, 0.09f, 0, 0.0f, {}}, dtype);
+            const double memory =
+                attend_rate(kernels, dtype, group, (256 << 20) / (kContext * bytes), group < 8 ? 9 : 5);
+            const double cache = attend_rate(kernels, dtype, group, 1, 199);
+            std::printf("%-8s group %2d   memory %5.1f GB/s %6.1f Mtokens/s   cache %5.1f GB/s %6.1f Mtokens/s\n",
+                        names[int(dtype)], group, memory * double(bytes) / 1e9, memory / 1e6,
+                        cache * double(bytes) / 1e9, cache / 1e6);
         }
 }

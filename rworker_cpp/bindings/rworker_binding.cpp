@@ -55,8 +55,8 @@ PyRWorker::PyRWorker(const py::list& layers, const std::string& model_dtype, con
                      std::int64_t block_size, std::int64_t num_blocks, int num_threads, std::vector<int> cores,
                      const std::string& isa) {
     rworker::WorkerConfig config{parse_layers(layers),
-                                 rworker::parse_dtype(model_dtype, "model_dtype"),
-                                 rworker::parse_dtype(kv_dtype, "kv_dtype"),
+                                 rworker::parse_model_dtype(model_dtype),
+                                 rworker::parse_kv_dtype(kv_dtype),
                                  block_size,
                                  num_blocks,
                                  num_threads,
@@ -66,7 +66,7 @@ PyRWorker::PyRWorker(const py::list& layers, const std::string& model_dtype, con
 }
 
 std::int64_t PyRWorker::block_bytes(const py::list& layers, const std::string& kv_dtype, std::int64_t block_size) {
-    return rworker::block_bytes(parse_layers(layers), rworker::parse_dtype(kv_dtype, "kv_dtype"), block_size);
+    return rworker::block_bytes(parse_layers(layers), rworker::parse_kv_dtype(kv_dtype), block_size);
 }
 
 rworker::Worker& PyRWorker::worker() const {

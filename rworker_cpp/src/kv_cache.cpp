@@ -217,9 +217,9 @@ void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* k
             const std::uint8_t* key_tile = block + tile * head_view.key_tile_bytes;
             const std::uint8_t* value_tile = block + head_view.values_offset_bytes + tile * head_view.value_tile_bytes;
             for (std::int64_t dim = 0; dim < spec.key_dim; ++dim)
-                *keys++ = load_element(dtype_, key_tile, key_index(dtype_, token, dim));
+                *keys++ = load_key(dtype_, key_tile, token, dim, spec.key_dim);
             for (std::int64_t dim = 0; dim < spec.value_dim; ++dim)
-                *values++ = load_element(dtype_, value_tile, value_index(dtype_, token, dim, spec.value_dim));
+                *values++ = load_value(dtype_, value_tile, token, dim, spec.value_dim);
         }
     }
 }

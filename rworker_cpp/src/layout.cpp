@@ -10,6 +10,13 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
+template <class Word>
+Word load_word(const std::uint8_t* data) {
+    Word word;
+    std::memcpy(&word, data, sizeof(word));
+    return word;
+}
+
 float half_to_float(std::uint16_t bits) {
     const std::uint32_t sign = std::uint32_t(bits & 0x8000) << 16;
     const std::uint32_t magnitude = bits & 0x7fff;
@@ -18,46 +25,90 @@ float half_to_float(std::uint16_t bits) {
     return std::bit_cast<float>(std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude << 13) * 0x1p112f) | sign);
 }
 
+float bfloat_to_float(std::uint16_t bits) { return std::bit_cast<float>(std::uint32_t(bits) << 16); }
+
+/// Neighbours (dims of keys, tokens of values) in one lane of a line.
+std::int64_t pack_of(DType dtype) {
+    return dtype == DType::int4 ? 8 : dtype == DType::int8 ? 4 : dtype == DType::bfloat16 ? 2 : 1;
+}
+
+std::int64_t bits_of(DType dtype) {
+    return dtype == DType::int4 ? 4 : dtype == DType::int8 ? 8 : 8 * item_bytes(dtype);
+}
+
+std::int64_t scale_bytes(DType dtype, std::int64_t dim) { return 4 * scale_words(dtype, dim); }
+
+/// Element `part` of a lane, behind the tile's scales. An int4 lane holds two neighbours to a byte, four apart.
+ElementPlace place_in_lane(DType dtype, std::int64_t lane, std::int64_t part, std::int64_t tile_scale_bytes) {
+    if (dtype == DType::int4) return {tile_scale_bytes + lane * 4 + part % 4, int(part / 4 * 4)};
+    return {tile_scale_bytes + (lane * pack_of(dtype) + part) * bits_of(dtype) / 8, 0};
+}
+
+float load_element(DType dtype, const std::uint8_t* tile, ElementPlace place, std::int64_t token, std::int64_t dim) {
+    const std::uint8_t* data = tile + place.byte;
+    if (dtype == DType::float32) return load_word<float>(data);
+    if (dtype == DType::float16) return half_to_float(load_word<std::uint16_t>(data));
+    if (dtype == DType::bfloat16) return bfloat_to_float(load_word<std::uint16_t>(data));
+    if (dtype == DType::int8) return load_word<float>(tile + scale_place(0, token)) * float(int(*data) - 128);
+    const std::uint8_t* terms = tile + scale_place(dim / kGroupDims, token);
+    const float scale = bfloat_to_float(load_word<std::uint16_t>(terms));
+    const float zero = bfloat_to_float(load_word<std::uint16_t>(terms + 2));
+    return zero + scale * float(*data >> place.shift & 15);
+}
+
 }  // namespace
 
-DType parse_dtype(const std::string& name, const char* argument) {
+DType parse_model_dtype(const std::string& name) {
     if (name == "float32") return DType::float32;
     if (name == "float16") return DType::float16;
     if (name == "bfloat16") return DType::bfloat16;
-    throw Error(std::string(argument) + " is '" + name + "'; it must be float32, float16 or bfloat16");
+    throw Error("model_dtype is '" + name + "'; it must be float32, float16 or bfloat16");
+}
+
+DType parse_kv_dtype(const std::string& name) {
+    if (name == "int8") return DType::int8;
+    if (name == "int4") return DType::int4;
+    if (name == "float32" || name == "float16" || name == "bfloat16") return parse_model_dtype(name);
+    throw Error("kv_dtype is '" + name + "'; it must be float32, float16, bfloat16, int8 or int4");
+}
+
+std::int64_t token_bytes(const LayerSpec& layer, DType kv_dtype) {
+    const std::int64_t bits = bits_of(kv_dtype);
+    return (layer.key_dim * bits + 7) / 8 + (layer.value_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.key_dim) +
+           scale_bytes(kv_dtype, layer.value_dim);
 }
 
 LayerLayout::LayerLayout(const LayerSpec& layer, DType kv_dtype, std::int64_t block_size, std::int64_t region_offset)
     : region_offset_bytes(region_offset) {
-    const std::int64_t key_dim = kv_dtype == DType::bfloat16 ? round_up(layer.key_dim, 2) : layer.key_dim;
-    key_tile_bytes = kTileTokens * key_dim * item_bytes(kv_dtype);
-    value_tile_bytes = kTileTokens * round_up(layer.value_dim, 16) * item_bytes(kv_dtype);
+    const std::int64_t key_dim = round_up(layer.key_dim, pack_of(kv_dtype)), value_dim = round_up(layer.value_dim, 16);
+    key_tile_bytes = kTileTokens * (scale_bytes(kv_dtype, key_dim) + key_dim * bits_of(kv_dtype) / 8);
+    value_tile_bytes = kTileTokens * (scale_bytes(kv_dtype, value_dim) + value_dim * bits_of(kv_dtype) / 8);
     const std::int64_t tiles = block_size / kTileTokens;
     values_offset_bytes = round_up(tiles * key_tile_bytes, 64);
     head_bytes = values_offset_bytes + round_up(tiles * value_tile_bytes, 64);
     block_bytes = layer.num_kv_heads * head_bytes;
 }
 
-std::int64_t key_index(DType dtype, std::int64_t token, std::int64_t dim) {
-    if (dtype == DType::bfloat16) return (dim / 2 * kTileTokens + token) * 2 + dim % 2;
-    return dim * kTileTokens + token;
+std::int64_t scale_words(DType dtype, std::int64_t dim) {
+    return dtype == DType::int4 ? groups_of(dim) : dtype == DType::int8 ? 1 : 0;
 }
 
-std::int64_t value_index(DType dtype, std::int64_t token, std::int64_t dim, std::int64_t value_dim) {
-    const std::int64_t padded = round_up(value_dim, 16);
-    if (dtype == DType::bfloat16) return (token / 2 * padded + dim) * 2 + token % 2;
-    return token * padded + dim;
+ElementPlace key_place(DType dtype, std::int64_t token, std::int64_t dim, std::int64_t key_dim) {
+    const std::int64_t pack = pack_of(dtype), lane = dim / pack * kTileTokens + token;
+    return place_in_lane(dtype, lane, dim % pack, kTileTokens * scale_bytes(dtype, key_dim));
 }
 
-float load_element(DType dtype, const std::uint8_t* data, std::int64_t index) {
-    if (dtype == DType::float32) {
-        float value;
-        std::memcpy(&value, data + index * 4, 4);
-        return value;
-    }
-    std::uint16_t bits;
-    std::memcpy(&bits, data + index * 2, 2);
-    return dtype == DType::float16 ? half_to_float(bits) : std::bit_cast<float>(std::uint32_t(bits) << 16);
+ElementPlace value_place(DType dtype, std::int64_t token, std::int64_t dim, std::int64_t value_dim) {
+    const std::int64_t pack = pack_of(dtype), lane = token / pack * round_up(value_dim, 16) + dim;
+    return place_in_lane(dtype, lane, token % pack, kTileTokens * scale_bytes(dtype, value_dim));
+}
+
+float load_key(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, std::int64_t key_dim) {
+    return load_element(dtype, tile, key_place(dtype, token, dim, key_dim), token, dim);
+}
+
+float load_value(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, std::int64_t value_dim) {
+    return load_element(dtype, tile, value_place(dtype, token, dim, value_dim), token, dim);
 }
 
 }  // namespace rworker

@@ -13,7 +13,7 @@ constexpr std::int64_t kLargeUnitBytes = 16'384;  // per head: from here on clai
 }  // namespace
 
 WorkList::WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const Span> step_spans)
-    : layer_(layer), token_bytes_((layer.key_dim + layer.value_dim) * item_bytes(cache.dtype())) {
+    : layer_(layer), token_bytes_(token_bytes(layer, cache.dtype())) {
     std::int64_t next_row = 0, num_counters = 0;
     for (const Span& span : step_spans) {
         PlannedSpan planned{};

@@ -5,33 +5,67 @@
 #include "rworker/layout.hpp"
 
 namespace rworker {
+namespace {
+
+/// Bytes of `dim` elements.
+std::int64_t elements_bytes(DType dtype, std::int64_t dim) {
+    if (dtype == DType::int4) return (dim + 1) / 2;
+    return dim * (dtype == DType::int8 ? 1 : item_bytes(dtype));
+}
+
+using PlaceOf = ElementPlace (*)(DType, std::int64_t token, std::int64_t dim, std::int64_t row_dim);
+
+void read_row(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, PlaceOf place_of,
+              std::uint8_t* out) {
+    const std::int64_t elements = elements_bytes(dtype, dim), item = dtype == DType::int4 ? 0 : elements / dim;
+    if (item == 0) std::memset(out, 0, elements);
+    for (std::int64_t d = 0; d < dim; ++d) {
+        const ElementPlace place = place_of(dtype, token, d, dim);
+        if (item == 0)
+            out[d / 2] |= std::uint8_t((tile[place.byte] >> place.shift & 15) << d % 2 * 4);
+        else
+            std::memcpy(out + d * item, tile + place.byte, item);
+    }
+    for (std::int64_t word = 0; word < scale_words(dtype, dim); ++word)
+        std::memcpy(out + elements + word * 4, tile + scale_place(word, token), 4);
+}
+
+void write_row(DType dtype, std::uint8_t* tile, std::int64_t token, std::int64_t dim, PlaceOf place_of,
+               const std::uint8_t* data) {
+    const std::int64_t elements = elements_bytes(dtype, dim), item = dtype == DType::int4 ? 0 : elements / dim;
+    for (std::int64_t d = 0; d < dim; ++d) {
+        const ElementPlace place = place_of(dtype, token, d, dim);
+        if (item == 0) {
+            const int code = data[d / 2] >> d % 2 * 4 & 15;
+            tile[place.byte] = std::uint8_t((tile[place.byte] & ~(15 << place.shift)) | code << place.shift);
+        } else {
+            std::memcpy(tile + place.byte, data + d * item, item);
+        }
+    }
+    for (std::int64_t word = 0; word < scale_words(dtype, dim); ++word)
+        std::memcpy(tile + scale_place(word, token), data + elements + word * 4, 4);
+}
+
+}  // namespace
+
+std::int64_t TokenCodec::row_bytes(std::int64_t dim) const {
+    return elements_bytes(dtype_, dim) + scale_words(dtype_, dim) * 4;
+}
 
 void TokenCodec::read_key(const TokenPlace& place, std::uint8_t* out) const {
-    const std::int64_t item = item_bytes(dtype_);
-    for (std::int64_t dim = 0; dim < layer_.key_dim; ++dim)
-        std::memcpy(out + dim * item, place.key_tile + key_index(dtype_, place.token, dim) * item, item);
+    read_row(dtype_, place.key_tile, place.token, layer_.key_dim, key_place, out);
 }
 
 void TokenCodec::read_value(const TokenPlace& place, std::uint8_t* out) const {
-    const std::int64_t item = item_bytes(dtype_);
-    for (std::int64_t dim = 0; dim < layer_.value_dim; ++dim) {
-        const std::int64_t index = value_index(dtype_, place.token, dim, layer_.value_dim);
-        std::memcpy(out + dim * item, place.value_tile + index * item, item);
-    }
+    read_row(dtype_, place.value_tile, place.token, layer_.value_dim, value_place, out);
 }
 
 void TokenCodec::write_key(const TokenPlace& place, const std::uint8_t* data) const {
-    const std::int64_t item = item_bytes(dtype_);
-    for (std::int64_t dim = 0; dim < layer_.key_dim; ++dim)
-        std::memcpy(place.key_tile + key_index(dtype_, place.token, dim) * item, data + dim * item, item);
+    write_row(dtype_, place.key_tile, place.token, layer_.key_dim, key_place, data);
 }
 
 void TokenCodec::write_value(const TokenPlace& place, const std::uint8_t* data) const {
-    const std::int64_t item = item_bytes(dtype_);
-    for (std::int64_t dim = 0; dim < layer_.value_dim; ++dim) {
-        const std::int64_t index = value_index(dtype_, place.token, dim, layer_.value_dim);
-        std::memcpy(place.value_tile + index * item, data + dim * item, item);
-    }
+    write_row(dtype_, place.value_tile, place.token, layer_.value_dim, value_place, data);
 }
 
 }  // namespace rworker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 5e-3}
+TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 5e-3, "int8": 1e-3, "int4": 3e-3}
 """Largest norm-wise relative error of a row and head, by the coarser of model and KV dtype."""
 
 

@@ -14,6 +14,9 @@ from .oracle import TOLERANCE, relative_error
 
 ISAS = _rworker.supported_isas()
 DTYPES = ["float32", "float16", "bfloat16"]
+QUANTISED = ["int8", "int4"]
+PAIRS = [*((dtype, dtype) for dtype in DTYPES), *(("float32", dtype) for dtype in QUANTISED)]
+"""Model and KV dtypes that every shape and rule is tested with."""
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 300, 511, 512, 513, 1500]
 SHAPES = {
     "mha64": Layer(2, 2, 64, 64),
@@ -45,21 +48,23 @@ def check(layer: Layer, lengths: list[int], q_lens: list[int], **options: Any) -
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_and_length(shape: str, dtype: str, isa: str) -> None:
-    check(SHAPES[shape], [n - 1 for n in LENGTHS], [1] * len(LENGTHS), model_dtype=dtype, kv_dtype=dtype, isa=isa)
+def test_every_shape_and_length(shape: str, dtype: str, kv_dtype: str, isa: str) -> None:
+    check(SHAPES[shape], [n - 1 for n in LENGTHS], [1] * len(LENGTHS), model_dtype=dtype, kv_dtype=kv_dtype, isa=isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
 @pytest.mark.parametrize("window", [0, 1, 16, 100, 600])
 @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
 @pytest.mark.parametrize("sinks", [(), (0.5, -1.0, 3.0, -20.0)])
-def test_scoring_rules(window: int, soft_cap: float, sinks: tuple[float, ...], dtype: str, isa: str) -> None:
+def test_scoring_rules(
+    window: int, soft_cap: float, sinks: tuple[float, ...], dtype: str, kv_dtype: str, isa: str
+) -> None:
     layer = Layer(4, 2, 64, 64, 0.25, window, soft_cap, sinks)
     lengths = [0, 5, 99, 530, 1100]
-    check(layer, lengths, [3, 1, 20, 2, 1], model_dtype=dtype, kv_dtype=dtype, isa=isa)
+    check(layer, lengths, [3, 1, 20, 2, 1], model_dtype=dtype, kv_dtype=kv_dtype, isa=isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -71,7 +76,7 @@ def test_long_chunks_cross_splits(block_size: int, isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("model_dtype", DTYPES)
-@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", [*DTYPES, *QUANTISED])
 def test_model_and_cache_may_differ(model_dtype: str, kv_dtype: str, isa: str) -> None:
     check(Layer(4, 2, 80, 72), [0, 30, 600], [2, 1, 1], model_dtype=model_dtype, kv_dtype=kv_dtype, isa=isa)
 

@@ -17,6 +17,8 @@ LAYERS = {
     "mha": Layer(2, 2, 40, 24, 0.2),
     "window": Layer(8, 2, 64, 64, 0.2, window=70, soft_cap=4.0, sinks=tuple(0.1 * i for i in range(8))),
 }
+DTYPES = [(dtype, dtype) for dtype in ("float32", "float16", "bfloat16")] + [("bfloat16", "int8"), ("float32", "int4")]
+"""Of model and cache."""
 PROMPTS = [1, 17, 64, 130, 511, 512, 700, 1100]
 
 
@@ -31,10 +33,10 @@ def outputs_of(layer: Layer, chosen: list[int], **options: Any) -> dict[int, np.
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_alone_crowd_threads_and_block_sizes(name: str, dtype: str, isa: str) -> None:
-    options = {"model_dtype": dtype, "kv_dtype": dtype, "isa": isa}
+def test_alone_crowd_threads_and_block_sizes(name: str, dtype: str, kv_dtype: str, isa: str) -> None:
+    options = {"model_dtype": dtype, "kv_dtype": kv_dtype, "isa": isa}
     everyone = list(range(len(PROMPTS)))
     crowd = outputs_of(LAYERS[name], everyone, **options)
     for i in (0, 3, 7):
@@ -46,15 +48,15 @@ def test_alone_crowd_threads_and_block_sizes(name: str, dtype: str, isa: str) ->
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [pair for pair in DTYPES if pair[1] != "float16"])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("context", [0, 63, 490])
-def test_chunked_equals_row_by_row(context: int, name: str, dtype: str, isa: str) -> None:
+def test_chunked_equals_row_by_row(context: int, name: str, dtype: str, kv_dtype: str, isa: str) -> None:
     layer, rng = LAYERS[name], np.random.default_rng(5)
     prompt, rows = random_rows(rng, layer, max(context, 1)), random_rows(rng, layer, 45)
     results = []
     for sizes in ([45], [1] * 45, [7, 1, 30, 5, 2]):
-        harness = Harness(layer, {"model_dtype": dtype, "kv_dtype": dtype, "isa": isa})
+        harness = Harness(layer, {"model_dtype": dtype, "kv_dtype": kv_dtype, "isa": isa})
         if context:
             harness.step({0: prompt}, append_only=(0,))
         parts, row = [], 0

@@ -175,7 +175,7 @@ def test_calls_out_of_order(worker: _rworker.RWorker) -> None:
 BAD_SETTINGS = [
     ({"isa": "mmx"}, "isa is 'mmx'; this machine supports scalar"),
     ({"model_dtype": "int8"}, "model_dtype is 'int8'; it must be float32, float16 or bfloat16"),
-    ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'"),
+    ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'; it must be float32, float16, bfloat16, int8 or int4"),
     ({"block_size": 48}, "block_size is 48; it must be 16, 32, 64, 128 or 256"),
     ({"num_blocks": 0}, "num_blocks is 0"),
     ({"num_threads": 0}, "num_threads is 0"),

@@ -9,7 +9,9 @@
 
 namespace rworker {
 
-enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
+enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2, int8 = 3, int4 = 4 };  // the last two of caches only
+
+constexpr bool is_quantized(DType dtype) { return dtype == DType::int8 || dtype == DType::int4; }
 
 constexpr int kTileTokens = 16;   // tokens whose keys lie side by side in one tile
 constexpr int kChunkTokens = 64;  // tokens scored before each step of the online softmax
@@ -17,6 +19,9 @@ constexpr int kSplitTokens =
     512;  // a sequence is cut here, always at multiples, so that results do not depend on who else runs
 constexpr int kBlockRows = 64;  // query rows that pass over a split together
 constexpr int kMaxHeadDim = 512;
+constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 scale and zero
+
+constexpr int64_t groups_of(int64_t dim) { return (dim + kGroupDims - 1) / kGroupDims; }
 
 /// Keys and values of one sequence in one layer and KV head, through its block table.
 struct HeadView {
@@ -41,8 +46,8 @@ struct AppendArgs {
 /// Floats a thread lends to attend and merge.
 constexpr int64_t scratch_floats(int64_t key_dim, int64_t value_dim) {
     const int64_t keys = (key_dim + 15) / 16 * 16, values = (value_dim + 15) / 16 * 16;
-    const int64_t rows = kBlockRows * (keys + kChunkTokens + 1), widened = kChunkTokens * (keys + values + 16);
-    return rows + widened;
+    const int64_t attend = kBlockRows * (keys + kChunkTokens + 1);
+    return attend > values ? attend : values;
 }
 
 /// Floats of the partial result of one query row: max, sum, padding, then o[value_dim rounded up to 16].
@@ -98,8 +103,8 @@ struct MergeArgs {
 /// One instruction set's functions; append and attend are indexed by the dtype of the cache.
 struct Kernels {
     const char* isa;
-    void (*append[3])(const AppendArgs&);
-    void (*attend[3])(const AttendArgs&);
+    void (*append[5])(const AppendArgs&);
+    void (*attend[5])(const AttendArgs&);
     void (*merge)(const MergeArgs&);
     float (*read)(const float* data, int64_t count);  // sums, for measuring read bandwidth; count % 256 == 0
 };

@@ -7,6 +7,17 @@
 //   values         lanes are dims, padded to a multiple of 16
 //     float32, float16   [token][value_dim16]
 //     bfloat16           [token pair][value_dim16][2 tokens]
+//
+// Quantised tiles begin with their scales, 64 bytes to a line of 16 tokens, so that these stream with the codes.
+//   int8   value = scale * (byte - 128), one scale for a token's keys and one for its values
+//     keys     [tile] { [16] float32 scale;  [ceil(key_dim / 4)][16][4 dims] bytes }
+//     values   [tile] { [16] float32 scale;  [token quad][value_dim16][4 tokens] bytes }
+//   int4   value = zero + scale * nibble, per group of 64 dims (the last may be shorter)
+//     keys     [tile] { [group][16](bfloat16 scale, zero);  [ceil(key_dim / 8)][16][4] bytes }
+//              byte j of octet l: dim 8l + j in its low nibble, dim 8l + 4 + j in its high one
+//     values   [tile] { [group][16](bfloat16 scale, zero);  [token octet][value_dim16][4] bytes }
+//              byte j of octet l: token 8l + j in its low nibble, token 8l + 4 + j in its high one
+// A lane of 4 bytes splits into operands of integer products by a mask and a shift, whatever the width of a register.
 #pragma once
 
 #include <cstdint>
@@ -24,13 +35,28 @@ struct LayerLayout {
     LayerLayout(const LayerSpec& layer, DType kv_dtype, std::int64_t block_size, std::int64_t region_offset);
 };
 
-/// Element index of (token in its tile, dim) in a key tile.
-std::int64_t key_index(DType dtype, std::int64_t token, std::int64_t dim);
+/// Bytes that attention reads of one token in one KV head: keys, values and their scales, padding left out.
+std::int64_t token_bytes(const LayerSpec& layer, DType kv_dtype);
 
-/// Element index of (token in its tile, dim) in a value tile.
-std::int64_t value_index(DType dtype, std::int64_t token, std::int64_t dim, std::int64_t value_dim);
+/// Where an element lies in its tile: its first byte and, of an int4 code, which bits of it.
+struct ElementPlace {
+    std::int64_t byte;
+    int shift;
+};
 
-/// One stored element as float.
-float load_element(DType dtype, const std::uint8_t* data, std::int64_t index);
+ElementPlace key_place(DType dtype, std::int64_t token, std::int64_t dim, std::int64_t key_dim);
+ElementPlace value_place(DType dtype, std::int64_t token, std::int64_t dim, std::int64_t value_dim);
+
+/// Words of 4 bytes that hold the scales of one token's keys, or values, of `dim` elements.
+std::int64_t scale_words(DType dtype, std::int64_t dim);
+
+/// First byte of such a word in its tile.
+inline std::int64_t scale_place(std::int64_t word, std::int64_t token) { return (word * kTileTokens + token) * 4; }
+
+/// One stored element of a key tile, dequantised.
+float load_key(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, std::int64_t key_dim);
+
+/// The same of a value tile.
+float load_value(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, std::int64_t value_dim);
 
 }  // namespace rworker

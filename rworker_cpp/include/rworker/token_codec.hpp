@@ -13,14 +13,14 @@ struct TokenPlace {
     std::int64_t token;
 };
 
-/// Reads and writes stored bits, dim by dim, without rounding. All that a KV dtype must say to be exported and
-/// imported; one with scales would put a token's own behind its elements.
+/// Reads and writes stored bits without rounding: the elements of a head's key or value (int4 codes two to a byte, the
+/// lower dim in the low bits), then its scales.
 class TokenCodec {
   public:
     TokenCodec(DType dtype, const LayerSpec& layer) : dtype_(dtype), layer_(layer) {}
 
-    std::int64_t key_bytes() const { return layer_.key_dim * item_bytes(dtype_); }
-    std::int64_t value_bytes() const { return layer_.value_dim * item_bytes(dtype_); }
+    std::int64_t key_bytes() const { return row_bytes(layer_.key_dim); }
+    std::int64_t value_bytes() const { return row_bytes(layer_.value_dim); }
     /// Of all KV heads of the layer.
     std::int64_t token_bytes() const { return layer_.num_kv_heads * (key_bytes() + value_bytes()); }
 
@@ -31,6 +31,8 @@ class TokenCodec {
     void write_value(const TokenPlace& place, const std::uint8_t* data) const;
 
   private:
+    std::int64_t row_bytes(std::int64_t dim) const;
+
     DType dtype_;
     const LayerSpec& layer_;
 };

@@ -10,11 +10,14 @@
 
 namespace rworker {
 
-/// Bytes of one element.
+/// Bytes of one element of a floating-point dtype.
 inline std::int64_t item_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 
-/// float32, float16 or bfloat16 by name; throws Error for any other, naming `argument`.
-DType parse_dtype(const std::string& name, const char* argument);
+/// float32, float16 or bfloat16 by name; throws Error for any other.
+DType parse_model_dtype(const std::string& name);
+
+/// The same, or int8 or int4.
+DType parse_kv_dtype(const std::string& name);
 
 /// Shape and scoring rule of one attention layer.
 struct LayerSpec {

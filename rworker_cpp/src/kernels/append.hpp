@@ -59,10 +59,10 @@ void append(const AppendArgs& args) {
         const Tile tile = tile_of(args.view, position / kTileTokens);
         convert_row<L, D>(args.dtype, element(args.dtype, args.keys, row * args.key_stride), args.key_dim, floats,
                           bits);
-        store_key<L, D>(bits, args.key_dim, token, const_cast<uint8_t*>(tile.keys));
+        store_key<L, D>(bits, args.key_dim, token, tile.keys);
         convert_row<L, D>(args.dtype, element(args.dtype, args.values, row * args.value_stride), args.value_dim, floats,
                           bits);
-        store_value<L, D>(bits, round_up16(args.value_dim), token, const_cast<uint8_t*>(tile.values));
+        store_value<L, D>(bits, round_up16(args.value_dim), token, tile.values);
     }
 }
 

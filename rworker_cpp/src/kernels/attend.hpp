@@ -7,7 +7,8 @@
 #include "kernels/math.hpp"
 #include "kernels/merge.hpp"
 #include "kernels/products.hpp"
-#include "kernels/widen.hpp"
+#include "kernels/scores_int.hpp"
+#include "kernels/values_int.hpp"
 
 namespace {
 
@@ -19,11 +20,11 @@ using rworker::TokenRow;
 /// Only the tiles that `all` rows together touch are worked on: no other weight is used, and zeros add nothing.
 template <class L>
 float soften(float* scores, Range all, Range seen, float soft_cap, float& max, float& sum) {
-    const int first = all.begin / kTileTokens * kTileTokens;
+    const Range tiles = whole_tiles(all);
     using vec = typename L::vec;
     const vec begin = L::set1(float(seen.begin)), end = L::set1(float(seen.end)), minus_inf = L::set1(-kInfinity);
     vec top = minus_inf;
-    for (int t = first; t < all.end; t += L::width) {
+    for (int t = tiles.begin; t < tiles.end; t += L::width) {
         vec score = L::load(scores + t);
         if (soft_cap != 0.0f) score = L::mul(L::set1(soft_cap), tanh<L>(L::div(score, L::set1(soft_cap))));
         if (seen.begin > t || seen.end < t + L::width) {
@@ -37,7 +38,7 @@ float soften(float* scores, Range all, Range seen, float soft_cap, float& max, f
     const float base = new_max == -kInfinity ? 0.0f : new_max;  // -inf - -inf would be NaN
     const float keep = exp_nonpositive_one<L>(max - base);
     vec total = L::set1(0.0f);
-    for (int t = first; t < all.end; t += L::width) {
+    for (int t = tiles.begin; t < tiles.end; t += L::width) {
         const vec weight = exp_nonpositive<L>(L::sub(L::load(scores + t), L::set1(base)));
         L::store(scores + t, weight);
         total = L::add(total, weight);
@@ -91,6 +92,7 @@ struct RowBlock {
             const int64_t query = token.payload_row * args.token_stride + head * args.key_dim;
             widen_row<L>(args.dtype, element(args.dtype, args.queries, query), args.key_dim, args.scale,
                          queries + r * query_stride);
+            if constexpr (is_quantized(D)) quantize_query<L, D>(queries + r * query_stride, query_stride);
             ends[r] = token.position + 1;
             begin = begin_of(r) < begin ? begin_of(r) : begin;
             end = ends[r] > end ? ends[r] : end;
@@ -113,7 +115,7 @@ struct RowBlock {
     }
 
     /// The keys a chunk after `tile`; past the end those the next call begins with, else `tile`'s own, already here.
-    const uint8_t* keys_after(int64_t tile, const uint8_t* own) const {
+    uint8_t* keys_after(int64_t tile, uint8_t* own) const {
         const int64_t next = tile + kChunkTiles;
         if (next * kTileTokens < end) return tile_of(args.view, next).keys;
         if (!last || !args.next) return own;
@@ -124,13 +126,18 @@ struct RowBlock {
     void attend_chunk(int64_t chunk, Range seen) {
         Tile tiles[kChunkTiles];
         find_tiles(chunk, seen, tiles);
-        if constexpr (D != DType::float32) {
-            if (rows >= kWidenRows) {
-                widen_tiles(seen, tiles);
-                return use_tiles<DType::float32>(chunk, seen, tiles, widened_stride(padded_dim), false);
-            }
+        for_row_groups<L>(rows, [&]<int R>(int r) {
+            score_rows<L, D, R>(tiles, seen, r == 0, queries + r * query_stride, query_stride, key_lines,
+                                scores + r * kChunkTokens);
+        });
+        for (int r = 0; r < rows; ++r) {
+            const Partial partial(outputs[r] - 16);
+            keep[r] = soften<L>(scores + r * kChunkTokens, seen, clip(begin_of(r), ends[r], chunk), args.soft_cap,
+                                *partial.max, *partial.sum);
         }
-        use_tiles<D>(chunk, seen, tiles, padded_dim, true);
+        for_row_groups<L>(rows, [&]<int R>(int r) {
+            add_value_rows<L, D, R>(tiles, seen, r == 0, scores + r * kChunkTokens, keep + r, outputs + r, padded_dim);
+        });
     }
 
     void find_tiles(int64_t chunk, Range seen, Tile* tiles) const {
@@ -140,40 +147,6 @@ struct RowBlock {
             const int tokens = seen.end - i * kTileTokens < kTileTokens ? seen.end - i * kTileTokens : kTileTokens;
             tiles[i].values_step = (value_lines(tokens) * padded_dim * S::lane_bytes + key_lines - 1) / key_lines;
         }
-    }
-
-    /// Puts widened tiles in place of the stored ones, and asks for the next.
-    void widen_tiles(Range seen, Tile* tiles) const {
-        float* const keys = keep + kBlockRows;
-        float* const values = keys + kChunkTiles * widened_keys(args.key_dim);
-        for (int i = seen.begin / kTileTokens; i * kTileTokens < seen.end; ++i) {
-            float* const tile_keys = keys + i * widened_keys(args.key_dim);
-            float* const tile_values = values + i * kTileTokens * widened_stride(padded_dim);
-            const int tokens = seen.end - i * kTileTokens < kTileTokens ? seen.end - i * kTileTokens : kTileTokens;
-            prefetch_tile(tiles[i].next_keys, key_lines * kTileTokens * S::lane_bytes);
-            widen_keys<L, D>(tiles[i].keys, key_lines, tile_keys);
-            widen_values<L, D>(tiles[i].values, value_lines(tokens), padded_dim, tile_values);
-            tiles[i].keys = tiles[i].next_keys = reinterpret_cast<const uint8_t*>(tile_keys);
-            tiles[i].values = reinterpret_cast<const uint8_t*>(tile_values);
-        }
-    }
-
-    template <DType Tiles>
-    void use_tiles(int64_t chunk, Range seen, const Tile* tiles, int value_stride, bool ask) {
-        const int lines = (args.key_dim + Stored<L, Tiles>::pack - 1) / Stored<L, Tiles>::pack;
-        for_row_groups<L>(rows, [&]<int R>(int r) {
-            score_rows<L, Tiles, R>(tiles, seen, ask && r == 0, queries + r * query_stride, query_stride, lines,
-                                    scores + r * kChunkTokens);
-        });
-        for (int r = 0; r < rows; ++r) {
-            const Partial partial(outputs[r] - 16);
-            keep[r] = soften<L>(scores + r * kChunkTokens, seen, clip(begin_of(r), ends[r], chunk), args.soft_cap,
-                                *partial.max, *partial.sum);
-        }
-        for_row_groups<L>(rows, [&]<int R>(int r) {
-            add_value_rows<L, Tiles, R>(tiles, seen, ask && r == 0, scores + r * kChunkTokens, keep + r, outputs + r,
-                                        padded_dim, value_stride);
-        });
     }
 };
 

@@ -9,8 +9,8 @@ namespace {
 struct Avx2 {
     using vec = __m256;
     static constexpr int width = 8;
-    static constexpr int max_rows = 6;
-    static constexpr int accumulators = 12;  // the other four registers hold lines and a factor
+    static constexpr int max_rows = 4;
+    static constexpr int accumulators = 8;
 
     static vec set1(float x) { return _mm256_set1_ps(x); }
     static vec load(const float* p) { return _mm256_loadu_ps(p); }
@@ -67,6 +67,30 @@ struct Avx2 {
             _mm256_blendv_epi8(_mm256_srli_epi32(even, 16), _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
         const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
         _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
+    }
+
+    using ivec = __m256i;
+    static ivec load_int(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+    static ivec broadcast_int(const void* p) {
+        int lane;
+        __builtin_memcpy(&lane, p, sizeof(lane));
+        return _mm256_set1_epi32(lane);
+    }
+    static ivec zero_int() { return _mm256_setzero_si256(); }
+    static void store_int(int32_t* p, ivec a) { _mm256_storeu_si256((__m256i*)p, a); }
+    static ivec to_int(vec a) { return _mm256_cvtps_epi32(a); }
+    static vec to_float(ivec a) { return _mm256_cvtepi32_ps(a); }
+    static ivec even_bytes(ivec a) { return _mm256_and_si256(a, _mm256_set1_epi16(0xff)); }
+    static ivec odd_bytes(ivec a) { return _mm256_srli_epi16(a, 8); }
+    static ivec low_nibbles(ivec a) { return _mm256_and_si256(a, _mm256_set1_epi8(0x0f)); }
+    static ivec high_nibbles(ivec a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
+    static ivec add_pair_products(ivec sum, ivec a, ivec b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+    static ivec add_quad_products(ivec sum, ivec codes, ivec factors) {
+        return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, factors));
+    }
+    static ivec join_halves(ivec high, ivec low) {
+        return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(64)),
+                                _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
     }
 };
 

@@ -58,6 +58,30 @@ struct Avx512 {
         const __m512i bits = _mm512_mask_or_epi32(_mm512_srli_epi32(even, 16), nan, high, _mm512_set1_epi32(0x40));
         _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(bits));
     }
+
+    using ivec = __m512i;
+    static ivec load_int(const void* p) { return _mm512_loadu_si512(p); }
+    static ivec broadcast_int(const void* p) {
+        int lane;
+        __builtin_memcpy(&lane, p, sizeof(lane));
+        return _mm512_set1_epi32(lane);
+    }
+    static ivec zero_int() { return _mm512_setzero_si512(); }
+    static void store_int(int32_t* p, ivec a) { _mm512_storeu_si512(p, a); }
+    static ivec to_int(vec a) { return _mm512_cvtps_epi32(a); }
+    static vec to_float(ivec a) { return _mm512_cvtepi32_ps(a); }
+    static ivec even_bytes(ivec a) { return _mm512_and_si512(a, _mm512_set1_epi16(0xff)); }
+    static ivec odd_bytes(ivec a) { return _mm512_srli_epi16(a, 8); }
+    static ivec low_nibbles(ivec a) { return _mm512_and_si512(a, _mm512_set1_epi8(0x0f)); }
+    static ivec high_nibbles(ivec a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
+    static ivec add_pair_products(ivec sum, ivec a, ivec b) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)); }
+    static ivec add_quad_products(ivec sum, ivec codes, ivec factors) {
+        return _mm512_add_epi16(sum, _mm512_maddubs_epi16(codes, factors));
+    }
+    static ivec join_halves(ivec high, ivec low) {
+        return _mm512_add_epi32(_mm512_madd_epi16(high, _mm512_set1_epi16(64)),
+                                _mm512_madd_epi16(low, _mm512_set1_epi16(1)));
+    }
 };
 
 }  // namespace

@@ -58,6 +58,35 @@ struct Scalar {
         *p = a != a ? uint16_t(x >> 16 | 0x40) : uint16_t((x + 0x7fff + (x >> 16 & 1)) >> 16);
     }
 
+    using ivec = uint32_t;  // one 32-bit lane, whole or in two or four parts
+    static ivec load_int(const void* p) {
+        ivec x;
+        __builtin_memcpy(&x, p, 4);
+        return x;
+    }
+    static ivec broadcast_int(const void* p) { return load_int(p); }
+    static ivec zero_int() { return 0; }
+    static void store_int(int32_t* p, ivec a) { *p = int32_t(a); }
+    static ivec to_int(vec a) { return ivec(__builtin_lrintf(a)); }  // to nearest even; anything for NaN
+    static vec to_float(ivec a) { return float(int32_t(a)); }
+    static ivec even_bytes(ivec a) { return a & 0x00ff00ff; }
+    static ivec odd_bytes(ivec a) { return a >> 8 & 0x00ff00ff; }
+    static ivec low_nibbles(ivec a) { return a & 0x0f0f0f0f; }
+    static ivec high_nibbles(ivec a) { return a >> 4 & 0x0f0f0f0f; }
+    /// sum + the two products of int16.
+    static ivec add_pair_products(ivec sum, ivec a, ivec b) {
+        for (int i = 0; i < 32; i += 16) sum += ivec(int16_t(a >> i) * int16_t(b >> i));
+        return sum;
+    }
+    /// sum + the four products of uint8 and int8, in a form (int16 pairs or one int32) that `join_halves` reads. It
+    /// holds 16 sums of four codes of 4 bits with factors of 6 bits and a sign.
+    static ivec add_quad_products(ivec sum, ivec codes, ivec factors) {
+        for (int i = 0; i < 32; i += 8) sum += ivec(uint8_t(codes >> i) * int8_t(factors >> i));
+        return sum;
+    }
+    /// high * 64 + low, of sums of quad products, as int32.
+    static ivec join_halves(ivec high, ivec low) { return high * 64 + low; }
+
   private:
     static uint32_t bits(float a) { return __builtin_bit_cast(uint32_t, a); }
     static float from_bits(uint32_t a) { return __builtin_bit_cast(float, a); }

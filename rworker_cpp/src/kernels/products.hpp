@@ -28,6 +28,11 @@ inline Range clip(int64_t begin, int64_t end, int64_t chunk) {
     return range.begin < range.end ? range : Range{0, 0};
 }
 
+/// Tokens of the tiles that `seen` touches.
+inline Range whole_tiles(Range seen) {
+    return {seen.begin / kTileTokens * kTileTokens, (seen.end + kTileTokens - 1) / kTileTokens * kTileTokens};
+}
+
 /// sum[row][v] += factors[row][part] * line[v][part]: one line of the cache for all rows, whether keys (a line is a dim
 /// of 16 tokens) or values (a token of some dims). Whichever is fewer, factors or lines, stays in registers.
 template <class L, class S, int Rows, int Vectors, int From, int To, class Address>
@@ -125,14 +130,14 @@ void score_rows(const Tile* tiles, Range seen, bool ask, const float* queries, i
 
 /// outputs[row][lane..] = output * keep + weights x values, over the tokens in `seen` and nothing beyond: what lies
 /// there may be a former owner's NaN, which a weight of 0 would not silence. Meanwhile the next keys are on their way,
-/// if `ask`. From token to token there are `value_stride` elements.
+/// if `ask`.
 template <class L, DType D, int Rows, int Vectors>
 [[gnu::noinline]] void add_values(const Tile* tiles, Range seen, bool ask, const float* weights, const float* keep,
-                                  int lane, float* const* outputs, int value_stride) {
+                                  int lane, float* const* outputs, int padded_dim) {
     using S = Stored<L, D>;
     constexpr int pack = S::pack, tile_lines = kTileTokens / pack;
     constexpr int vector_bytes = L::width * S::lane_bytes, step_bytes = Vectors * vector_bytes;
-    const int line_bytes = value_stride * S::lane_bytes;
+    const int line_bytes = padded_dim * S::lane_bytes;
     typename L::vec sum[Rows][Vectors];
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
@@ -173,15 +178,15 @@ template <class L, DType D, int Rows, int Vectors>
 
 template <class L, DType D, int Rows>
 void add_value_rows(const Tile* tiles, Range seen, bool ask, const float* weights, const float* keep,
-                    float* const* outputs, int padded_dim, int value_stride) {
+                    float* const* outputs, int padded_dim) {
     constexpr int least = kTileTokens / L::width;  // vectors in 16 dims
     constexpr int fit = L::accumulators / Rows < 8 ? L::accumulators / Rows : 8;
     constexpr int together = fit > least ? fit / least * least : least;
     int lane = 0;
     for (; lane + together * L::width <= padded_dim; lane += together * L::width)
-        add_values<L, D, Rows, together>(tiles, seen, ask, weights, keep, lane, outputs, value_stride);
+        add_values<L, D, Rows, together>(tiles, seen, ask, weights, keep, lane, outputs, padded_dim);
     for (; lane < padded_dim; lane += kTileTokens)
-        add_values<L, D, Rows, least>(tiles, seen, ask, weights, keep, lane, outputs, value_stride);
+        add_values<L, D, Rows, least>(tiles, seen, ask, weights, keep, lane, outputs, padded_dim);
 }
 
 }  // namespace

@@ -41,9 +41,9 @@ struct Stored<L, DType::bfloat16> {
 
 /// Where a tile of 16 tokens of one sequence lies.
 struct Tile {
-    const uint8_t *keys, *values;
-    const uint8_t* next_keys;  // what will be read a chunk later
-    int values_step;           // bytes of its values to ask for with each line of its keys
+    uint8_t *keys, *values;
+    uint8_t* next_keys;  // what will be read a chunk later
+    int values_step;     // bytes of its values to ask for with each line of its keys
 };
 
 inline Tile tile_of(const HeadView& view, int64_t tile) {

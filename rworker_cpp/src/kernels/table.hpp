@@ -3,6 +3,7 @@
 
 #include "kernels/append.hpp"
 #include "kernels/attend.hpp"
+#include "kernels/quantize.hpp"
 
 namespace {
 
@@ -34,8 +35,10 @@ float read_all(const float* data, int64_t count) {
 template <class L>
 constexpr rworker::Kernels make_kernels(const char* isa) {
     return {isa,
-            {append<L, DType::float32>, append<L, DType::float16>, append<L, DType::bfloat16>},
-            {attend<L, DType::float32>, attend<L, DType::float16>, attend<L, DType::bfloat16>},
+            {append<L, DType::float32>, append<L, DType::float16>, append<L, DType::bfloat16>,
+             append_codes<L, DType::int8>, append_codes<L, DType::int4>},
+            {attend<L, DType::float32>, attend<L, DType::float16>, attend<L, DType::bfloat16>, attend<L, DType::int8>,
+             attend<L, DType::int4>},
             merge<L>,
             read_all<L>};
 }

@@ -1,0 +1,54 @@
+// Tiles of the quantised dtypes: header lines of scales, then lines of 4-byte lanes of codes.
+#pragma once
+
+#include "kernels/stored.hpp"
+
+namespace {
+
+using rworker::groups_of;
+using rworker::is_quantized;
+using rworker::kGroupDims;
+
+/// A line of keys is 16 tokens of `pack` dims each; a line of values is `padded_dim` dims of `pack` tokens each.
+template <class L>
+struct Stored<L, DType::int8> {
+    static constexpr int pack = 4, lane_bytes = 4;
+};
+
+template <class L>
+struct Stored<L, DType::int4> {
+    static constexpr int pack = 8, lane_bytes = 4;
+};
+
+constexpr int kHeaderLineBytes = 4 * kTileTokens;  // a float32 scale, or a bfloat16 scale and zero, of every token
+
+template <DType D>
+constexpr int header_bytes(int dim) {
+    return kHeaderLineBytes * (D == DType::int8 ? 1 : int(groups_of(dim)));
+}
+
+inline uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+/// Largest value, smallest value, and a number that is 0, or NaN where a value is not finite. `count` is a multiple
+/// of 16.
+struct Bounds {
+    float high, low, poison;
+    float magnitude() const { return high > -low ? high : -low; }
+};
+
+template <class L>
+inline Bounds bounds_of(const float* floats, int count) {
+    using vec = typename L::vec;
+    const vec none = L::set1(0.0f);
+    vec high = L::load(floats), negated = L::sub(none, high), poison = L::mul(high, none);
+    for (int i = L::width; i < count; i += L::width) {
+        const vec x = L::load(floats + i);
+        high = L::max(high, x);
+        negated = L::max(negated, L::sub(none, x));
+        poison = L::add(poison, L::mul(x, none));
+    }
+    return {L::reduce_max(high), -L::reduce_max(negated), L::reduce_add(poison)};
+}
+
+}  // namespace

@@ -1,0 +1,125 @@
+// The two products of attention over int8 and int4 codes. Sums over dims (of a group) and over the tokens of a chunk
+// are integers, so exact: only the steps from one group or chunk to the next have an order, and it is fixed.
+#pragma once
+
+#include "kernels/ahead.hpp"
+#include "kernels/factors.hpp"
+
+namespace {
+
+/// Vectors of one row group that share the registers: a power of two, at least 1.
+template <class L, DType D, int Rows>
+constexpr int vectors_together(int most) {
+    const int fit = L::accumulators / (Rows * (D == DType::int8 ? 1 : 2));  // int4 sums come in two halves
+    int vectors = most;
+    while (vectors > 1 && vectors > fit) vectors /= 2;
+    return vectors;
+}
+
+/// Sums of products of Rows x Vectors lanes; `add` takes in one line of 4-byte lanes for all of them.
+template <class L, DType D, int Rows, int Vectors>
+struct Sums;
+
+/// int8: a line's factors are two words of int16 pairs per row.
+template <class L, int Rows, int Vectors>
+struct Sums<L, DType::int8, Rows, Vectors> {
+    typename L::ivec sum[Rows][Vectors];
+
+    /// Lines in address(v), factors in factors(r): bytes. Few rows keep their factors in registers and split lines one
+    /// by one; many rows keep the split lines.
+    template <class Address, class Factors>
+    [[gnu::always_inline]] void add(Address address, Factors factors) {
+        if constexpr (Rows < Vectors) {
+            RWORKER_UNROLL
+            for (int v = 0; v < Vectors; ++v) {
+                const auto line = L::load_int(address(v));
+                const auto even = L::even_bytes(line), odd = L::odd_bytes(line);
+                RWORKER_UNROLL
+                for (int r = 0; r < Rows; ++r) {
+                    sum[r][v] = L::add_pair_products(sum[r][v], even, L::broadcast_int(factors(r)));
+                    sum[r][v] = L::add_pair_products(sum[r][v], odd, L::broadcast_int(factors(r) + 4));
+                }
+            }
+        } else {
+            typename L::ivec even[Vectors], odd[Vectors];
+            RWORKER_UNROLL
+            for (int v = 0; v < Vectors; ++v) {
+                const auto line = L::load_int(address(v));
+                even[v] = L::even_bytes(line), odd[v] = L::odd_bytes(line);
+            }
+            RWORKER_UNROLL
+            for (int r = 0; r < Rows; ++r) {
+                RWORKER_UNROLL
+                for (int v = 0; v < Vectors; ++v) {
+                    sum[r][v] = L::add_pair_products(sum[r][v], even[v], L::broadcast_int(factors(r)));
+                    sum[r][v] = L::add_pair_products(sum[r][v], odd[v], L::broadcast_int(factors(r) + 4));
+                }
+            }
+        }
+    }
+};
+
+/// int4: a line's factors are a word of bytes for its low nibbles and one for its high ones, in two halves each.
+template <class L, int Rows, int Vectors>
+struct Sums<L, DType::int4, Rows, Vectors> {
+    typename L::ivec high[Rows][Vectors], low[Rows][Vectors];
+
+    [[gnu::always_inline]] void clear() {
+        RWORKER_UNROLL
+        for (int r = 0; r < Rows; ++r) {
+            RWORKER_UNROLL
+            for (int v = 0; v < Vectors; ++v) {
+                high[r][v] = low[r][v] = L::zero_int();
+            }
+        }
+    }
+
+    /// Few rows keep their factors in registers and split lines one by one; many rows keep the split lines.
+    template <class Address, class HighFactors, class LowFactors>
+    [[gnu::always_inline]] void add(Address address, HighFactors high_factors, LowFactors low_factors) {
+        if constexpr (Rows < Vectors) {
+            add_half<0>(address, high_factors, low_factors);
+            __asm__ volatile("" ::: "memory");  // loading the lines again is cheaper than keeping them
+            add_half<1>(address, high_factors, low_factors);
+        } else {
+            add_rows(address, high_factors, low_factors);
+        }
+    }
+
+  private:
+    template <int Half, class Address, class HighFactors, class LowFactors>
+    [[gnu::always_inline]] void add_half(Address address, HighFactors high_factors, LowFactors low_factors) {
+        RWORKER_UNROLL
+        for (int v = 0; v < Vectors; ++v) {
+            const auto line = L::load_int(address(v));
+            const auto codes = Half == 0 ? L::low_nibbles(line) : L::high_nibbles(line);
+            RWORKER_UNROLL
+            for (int r = 0; r < Rows; ++r) {
+                high[r][v] = L::add_quad_products(high[r][v], codes, L::broadcast_int(high_factors(r) + Half * 4));
+                low[r][v] = L::add_quad_products(low[r][v], codes, L::broadcast_int(low_factors(r) + Half * 4));
+            }
+        }
+    }
+
+    template <class Address, class HighFactors, class LowFactors>
+    [[gnu::always_inline]] void add_rows(Address address, HighFactors high_factors, LowFactors low_factors) {
+        typename L::ivec first[Vectors], second[Vectors];
+        RWORKER_UNROLL
+        for (int v = 0; v < Vectors; ++v) {
+            const auto line = L::load_int(address(v));
+            first[v] = L::low_nibbles(line), second[v] = L::high_nibbles(line);
+        }
+        RWORKER_UNROLL
+        for (int r = 0; r < Rows; ++r) {
+            RWORKER_UNROLL
+            for (int v = 0; v < Vectors; ++v) {
+                high[r][v] = L::add_quad_products(high[r][v], first[v], L::broadcast_int(high_factors(r)));
+                low[r][v] = L::add_quad_products(low[r][v], first[v], L::broadcast_int(low_factors(r)));
+                high[r][v] = L::add_quad_products(high[r][v], second[v], L::broadcast_int(high_factors(r) + 4));
+                low[r][v] = L::add_quad_products(low[r][v], second[v], L::broadcast_int(low_factors(r) + 4));
+            }
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,123 @@
+"""int8 and int4 caches: what they store, how far their attention is from the exact one, what they take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fastdecode import _rworker
+from fastdecode.types import LayerLayout
+
+from .harness import TRUNCATE, Harness, Layer, Rows, random_rows
+from .oracle import attention, relative_error
+from .quantised import stored_int4, stored_int8
+
+ISAS = _rworker.supported_isas()
+QUANTISED = ["int8", "int4"]
+STORED = {"int8": stored_int8, "int4": stored_int4}
+ERROR = {"int8": (1.2e-2, 3e-2), "int4": (0.14, 0.25)}
+"""Median and largest norm-wise error of a sequence and head against the unquantised cache, Gaussian data."""
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+@pytest.mark.parametrize("dims", [(64, 64), (7, 5), (24, 80), (96, 130), (512, 1)])
+def test_what_is_stored_is_the_oracles(dims: tuple[int, int], kv_dtype: str, isa: str) -> None:
+    layer = Layer(2, 2, *dims)
+    rng = np.random.default_rng(1)
+    rows = random_rows(rng, layer, 150)
+    magnitude = np.exp(rng.uniform(-30, 30, (2, 150, 2, 1))).astype(np.float32)
+    rows.k *= magnitude[0]
+    rows.v = rows.v * magnitude[1] + magnitude[0]  # groups far from zero
+    rows.k[3], rows.v[4], rows.k[5], rows.v[6] = 0, 0, 1.75, -0.3
+    harness = Harness(layer, {"kv_dtype": kv_dtype, "isa": isa})
+    harness.step({0: Rows(rows.q[:9], rows.k[:9], rows.v[:9])}, append_only=(0,))
+    harness.step({0: Rows(rows.q[9:], rows.k[9:], rows.v[9:])}, append_only=(0,))
+    k, v = harness.worker.read_tokens(0, 0)
+    np.testing.assert_array_equal(k, STORED[kv_dtype](rows.k))
+    np.testing.assert_array_equal(v, STORED[kv_dtype](rows.v))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+def test_what_a_token_writes_is_its_own(kv_dtype: str, isa: str) -> None:
+    layer = Layer(2, 1, 40, 24)
+    rng = np.random.default_rng(2)
+    harness = Harness(layer, {"kv_dtype": kv_dtype, "isa": isa})
+    rows = random_rows(rng, layer, 61)
+    harness.step({0: rows}, append_only=(0,))
+    for kept in (60, 53, 37, 34, 17, 3):
+        harness.lengths[0] = kept
+        new = random_rows(rng, layer, 1)
+        harness.step({0: new}, append_only=(0,), controls=[(TRUNCATE, 0, 0, kept)])
+        for stored, old, row in zip(harness.worker.read_tokens(0, 0), (rows.k, rows.v), (new.k, new.v), strict=True):
+            np.testing.assert_array_equal(stored, STORED[kv_dtype](np.concatenate([old[:kept], row])))
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+@pytest.mark.parametrize("layer", [Layer(4, 4, 128, 128, 0.09), Layer(8, 2, 64, 64), Layer(4, 1, 80, 80, 0.11)])
+def test_distance_to_the_unquantised_cache(layer: Layer, kv_dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    harness = Harness(layer, {"kv_dtype": kv_dtype})
+    rows = {i: random_rows(rng, layer, length) for i, length in enumerate([40, 150, 333, 700, 1024])}
+    harness.step(rows, append_only=tuple(rows))
+    new = {i: random_rows(rng, layer, 1) for i in rows}
+    errors = []
+    for i, output in harness.step(new).items():
+        k, v = (np.concatenate(both) for both in ((rows[i].k, new[i].k), (rows[i].v, new[i].v)))
+        want = attention(new[i].q, k, v, scale=layer.scale)
+        errors += [relative_error(output[:, head], want[:, head]) for head in range(layer.num_heads)]
+    median, largest = ERROR[kv_dtype]
+    assert np.median(errors) <= median and max(errors) <= largest
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+@pytest.mark.parametrize("sharpness", [0.3, 3.0, 20.0])
+def test_flat_and_peaked_scores_with_outliers(sharpness: float, kv_dtype: str, isa: str) -> None:
+    """A first token that takes most of the weight, channels far larger than the rest, and values far from zero."""
+    layer = Layer(4, 2, 128, 128, sharpness / 128)
+    rng = np.random.default_rng(4)
+    rows, new = random_rows(rng, layer, 900), random_rows(rng, layer, 3)
+    for part in (rows, new):
+        part.q[..., 5] *= 20
+        part.k[..., 5] += 4
+        part.v += 0.5
+    rows.k[0] = 2 * new.q[0, ::2]
+    harness = Harness(layer, {"kv_dtype": kv_dtype, "isa": isa})
+    harness.step({0: rows}, append_only=(0,))
+    assert relative_error(harness.step({0: new})[0], harness.expected(0, new.q)) <= 3e-3
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_bad_element_is_never_a_number(bad: float, part: str, kv_dtype: str, isa: str) -> None:
+    layer = Layer(4, 2, 40, 40, 0.2)
+    rows = random_rows(np.random.default_rng(5), layer, 80)
+    getattr(rows, part)[70, 1, 3] = bad
+    output = Harness(layer, {"kv_dtype": kv_dtype, "isa": isa}).step({0: rows})[0]
+    assert np.isfinite(output[:70]).all() and np.isfinite(output[:, :2]).all()
+    assert np.isnan(output[70:, 2:]).all()
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+@pytest.mark.parametrize("dims", [(16, 16), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+def test_memory_is_what_is_stored(block_size: int, dims: tuple[int, int], kv_dtype: str) -> None:
+    layer = Layer(2, 2, *dims)
+    blocks = 1024 // block_size
+    stored = LayerLayout(2, 2, *dims, scale=1.0).kv_bytes_per_token(kv_dtype) * 1024
+    assert stored <= _rworker.block_bytes([layer.as_tuple()], kv_dtype, block_size) * blocks <= 1.03 * stored
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+def test_bytes_read_count_the_scales(kv_dtype: str) -> None:
+    layer = Layer(4, 2, 80, 64)
+    harness = Harness(layer, {"kv_dtype": kv_dtype})
+    rows = random_rows(np.random.default_rng(6), layer, 100)
+    harness.worker.begin_step(np.zeros((0, 4), np.int64), [np.array([[0, 0, 100, 1]])])
+    harness.worker.submit(0, 0, rows.q, rows.k, rows.v, np.empty((100, 4, 64), np.float32))
+    harness.worker.wait(0)
+    assert harness.worker.end_step()[2] == 100 * LayerLayout(4, 2, 80, 64, 1.0).kv_bytes_per_token(kv_dtype)
