@@ -28,10 +28,10 @@ class Peaks:
         """
 
     def read(self) -> float:
-        """Read bandwidth in GB/s (1e9 bytes) of one pass through the buffer, with the best instruction set there is."""
+        """Read bandwidth in GB/s (1e9 bytes): the faster of a pass through the buffer with and one without prefetch."""
 
-    def multiply_add(self, *, integer: bool) -> float:
-        """1e9 multiply-adds per second with ``isa``, of all threads: float32 ones, or of 16-bit integers."""
+    def multiply_add(self, *, kv_dtype: str) -> float:
+        """1e9 multiply-adds per second with ``isa``, of all threads, of the kind a cache of ``kv_dtype`` needs."""
 
 class RWorker:
     """A KV cache with the threads that attend to it; called from one thread.

@@ -213,7 +213,7 @@ def test_peaks() -> None:
     """Positive, and refused by name."""
     peaks = _rworker.Peaks(num_threads=1, num_bytes=1 << 22, isa="scalar")
     assert peaks.read() > 0.1
-    assert peaks.multiply_add(integer=False) > 0.01 and peaks.multiply_add(integer=True) > 0.01
+    assert all(peaks.multiply_add(kv_dtype=dtype) > 0.01 for dtype in ("float32", "bfloat16", "int8"))
     with pytest.raises(ValueError, match="num_bytes is 1000; it must be at least 1 MB per thread"):
         _rworker.Peaks(num_threads=1, num_bytes=1000)
     with pytest.raises(ValueError, match="num_threads is 0"):

@@ -33,7 +33,7 @@ class AttentionBench:
         cache = FilledCache(shape, lengths, self.seed)
         try:
             cache.call()
-            samples = Samples(peaks, cache, shape.kv_cache_dtype.startswith("int"), self.repeats)
+            samples = Samples(peaks, cache, shape.kv_cache_dtype, self.repeats)
             error = cache.commit_and_check()
             isa = cache.worker.isa
         finally:
@@ -55,10 +55,10 @@ class AttentionBench:
 class Samples:
     """read, multiply-add, call, read, multiply-add, call, …, read: what each took."""
 
-    def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, integer: bool, repeats: int) -> None:
+    def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, kv_dtype: str, repeats: int) -> None:
         rounds = []
         for _ in range(repeats):
-            rounds.append((peaks.read(), peaks.multiply_add(integer=integer), *cache.call()))
+            rounds.append((peaks.read(), peaks.multiply_add(kv_dtype=kv_dtype), *cache.call()))
         columns = np.array(rounds).T
         self.read, self.mac, self.plan_seconds, self.seconds = columns
         self.read = np.append(self.read, peaks.read())

@@ -94,7 +94,7 @@ double read_rate(const Kernels& kernels, std::int64_t bytes, int repeats) {
     float* data = reinterpret_cast<float*>(arena.data());
     std::fill(data, data + bytes / 4, 1.0f);
     volatile float sum = 0.0f;
-    return double(bytes) / best_seconds([&] { sum = sum + kernels.read(data, bytes / 4); }, repeats) / 1e9;
+    return double(bytes) / best_seconds([&] { sum = sum + kernels.read(data, bytes / 4, false); }, repeats) / 1e9;
 }
 
 }  // namespace

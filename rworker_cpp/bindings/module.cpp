@@ -76,11 +76,12 @@ void bind_peaks(py::module_& module) {
     cls.def("read", &rworker::Peaks::read, py::call_guard<py::gil_scoped_release>());
     cls.def(
         "multiply_add",
-        [](rworker::Peaks& self, bool integer) {
+        [](rworker::Peaks& self, const std::string& kv_dtype) {
+            const rworker::MultiplyAddKind kind = rworker::multiply_add_kind(rworker::parse_kv_dtype(kv_dtype));
             const py::gil_scoped_release unlocked;
-            return self.multiply_add(rworker::MultiplyAddKind(int(integer)));
+            return self.multiply_add(kind);
         },
-        py::kw_only(), py::arg("integer"));
+        py::kw_only(), py::arg("kv_dtype"));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "rworker/peaks.hpp"
 
 #include <algorithm>
+#include <iterator>
 
 #include "rworker/kernel_choice.hpp"
 #include "rworker/types.hpp"
@@ -42,16 +43,28 @@ std::int64_t checked_bytes(int num_threads, std::int64_t num_bytes) {
     return (num_bytes + kItemBytes - 1) / kItemBytes * kItemBytes;
 }
 
-const MultiplyAdds& choose_multiply_adds(const std::string& isa) {
+/// The loops of an instruction set; where it has none of a kind, those of the set it builds on.
+MultiplyAdds choose_multiply_adds(const std::string& isa) {
     const std::string chosen = choose_kernels(isa).isa;
+    MultiplyAdds best = kScalarMultiplyAdds;
 #ifdef RWORKER_X86
-    for (const MultiplyAdds* candidate : {&kAvx2MultiplyAdds, &kAvx512MultiplyAdds})
-        if (chosen == candidate->isa) return *candidate;
+    for (const MultiplyAdds* next :
+         {&kAvx2MultiplyAdds, &kAvx512MultiplyAdds, &kAvx512VnniMultiplyAdds, &kAvx512Bf16MultiplyAdds}) {
+        if (chosen == best.isa) break;
+        best.isa = next->isa;
+        for (std::size_t kind = 0; kind < std::size(best.run); ++kind)
+            if (next->run[kind]) best.run[kind] = next->run[kind];
+    }
 #endif
-    return kScalarMultiplyAdds;
+    return best;
 }
 
 }  // namespace
+
+MultiplyAddKind multiply_add_kind(DType kv_dtype) {
+    if (is_quantized(kv_dtype)) return MultiplyAddKind::integer;
+    return kv_dtype == DType::bfloat16 ? MultiplyAddKind::bfloat16 : MultiplyAddKind::float32;
+}
 
 Peaks::Peaks(int num_threads, std::int64_t num_bytes, std::vector<int> cores, const std::string& isa)
     : num_bytes_(checked_bytes(num_threads, num_bytes)),
@@ -63,11 +76,13 @@ Peaks::Peaks(int num_threads, std::int64_t num_bytes, std::vector<int> cores, co
                [data](std::int64_t item) { std::fill_n(data + item * kItemFloats, kItemFloats, 1.0f); });
 }
 
-double Peaks::read() {
+double Peaks::read() { return std::max(read_once(false), read_once(true)); }
+
+double Peaks::read_once(bool ask) {
     const Kernels& kernels = *supported_kernels().back();
     const float* data = reinterpret_cast<const float*>(arena_.data());
-    const double seconds = seconds_of(pool_, num_bytes_ / kItemBytes, [&kernels, data](std::int64_t item) {
-        volatile float sum = kernels.read(data + item * kItemFloats, kItemFloats);
+    const double seconds = seconds_of(pool_, num_bytes_ / kItemBytes, [&kernels, data, ask](std::int64_t item) {
+        volatile float sum = kernels.read(data + item * kItemFloats, kItemFloats, ask);
         static_cast<void>(sum);
     });
     return double(num_bytes_) / seconds / 1e9;

@@ -106,11 +106,19 @@ struct Kernels {
     void (*append[5])(const AppendArgs&);
     void (*attend[5])(const AttendArgs&);
     void (*merge)(const MergeArgs&);
-    float (*read)(const float* data, int64_t count);  // sums, for measuring read bandwidth; count % 256 == 0
+    float (*read)(const float* data, int64_t count, bool ask);  // sums, to measure bandwidth; count % 256 == 0
+};
+
+/// What a further instruction does better than the set it builds on; null where that one's functions stay.
+struct Refinement {
+    const char* isa;
+    void (*attend[5])(const AttendArgs&);
 };
 
 extern const Kernels kScalarKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Refinement kAvx512Vnni;  // of avx512
+extern const Refinement kAvx512Bf16;  // of avx512_vnni
 
 }  // namespace rworker

@@ -8,8 +8,12 @@
 #include "rworker/arena.hpp"
 #include "rworker/multiply_add.hpp"
 #include "rworker/thread_pool.hpp"
+#include "rworker/types.hpp"
 
 namespace rworker {
+
+/// What the kernels of a cache of this dtype multiply.
+MultiplyAddKind multiply_add_kind(DType kv_dtype);
 
 /// Threads like an R-worker's with a buffer of their own, so that measuring again costs one pass and no page fault.
 class Peaks {
@@ -17,14 +21,17 @@ class Peaks {
     /// `num_bytes` are read in each pass. Throws Error for sizes below 1 MB per thread and for an unknown `isa`.
     Peaks(int num_threads, std::int64_t num_bytes, std::vector<int> cores, const std::string& isa);
 
-    /// GB/s (1e9 bytes) of one pass over the buffer with the best instruction set there is.
+    /// GB/s (1e9 bytes) of the faster of two passes over the buffer, with the best instruction set there is: one that
+    /// leaves it to the hardware to run ahead, one that asks for lines itself.
     double read();
     /// 1e9 multiply-adds per second of all threads together, with `isa`.
     double multiply_add(MultiplyAddKind kind);
 
   private:
+    double read_once(bool ask);
+
     std::int64_t num_bytes_;
-    const MultiplyAdds& multiply_adds_;
+    MultiplyAdds multiply_adds_;
     Arena arena_;
     ThreadPool pool_;  // last: its threads end before what they use
 };

@@ -48,6 +48,17 @@ float soften(float* scores, Range all, Range seen, float soft_cap, float& max, f
     return keep;
 }
 
+/// Factors of dot products. Queries are packed before they are scaled: those of a bfloat16 model lose nothing.
+template <class L>
+inline void pack_all_pairs(float* floats, int count) {
+    for (int i = 0; i < count; i += L::width) L::pack_pairs(floats + i);
+}
+
+template <class L>
+inline void scale_scores(float* scores, float scale) {
+    for (int t = 0; t < kChunkTokens; t += L::width) L::store(scores + t, L::mul(L::load(scores + t), L::set1(scale)));
+}
+
 /// Calls f with 1..L::max_rows as a compile-time constant, until `rows` are done.
 template <class L, int Rows = L::max_rows, class F>
 inline void for_row_groups(int rows, F f) {
@@ -90,8 +101,9 @@ struct RowBlock {
             const TokenRow& token = args.tokens[(first_row + r) / args.group];
             const int64_t head = (first_row + r) % args.group;
             const int64_t query = token.payload_row * args.token_stride + head * args.key_dim;
-            widen_row<L>(args.dtype, element(args.dtype, args.queries, query), args.key_dim, args.scale,
-                         queries + r * query_stride);
+            widen_row<L>(args.dtype, element(args.dtype, args.queries, query), args.key_dim,
+                         S::pair_dot ? 1.0f : args.scale, queries + r * query_stride);
+            if constexpr (S::pair_dot) pack_all_pairs<L>(queries + r * query_stride, query_stride);
             if constexpr (is_quantized(D)) quantize_query<L, D>(queries + r * query_stride, query_stride);
             ends[r] = token.position + 1;
             begin = begin_of(r) < begin ? begin_of(r) : begin;
@@ -131,9 +143,11 @@ struct RowBlock {
                                 scores + r * kChunkTokens);
         });
         for (int r = 0; r < rows; ++r) {
+            if constexpr (S::pair_dot) scale_scores<L>(scores + r * kChunkTokens, args.scale);
             const Partial partial(outputs[r] - 16);
             keep[r] = soften<L>(scores + r * kChunkTokens, seen, clip(begin_of(r), ends[r], chunk), args.soft_cap,
                                 *partial.max, *partial.sum);
+            if constexpr (S::pair_dot) pack_all_pairs<L>(scores + r * kChunkTokens, kChunkTokens);
         }
         for_row_groups<L>(rows, [&]<int R>(int r) {
             add_value_rows<L, D, R>(tiles, seen, r == 0, scores + r * kChunkTokens, keep + r, outputs + r, padded_dim);

@@ -13,11 +13,13 @@ using rworker::kGroupDims;
 template <class L>
 struct Stored<L, DType::int8> {
     static constexpr int pack = 4, lane_bytes = 4;
+    static constexpr bool pair_dot = false;
 };
 
 template <class L>
 struct Stored<L, DType::int4> {
     static constexpr int pack = 8, lane_bytes = 4;
+    static constexpr bool pair_dot = false;
 };
 
 constexpr int kHeaderLineBytes = 4 * kTileTokens;  // a float32 scale, or a bfloat16 scale and zero, of every token

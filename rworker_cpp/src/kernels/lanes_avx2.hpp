@@ -9,6 +9,7 @@ namespace {
 struct Avx2 {
     using vec = __m256;
     static constexpr int width = 8;
+    static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
     static constexpr int max_rows = 4;
     static constexpr int accumulators = 8;
 

@@ -9,6 +9,7 @@ namespace {
 struct Avx512 {
     using vec = __m512;
     static constexpr int width = 16;
+    static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
     static constexpr int max_rows = 8;
     static constexpr int accumulators = 16;
 
@@ -50,13 +51,16 @@ struct Avx512 {
     static void store_half(uint16_t* p, vec a) {
         _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
-    static void store_bfloat(uint16_t* p, vec a) {
-        const __m512i x = _mm512_castps_si512(a), high = _mm512_srli_epi32(x, 16);
-        const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    /// Rounded to nearest even, the bits of each in the high half of its lane; a NaN stays one.
+    static __m512i rounded_bfloats(vec a) {
+        const __m512i x = _mm512_castps_si512(a);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1));
         const __m512i even = _mm512_add_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(0x7fff)), odd);
         const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-        const __m512i bits = _mm512_mask_or_epi32(_mm512_srli_epi32(even, 16), nan, high, _mm512_set1_epi32(0x40));
-        _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(bits));
+        return _mm512_mask_or_epi32(even, nan, x, _mm512_set1_epi32(0x400000));
+    }
+    static void store_bfloat(uint16_t* p, vec a) {
+        _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bfloats(a), 16)));
     }
 
     using ivec = __m512i;

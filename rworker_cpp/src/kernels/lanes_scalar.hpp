@@ -8,6 +8,7 @@ namespace {
 struct Scalar {
     using vec = float;
     static constexpr int width = 1;
+    static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
     static constexpr int max_rows = 2;       // query rows that share a key line
     static constexpr int accumulators = 16;  // vectors that fit the registers beside the operands
 

@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int kFloatChains = 12;   // two a cycle at a latency of five, and registers left for the operands
-constexpr int kIntegerChains = 6;  // only the addition is in the chain, at a latency of one
+constexpr int kIntegerChains = 6;  // where only the addition is in the chain, at a latency of one
 
 /// `operand` could be anything from here on: a product with it is not the one computed a line before.
 template <class T>
@@ -37,18 +37,18 @@ float multiply_add_floats(int64_t count) {
 }
 
 /// I: vectors of 16-bit integers; `multiply_add` adds products of pairs of them to 32-bit sums.
-template <class I>
+template <class I, int Chains = kIntegerChains>
 float multiply_add_integers(int64_t count) {
-    typename I::vec sum[kIntegerChains], x = I::set1(3), y = I::set1(5);
+    typename I::vec sum[Chains], x = I::set1(3), y = I::set1(5);
     for (auto& s : sum) s = I::set1(0);
-    for (int64_t done = 0; done < count; done += kIntegerChains * I::width) {
+    for (int64_t done = 0; done < count; done += Chains * I::width) {
         RWORKER_UNROLL
-        for (int i = 0; i < kIntegerChains; ++i) {
+        for (int i = 0; i < Chains; ++i) {
             forget(x);
             sum[i] = I::multiply_add(x, y, sum[i]);
         }
     }
-    for (int i = 1; i < kIntegerChains; ++i) sum[0] = I::add(sum[0], sum[i]);
+    for (int i = 1; i < Chains; ++i) sum[0] = I::add(sum[0], sum[i]);
     return I::first(sum[0]);
 }
 

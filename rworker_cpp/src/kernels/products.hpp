@@ -38,7 +38,16 @@ inline Range whole_tiles(Range seen) {
 template <class L, class S, int Rows, int Vectors, int From, int To, class Address>
 [[gnu::always_inline]] inline void add_line(Address address, const float* factors, int stride,
                                             typename L::vec (&sum)[Rows][Vectors]) {
-    if constexpr (Rows < Vectors) {
+    if constexpr (S::pair_dot) {
+        RWORKER_UNROLL
+        for (int v = 0; v < Vectors; ++v) {
+            const auto line = L::load_int(address(v));
+            RWORKER_UNROLL
+            for (int r = 0; r < Rows; ++r) {
+                sum[r][v] = L::add_pair_dot(sum[r][v], line, L::broadcast_int(factors + r * stride));
+            }
+        }
+    } else if constexpr (Rows < Vectors) {
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
             RWORKER_UNROLL
@@ -146,7 +155,9 @@ template <class L, DType D, int Rows, int Vectors>
             sum[r][v] = L::mul(L::load(outputs[r] + lane + v * L::width), L::set1(keep[r]));
         }
     }
-    for (int t = seen.begin; t < seen.end;) {
+    // A dot product takes whole pairs: a partner out of sight has a weight of 0, and is no former owner's.
+    constexpr int least = S::pair_dot ? 1 : pack;  // tokens for which a line is taken whole
+    for (int t = S::pair_dot ? seen.begin / pack * pack : seen.begin; t < seen.end;) {
         const int tile_end = (t / kTileTokens + 1) * kTileTokens, end = tile_end < seen.end ? tile_end : seen.end;
         const Tile& tile = tiles[t / kTileTokens];
         const int first_line = t % kTileTokens / pack;
@@ -154,18 +165,19 @@ template <class L, DType D, int Rows, int Vectors>
         const int coming_step = ask ? step_bytes : 0;
         const uint8_t* coming = tile.next_keys + lane * S::lane_bytes * tile_lines + first_line * coming_step;
         const auto address = [&](int v) { return line + v * vector_bytes; };
-        if (pack == 2 && t % 2 == 1) {
+        if (!S::pair_dot && pack == 2 && t % 2 == 1) {
             add_line<L, S, Rows, Vectors, pack - 1, pack>(address, weights + t - 1, kChunkTokens, sum);
             line += line_bytes, ++t;
         }
-        for (; t + pack <= end; t += pack, line += line_bytes, coming += coming_step) {
+        for (; t + least <= end; t += pack, line += line_bytes, coming += coming_step) {
             RWORKER_UNROLL
             for (int i = 0; i < step_bytes; i += kCacheLineBytes) {
                 prefetch(coming + i);
             }
             add_line<L, S, Rows, Vectors, 0, pack>(address, weights + t, kChunkTokens, sum);
         }
-        if (pack == 2 && t < end) add_line<L, S, Rows, Vectors, 0, 1>(address, weights + t, kChunkTokens, sum), ++t;
+        if (!S::pair_dot && pack == 2 && t < end)
+            add_line<L, S, Rows, Vectors, 0, 1>(address, weights + t, kChunkTokens, sum), ++t;
     }
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {

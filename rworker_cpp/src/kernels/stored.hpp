@@ -9,13 +9,14 @@ using rworker::HeadView;
 using rworker::kTileTokens;
 
 /// `pack` neighbours (dims of keys, tokens of values) share a lane of a line; `lane_bytes` is what they take.
-/// `load` reads neighbour `part` of L::width lanes.
+/// `load` reads neighbour `part` of L::width lanes. With `pair_dot` both are multiplied at once, by packed factors.
 template <class L, DType D>
 struct Stored;
 
 template <class L>
 struct Stored<L, DType::float32> {
     static constexpr int pack = 1, lane_bytes = 4;
+    static constexpr bool pair_dot = false;
     static typename L::vec load(const uint8_t* line, int) { return L::load(reinterpret_cast<const float*>(line)); }
     static uint32_t bits(const void* row, int i) { return static_cast<const uint32_t*>(row)[i]; }
 };
@@ -23,6 +24,7 @@ struct Stored<L, DType::float32> {
 template <class L>
 struct Stored<L, DType::float16> {
     static constexpr int pack = 1, lane_bytes = 2;
+    static constexpr bool pair_dot = false;
     static typename L::vec load(const uint8_t* line, int) {
         return L::load_half(reinterpret_cast<const uint16_t*>(line));
     }
@@ -32,6 +34,7 @@ struct Stored<L, DType::float16> {
 template <class L>
 struct Stored<L, DType::bfloat16> {
     static constexpr int pack = 2, lane_bytes = 4;
+    static constexpr bool pair_dot = L::pair_dot;
     static typename L::vec load(const uint8_t* line, int part) {
         const uint32_t* pairs = reinterpret_cast<const uint32_t*>(line);
         return part == 0 ? L::load_pair_low(pairs) : L::load_pair_high(pairs);

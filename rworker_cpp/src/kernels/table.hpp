@@ -7,9 +7,10 @@
 
 namespace {
 
-/// Four streams at once: one alone does not keep enough lines on their way.
+/// Four streams at once: one alone does not keep enough lines on their way. Asking ahead helps some processors and
+/// slows others.
 template <class L>
-float read_all(const float* data, int64_t count) {
+float read_all(const float* data, int64_t count, bool ask) {
     constexpr int streams = 4, line = kCacheLineBytes / 4, vectors = line / L::width;
     const int64_t part = count / streams;
     typename L::vec sum[streams][vectors];
@@ -19,7 +20,7 @@ float read_all(const float* data, int64_t count) {
         RWORKER_UNROLL
         for (int j = 0; j < streams; ++j) {
             const float* stream = data + j * part + i;
-            __builtin_prefetch(stream + 64 * line);
+            if (ask) __builtin_prefetch(stream + 64 * line);
             RWORKER_UNROLL
             for (int v = 0; v < vectors; ++v) {
                 sum[j][v] = L::add(sum[j][v], L::load(stream + v * L::width));
