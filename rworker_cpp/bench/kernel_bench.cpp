@@ -82,8 +82,7 @@ double attend_rate(const Kernels& kernels, DType dtype, int group, std::int64_t 
     const double seconds = best_seconds(
         [&] {
             for (std::int64_t i = 0; i < num_sequences; ++i)
-                for (std::int64_t begin = 0; begin < kContext; begin += kSplitTokens)
-                    attend(i, begin);
+                for (std::int64_t begin = 0; begin < kContext; begin += kSplitTokens) attend(i, begin);
         },
         repeats);
     return double(num_sequences * kContext) / seconds;

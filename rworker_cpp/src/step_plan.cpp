@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-
 namespace rworker {
 namespace {
 
@@ -94,8 +93,7 @@ void WorkList::add_units(std::int32_t span, std::int64_t split, std::int64_t fir
     if (committed(spans[span], split)) most = std::max<std::int64_t>(kBlockRows / layer_.group(), 1);
     for (std::int64_t done = 0; done == 0 || done < num_tokens; done += most) {
         const std::int64_t count = std::min(most, num_tokens - done);
-        const std::int64_t multiply_adds =
-            count * layer_.group() * (end - begin) * (layer_.key_dim + layer_.value_dim);
+        const std::int64_t multiply_adds = count * layer_.group() * (end - begin) * (layer_.key_dim + layer_.value_dim);
         units.push_back({span, split, first_token + done, count,
                          std::max(bytes, multiply_adds / kMultiplyAddsPerByte) + kHeadOverheadBytes});
         for (std::int64_t i = 0; i < count; ++i)
@@ -109,10 +107,9 @@ bool WorkList::committed(const PlannedSpan& span, std::int64_t split) {
 }
 
 void WorkList::order_units() {
-    std::stable_sort(units.begin(), units.end(),
-                     [](const WorkUnit& a, const WorkUnit& b) { return a.cost > b.cost; });
-    const auto small = std::find_if(units.begin(), units.end(),
-                                    [](const WorkUnit& unit) { return unit.cost < kLargeUnitBytes; });
+    std::stable_sort(units.begin(), units.end(), [](const WorkUnit& a, const WorkUnit& b) { return a.cost > b.cost; });
+    const auto small =
+        std::find_if(units.begin(), units.end(), [](const WorkUnit& unit) { return unit.cost < kLargeUnitBytes; });
     num_large_units_ = small - units.begin();
     num_items = num_large_units_ * layer_.num_kv_heads + (units.end() - small);
     for (const WorkUnit& unit : units) cost += unit.cost * layer_.num_kv_heads;

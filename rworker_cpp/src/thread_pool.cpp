@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::uint32_t kOpen = 1u << 31;
 constexpr std::chrono::microseconds kSpin{20};  // longer starves whoever shares the cores
-constexpr std::int64_t kLastItems = 4;           // per thread
+constexpr std::int64_t kLastItems = 4;          // per thread
 
 void relax() {
 #if defined(__x86_64__)

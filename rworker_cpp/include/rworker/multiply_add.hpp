@@ -10,8 +10,8 @@ enum class MultiplyAddKind : int { float32 = 0, bfloat16 = 1, integer = 2 };
 
 constexpr int64_t kMultiplyAddGranule = 768;  // a whole number of rounds of every loop
 
-/// One instruction set's fastest loops, by kind, or null where it adds none; each does `count` multiply-adds, a multiple of the granule. The sum
-/// they return only keeps them from being optimised away.
+/// One instruction set's fastest loops, by kind, or null where it adds none; each does `count` multiply-adds, a
+/// multiple of the granule. The sum they return only keeps them from being optimised away.
 struct MultiplyAdds {
     const char* isa;
     float (*run[3])(int64_t count);

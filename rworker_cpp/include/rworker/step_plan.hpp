@@ -31,7 +31,7 @@ struct PlannedSpan {
 /// Some new tokens and one split they attend to; with a KV head it is a piece of work. Sequences that share the blocks
 /// of a split are in it together.
 struct WorkUnit {
-    std::int32_t span;         // whose blocks are read, and whose new tokens are stored
+    std::int32_t span;  // whose blocks are read, and whose new tokens are stored
     std::int64_t split;
     std::int64_t first_token;  // in WorkList::tokens
     std::int64_t num_tokens;   // 0: stored only

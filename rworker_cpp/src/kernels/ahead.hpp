@@ -9,7 +9,7 @@ namespace {
 /// for has come, unless the hardware's own streams run ahead of it; these follow nothing but a lone ascending run. At
 /// the end it stays on the last line.
 struct Ahead {
-    uint8_t* Tile::*part;  // values or next keys
+    uint8_t* Tile::* part;  // values or next keys
     const Tile *tile, *last_tile;
     int64_t tile_bytes;
     int step;  // kCacheLineBytes, or 0 where another row has asked already
@@ -31,13 +31,15 @@ struct Ahead {
         prefetch(at);
         at += step;
         if (at >= end) {
-            if (tile < last_tile) at = (++tile)->*part, end = at + tile_bytes;
-            else at -= step;
+            if (tile < last_tile)
+                at = (++tile)->*part, end = at + tile_bytes;
+            else
+                at -= step;
         }
     }
 };
 
-inline Ahead run_ahead(const Tile* tiles, Range tokens, uint8_t* Tile::*part, int64_t tile_bytes, bool ask) {
+inline Ahead run_ahead(const Tile* tiles, Range tokens, uint8_t* Tile::* part, int64_t tile_bytes, bool ask) {
     return {part, tiles + tokens.begin / kTileTokens, tiles + tokens.end / kTileTokens - 1, tile_bytes,
             ask ? kCacheLineBytes : 0};
 }

@@ -167,8 +167,7 @@ struct RowBlock {
 template <class L, DType D>
 void attend(const AttendArgs& args) {
     const int64_t rows = args.num_tokens * args.group;
-    for (int64_t row = 0; row < rows; row += kBlockRows)
-        RowBlock<L, D>(args, row, rows - row).run();
+    for (int64_t row = 0; row < rows; row += kBlockRows) RowBlock<L, D>(args, row, rows - row).run();
 }
 
 }  // namespace

@@ -15,6 +15,6 @@ struct Integers {
 }  // namespace
 
 namespace rworker {
-constexpr MultiplyAdds kAvx2MultiplyAdds{"avx2", 
-    {multiply_add_floats<Avx2>, multiply_add_floats<Avx2>, multiply_add_integers<Integers>}};
+constexpr MultiplyAdds kAvx2MultiplyAdds{
+    "avx2", {multiply_add_floats<Avx2>, multiply_add_floats<Avx2>, multiply_add_integers<Integers>}};
 }

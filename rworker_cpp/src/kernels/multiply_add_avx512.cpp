@@ -15,6 +15,6 @@ struct Integers {
 }  // namespace
 
 namespace rworker {
-constexpr MultiplyAdds kAvx512MultiplyAdds{"avx512", 
-    {multiply_add_floats<Avx512>, multiply_add_floats<Avx512>, multiply_add_integers<Integers>}};
+constexpr MultiplyAdds kAvx512MultiplyAdds{
+    "avx512", {multiply_add_floats<Avx512>, multiply_add_floats<Avx512>, multiply_add_integers<Integers>}};
 }

@@ -28,6 +28,6 @@ struct Integers {
 }  // namespace
 
 namespace rworker {
-constexpr MultiplyAdds kScalarMultiplyAdds{"scalar", 
-    {multiply_add_floats<Scalar>, multiply_add_floats<Scalar>, multiply_add_integers<Integers>}};
+constexpr MultiplyAdds kScalarMultiplyAdds{
+    "scalar", {multiply_add_floats<Scalar>, multiply_add_floats<Scalar>, multiply_add_integers<Integers>}};
 }
