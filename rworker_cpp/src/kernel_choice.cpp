@@ -8,13 +8,16 @@ namespace rworker {
 
 std::vector<const Kernels*> supported_kernels() {
     std::vector<const Kernels*> kernels{&kScalarKernels};
-#ifdef RWORKER_X86
-    const bool avx2 = __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0 &&
-                      __builtin_cpu_supports("f16c") != 0;
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
-                        __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
-    if (avx2) kernels.push_back(&kAvx2Kernels);
-    if (avx512) kernels.push_back(&kAvx512Kernels);
+#if defined(RWORKER_AVX2)
+    if (__builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0 &&
+        __builtin_cpu_supports("f16c") != 0)
+        kernels.push_back(&kAvx2Kernels);
+#endif
+#if defined(RWORKER_AVX512)
+    if (__builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+        __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0 &&
+        __builtin_cpu_supports("fma") != 0 && __builtin_cpu_supports("f16c") != 0)
+        kernels.push_back(&kAvx512Kernels);
 #endif
     return kernels;
 }

@@ -44,9 +44,11 @@ std::int64_t checked_bytes(int num_threads, std::int64_t num_bytes) {
 
 const MultiplyAdds& choose_multiply_adds(const std::string& isa) {
     const std::string chosen = choose_kernels(isa).isa;
-#ifdef RWORKER_X86
-    for (const MultiplyAdds* candidate : {&kAvx2MultiplyAdds, &kAvx512MultiplyAdds})
-        if (chosen == candidate->isa) return *candidate;
+#if defined(RWORKER_AVX2)
+    if (chosen == kAvx2MultiplyAdds.isa) return kAvx2MultiplyAdds;
+#endif
+#if defined(RWORKER_AVX512)
+    if (chosen == kAvx512MultiplyAdds.isa) return kAvx512MultiplyAdds;
 #endif
     return kScalarMultiplyAdds;
 }
