@@ -1,5 +1,5 @@
 # make demo   install, then see it work
-# make test   install, then lint, types and tests
+# make test   install, then lint, types, sanitizers and tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint sanitize clean
+.PHONY: demo test lint sanitize sanitize-quick clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -23,7 +23,7 @@ demo: $(STAMP)
 	@$(BIN)/fastdecode bench throughput $(SHAPE) --hf-overrides '{"num_hidden_layers": 4}' --num-mini-batches 2 \
 	  --s-threads 1 --r-threads 1 --num-prompts 32 --random-input-len 512 --random-output-len 16 --plot-timeline timeline.png
 
-test: $(STAMP) lint
+test: $(STAMP) lint sanitize-quick
 	$(BIN)/pytest -q
 
 lint: $(STAMP)
@@ -38,12 +38,16 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[test]'
 	touch $@
 
-# The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer.
-sanitize: $(STAMP)
+# The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: no AVX-512, little optimization, and few
+# compiler runs (many sources in one), since compiling is most of it.
+sanitize: FLAVOR := -DCMAKE_BUILD_TYPE=RelWithDebInfo
+sanitize-quick: FLAVOR := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG='-Og -g1' -DCMAKE_UNITY_BUILD=ON \
+  -DFASTDECODE_AVX512=OFF -DFASTDECODE_KERNEL_OPTIMIZATION=-Og
+sanitize sanitize-quick: $(STAMP)
 	for kind in address,undefined thread; do \
-	  cmake -S . -B out/$$kind -DFASTDECODE_SANITIZE=$$kind -DFASTDECODE_BUILD_TESTS=ON \
-	    -DFASTDECODE_BUILD_BINDINGS=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo && \
-	  cmake --build out/$$kind -j && out/$$kind/rworker_cpp/rworker_tests || exit 1; done
+	  $(BIN)/cmake -S . -B out/$@/$$kind -DFASTDECODE_SANITIZE=$$kind -DFASTDECODE_BUILD_TESTS=ON \
+	    -DFASTDECODE_BUILD_BINDINGS=OFF $(FLAVOR) && \
+	  $(BIN)/cmake --build out/$@/$$kind -j && out/$@/$$kind/rworker_cpp/rworker_tests || exit 1; done
 
 clean:
 	rm -rf build dist out $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -43,19 +43,29 @@ std::int64_t checked_bytes(int num_threads, std::int64_t num_bytes) {
     return (num_bytes + kItemBytes - 1) / kItemBytes * kItemBytes;
 }
 
+/// Those built, each on the one before.
+std::vector<const MultiplyAdds*> built_multiply_adds() {
+    return {
+        &kScalarMultiplyAdds,
+#ifdef RWORKER_AVX2
+        &kAvx2MultiplyAdds,
+#endif
+#ifdef RWORKER_AVX512
+        &kAvx512MultiplyAdds, &kAvx512VnniMultiplyAdds, &kAvx512Bf16MultiplyAdds,
+#endif
+    };
+}
+
 /// The loops of an instruction set; where it has none of a kind, those of the set it builds on.
 MultiplyAdds choose_multiply_adds(const std::string& isa) {
     const std::string chosen = choose_kernels(isa).isa;
-    MultiplyAdds best = kScalarMultiplyAdds;
-#ifdef RWORKER_X86
-    for (const MultiplyAdds* next :
-         {&kAvx2MultiplyAdds, &kAvx512MultiplyAdds, &kAvx512VnniMultiplyAdds, &kAvx512Bf16MultiplyAdds}) {
-        if (chosen == best.isa) break;
+    MultiplyAdds best{};
+    for (const MultiplyAdds* next : built_multiply_adds()) {
         best.isa = next->isa;
         for (std::size_t kind = 0; kind < std::size(best.run); ++kind)
             if (next->run[kind]) best.run[kind] = next->run[kind];
+        if (chosen == best.isa) break;
     }
-#endif
     return best;
 }
 

@@ -47,9 +47,9 @@ void test_submitted_jobs_finish_before_the_pool_ends() {
     CHECK(first.finished() && second.finished());
 }
 
-/// Output of four layers and two mini-batches in flight, 20 sequences of growing length.
+/// Output of three layers and two mini-batches in flight, 8 sequences of growing length.
 std::vector<float> run_worker(int num_threads) {
-    constexpr std::int64_t layers = 4, heads = 4, dim = 16, each = 10;
+    constexpr std::int64_t layers = 3, heads = 4, dim = 16, each = 4;
     const LayerSpec layer{heads, 2, dim, dim, 0.25f, 0, 0.0f, {}};
     Worker worker(
         {std::vector<LayerSpec>(layers, layer), DType::float32, DType::bfloat16, 16, 4000, num_threads, {}, "auto"});

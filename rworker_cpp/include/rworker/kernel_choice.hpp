@@ -8,7 +8,7 @@
 
 namespace rworker {
 
-/// What this CPU can run, best last.
+/// What was built and this CPU can run, best last.
 std::vector<const Kernels*> supported_kernels();
 
 /// `isa` by name; "auto" is the environment's FASTDECODE_ISA where set, else the best. Throws Error for others.
