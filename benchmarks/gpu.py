@@ -33,7 +33,10 @@ LLAMA_7B = {
 
 
 class AtOnce(StandInBackend):
-    """Ready as soon as it is asked; its zeros are made once, as a real R-worker's o is in memory already."""
+    """Ready as soon as it is asked; its zeros are made once, as a real R-worker's o is in memory already.
+
+    Like the stand-in it keeps no keys and values, and so refuses to export and import.
+    """
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         """See ``AttentionBackend.submit``."""

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from fastdecode.errors import BackendError
 from fastdecode.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 
 TIMER_SECONDS = 2e-4
@@ -55,6 +56,14 @@ class StandInBackend:
 
     def abandon_step(self) -> None:
         """See ``AttentionBackend.abandon_step``."""
+
+    def export(self, worker: int, sequence_id: int) -> np.ndarray:
+        """Refused: see ``AttentionBackend.export``."""
+        raise BackendError("export: the stand-in keeps no keys and values")
+
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+        """Refused: see ``AttentionBackend.import_``."""
+        raise BackendError("import: the stand-in keeps no keys and values")
 
     def close(self) -> None:
         """See ``AttentionBackend.close``."""

@@ -1,6 +1,8 @@
 """The attention backend one can compute by hand: plain numpy, one row at a time, every call checked.
 
 If all values of a sequence are c, its output is c (without sinks). Slow on purpose: it is the oracle of the real ones.
+Keys and values stay float32 whatever the KV dtype, which only rounds what is exported; int8 and int4 are refused, since
+their codes and scales are the R-worker's own.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class FakeBackend:
         """See ``AttentionBackend.open``."""
         if layout.model_dtype != "float32":
             raise BackendError(f"the fake backend computes in float32, not {layout.model_dtype}")
+        if layout.kv_dtype not in WIRE_DTYPE:
+            raise BackendError(f"the fake backend keeps float32, float16 or bfloat16 caches, not {layout.kv_dtype}")
         self.layers, self.kv_dtype = layout.layers, layout.kv_dtype
         return [
             RWorkerInfo(f"fake-{index}", self.num_blocks, self.block_size, 1, "numpy", self.own_cores)

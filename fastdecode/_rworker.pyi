@@ -1,7 +1,8 @@
 """The C++ R-worker: paged KV cache and attention on this machine's cores (knows no network and no model).
 
-Errors are ValueError (a bad argument, a call out of order, out of blocks), KeyError (an unknown sequence) or
-TypeError (an array of the wrong kind); whatever raised one has changed nothing.
+Errors are ValueError (a bad value, an array of another dtype or shape, a call out of order or after ``close``, out of
+blocks), KeyError (an unknown sequence), TypeError (an argument of another type) or MemoryError (no address space for a
+cache or buffer of that size); whatever raised one has changed nothing.
 """
 
 import numpy as np
@@ -13,18 +14,21 @@ def supported_isas() -> list[str]:
 def block_bytes(
     layers: list[tuple[int, int, int, int, float, int, float, list[float]]], kv_dtype: str, block_size: int
 ) -> int:
-    """Bytes that one block of ``block_size`` tokens takes over all ``layers`` (as in :class:`RWorker`)."""
+    """Bytes that one block of ``block_size`` tokens takes over all ``layers``; arguments as in :class:`RWorker`."""
 
 def read_peak(num_threads: int, num_bytes: int, repeats: int) -> float:
-    """Read bandwidth in GB/s (1e9 bytes): the median over ``repeats`` passes through a buffer of ``num_bytes``."""
+    """Read bandwidth in GB/s (1e9 bytes): the median over ``repeats`` passes through a buffer of ``num_bytes``.
+
+    ``num_bytes``: at least 1 MB per thread, ``num_threads``: 1 to 1024, ``repeats``: at least 1; else ValueError.
+    """
 
 class Peaks:
     """What this machine gives, for as many threads as an R-worker has: the ceilings its figures are read against."""
 
     def __init__(self, *, num_threads: int, num_bytes: int, cores: list[int] = ..., isa: str = "auto") -> None:
-        """Start the threads and fill a buffer of ``num_bytes`` (at least 1 MB per thread).
+        """Start the threads and fill a buffer of ``num_bytes``; ValueError for less than 1 MB per thread.
 
-        ``cores`` and ``isa`` as in :class:`RWorker`.
+        ``num_threads``, ``cores`` and ``isa`` as in :class:`RWorker`.
         """
 
     def read(self) -> float:
@@ -41,17 +45,6 @@ class RWorker:
     many threads run, whatever the block size, and however its rows are cut into steps.
     """
 
-    isa: str
-    """The instruction set in use."""
-    num_threads: int
-    num_blocks: int
-    block_size: int
-    """Tokens of one block."""
-    block_bytes: int
-    """Bytes of one block, over all layers."""
-    blocks_free: int
-    blocks_used: int
-
     def __init__(
         self,
         *,
@@ -67,17 +60,48 @@ class RWorker:
         """Reserve address space for the cache (committed as it fills) and start the threads.
 
         ``layers``: (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, soft_cap, sinks) each, as in
-        ``fastdecode.types.LayerLayout``; head dims up to 512. ``block_size``: 16, 32, 64, 128 or 256 tokens.
+        ``fastdecode.types.LayerLayout``; head dims up to 512. ``model_dtype`` (of q, k, v and out): "float32",
+        "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by this worker.
+        ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
         ``cores``: thread i is pinned to ``cores[i % len(cores)]``; empty: not pinned. ``isa``: "auto" is the
         environment's FASTDECODE_ISA where set, else the best; ValueError if this machine does not support it.
         """
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that attend."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, over all layers."""
+
+    @property
+    def blocks_free(self) -> int:
+        """Blocks that no sequence holds."""
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that some sequence holds, shared ones once."""
 
     def begin_step(self, controls: npt.NDArray[np.int64], mini_batches: list[npt.NDArray[np.int64]]) -> None:
         """Apply the controls, take blocks for all rows and plan the work.
 
         ``controls``: int64 [n, 4], columns of ``fastdecode.types.CONTROL``, applied in order. ``mini_batches``: int64
         [m, 4] each, columns of ``fastdecode.types.SPAN``, attending spans first; a sequence may appear once in a step,
-        and one with context_len 0 that is unknown is opened.
+        and one with context_len 0 that is unknown is opened. KeyError for any other unknown sequence; ValueError for a
+        bad control or span, and when the blocks do not suffice.
         """
 
     def submit(
@@ -93,7 +117,8 @@ class RWorker:
 
         C-contiguous, in the model's dtype (float32, or uint16 bits): ``q`` [attending rows, num_heads, Dk], ``k``
         [rows, num_kv_heads, Dk], ``v`` [rows, num_kv_heads, Dv], ``out`` [attending rows, num_heads, Dv], written.
-        The arrays are kept, and must be left alone, until ``wait``.
+        The arrays are kept, and must be left alone, until ``wait``. ValueError for arrays of another kind, with no step
+        open, and for a layer submitted before or while this mini-batch is still to be waited for.
         """
 
     def ready(self, mini_batch: int) -> bool:
@@ -113,7 +138,7 @@ class RWorker:
         """Wait for what runs, then be as the controls left it: the rows' blocks return, new sequences vanish."""
 
     def sequence_length(self, sequence_id: int) -> int:
-        """Committed tokens."""
+        """Committed tokens; KeyError for an unknown sequence, here and below."""
 
     def block_table(self, sequence_id: int) -> list[int]:
         """Block ids in order, those of the open step's rows included."""
@@ -122,13 +147,16 @@ class RWorker:
         """All sequences, ascending."""
 
     def read_tokens(self, sequence_id: int, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Cached keys [length, num_kv_heads, Dk] and values [length, num_kv_heads, Dv], dequantised, for oracles."""
+        """Cached keys [length, num_kv_heads, Dk] and values [length, num_kv_heads, Dv], as float32 whatever the
+        KV dtype, for oracles."""
 
     def export(self, sequence_id: int) -> npt.NDArray[np.uint8]:
         """The committed tokens of a sequence as bytes, uint8 [bytes]: what ``import_`` takes.
 
         For each layer, for each token, keys [num_kv_heads, Dk] and then values [num_kv_heads, Dv], the stored bits of
-        the KV dtype: the same for every block size and instruction set. ValueError while a step is open.
+        the KV dtype: the same for every block size and instruction set. In int8 and int4 the codes of a head's Dk or Dv
+        (int4: two to a byte, the lower dim in the low bits) come before its scales: one float32, or for every 64 dims a
+        bfloat16 scale and a bfloat16 zero. ValueError while a step is open.
         """
 
     def import_(self, sequence_id: int, num_tokens: int, data: npt.NDArray[np.uint8]) -> None:

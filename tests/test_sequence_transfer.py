@@ -86,6 +86,12 @@ def test_the_fake_and_the_real_one_speak_the_same_bytes() -> None:
         each.close()
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_the_fake_refuses_quantised_caches(kv_dtype: str) -> None:
+    with pytest.raises(BackendError, match=f"keeps float32, float16 or bfloat16 caches, not {kv_dtype}"):
+        FakeBackend().open(KVLayout(LAYERS, "float32", kv_dtype))
+
+
 def test_refusals_name_worker_and_reason(backend: AttentionBackend) -> None:
     """And nothing has changed."""
     data = backend.export(0, 1)

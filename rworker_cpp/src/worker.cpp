@@ -36,7 +36,7 @@ WorkerConfig checked(WorkerConfig config) {
                 std::has_single_bit(std::uint64_t(config.block_size)),
             "block_size is " + std::to_string(config.block_size) + "; it must be 16, 32, 64, 128 or 256");
     require(config.num_blocks >= 1 && config.num_blocks < INT32_MAX,
-            "num_blocks is " + std::to_string(config.num_blocks) + "; it must be at least 1");
+            "num_blocks is " + std::to_string(config.num_blocks) + "; it must be 1 to 2147483646");
     require(config.num_threads >= 1 && config.num_threads <= 1024,
             "num_threads is " + std::to_string(config.num_threads) + "; it must be 1 to 1024");
     for (const int core : config.cores)

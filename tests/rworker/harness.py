@@ -114,14 +114,17 @@ class Harness:
                 row += num_rows
         return results
 
-    def expected(self, sequence_id: int, q: np.ndarray) -> np.ndarray:
-        """The oracle's output for a sequence's last ``len(q)`` tokens, over what the cache holds."""
+    def expected(self, sequence_id: int, q: np.ndarray, absolute: bool = False) -> np.ndarray:
+        """The oracle's output for a sequence's last ``len(q)`` tokens, over what the cache holds.
+
+        ``absolute``: of the values only their size, so that nothing cancels.
+        """
         k, v = self.worker.read_tokens(sequence_id, 0)
         layer = self.layer
         return attention(
             rounded(q, self.model_dtype),
             k,
-            v,
+            np.abs(v) if absolute else v,
             scale=layer.scale,
             window=layer.window,
             soft_cap=layer.soft_cap,

@@ -67,7 +67,7 @@ def attention(
     return out
 
 
-def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    """The largest norm-wise relative error over rows and heads."""
+def relative_error(got: np.ndarray, want: np.ndarray, size: np.ndarray | None = None) -> float:
+    """The largest norm-wise error over rows and heads, relative to ``want`` or to another ``size`` of its shape."""
     error = np.linalg.norm(got.astype(np.float64) - want, axis=-1)
-    return float((error / np.maximum(np.linalg.norm(want, axis=-1), 1e-30)).max())
+    return float((error / np.maximum(np.linalg.norm(want if size is None else size, axis=-1), 1e-30)).max())

@@ -1,31 +1,56 @@
-"""What int8 and int4 caches store, in numpy: the oracle of the R-worker's quantiser."""
+"""What a cache of any KV dtype stores, in numpy: the oracle of the R-worker's quantiser and of its exported bytes."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from .oracle import rounded, to_bits
+
+KV_DTYPES = ["float32", "float16", "bfloat16", "int8", "int4"]
+QUANTISED = ["int8", "int4"]
 GROUP_DIMS = 64
 
 
-def stored_int8(rows: np.ndarray) -> np.ndarray:
-    """``rows`` [..., dim] float32 after a trip through int8 codes with one float32 scale per row."""
+def stored(rows: np.ndarray, kv_dtype: str) -> np.ndarray:
+    """``rows`` [..., dim] float32 after a trip through the cache."""
+    if kv_dtype == "int8":
+        codes, scale = _int8(rows)
+        return codes * scale
+    if kv_dtype == "int4":
+        return np.concatenate([zero + codes * scale for codes, scale, zero in _int4_groups(rows)], axis=-1)
+    return rounded(rows, kv_dtype)
+
+
+def exported(rows: np.ndarray, kv_dtype: str) -> np.ndarray:
+    """The bytes a cache exports of ``rows`` [..., dim] float32: uint8 [..., bytes], codes and then scales."""
+    if kv_dtype == "int8":
+        codes, scale = _int8(rows)
+        return np.concatenate([(codes + 128).astype(np.uint8), scale.view(np.uint8)], axis=-1)
+    if kv_dtype == "int4":
+        groups = _int4_groups(rows)
+        codes = np.concatenate([codes for codes, _, _ in groups], axis=-1).astype(np.uint8)
+        terms = np.concatenate([term for _, scale, zero in groups for term in (scale, zero)], axis=-1)
+        return np.concatenate([_two_to_a_byte(codes), to_bits(terms, "bfloat16").view(np.uint8)], axis=-1)
+    return to_bits(rows, kv_dtype).view(np.uint8)
+
+
+def _int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of -127 to 127 as float32, and one float32 scale per row."""
     scale = (np.abs(rows).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float32)
-    codes = np.rint(np.divide(rows, scale, out=np.zeros_like(rows), where=scale > 0))
-    return codes.astype(np.float32) * scale
+    return np.rint(np.divide(rows, scale, out=np.zeros_like(rows), where=scale > 0)), scale
 
 
-def stored_int4(rows: np.ndarray) -> np.ndarray:
-    """The same through int4 codes with a bfloat16 scale and zero per group of 64 dims."""
-    groups = [rows[..., i : i + GROUP_DIMS] for i in range(0, rows.shape[-1], GROUP_DIMS)]
-    return np.concatenate([_stored_group(group) for group in groups], axis=-1)
+def _int4_groups(rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Of each group of dims: codes of 0 to 15 as float32, scale and zero, which fit in bfloat16."""
+    return [_int4_group(rows[..., i : i + GROUP_DIMS]) for i in range(0, rows.shape[-1], GROUP_DIMS)]
 
 
-def _stored_group(rows: np.ndarray) -> np.ndarray:
+def _int4_group(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     zero = _bfloat_below(rows.min(axis=-1, keepdims=True))
-    scale = _bfloat_nearest((rows.max(axis=-1, keepdims=True) - zero) / np.float32(15))
+    scale = rounded((rows.max(axis=-1, keepdims=True) - zero) / np.float32(15), "bfloat16")
     codes = np.rint(np.divide(rows - zero, scale, out=np.zeros_like(rows), where=scale > 0))
-    assert codes.min() >= 0 and codes.max() <= 15
-    return zero + codes.astype(np.float32) * scale
+    assert ((codes >= 0) & (codes <= 15)).all()
+    return codes, scale, zero
 
 
 def _bfloat_below(values: np.ndarray) -> np.ndarray:
@@ -34,6 +59,8 @@ def _bfloat_below(values: np.ndarray) -> np.ndarray:
     return ((bits >> 16) + up << 16).astype(np.uint32).view(np.float32)
 
 
-def _bfloat_nearest(values: np.ndarray) -> np.ndarray:
-    bits = values.astype(np.float32).view(np.uint32)
-    return (((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16).astype(np.uint32).view(np.float32)
+def _two_to_a_byte(codes: np.ndarray) -> np.ndarray:
+    """The lower dim in the low bits; an odd last one alone."""
+    even, odd = codes[..., ::2].copy(), codes[..., 1::2]
+    even[..., : odd.shape[-1]] |= odd << 4
+    return even

@@ -1,35 +1,48 @@
-"""Two caches of unlike block sizes and instruction sets under random operations, against plain lists of tokens."""
+"""Two caches of unlike block sizes and instruction sets, of any KV dtype, under random operations, and plain lists."""
 
 from __future__ import annotations
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from fastdecode import _rworker
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, make_worker, table
+from .quantised import KV_DTYPES, stored
 
 LAYER = Layer(2, 1, 8, 8, 0.3)
 NUM_BLOCKS = 24
 BLOCK_SIZES = (16, 64)
 
 
+def rows_of(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values, float32 [num_tokens, 1, 8]: elements unlike each other, and exact in bfloat16."""
+    numbers, dims = np.array(tokens, np.int64).reshape(-1, 1, 1), np.arange(8)
+    keys, values = ((numbers + dims * stride) % 256 - 100 for stride in (37, 101))
+    return keys.astype(np.float32), values.astype(np.float32)
+
+
 class Caches(RuleBasedStateMachine):
-    """``tokens[w][id]`` is what worker w should hold of a sequence: one number per token, in every element."""
+    """``tokens[w][id]`` is what worker w should hold of a sequence: a number per token, of which its rows are made."""
 
     sequences = Bundle("sequences")
 
     def __init__(self) -> None:
         super().__init__()
-        isas = (_rworker.supported_isas()[0], _rworker.supported_isas()[-1])
-        self.workers = [
-            make_worker(LAYER, block_size=size, num_blocks=NUM_BLOCKS, isa=isa, kv_dtype="bfloat16")
-            for size, isa in zip(BLOCK_SIZES, isas, strict=True)
-        ]
+        self.workers: list[_rworker.RWorker] = []
         self.tokens: list[dict[int, list[int]]] = [{}, {}]
         self.next_id = self.next_token = 0
+
+    @initialize(kv_dtype=st.sampled_from(KV_DTYPES))
+    def start(self, kv_dtype: str) -> None:
+        self.kv_dtype = kv_dtype
+        isas = (_rworker.supported_isas()[0], _rworker.supported_isas()[-1])
+        self.workers = [
+            make_worker(LAYER, block_size=size, num_blocks=NUM_BLOCKS, isa=isa, kv_dtype=kv_dtype)
+            for size, isa in zip(BLOCK_SIZES, isas, strict=True)
+        ]
 
     def teardown(self) -> None:
         for worker in self.workers:
@@ -64,8 +77,8 @@ class Caches(RuleBasedStateMachine):
     def append(self, place: tuple[int, int], count: int) -> bool:
         worker, sequence_id = place
         old = self.tokens[worker].get(sequence_id, [])
-        new = [(self.next_token + i) % 256 for i in range(count)]  # whole in bfloat16
-        rows = np.broadcast_to(np.array(new, np.float32)[:, None, None], (count, 1, 8)).copy()
+        new = [self.next_token + i for i in range(count)]
+        keys, values = rows_of(new)
         needed = self.blocks(worker, len(old) + count) - self.blocks(worker, len(old))
         fits = needed <= self.workers[worker].blocks_free
         try:
@@ -75,7 +88,7 @@ class Caches(RuleBasedStateMachine):
             return False
         assert fits
         none = np.zeros((0, 2, 8), np.float32)
-        self.workers[worker].submit(0, 0, none, rows, rows, none)
+        self.workers[worker].submit(0, 0, none, keys, values, none)
         self.workers[worker].wait(0)
         self.workers[worker].end_step()
         self.tokens[worker][sequence_id] = old + new
@@ -124,10 +137,8 @@ class Caches(RuleBasedStateMachine):
         for worker, tokens in zip(self.workers, self.tokens, strict=True):
             assert worker.sequence_ids() == sorted(tokens)
             for sequence_id, wanted in tokens.items():
-                keys, values = worker.read_tokens(sequence_id, 0)
-                column = np.broadcast_to(np.array(wanted, np.float32).reshape(-1, 1, 1), keys.shape)
-                np.testing.assert_array_equal(keys, column)
-                np.testing.assert_array_equal(values, column)
+                for held, rows in zip(worker.read_tokens(sequence_id, 0), rows_of(wanted), strict=True):
+                    np.testing.assert_array_equal(held, stored(rows, self.kv_dtype))
 
     @invariant()
     def every_block_is_accounted_for(self) -> None:
@@ -143,4 +154,4 @@ class Caches(RuleBasedStateMachine):
 
 
 TestCaches = Caches.TestCase
-TestCaches.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestCaches.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -12,25 +12,28 @@ from fastdecode import _rworker
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, make_worker, random_rows, table
 from .oracle import from_bits, to_bits
+from .quantised import KV_DTYPES, exported
 
-LAYERS = [Layer(4, 2, 7, 24, 0.3), Layer(4, 4, 24, 5, 0.3)]
-DTYPES = ["float32", "float16", "bfloat16"]
+LAYERS = [Layer(4, 2, 7, 24, 0.3), Layer(4, 4, 72, 5, 0.3)]
+MODEL_DTYPE = {dtype: dtype for dtype in KV_DTYPES} | {"int8": "float32", "int4": "bfloat16"}
 ISAS = _rworker.supported_isas()
 LENGTH = 83
 
 
-def two_layers(dtype: str, **options: Any) -> _rworker.RWorker:
-    return make_worker(LAYERS[0], layers=LAYERS, model_dtype=dtype, kv_dtype=dtype, **options)
+def two_layers(kv_dtype: str, **options: Any) -> _rworker.RWorker:
+    return make_worker(LAYERS[0], layers=LAYERS, model_dtype=MODEL_DTYPE[kv_dtype], kv_dtype=kv_dtype, **options)
 
 
-def feed(worker: _rworker.RWorker, dtype: str, span: tuple[int, int, int, int], seed: int, spoil: bool = False) -> Any:
+def feed(
+    worker: _rworker.RWorker, kv_dtype: str, span: tuple[int, int, int, int], seed: int, spoil: bool = False
+) -> Any:
     """One step of one sequence; returns o of both layers, and k and v as they travelled. ``spoil``: all NaN."""
     outputs, payload = [], []
     worker.begin_step(table([]), [table([span])])
     for index, layer in enumerate(LAYERS):
         rows = random_rows(np.random.default_rng(seed + index), layer, span[2])
         q, k, v = (
-            to_bits(part * np.float32("nan") if spoil else part, dtype)
+            to_bits(part * np.float32("nan") if spoil else part, MODEL_DTYPE[kv_dtype])
             for part in (rows.q[: span[2] * span[3]], rows.k, rows.v)
         )
         out = np.empty((span[2] * span[3], layer.num_heads, layer.value_dim), q.dtype)
@@ -52,48 +55,51 @@ def state(worker: _rworker.RWorker) -> Any:
     return worker.statistics(), [(i, worker.block_table(i), worker.export(i).tobytes()) for i in ids]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes_are_token_major_stored_bits(dtype: str) -> None:
-    """For each layer, for each token, K then V: what was stored, since payload and cache have one dtype."""
-    worker = two_layers(dtype)
-    _, payload = feed(worker, dtype, (1, 0, LENGTH, 0), 0)
-    wanted = [np.concatenate([k.reshape(LENGTH, -1), v.reshape(LENGTH, -1)], axis=1).tobytes() for k, v in payload]
-    exported = worker.export(1)
-    assert exported.dtype == np.uint8 and exported.ndim == 1
-    assert exported.tobytes() == b"".join(wanted)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_bytes_are_token_major_stored_bits(kv_dtype: str) -> None:
+    """For each layer, for each token, K then V, as the oracle stores them."""
+    worker = two_layers(kv_dtype)
+    _, payload = feed(worker, kv_dtype, (1, 0, LENGTH, 0), 0)
+    rows = [[from_bits(part, MODEL_DTYPE[kv_dtype]) for part in layer] for layer in payload]
+    flat = [[exported(part, kv_dtype).reshape(LENGTH, -1) for part in layer] for layer in rows]
+    data = worker.export(1)
+    assert data.dtype == np.uint8 and data.ndim == 1
+    assert data.tobytes() == b"".join(np.concatenate(layer, axis=1).tobytes() for layer in flat)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("source", ISAS)
 @pytest.mark.parametrize("target", ISAS)
 @pytest.mark.parametrize("sizes", [(16, 64), (64, 16), (32, 32)])
-def test_round_trip_between_block_sizes_and_isas(dtype: str, source: str, target: str, sizes: tuple[int, int]) -> None:
+def test_round_trip_between_block_sizes_and_isas(
+    kv_dtype: str, source: str, target: str, sizes: tuple[int, int]
+) -> None:
     """The import exports as the same bytes, also where its blocks held NaN before, and where it is then appended to."""
-    first = two_layers(dtype, isa=source, block_size=sizes[0])
-    feed(first, dtype, (1, 0, LENGTH, 0), 0)
-    second = two_layers(dtype, isa=target, block_size=sizes[1])
-    feed(second, dtype, (7, 0, 3 * LENGTH, 0), 9, spoil=True)
+    first = two_layers(kv_dtype, isa=source, block_size=sizes[0])
+    feed(first, kv_dtype, (1, 0, LENGTH, 0), 0)
+    second = two_layers(kv_dtype, isa=target, block_size=sizes[1])
+    feed(second, kv_dtype, (7, 0, 3 * LENGTH, 0), 9, spoil=True)
     controls(second, (RELEASE, 7, 0, 0))
     second.import_(5, LENGTH, first.export(1))
     assert second.export(5).tobytes() == first.export(1).tobytes()
-    want, _ = feed(first, dtype, (1, LENGTH, 3, 1), 5)
-    got, _ = feed(second, dtype, (5, LENGTH, 3, 1), 5)
+    want, _ = feed(first, kv_dtype, (1, LENGTH, 3, 1), 5)
+    got, _ = feed(second, kv_dtype, (5, LENGTH, 3, 1), 5)
     assert second.export(5).tobytes() == first.export(1).tobytes()
     for before, after in zip(want, got, strict=True):
         if source == target:
             assert before.tobytes() == after.tobytes()
-        assert np.isfinite(from_bits(after, dtype)).all()
+        assert np.isfinite(from_bits(after, MODEL_DTYPE[kv_dtype])).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_after_import_has_the_same_bits(dtype: str) -> None:
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_attention_after_import_has_the_same_bits(kv_dtype: str) -> None:
     """The importing worker has another block size; the original attends afterwards as before."""
-    first, second = two_layers(dtype), two_layers(dtype, block_size=128, num_blocks=4)
-    feed(first, dtype, (1, 0, 200, 0), 0)
+    first, second = two_layers(kv_dtype), two_layers(kv_dtype, block_size=128, num_blocks=4)
+    feed(first, kv_dtype, (1, 0, 200, 0), 0)
     second.import_(1, 200, first.export(1))
     for step in range(3):
-        want, _ = feed(first, dtype, (1, 200 + step, 1, 1), step)
-        got, _ = feed(second, dtype, (1, 200 + step, 1, 1), step)
+        want, _ = feed(first, kv_dtype, (1, 200 + step, 1, 1), step)
+        got, _ = feed(second, kv_dtype, (1, 200 + step, 1, 1), step)
         assert [o.tobytes() for o in want] == [o.tobytes() for o in got]
 
 

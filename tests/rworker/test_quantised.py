@@ -10,11 +10,9 @@ from fastdecode.types import LayerLayout
 
 from .harness import TRUNCATE, Harness, Layer, Rows, random_rows
 from .oracle import attention, relative_error
-from .quantised import stored_int4, stored_int8
+from .quantised import QUANTISED, stored
 
 ISAS = _rworker.supported_isas()
-QUANTISED = ["int8", "int4"]
-STORED = {"int8": stored_int8, "int4": stored_int4}
 ERROR = {"int8": (1.2e-2, 3e-2), "int4": (0.14, 0.25)}
 """Median and largest norm-wise error of a sequence and head against the unquantised cache, Gaussian data."""
 
@@ -34,8 +32,8 @@ def test_what_is_stored_is_the_oracles(dims: tuple[int, int], kv_dtype: str, isa
     harness.step({0: Rows(rows.q[:9], rows.k[:9], rows.v[:9])}, append_only=(0,))
     harness.step({0: Rows(rows.q[9:], rows.k[9:], rows.v[9:])}, append_only=(0,))
     k, v = harness.worker.read_tokens(0, 0)
-    np.testing.assert_array_equal(k, STORED[kv_dtype](rows.k))
-    np.testing.assert_array_equal(v, STORED[kv_dtype](rows.v))
+    np.testing.assert_array_equal(k, stored(rows.k, kv_dtype))
+    np.testing.assert_array_equal(v, stored(rows.v, kv_dtype))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -50,8 +48,8 @@ def test_what_a_token_writes_is_its_own(kv_dtype: str, isa: str) -> None:
         harness.lengths[0] = kept
         new = random_rows(rng, layer, 1)
         harness.step({0: new}, append_only=(0,), controls=[(TRUNCATE, 0, 0, kept)])
-        for stored, old, row in zip(harness.worker.read_tokens(0, 0), (rows.k, rows.v), (new.k, new.v), strict=True):
-            np.testing.assert_array_equal(stored, STORED[kv_dtype](np.concatenate([old[:kept], row])))
+        for held, old, row in zip(harness.worker.read_tokens(0, 0), (rows.k, rows.v), (new.k, new.v), strict=True):
+            np.testing.assert_array_equal(held, stored(np.concatenate([old[:kept], row]), kv_dtype))
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTISED)
@@ -108,8 +106,10 @@ def test_one_bad_element_is_never_a_number(bad: float, part: str, kv_dtype: str,
 def test_memory_is_what_is_stored(block_size: int, dims: tuple[int, int], kv_dtype: str) -> None:
     layer = Layer(2, 2, *dims)
     blocks = 1024 // block_size
-    stored = LayerLayout(2, 2, *dims, scale=1.0).kv_bytes_per_token(kv_dtype) * 1024
-    assert stored <= _rworker.block_bytes([layer.as_tuple()], kv_dtype, block_size) * blocks <= 1.03 * stored
+    bytes_stored = LayerLayout(2, 2, *dims, scale=1.0).kv_bytes_per_token(kv_dtype) * 1024
+    assert (
+        bytes_stored <= _rworker.block_bytes([layer.as_tuple()], kv_dtype, block_size) * blocks <= 1.03 * bytes_stored
+    )
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTISED)
