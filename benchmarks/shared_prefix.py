@@ -12,8 +12,8 @@ import time
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.types import ITEM_BYTES
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 HEAD_DIM = 128
 BLOCK_SIZE = 64
 FORK = 0
