@@ -18,8 +18,7 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
-SCHEDULES = ("fcfs",)
-LATER_SCHEDULES = ("sls", "stall-free", "request-level", "hybrid", "prefill-first")
+SCHEDULES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 MAX_THREADS = 1024
@@ -49,8 +48,11 @@ class EngineConfig:
     block_size: int = 32
     kv_cache_dtype: str = "auto"
     kv_cache_memory: int | str | None = None
-    enable_prefix_caching: bool = False
-    schedule: str = "fcfs"
+    enable_prefix_caching: bool = True
+    schedule: str = "sls"
+    kv_load_limit: int | None = None
+    micro_batch_interval: int | None = None
+    tbt_target: float | None = None
     prefill_scratch: int | str | None = None
     r_workers: str = "inproc"
     r_threads: int | None = None
@@ -65,11 +67,7 @@ class EngineConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         self._check_device()
-        if self.schedule in LATER_SCHEDULES:
-            raise ConfigError(f"schedule: {self.schedule!r} is not available in this version; use 'fcfs'")
         _one_of("schedule", self.schedule, SCHEDULES)
-        if self.enable_prefix_caching:
-            raise ConfigError("enable_prefix_caching is not available in this version; leave it off")
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(
                 f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, not {self.block_size!r}"
@@ -79,10 +77,14 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_model_len",
             "num_mini_batches",
+            "kv_load_limit",
+            "micro_batch_interval",
             "r_threads",
             "s_threads",
         ):
             _at_least_one(name, getattr(self, name))
+        if self.tbt_target is not None and not self.tbt_target > 0:
+            raise ConfigError(f"tbt_target must be above 0 seconds, not {self.tbt_target!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable
 
@@ -20,13 +21,17 @@ from fastdecode.outputs import RequestOutput
 from fastdecode.prompts import Prompt, read_prompt
 from fastdecode.protocols import AttentionBackend
 from fastdecode.request import Completion, Request, make_completions
-from fastdecode.resources import check_room, kv_cache_bytes, pin_s_worker, scratch_tokens
+from fastdecode.resources import check_room, kv_cache_bytes, pin_s_worker
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.scheduler import Limits, Placement, Scheduler
+from fastdecode.scheduler.balance import BalanceFinder
+from fastdecode.scheduling import make_scheduler
+from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import SModel, SWorker, set_threads
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
 from fastdecode.trace import Tracer
-from fastdecode.types import Chunk, ScheduledStep, StepReport
+from fastdecode.types import StepReport
+
+logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -67,8 +72,11 @@ class LLMEngine:
         check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
         own_cores = self.s_model.on_gpu or any(worker.own_cores for worker in self.r_workers)
         self.num_mini_batches = self.config.num_mini_batches or (2 if own_cores else 1)
-        self.scheduler = self._make_scheduler()
         self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
+        self.scheduler = make_scheduler(
+            self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches
+        )
+        self._balance = BalanceFinder()
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, arrival_seconds: float | None = None
@@ -86,12 +94,11 @@ class LLMEngine:
         )
         params.check_token_ids(self.s_model.vocab_size)
         request = self._make_request(request_id, text, token_ids, params)
-        self._check_fits(request)
+        self.scheduler.add(request.completions[0].sequence)
         request.arrival_seconds = request.arrival_seconds if arrival_seconds is None else arrival_seconds
         self._requests[request_id] = request
         for completion in request.completions:
             self._growing[completion.sequence.sequence_id] = (request, completion)
-        self.scheduler.add(request.completions[0].sequence)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests, waiting or running; unknown ids are ignored, as those may just have finished."""
@@ -129,12 +136,17 @@ class LLMEngine:
         read_prompt(token_ids, None, self.s_model.vocab_size, self.s_model.max_model_len + 1)
         chunk = Chunk(next(self._ids), 0, 0, token_ids, scored=True)
         nothing = tuple(() for _ in self.r_workers)
-        step = ScheduledStep(((chunk,),), nothing)
+        step = ScheduledStep((MiniBatch.of([chunk]),), nothing)
         self.backend.begin_step(step.to_step_plan())
         try:
             return self._s_worker.score(step).numpy()
         finally:
             self.backend.abandon_step()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every retained prefix, for instance when weights were changed; running requests go on."""
+        self.scheduler.reset_prefix_cache()
+        self._settle()
 
     def start_tracing(self) -> Tracer:
         """Keep what every side does from now on."""
@@ -164,10 +176,9 @@ class LLMEngine:
 
     def _compute(self, step: ScheduledStep) -> dict[int, list[SampledToken]]:
         sampling = {
-            chunk.sequence_id: self._sampling_rows(chunk.sequence_id)
-            for chunks in step.mini_batches
-            for chunk in chunks
-            if chunk.samples
+            sequence_id: self._sampling_rows(sequence_id)
+            for mini_batch in step.mini_batches
+            for sequence_id in mini_batch.sampled_ids
         }
         return self._s_worker.run(step, sampling, self.overlap)
 
@@ -212,7 +223,7 @@ class LLMEngine:
         completion.finish_reason = reason
         sequence = completion.sequence
         del self._growing[sequence.sequence_id]
-        self.scheduler.finish(sequence)
+        self.scheduler.finish(sequence, reason)
         self._s_worker.forget(sequence.sequence_id)
 
     def _settle(self) -> None:
@@ -228,8 +239,18 @@ class LLMEngine:
         if self.tracer:
             self.tracer.add(self.clock.spans, report)
             self.clock.spans.clear()
+        record = step_record(step, report, seconds, num_output_tokens, self.overlap)
+        if self.scheduler.seeks_balance and record.is_decode:
+            self._seek_balance(record)
         if self.on_step:
-            self.on_step(step_record(step, report, seconds, num_output_tokens, self.overlap))
+            self.on_step(record)
+
+    def _seek_balance(self, record: StepRecord) -> None:
+        """Measure one more decode step; after enough of them the KV load limit is known."""
+        balanced = self._balance.observe(record.num_tokens, record.kv_loads, record.s_seconds, record.r_seconds)
+        if balanced is not None:
+            self.scheduler.balance_at(balanced)
+            logger.info("KV load limit: %d tokens per step, where R time equals S time", self.scheduler.kv_load_limit)
 
     def _make_request(self, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams) -> Request:
         model = self.s_model
@@ -243,26 +264,6 @@ class LLMEngine:
         )
         bad_words = model.bad_words_token_ids(params.bad_words or ())
         return Request(request_id, text, token_ids, params, completions, bad_words, model.eos_token_ids)
-
-    def _check_fits(self, request: Request) -> None:
-        if request.params.n > self.config.max_num_seqs:
-            raise RequestError(f"n is {request.params.n}, and max_num_seqs is {self.config.max_num_seqs}")
-        blocks = self.scheduler.placement.blocks_for(request.completions[0].sequence)
-        largest = max(self.scheduler.placement.num_blocks)
-        if blocks > largest:
-            raise RequestError(
-                f"the request's {request.params.n} sequences need {blocks} KV blocks, and the largest R-worker has "
-                f"{largest}: lower n or max_tokens, or give more kv_cache_memory"
-            )
-
-    def _make_scheduler(self) -> Scheduler:
-        limits = Limits(
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            num_mini_batches=self.num_mini_batches,
-            scratch_tokens=scratch_tokens(self.config, self.s_model.layout, self.s_model.free_memory_bytes()),
-        )
-        return Scheduler(limits, Placement([worker.num_blocks for worker in self.r_workers], self.config.block_size))
 
 
 def _inproc_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:

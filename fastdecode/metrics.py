@@ -7,18 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode.clock import HOST, MODEL, WAIT
-from fastdecode.types import ScheduledStep, StepReport
+from fastdecode.step import ScheduledStep
+from fastdecode.types import StepReport
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Seconds of one step. ``wall = s + wait + host``; ``r_seconds`` and ``transfer_seconds`` per R-worker."""
+    """Seconds of one step. ``wall = s + wait + host``.
+
+    ``kv_loads`` (KV tokens attended), ``r_seconds`` and ``transfer_seconds`` are per R-worker.
+    """
 
     is_decode: bool
     overlapped: bool
     num_tokens: int
     num_output_tokens: int
-    kv_load: int
+    kv_loads: tuple[int, ...]
     wall_seconds: float
     s_seconds: float
     wait_seconds: float
@@ -26,6 +30,11 @@ class StepRecord:
     r_seconds: tuple[float, ...]
     transfer_seconds: tuple[float, ...]
     kv_bytes_read: int
+
+    @property
+    def kv_load(self) -> int:
+        """KV tokens attended over all R-workers."""
+        return sum(self.kv_loads)
 
 
 def step_record(
@@ -37,7 +46,7 @@ def step_record(
         overlapped=overlapped,
         num_tokens=step.num_tokens,
         num_output_tokens=num_output_tokens,
-        kv_load=step.kv_load,
+        kv_loads=tuple(step.kv_loads),
         wall_seconds=sum(seconds.values()),
         s_seconds=seconds[MODEL],
         wait_seconds=seconds[WAIT],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -141,68 +140,3 @@ class StepReport:
     """The reports of all R-workers for one step, in worker order."""
 
     workers: tuple[WorkerReport, ...]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive new tokens of one sequence in a step: one token when it decodes, more of a prompt.
-
-    ``attends``: on the R-worker that holds the sequence; otherwise on the S-worker, over its prompt scratch.
-    ``samples``: its last token's logits are wanted. ``last_of_prompt``: the scratch is not needed after it.
-    ``is_decode``: no prompt token is among them. ``scored``: the logits of all its tokens are wanted.
-    """
-
-    sequence_id: int
-    worker: int
-    context_len: int
-    token_ids: Sequence[int]
-    attends: bool = True
-    samples: bool = True
-    last_of_prompt: bool = True
-    is_decode: bool = True
-    scored: bool = False
-
-
-@dataclass(frozen=True)
-class ScheduledStep:
-    """The scheduler's answer: the chunks of each mini-batch, and the controls of each R-worker.
-
-    Chunks are sorted by worker, attending ones first, so that a worker's payload is one slice of the rows.
-    """
-
-    mini_batches: tuple[tuple[Chunk, ...], ...]
-    controls: tuple[tuple[tuple[int, int, int, int], ...], ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of the whole step."""
-        return sum(len(chunk.token_ids) for chunks in self.mini_batches for chunk in chunks)
-
-    @property
-    def kv_load(self) -> int:
-        """Cached tokens attended in this step, over all sequences, the new tokens included."""
-        return sum(chunk.context_len + len(chunk.token_ids) for chunks in self.mini_batches for chunk in chunks)
-
-    @property
-    def is_decode(self) -> bool:
-        """True when no chunk holds prompt tokens, that is, every sequence adds one token to finished context."""
-        return all(chunk.is_decode for chunks in self.mini_batches for chunk in chunks)
-
-    def to_step_plan(self) -> StepPlan:
-        """The same step as the R-workers see it."""
-        workers = range(len(self.controls))
-        return StepPlan(tuple(self._worker_plan(worker) for worker in workers))
-
-    def _worker_plan(self, worker: int) -> WorkerPlan:
-        spans = tuple(
-            np.array(
-                [
-                    (chunk.sequence_id, chunk.context_len, len(chunk.token_ids), chunk.attends)
-                    for chunk in chunks
-                    if chunk.worker == worker
-                ],
-                dtype=SPAN,
-            )
-            for chunks in self.mini_batches
-        )
-        return WorkerPlan(np.array(list(self.controls[worker]), dtype=CONTROL), spans)

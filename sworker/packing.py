@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 
-from fastdecode.types import Chunk
+from fastdecode.step import MiniBatch
 
 MIN_ROWS = 16
 """Smaller forwards are padded: torch's CPU matrix product gives a row the same bits only from 8 rows on."""
@@ -42,18 +42,22 @@ class PackedRows:
     prompt_rows: tuple[PromptRows, ...]
 
 
-def pack(chunks: Sequence[Chunk], device: torch.device) -> PackedRows:
-    """Lay ``chunks`` one after the other; their order is the order of the rows at the seam."""
-    tokens = [token for chunk in chunks for token in chunk.token_ids]
-    positions = [chunk.context_len + i for chunk in chunks for i in range(len(chunk.token_ids))]
-    ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
-    sampled = [row for chunk, end in zip(chunks, ends, strict=True) for row in _logits_rows(chunk, end)]
-    padding = [0] * (MIN_ROWS - len(tokens))
-    kept = sampled + sampled[-1:] * (MIN_ROWS - len(sampled))
-    attending = _attending_rows(chunks, ends)
-    parts = (tokens + padding, positions + padding, kept, attending if isinstance(attending, list) else [])
-    on_device = to_device([number for part in parts for number in part], device)
-    input_ids, position_ids, logits_rows, attending_rows = on_device.split([len(part) for part in parts])
+def pack(mini_batch: MiniBatch, device: torch.device) -> PackedRows:
+    """Lay the chunks one after the other; their order is the order of the rows at the seam."""
+    chunks, tokens = mini_batch.chunks, mini_batch.token_ids
+    counts = chunks["num_rows"]
+    ends = np.cumsum(counts)
+    positions = np.arange(len(tokens)) + np.repeat(chunks["context_len"] - (ends - counts), counts)
+    sampled = _logits_rows(chunks, ends)
+    padding = np.zeros(max(0, MIN_ROWS - len(tokens)), np.int64)
+    kept = np.concatenate([sampled, np.repeat(sampled[-1:], max(0, MIN_ROWS - len(sampled)))])
+    attending = _attending_rows(chunks)
+    parts = [tokens, padding, positions, padding, kept, attending if isinstance(attending, np.ndarray) else padding[:0]]
+    on_device = to_device(np.concatenate(parts), device)
+    num_padded = len(tokens) + len(padding)
+    input_ids, position_ids, logits_rows, attending_rows = on_device.split(
+        [num_padded, num_padded, len(kept), len(parts[-1])]
+    )
     return PackedRows(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
@@ -63,36 +67,34 @@ def pack(chunks: Sequence[Chunk], device: torch.device) -> PackedRows:
         attending_rows=attending if isinstance(attending, slice) else attending_rows,
         prompt_rows=tuple(
             PromptRows(
-                chunk.sequence_id, slice(end - len(chunk.token_ids), end), chunk.context_len, chunk.last_of_prompt
+                int(chunk["sequence_id"]),
+                slice(int(end - chunk["num_rows"]), int(end)),
+                int(chunk["context_len"]),
+                bool(chunk["last_of_prompt"]),
             )
-            for chunk, end in zip(chunks, ends, strict=True)
-            if not chunk.attends
+            for chunk, end in zip(chunks[~chunks["attends"]], ends[~chunks["attends"]], strict=True)
         ),
     )
 
 
-def _logits_rows(chunk: Chunk, end: int) -> range:
-    """The rows whose logits are wanted, of a chunk that ends before row ``end``."""
-    count = len(chunk.token_ids) if chunk.scored else int(chunk.samples)
-    return range(end - count, end)
-
-
-def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
     """int64 [len(numbers)] on ``device``, in one copy that nobody waits for."""
+    on_host = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type == "cpu":
-        return torch.tensor(numbers, dtype=torch.int64)
+        return on_host
     # torch keeps the pinned memory until its copy has ended, though nobody else holds it.
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    return on_host.pin_memory().to(device, non_blocking=True)
 
 
-def _attending_rows(chunks: Sequence[Chunk], ends: list[int]) -> slice | list[int]:
+def _logits_rows(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The rows whose logits are wanted: the last of a chunk that samples, every one of a scored chunk."""
+    wanted = np.repeat(chunks["scored"], chunks["num_rows"])
+    wanted[ends[chunks["samples"]] - 1] = True
+    return np.flatnonzero(wanted)
+
+
+def _attending_rows(chunks: np.ndarray) -> slice | np.ndarray:
     """A slice where the attending rows lead (always so with one R-worker), else their indices."""
-    rows = [
-        row
-        for chunk, end in zip(chunks, ends, strict=True)
-        if chunk.attends
-        for row in range(end - len(chunk.token_ids), end)
-    ]
-    if not rows or rows[-1] == len(rows) - 1:
-        return slice(0, len(rows))
-    return rows
+    attends = np.repeat(chunks["attends"], chunks["num_rows"])
+    count = int(attends.sum())
+    return slice(0, count) if attends[:count].all() else np.flatnonzero(attends)

@@ -8,6 +8,7 @@ import torch
 
 from fastdecode.clock import HOST, MODEL, WAIT, StateClock
 from fastdecode.protocols import AttentionBackend
+from fastdecode.step import MiniBatch, ScheduledStep
 from fastdecode.sworker.cuda_staging import CudaStaging, Gpu
 from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import pack, to_device
@@ -15,7 +16,7 @@ from fastdecode.sworker.pipeline import Pipeline
 from fastdecode.sworker.prefill import PromptScratch
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
 from fastdecode.sworker.staging import HostStaging, Staging
-from fastdecode.types import Chunk, KVLayout, ScheduledStep
+from fastdecode.types import KVLayout
 
 
 class SWorker:
@@ -46,7 +47,7 @@ class SWorker:
             logits = self._pipeline.run(forwards, overlap)
             self.clock.enter(MODEL)
             self._staging.mark()
-            tokens = self._sample([chunks for chunks in step.mini_batches if chunks], logits, sampling)
+            tokens = self._sample([part for part in step.mini_batches if part], logits, sampling)
             self._staging.mark()
             device_seconds = self._staging.device_seconds()
         self.clock.enter(HOST)
@@ -57,10 +58,10 @@ class SWorker:
 
     def score(self, step: ScheduledStep) -> torch.Tensor:
         """Log-probability of each next token within the step's one scored chunk: float32 [num_tokens - 1]."""
-        (chunk,) = (chunk for chunks in step.mini_batches for chunk in chunks)
+        (mini_batch,) = step.mini_batches
         with torch.inference_mode():
             (logits,) = self._pipeline.run(self._forwards(step))
-            targets = to_device(list(chunk.token_ids[1:]), self.device)
+            targets = to_device(mini_batch.token_ids[1:], self.device)
             return logits[:-1].float().log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu()
 
     def forget(self, sequence_id: int) -> None:
@@ -84,11 +85,11 @@ class SWorker:
 
     def _sample(
         self,
-        mini_batches: Sequence[Sequence[Chunk]],
+        mini_batches: Sequence[MiniBatch],
         logits: Sequence[torch.Tensor],
         sampling: Mapping[int, Sequence[SamplingRow]],
     ) -> dict[int, list[SampledToken]]:
-        ids = [chunk.sequence_id for chunks in mini_batches for chunk in chunks if chunk.samples]
+        ids = [sequence_id for mini_batch in mini_batches for sequence_id in mini_batch.sampled_ids]
         if not ids:
             return {}
         rows = [row for sequence_id in ids for row in sampling[sequence_id]]
@@ -110,10 +111,10 @@ class SWorker:
         seconds[MODEL], seconds[WAIT] = before[MODEL] + model, before[WAIT] + spent - model
 
     def _forget_finished_prompts(self, step: ScheduledStep) -> None:
-        for chunks in step.mini_batches:
-            for chunk in chunks:
-                if chunk.last_of_prompt and not chunk.is_decode:
-                    self.scratch.forget(chunk.sequence_id)
+        for mini_batch in step.mini_batches:
+            prompts = mini_batch.prompts
+            for sequence_id in prompts["sequence_id"][prompts["last_of_prompt"]].tolist():
+                self.scratch.forget(sequence_id)
 
 
 def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:

@@ -10,6 +10,7 @@ from typing import Any
 import model_zoo
 import pytest
 import torch
+from engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.config import EngineConfig
@@ -44,7 +45,7 @@ def engine(folder: Path) -> Any:
     """An engine that must hold no block when the test is done."""
     engine = make_engine(folder)
     yield engine
-    assert engine.backend.blocks_used == 0
+    assert_nothing_held(engine)
     engine.close()
 
 
@@ -113,8 +114,7 @@ def test_abort_in_prompt_and_in_decode(folder: Path) -> None:
     engine.abort_request(["0", "2", "unknown"])
     expected = model_zoo.reference("llama-gqa").tokens
     assert drain(engine) == {str(i): list(expected[i][:16]) for i in (1, 3)}
-    assert engine.backend.blocks_used == 0
-    assert engine._s_worker.scratch.num_sequences == 0
+    assert_nothing_held(engine)
     engine.close()
 
 
@@ -131,7 +131,7 @@ def test_failed_step_leaves_the_engine_usable(folder: Path) -> None:
         engine.step()
     handle.remove()
     assert drain(engine) == {"a": list(expected[2][:16]), "b": list(expected[3][:16])}
-    assert engine.backend.blocks_used == 0
+    assert_nothing_held(engine)
     engine.close()
 
 
@@ -177,7 +177,7 @@ def test_n_samples_share_the_prompts_blocks(folder: Path) -> None:
     shared = len(prompt) // 16
     assert most_used <= shared + 4 * (-(-(len(prompt) + 19) // 16) - shared)
     assert len(set(texts)) == 4
-    assert engine.backend.blocks_used == 0
+    assert_nothing_held(engine)
     engine.add_request("b", prompt, params)
     engine.add_request("c", prompt[:50], params)
     again: dict[str, list] = {}
@@ -213,7 +213,7 @@ def test_memory_does_not_grow_with_requests(folder: Path) -> None:
             drain(engine)
             resident[count] = resident_memory_bytes()
     assert resident[2000] <= resident[500] * 1.02
-    assert engine.backend.blocks_used == 0
+    assert_nothing_held(engine)
     engine.close()
 
 
@@ -231,7 +231,7 @@ def test_interrupted_generate_leaves_nothing(folder: Path) -> None:
             llm.generate([[1, 2, 3], [4, 5]], GREEDY, use_tqdm=False)
         handle.remove()
         assert not llm.engine.has_unfinished_requests()
-        assert llm.engine.backend.blocks_used == 0
+        assert_nothing_held(llm.engine)
         tokens = llm.generate(model_zoo.prompts("llama-gqa")[2], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
         assert list(tokens) == list(model_zoo.reference("llama-gqa").tokens[2][:16])
         assert torch.is_inference_mode_enabled() is False
@@ -252,7 +252,7 @@ def test_interrupt_at_a_steps_edge_leaves_nothing(folder: Path, moment: str, mon
         monkeypatch.setattr(backend, moment, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([list(range(40))], GREEDY, use_tqdm=False)
-        assert llm.engine.backend.blocks_used == 0
+        assert_nothing_held(llm.engine)
         assert len(llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 16
 
 

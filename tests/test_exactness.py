@@ -9,6 +9,7 @@ from typing import Any
 import model_zoo
 import pytest
 import torch
+from engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
 
@@ -40,8 +41,7 @@ def generate(
     }
     with LLM(str(folder), **{**defaults, **settings}) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        assert llm.engine.backend.blocks_used == 0
-        assert llm.engine._s_worker.scratch.num_sequences == 0
+        assert_nothing_held(llm.engine)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -17,11 +17,11 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 }
 
 FLOORS = [
-    {"", "types", "config", "protocols", "errors", "clock", "interrupts", "machine", "outputs", "rounding"}
+    {"", "types", "step", "config", "protocols", "errors", "clock", "interrupts", "machine", "outputs", "rounding"}
     | {"sampling_params"},
     {"scheduler", "perfmodel", "_rworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
-    {"engine", "request", "resources", "prompts", "metrics", "text", "trace"},
+    {"engine", "request", "resources", "scheduling", "prompts", "metrics", "text", "trace"},
     {"cli", "server", "llm", "bench"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastdecode.step import Chunk, MiniBatch
 from fastdecode.sworker.packing import MIN_ROWS, PackedRows, pack
-from fastdecode.types import Chunk
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def test_chunks_lie_one_after_the_other() -> None:
         Chunk(3, 1, 9, (8,)),
         prompt(4, 1, 0, 15, last=False),
     ]
-    packed = pack(chunks, CPU)
+    packed = pack(MiniBatch.of(chunks), CPU)
     tokens, positions = rows(packed)
     assert tokens == [7, 204, 205, 206, 8, *range(400, 415)]
     assert positions == [30, 4, 5, 6, 9, *range(15)]
@@ -44,7 +44,7 @@ def test_chunks_lie_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
 def test_small_forwards_are_padded_at_the_end(count: int) -> None:
-    packed = pack([Chunk(i, 0, 5 + i, (50 + i,)) for i in range(count)], CPU)
+    packed = pack(MiniBatch.of(Chunk(i, 0, 5 + i, (50 + i,)) for i in range(count)), CPU)
     tokens, positions = rows(packed)
     padding = [0] * (MIN_ROWS - count)
     assert tokens == [*range(50, 50 + count), *padding]
@@ -54,7 +54,7 @@ def test_small_forwards_are_padded_at_the_end(count: int) -> None:
 
 
 def test_nothing_sampled_asks_for_no_logits() -> None:
-    packed = pack([prompt(1, 0, 0, 20, last=False)], CPU)
+    packed = pack(MiniBatch.of([prompt(1, 0, 0, 20, last=False)]), CPU)
     assert packed.num_sampled == 0
     assert packed.logits_rows.tolist() == [] and packed.logits_rows.dtype == torch.int64
 
@@ -71,7 +71,7 @@ def test_nothing_sampled_asks_for_no_logits() -> None:
     ],
 )
 def test_attending_rows_are_a_slice_where_they_lead(chunks: list[Chunk], expected: slice | list[int]) -> None:
-    packed = pack(chunks, CPU)
+    packed = pack(MiniBatch.of(chunks), CPU)
     found = packed.attending_rows
     if isinstance(expected, slice):
         assert found == expected

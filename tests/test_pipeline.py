@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fastdecode.clock import HOST, MODEL, WAIT, StateClock
 from fastdecode.cluster.fake import FakeBackend
 from fastdecode.sampling_params import SamplingParams
+from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.lanes import ATTENTION_NAME, Lane, register_attention
 from fastdecode.sworker.packing import pack
@@ -24,7 +25,7 @@ from fastdecode.sworker.prefill import PromptScratch
 from fastdecode.sworker.probe import probe_layout
 from fastdecode.sworker.sampling.sampler import SamplingRow
 from fastdecode.sworker.worker import SWorker
-from fastdecode.types import Chunk, KVLayout, ScheduledStep, StepPlan, StepReport
+from fastdecode.types import KVLayout, StepPlan, StepReport
 
 NUM_LAYERS = 3
 GREEDY = SamplingRow(SamplingParams(temperature=0), (), ())
@@ -93,7 +94,9 @@ def forwards_of(tiny: Tiny, backend: Recorder, num_mini_batches: int) -> list[Mi
     """One decoding sequence in each mini-batch."""
     cpu, scratch = torch.device("cpu"), PromptScratch()
     return [
-        MiniBatchForward(i, pack([Chunk(i, 0, 5, (i + 1,))], cpu), tiny.model, tiny.layout, backend, scratch)
+        MiniBatchForward(
+            i, pack(MiniBatch.of([Chunk(i, 0, 5, (i + 1,))]), cpu), tiny.model, tiny.layout, backend, scratch
+        )
         for i in range(num_mini_batches)
     ]
 
@@ -187,13 +190,13 @@ class Engine:
         self, *mini_batches: Sequence[Chunk], controls: Sequence[tuple[int, int, int, int]] = ()
     ) -> ScheduledStep:
         no_more: list[tuple[tuple[int, int, int, int], ...]] = [()] * (self.backend.num_workers - 1)
-        step = ScheduledStep(tuple(map(tuple, mini_batches)), (tuple(controls), *no_more))
+        step = ScheduledStep(tuple(map(MiniBatch.of, mini_batches)), (tuple(controls), *no_more))
         plan: StepPlan = step.to_step_plan()
         self.backend.begin_step(plan)
         return step
 
     def compute(self, step: ScheduledStep) -> dict[int, int]:
-        ids = [chunk.sequence_id for chunks in step.mini_batches for chunk in chunks if chunk.samples]
+        ids = [sequence_id for part in step.mini_batches for sequence_id in part.sampled_ids]
         sampled = self.worker.run(step, {sequence_id: [GREEDY] for sequence_id in ids})
         report: StepReport = self.backend.end_step()
         assert len(report.workers) == self.backend.num_workers

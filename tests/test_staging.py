@@ -21,6 +21,7 @@ from test_pipeline import NUM_LAYERS, Recorder, Tiny
 from fastdecode import LLM, SamplingParams
 from fastdecode.clock import HOST, MODEL, WAIT, StateClock
 from fastdecode.cluster.fake import FakeBackend
+from fastdecode.step import Chunk, MiniBatch
 from fastdecode.sworker import cuda_staging, worker
 from fastdecode.sworker.cuda_staging import CudaStaging
 from fastdecode.sworker.forward import MiniBatchForward
@@ -28,7 +29,6 @@ from fastdecode.sworker.packing import pack
 from fastdecode.sworker.pipeline import Pipeline
 from fastdecode.sworker.prefill import PromptScratch
 from fastdecode.sworker.staging import HostStaging, rows_of, to_numpy
-from fastdecode.types import Chunk
 
 tiny = test_pipeline.tiny
 
@@ -248,7 +248,7 @@ def test_an_idle_worker_spins_and_then_sleeps(monkeypatch: pytest.MonkeyPatch) -
 
 def run_order(tiny: Tiny, backend: Recorder, gpu: FakeGpu, num_mini_batches: int) -> str:
     staging, scratch = staging_of(gpu, backend), PromptScratch()
-    packed = [pack([Chunk(i, 0, 5, (i + 1,))], torch.device("cpu")) for i in range(num_mini_batches)]
+    packed = [pack(MiniBatch.of([Chunk(i, 0, 5, (i + 1,))]), torch.device("cpu")) for i in range(num_mini_batches)]
     forwards = [
         MiniBatchForward(i, rows, tiny.model, tiny.layout, backend, scratch, staging) for i, rows in enumerate(packed)
     ]

@@ -21,6 +21,7 @@ from fastdecode.cluster.timing import transfer_seconds
 from fastdecode.errors import ConfigError
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from fastdecode.scheduler import SchedulerStatistics
 
 VOCAB, LONGEST = 300, 4096
 
@@ -188,7 +189,7 @@ STEP = StepRecord(
     overlapped=True,
     num_tokens=8,
     num_output_tokens=8,
-    kv_load=100,
+    kv_loads=(60, 40),
     wall_seconds=1.0,
     s_seconds=0.5,
     wait_seconds=0.4,
@@ -275,15 +276,17 @@ def test_latencies() -> None:
 
 
 def test_the_whole_report() -> None:
-    prompt = replace(STEP, is_decode=False, num_tokens=60, num_output_tokens=1, kv_load=300, wall_seconds=0.25)
-    run = ThroughputRun(2.0, OUTPUTS, [prompt, STEP, replace(STEP, kv_load=200)])
-    report = throughput_report(run, separate_cores=False, limit_tokens=512)
+    prompt = replace(STEP, is_decode=False, num_tokens=60, num_output_tokens=1, kv_loads=(200, 100), wall_seconds=0.25)
+    run = ThroughputRun(2.0, OUTPUTS, [prompt, STEP, replace(STEP, kv_loads=(80, 120))])
+    run.kv_load_limit, run.statistics = 512, SchedulerStatistics(3, 96, 2)
+    report = throughput_report(run, separate_cores=False)
     assert (report["num_requests"], report["total_num_tokens"], report["total_output_tokens"]) == (3, 64, 4)
     rates = [report[name] for name in ("requests_per_second", "tokens_per_second", "output_tokens_per_second")]
     assert rates == [1.5, 32.0, 2.0]
     assert report["prefill"] == {"seconds": 0.25, "tokens": 60}
     assert (report["decode"]["steps"], report["decode"]["tokens"]) == (2, 16)
     assert report["breakdown"]["wall_seconds"] == 2.0
+    assert (report["prefix_cache"], report["preemptions"]) == ({"queries": 3, "hit_tokens": 96}, 2)
     assert report["kv_load"] == {"peak_tokens": 300, "mean_tokens": 200.0, "limit_tokens": 512}
     lines = list(summary_lines(report))
     assert lines[-1] == "Throughput: 1.50 requests/s, 32.00 total tokens/s, 2.00 output tokens/s"
@@ -292,6 +295,8 @@ def test_the_whole_report() -> None:
         "Of decode time: S 50%, waiting for R 40%, host 10.0%   (R-worker busy 60%, transfer 5.0%"
     )
     assert lines[2] == "Prefill: 60 tokens in 0.25 s"
+    assert lines[3] == "KV load: mean 200, peak 300 tokens per step, limit 512"
+    assert lines[4] == "Prefix cache: 96 prompt tokens found for 3 requests; 2 preemptions"
     json.dumps(report)
 
 

@@ -54,7 +54,7 @@ def _decode_step(seconds: float, num_sequences: int) -> StepRecord:
         overlapped=False,
         num_tokens=num_sequences,
         num_output_tokens=num_sequences,
-        kv_load=0,
+        kv_loads=(0,),
         wall_seconds=seconds,
         s_seconds=seconds,
         wait_seconds=0.0,

@@ -12,7 +12,7 @@ from fastdecode.metrics import StepRecord
 from fastdecode.outputs import RequestOutput
 
 
-def throughput_report(run: ThroughputRun, separate_cores: bool, limit_tokens: int | None = None) -> dict[str, Any]:
+def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any]:
     """All keys that come from the run itself; the caller adds ``config`` and ``machine``."""
     prompt_tokens = sum(len(output.prompt_token_ids) for output in run.outputs)
     output_tokens = sum(len(output.outputs[0].token_ids) for output in run.outputs)
@@ -38,10 +38,10 @@ def throughput_report(run: ThroughputRun, separate_cores: bool, limit_tokens: in
         "kv_load": {
             "peak_tokens": max(loads, default=0),
             "mean_tokens": float(np.mean(loads)) if loads else 0.0,
-            "limit_tokens": limit_tokens,
+            "limit_tokens": run.kv_load_limit,
         },
-        "prefix_cache": {"queries": 0, "hit_tokens": 0},
-        "preemptions": 0,
+        "prefix_cache": {"queries": run.statistics.prefix_queries, "hit_tokens": run.statistics.prefix_hit_tokens},
+        "preemptions": run.statistics.preemptions,
         "lost_workers": 0,
     }
 
@@ -116,6 +116,14 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
         yield f"Overlap gain: {parts['overlap_gain']:.2f} x the speed of the same steps one mini-batch after the other"
     if report["prefill"]["tokens"]:
         yield f"Prefill: {report['prefill']['tokens']} tokens in {report['prefill']['seconds']:.2f} s"
+    if (load := report.get("kv_load")) and load["peak_tokens"]:
+        limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""
+        yield f"KV load: mean {load['mean_tokens']:.0f}, peak {load['peak_tokens']} tokens per step{limit}"
+    if (cache := report.get("prefix_cache")) and (cache["queries"] or report["preemptions"]):
+        yield (
+            f"Prefix cache: {cache['hit_tokens']} prompt tokens found for {cache['queries']} requests; "
+            f"{report['preemptions']} preemptions"
+        )
     yield (
         f"Throughput: {report['requests_per_second']:.2f} requests/s, "
         f"{report['tokens_per_second']:.2f} total tokens/s, {report['output_tokens_per_second']:.2f} output tokens/s"

@@ -11,6 +11,7 @@ from fastdecode.engine import LLMEngine
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import RequestOutput
 from fastdecode.sampling_params import SamplingParams
+from fastdecode.scheduler import SchedulerStatistics
 
 OVERLAP_BLOCK_STEPS = 4
 """Steps between changes of mode when overlap is measured: A B A B within one run."""
@@ -23,6 +24,8 @@ class ThroughputRun:
     elapsed_seconds: float = 0.0
     outputs: list[RequestOutput] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    statistics: SchedulerStatistics = field(default_factory=SchedulerStatistics)
+    kv_load_limit: int | None = None
 
 
 def run_throughput(
@@ -38,6 +41,7 @@ def run_throughput(
     """
     run = run or ThroughputRun()
     engine.on_step = run.steps.append
+    before = engine.scheduler.statistics
     engine.clock.restart()
     start = time.perf_counter()
     waiting = sorted(enumerate(items), key=lambda pair: pair[1].arrival_seconds, reverse=True)
@@ -55,6 +59,8 @@ def run_throughput(
                     on_finished(output)
     finally:
         run.elapsed_seconds = time.perf_counter() - start
+        run.statistics = engine.scheduler.statistics.since(before)
+        run.kv_load_limit = engine.scheduler.kv_load_limit
         engine.on_step, engine.overlap = None, True
     return run
 
@@ -62,6 +68,7 @@ def run_throughput(
 def warm_up(engine: LLMEngine, items: Sequence[WorkItem]) -> None:
     """A short run of the same shapes, so that first-use costs (libraries, page faults) stay out of the figures."""
     run_throughput(engine, [WorkItem(item.prompt_token_ids, min(2, item.output_len)) for item in items[:2]])
+    engine.reset_prefix_cache()
 
 
 def _add_arrived(engine: LLMEngine, waiting: list[tuple[int, WorkItem]], start_seconds: float) -> None:

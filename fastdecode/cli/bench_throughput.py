@@ -40,14 +40,17 @@ def add_command(commands: Any) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot-timeline", metavar="PNG", help="draw one decode step, a lane per worker")
+    group.add_argument("--plot-steps", metavar="PNG", help="draw KV load and seconds of every step")
     group.add_argument("--measure-overlap", action="store_true", help="also run steps without overlap, A B A B")
     add_engine_flags(parser)
     add_common_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, enable_prefix_caching=None)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the workload and print its figures; Ctrl-C prints those of what was done."""
+    if args.enable_prefix_caching is None:  # vLLM's rule: random prompts share nothing but what they are told to
+        args.enable_prefix_caching = args.dataset_name != "random"
     config = engine_config(args)
     spec = WorkloadSpec(**{name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__})
     report, interrupted = (_run_engine if args.backend == "fastdecode" else _run_transformers)(args, config, spec)
@@ -103,6 +106,11 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
         engine.close()
     if args.plot_timeline and run.steps:
         _plot_timeline(tracer, run, args.plot_timeline)
+    if args.plot_steps and run.steps:
+        from fastdecode.bench.steps_plot import plot_steps
+
+        plot_steps(run.steps, run.kv_load_limit, args.plot_steps)
+        print(f"KV load and seconds of every step: {args.plot_steps}")
     report = throughput_report(run, config.separate_cores)
     if "num_hidden_layers" in config.hf_overrides and run.steps:
         report["estimated_full_model"] = _full_model(config, report)

@@ -12,7 +12,6 @@ from fastdecode.config import (
     DEVICES,
     DTYPES,
     KV_CACHE_DTYPES,
-    LATER_SCHEDULES,
     SCHEDULES,
     EngineConfig,
 )
@@ -81,9 +80,25 @@ def _add_batch_flags(group: Any) -> None:
         "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 4GiB (40%% of what is free, shared)"
     )
     group.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False, help="(off in this version)"
-    )
-    group.add_argument("--schedule", default="fcfs", choices=[*SCHEDULES, *LATER_SCHEDULES], help="(fcfs)")
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
+        help="reuse the KV of equal beginnings (on; off for the random dataset)",
+    )  # fmt: skip
+    group.add_argument(
+        "--schedule", default="sls", choices=SCHEDULES,
+        help="load-stabilizing and stall-free (sls), or one to compare it with",
+    )  # fmt: skip
+    group.add_argument(
+        "--kv-load-limit", type=_auto_int, metavar="TOKENS",
+        help="KV tokens attended per step, over all R-workers (auto: where R time equals S time)",
+    )  # fmt: skip
+    group.add_argument(
+        "--micro-batch-interval", type=_auto_int, metavar="STEPS",
+        help="between the starts that sls spreads (auto: a 32nd of an output)",
+    )  # fmt: skip
+    group.add_argument(
+        "--tbt-target", type=float, metavar="SECONDS",
+        help="time between tokens that prompts may cause: sls and stall-free lower the token budget to meet it (none)",
+    )  # fmt: skip
     group.add_argument(
         "--prefill-scratch",
         metavar="BYTES",

@@ -1,7 +1,8 @@
-"""Decides what runs in each step: admission, placement and chunking. Knows no torch, no sockets, no clock."""
+"""Decides what runs in each step: admission, placement, chunking, preemption. Knows no torch, no sockets, no clock."""
 
-from fastdecode.scheduler.placement import Placement
-from fastdecode.scheduler.scheduler import Limits, Scheduler
+from fastdecode.scheduler.limits import Limits
+from fastdecode.scheduler.policy import POLICIES, Policy
+from fastdecode.scheduler.scheduler import Scheduler, SchedulerStatistics
 from fastdecode.scheduler.sequence import Sequence
 
-__all__ = ["Limits", "Placement", "Scheduler", "Sequence"]
+__all__ = ["POLICIES", "Limits", "Policy", "Scheduler", "SchedulerStatistics", "Sequence"]

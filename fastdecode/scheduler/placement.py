@@ -1,60 +1,28 @@
-"""Which R-worker a new sequence goes to, counted in blocks with the R-workers' own arithmetic."""
+"""Which R-worker a new sequence goes to."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from fastdecode.scheduler.sequence import Sequence
+import numpy as np
 
-
-@dataclass
-class Reservation:
-    """Blocks held for one prompt and the sequences that grow from it: the shared ones go with the last of them."""
-
-    worker: int
-    shared_blocks: int
-    own_blocks: int
-    num_holders: int
+CROWDED = 1.25
+"""A worker with a sequence's prefix is passed over when its load is above this many times the mean."""
 
 
-class Placement:
-    """Free blocks per R-worker. A sequence of t tokens holds ceil(t / block_size) blocks, whole shared ones counted
-    once per prompt."""
+def workers_by_preference(
+    kv_loads: np.ndarray, bandwidths: Sequence[float], available: Sequence[int], hit_blocks: Mapping[int, int]
+) -> list[int]:
+    """Workers, best first: the one that holds most of the prefix unless it is crowded, then the least loaded.
 
-    def __init__(self, num_blocks: list[int], block_size: int) -> None:
-        self.num_blocks = tuple(num_blocks)
-        self.block_size = block_size
-        self.blocks_free = list(num_blocks)
-        self._held: dict[int, Reservation] = {}
-
-    def blocks_for(self, sequence: Sequence) -> int:
-        """Blocks that ``sequence`` and its siblings can need at most."""
-        shared, own = self._split(sequence)
-        return shared + own * (1 + len(sequence.siblings))
-
-    def reserve(self, sequence: Sequence) -> bool:
-        """Place ``sequence`` on the emptiest worker and reserve all it can need; False when none has room."""
-        shared, own = self._split(sequence)
-        worker = max(range(len(self.blocks_free)), key=self.blocks_free.__getitem__)
-        members = (sequence, *sequence.siblings)
-        if self.blocks_free[worker] < shared + own * len(members):
-            return False
-        self.blocks_free[worker] -= shared + own * len(members)
-        reservation = Reservation(worker, shared, own, len(members))
-        for member in members:
-            member.worker = worker
-            self._held[member.sequence_id] = reservation
-        return True
-
-    def release(self, sequence: Sequence) -> None:
-        """Give back what was reserved for one sequence."""
-        reservation = self._held.pop(sequence.sequence_id)
-        reservation.num_holders -= 1
-        self.blocks_free[reservation.worker] += reservation.own_blocks
-        if reservation.num_holders == 0:
-            self.blocks_free[reservation.worker] += reservation.shared_blocks
-
-    def _split(self, sequence: Sequence) -> tuple[int, int]:
-        """Whole prompt blocks that siblings share, and the blocks each sequence needs beside them."""
-        shared = len(sequence.prompt_token_ids) // self.block_size
-        return shared, -(-sequence.max_cached // self.block_size) - shared
+    ``kv_loads``: float64 [num_workers], cached tokens; a load counts in proportion to the worker's bandwidth. Among
+    equals the one with most blocks available comes first.
+    """
+    relative = kv_loads / np.asarray(bandwidths)
+    order = np.lexsort((-np.asarray(available), relative)).tolist()
+    if hit_blocks:
+        home = max(hit_blocks, key=lambda worker: (hit_blocks[worker], -relative[worker]))
+        if relative[home] <= CROWDED * relative.mean():
+            order.remove(home)
+            order.insert(0, home)
+    return order

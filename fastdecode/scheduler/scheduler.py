@@ -1,145 +1,217 @@
-"""Admission, chunking and placement: the one authority over what runs in the next step. Pure: no clock, no sockets."""
+"""The one authority over what runs in the next step: decodes, prompt chunks, starts, preemption. Pure."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
+from fastdecode.scheduler.admission import Admission
+from fastdecode.scheduler.blocks import BlockLedger
+from fastdecode.scheduler.limits import Limits
 from fastdecode.scheduler.mini_batches import deal
-from fastdecode.scheduler.placement import Placement
+from fastdecode.scheduler.policy import Policy, Prompts
+from fastdecode.scheduler.prefix_cache import PrefixCache
+from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.types import Chunk, ScheduledStep, Verb
+from fastdecode.scheduler.waiting_queue import WaitingQueue
+from fastdecode.step import Chunk, ScheduledStep
 
 
 @dataclass(frozen=True)
-class Limits:
-    """``max_num_batched_tokens`` is the token budget of a whole step; ``scratch_tokens`` the prompt tokens whose keys
-    and values the S-worker can hold."""
+class SchedulerStatistics:
+    """Requests whose prefix was looked up, prompt tokens that were found, and preemptions."""
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_mini_batches: int
-    scratch_tokens: int
+    prefix_queries: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+
+    def since(self, before: SchedulerStatistics) -> SchedulerStatistics:
+        """What was counted after ``before``."""
+        return SchedulerStatistics(
+            self.prefix_queries - before.prefix_queries,
+            self.prefix_hit_tokens - before.prefix_hit_tokens,
+            self.preemptions - before.preemptions,
+        )
 
 
 class Scheduler:
-    """First come, first served with stall-free chunks: decodes, then the prompt begun, then new requests.
+    """One rule with three budgets: tokens per step, KV tokens attended per step and R-worker, KV blocks.
 
-    A sequence is admitted only when the blocks of its prompt and longest output fit, so none is ever preempted.
+    The oldest come first everywhere: a sequence starts only when all older ones have, unless those wait for a prefix
+    that is being computed; and when blocks run out, the youngest are preempted and computed again later. So the oldest
+    always goes on, and everybody ends.
     """
 
-    def __init__(self, limits: Limits, placement: Placement) -> None:
+    def __init__(self, policy: Policy, limits: Limits) -> None:
+        self.policy = policy
         self.limits = limits
-        self.placement = placement
-        self.waiting: deque[Sequence] = deque()
-        self.running: dict[int, Sequence] = {}
-        self._unborn = 0
-        self._scratch_free = limits.scratch_tokens
-        self._controls: list[list[tuple[int, int, int, int]]] = [[] for _ in placement.num_blocks]
+        self.ledger = BlockLedger(limits.num_blocks, limits.block_size)
+        self.prefix_cache = PrefixCache(self.ledger, limits.prefix_caching and not policy.reserves_longest)
+        self.residents = Residents(self.ledger, self.prefix_cache, limits.scratch_tokens)
+        self.queue = WaitingQueue(self.prefix_cache)
+        self.admission = Admission(policy, limits, self.residents, self.queue)
+        self.num_preemptions = 0
+        self._rows = np.zeros(0, np.int64)
 
     @property
     def has_unfinished(self) -> bool:
         """True while any sequence waits or runs."""
-        return bool(self.waiting or self.running)
+        return bool(len(self.queue) or len(self.residents))
 
     @property
     def has_controls(self) -> bool:
         """True while some R-worker has yet to be told of a fork or a release."""
-        return any(self._controls)
+        return self.residents.has_controls
+
+    @property
+    def kv_load_limit(self) -> int | None:
+        """KV tokens attended per step over all R-workers; None where nothing limits them, or nothing yet."""
+        return self.admission.load_control.limit if self.policy.stabilizes_load else None
+
+    @property
+    def seeks_balance(self) -> bool:
+        """True where the load limit is to be found (:class:`fastdecode.scheduler.balance.BalanceFinder`)."""
+        return self.policy.stabilizes_load and not self.admission.load_control.is_strict
+
+    @property
+    def statistics(self) -> SchedulerStatistics:
+        """What was counted since the start."""
+        cache = self.prefix_cache
+        return SchedulerStatistics(cache.num_queries, cache.num_hit_tokens, self.num_preemptions)
+
+    def balance_at(self, kv_tokens: int) -> None:
+        """An R-worker of mean speed attends ``kv_tokens`` in the time of the S-part: that limits the load from now."""
+        self.admission.load_control.balance_at(kv_tokens)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence (and the siblings it brings) behind those already waiting."""
-        self.waiting.append(sequence)
+        """Queue a sequence (and the siblings it brings) by its age; RequestError when it could never run."""
+        self.admission.check(sequence)
+        self.queue.push(sequence)
 
     def schedule(self) -> ScheduledStep:
         """The next step. Controls are handed over once: the caller applies them even if the step fails later."""
-        chunks = [self._decode(sequence) for sequence in self.running.values() if not sequence.in_prompt]
-        budget = self.limits.max_num_batched_tokens - len(chunks)
-        for sequence in self.running.values():
-            if sequence.in_prompt and budget > 0:
-                chunks.append(self._prompt_chunk(sequence, budget))
-                budget -= len(chunks[-1].token_ids)
-        while budget > 0 and self._admit_next():
-            chunks.append(self._prompt_chunk(next(reversed(self.running.values())), budget))
-            budget -= len(chunks[-1].token_ids)
-        controls = tuple(tuple(verbs) for verbs in self._controls)
-        self._controls = [[] for _ in controls]
-        return ScheduledStep(deal(chunks, self.limits.num_mini_batches), controls)
+        budget = self.limits.max_num_batched_tokens
+        if self.policy.prompts is Prompts.FIRST:
+            self.residents.table.refresh()
+            chunks = self._prompt_chunks(budget)
+            self._rows = np.zeros(0, np.int64) if chunks else self._decode_rows()
+        else:
+            self._rows = self._decode_rows()
+            chunks = self._prompt_chunks(budget - len(self._rows))
+        decodes = self.residents.table.mini_batch(self._rows)
+        mini_batches = deal(decodes, chunks, self.limits.num_mini_batches)
+        return ScheduledStep(mini_batches, self.residents.take_controls())
 
     def take_back(self, step: ScheduledStep) -> None:
         """The R-workers refused ``step``: its controls go before any that came since."""
-        self._controls = [[*mine, *later] for mine, later in zip(step.controls, self._controls, strict=True)]
+        self.residents.put_back(step.controls)
 
     def commit(self, step: ScheduledStep) -> None:
-        """The step's rows are in the caches now."""
-        for chunks in step.mini_batches:
-            for chunk in chunks:
-                sequence = self.running[chunk.sequence_id]
-                sequence.num_cached += len(chunk.token_ids)
+        """The step's rows, those of the last ``schedule``, are in the caches now."""
+        self.residents.table.advance(self._rows)
+        self._rows = self._rows[:0]
+        for mini_batch in step.mini_batches:
+            for chunk in mini_batch.prompts:
+                sequence = self.residents.prompts[int(chunk["sequence_id"])]
+                sequence.num_cached += int(chunk["num_rows"])
                 if not sequence.in_prompt:
-                    self._leave_scratch(sequence)
+                    self.residents.finish_prompt(sequence)
+                    self.queue.release_followers(sequence)
 
     def fork_siblings(self, parent: Sequence) -> None:
         """``parent``'s prompt is cached: its siblings start from a shared copy and decode from here on."""
-        for sibling in parent.siblings:
-            fork = (int(Verb.FORK), sibling.sequence_id, parent.sequence_id, len(parent.prompt_token_ids))
-            self._controls[parent.worker].append(fork)
-            sibling.num_cached = len(parent.prompt_token_ids)
-            self.running[sibling.sequence_id] = sibling
-        self._unborn -= len(parent.siblings)
-        parent.siblings = ()
+        self.residents.fork_siblings(parent)
 
-    def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence, waiting or running, finished or aborted; its blocks are released with the next step.
+    def finish(self, sequence: Sequence, reason: str = "abort") -> None:
+        """Forget a sequence, waiting or running; its blocks are retained or released with the next step.
 
-        Siblings that are not forked yet go with the sequence that brings them.
+        ``reason``: "stop", "length", "abort" or "error". Siblings that are not forked yet go with the sequence that
+        brings them.
         """
-        if sequence.sequence_id not in self.running:
-            if sequence in self.waiting:
-                self.waiting.remove(sequence)
-            return
-        del self.running[sequence.sequence_id]
-        self._leave_scratch(sequence)
-        for member in (sequence, *sequence.siblings):
-            self.placement.release(member)
-        self._unborn -= len(sequence.siblings)
-        if sequence.num_cached:
-            self._controls[sequence.worker].append((int(Verb.RELEASE), sequence.sequence_id, 0, 0))
+        if sequence in self.residents:
+            self.residents.leave(sequence, keep=reason != "error")
+            self.queue.release_followers(sequence)
+            self.admission.output_lengths.finished(len(sequence.output_token_ids), was_cut=reason != "stop")
+        else:
+            self.queue.discard(sequence)
 
-    def _admit_next(self) -> bool:
-        if not self.waiting:
-            return False
-        sequence = self.waiting[0]
-        taken = len(self.running) + self._unborn
-        if taken + 1 + len(sequence.siblings) > self.limits.max_num_seqs or not self.placement.reserve(sequence):
-            return False
-        self.waiting.popleft()
-        self.running[sequence.sequence_id] = sequence
-        self._unborn += len(sequence.siblings)
-        sequence.uses_scratch = len(sequence.prompt_token_ids) <= self._scratch_free
-        if sequence.uses_scratch:
-            self._scratch_free -= len(sequence.prompt_token_ids)
-        return True
+    def reset_prefix_cache(self) -> None:
+        """Forget every retained prefix; running sequences go on."""
+        self.residents.reset_prefix_cache()
 
-    def _decode(self, sequence: Sequence) -> Chunk:
-        token = sequence.output_token_ids[-1]
-        return Chunk(sequence.sequence_id, sequence.worker, sequence.num_cached, (token,))
+    def _decode_rows(self) -> np.ndarray:
+        """Rows of the table that decode in this step, with the blocks they need; int64 [n]."""
+        table = self.residents.table
+        while True:
+            table.refresh()
+            rows = self._within_load_limit()
+            growing = rows[table.chunks["context_len"][rows] // self.limits.block_size >= table.num_blocks[rows]]
+            needed = np.bincount(table.chunks["worker"][growing], minlength=len(self.limits.num_blocks))
+            short = [w for w in np.flatnonzero(needed) if not self.residents.make_room(int(w), int(needed[w]))]
+            if not short:
+                self.residents.grow(growing)
+                return rows
+            self._preempt(self.residents.on(int(short[0]))[-1])
 
-    def _prompt_chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        count = min(len(sequence.prompt_token_ids) - sequence.num_cached, budget)
-        last = sequence.num_cached + count == len(sequence.prompt_token_ids)
-        return Chunk(
-            sequence.sequence_id,
-            sequence.worker,
-            sequence.num_cached,
-            sequence.tokens(sequence.num_cached, count),
-            attends=not sequence.uses_scratch,
-            samples=last,
-            last_of_prompt=last,
-            is_decode=False,
-        )
+    def _within_load_limit(self) -> np.ndarray:
+        """All rows, but for the youngest where expected lengths were exceeded and a strict limit would be."""
+        table = self.residents.table
+        rows = np.arange(len(table.chunks))
+        if not (self.policy.stabilizes_load and self.admission.load_control.is_strict):
+            return rows
+        limits = self.admission.load_control.limits.copy()
+        for prompt in self.residents.prompts.values():
+            limits[prompt.worker] -= 0 if prompt.uses_scratch else prompt.num_prefill
+        running = np.ones(len(rows), bool)
+        for worker in np.flatnonzero(table.kv_loads(len(limits)) > limits):
+            here = rows[table.chunks["worker"] == worker]
+            oldest_first = here[np.argsort(table.chunks["sequence_id"][here])]
+            load = np.cumsum(table.chunks["context_len"][oldest_first] + 1)
+            running[oldest_first[load > limits[worker]]] = False
+        return rows[running]
 
-    def _leave_scratch(self, sequence: Sequence) -> None:
-        if sequence.uses_scratch:
-            sequence.uses_scratch = False
-            self._scratch_free += len(sequence.prompt_token_ids)
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the cache of ``sequence``; it will be computed again from its tokens."""
+        self.residents.leave(sequence, keep=True)
+        self.queue.release_followers(sequence)
+        self.queue.push(sequence)
+        self.num_preemptions += 1
+
+    def _prompt_chunks(self, budget: int) -> list[Chunk]:
+        """The next chunks of the prompts begun, then of as many new ones as the budgets allow."""
+        chunks: list[Chunk] = []
+
+        def rows_for(num_left: int) -> int:
+            return self._rows_for(num_left, budget - sum(len(chunk.token_ids) for chunk in chunks), not chunks)
+
+        for sequence in self.residents.prompts.values():
+            if count := rows_for(sequence.num_prefill - sequence.num_cached):
+                chunks.append(_chunk(sequence, count))
+        self.admission.begin_step()
+        while started := self.admission.start_next(rows_for):
+            chunks.append(_chunk(started, rows_for(started.num_prefill - started.num_cached)))
+        return chunks
+
+    def _rows_for(self, num_left: int, budget: int, is_first: bool) -> int:
+        """How many of a prompt's ``num_left`` tokens go into this step, ``budget`` rows of which are left."""
+        if self.policy.prompts is Prompts.UNBOUNDED:
+            return num_left
+        if self.policy.prompts is not Prompts.CHUNKED and num_left > budget and not is_first:
+            return 0
+        return max(0, min(num_left, budget))
+
+
+def _chunk(sequence: Sequence, count: int) -> Chunk:
+    """The next ``count`` tokens of ``sequence``'s prompt."""
+    last = sequence.num_cached + count == sequence.num_prefill
+    return Chunk(
+        sequence.sequence_id,
+        sequence.worker,
+        sequence.num_cached,
+        sequence.tokens(sequence.num_cached, count),
+        attends=not sequence.uses_scratch,
+        samples=last,
+        last_of_prompt=last,
+        is_decode=False,
+    )

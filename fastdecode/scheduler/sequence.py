@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fastdecode.scheduler.blocks import Block
+
 
 @dataclass(eq=False)
 class Sequence:
     """``max_tokens`` bounds the output; ``num_cached`` tokens of prompt + output are in an R-worker's cache.
 
-    ``siblings`` share the prompt (``SamplingParams.n`` > 1): this sequence computes it, and they are forked from
-    it once it is cached.
+    ``sequence_id`` grows with arrival: a lower one is older. ``siblings`` share the prompt (``SamplingParams.n`` > 1):
+    this sequence computes it, and they are forked from it once it is cached. ``num_prefill`` tokens have to be computed
+    before it can decode: its prompt, and after a preemption also its output so far.
+
+    It holds ``num_blocks`` blocks, of which the first are ``shared`` with the prefix cache or with siblings. While it
+    decodes, :class:`DecodeTable` keeps ``num_cached`` and ``num_blocks``.
     """
 
     sequence_id: int
@@ -20,7 +26,12 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     worker: int = -1
     num_cached: int = 0
+    num_prefill: int = 0
+    num_blocks: int = 0
     uses_scratch: bool = False
+    shared: list[Block] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    chain_id: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -33,9 +44,14 @@ class Sequence:
         return len(self.prompt_token_ids) + self.max_tokens - 1
 
     @property
+    def num_own_blocks(self) -> int:
+        """Blocks that nobody else can hold."""
+        return self.num_blocks - len(self.shared)
+
+    @property
     def in_prompt(self) -> bool:
-        """True while prompt tokens remain to be computed."""
-        return self.num_cached < len(self.prompt_token_ids)
+        """True while tokens remain to be computed before it can decode."""
+        return self.num_cached < self.num_prefill
 
     def tokens(self, start: int, count: int) -> list[int]:
         """``count`` tokens of prompt + output from position ``start``."""

@@ -1,0 +1,160 @@
+"""Who starts next, and where: seats, blocks, KV load, and the token budget that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+import numpy as np
+
+from fastdecode.errors import RequestError
+from fastdecode.scheduler.limits import Limits
+from fastdecode.scheduler.load_control import LoadControl
+from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
+from fastdecode.scheduler.output_lengths import OutputLengths
+from fastdecode.scheduler.placement import workers_by_preference
+from fastdecode.scheduler.policy import Policy
+from fastdecode.scheduler.prefix_index import Chain
+from fastdecode.scheduler.residents import Residents
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.waiting_queue import WaitingQueue
+
+
+class Admission:
+    """Lets the head of the queue start where every budget allows it; nobody overtakes the head."""
+
+    def __init__(self, policy: Policy, limits: Limits, residents: Residents, queue: WaitingQueue) -> None:
+        self.load_control = LoadControl(limits.kv_load_limit, limits.bandwidths, limits.micro_batch_interval)
+        self.output_lengths = OutputLengths()
+        self._policy = policy
+        self._limits = limits
+        self._residents = residents
+        self._ledger = residents.ledger
+        self._queue = queue
+        self._forecast: LoadForecast | None = None
+        self._kv_loads = np.zeros(0)
+        self._is_open = True
+
+    def check(self, sequence: Sequence) -> None:
+        """RequestError when ``sequence``, with its siblings, could never run."""
+        members = 1 + len(sequence.siblings)
+        if members > self._limits.max_num_seqs:
+            raise RequestError(f"n is {members}, and max_num_seqs is {self._limits.max_num_seqs}")
+        blocks = max(self._blocks(sequence), self._ledger.blocks_for(sequence.max_cached))
+        largest = max(self._ledger.num_blocks)
+        if blocks > largest:
+            raise RequestError(
+                f"the request's {members} sequences need {blocks} KV blocks, and the largest R-worker has {largest}: "
+                f"lower n or max_tokens, or give more kv_cache_memory"
+            )
+        if self._policy.stabilizes_load:
+            self.load_control.check(_longest(sequence))
+
+    def begin_step(self) -> None:
+        """The running sequences of this step are known; look at everybody anew."""
+        self._forecast = None
+        self._is_open = not self._policy.waves or not len(self._residents)
+        if not len(self._queue):
+            return
+        self._kv_loads = self._residents.kv_loads()
+        if self._policy.stabilizes_load:
+            seats = self._limits.max_num_seqs - len(self._residents)
+            waiting = (self._prompt(sequence) for sequence in islice(self._queue, max(1, seats)))
+            self.load_control.begin_step(waiting, len(self._queue) <= seats, not len(self._residents), self.forecast)
+
+    def start_next(self, rows_for: Callable[[int], int]) -> Sequence | None:
+        """Start the head of the queue and return it; None when it has to wait.
+
+        ``rows_for``: how many of so many prompt tokens this step would compute.
+        """
+        sequence = self._queue.head()
+        if sequence is None or not self._is_open or not self._has_seats(sequence):
+            return None
+        hits = self._residents.prefix_cache.hits(sequence)
+        for worker in self._workers(hits):
+            hit = hits.get(worker)
+            prompt = self._prompt(sequence, worker, hit)
+            if self._has_room(sequence, worker, hit) and rows_for(prompt.num_left) and self._may_start(prompt):
+                self._queue.pop()
+                self._residents.start(sequence, worker, hit, self._blocks(sequence))
+                self._kv_loads[worker] += sequence.num_prefill
+                return sequence
+        return None
+
+    def forecast(self) -> LoadForecast:
+        """The load of the coming steps, made once a step, with everybody who started since."""
+        if self._forecast is None:
+            table = self._residents.table
+            chunks = table.chunks
+            steps = self.output_lengths.expected(table.num_outputs, table.max_tokens) - table.num_outputs
+            self._forecast = LoadForecast(
+                chunks["worker"],
+                chunks["context_len"],
+                steps,
+                len(self._limits.num_blocks),
+                self._limits.max_num_batched_tokens,
+            )
+            for sequence in self._residents.prompts.values():
+                self._forecast.add(self._prompt_of(sequence, sequence.worker, not sequence.uses_scratch))
+        return self._forecast
+
+    def _may_start(self, prompt: Prompt) -> bool:
+        if not self._policy.stabilizes_load:
+            return True
+        if not self.load_control.may_start(prompt, self.forecast):
+            return False
+        self.load_control.started(prompt)
+        if self._forecast is not None:
+            self._forecast.add(prompt)
+        return True
+
+    def _workers(self, hits: dict[int, tuple[int, Chain]]) -> list[int]:
+        available = [self._ledger.available(worker) for worker in range(len(self._ledger.num_blocks))]
+        depths = {worker: hit[0] for worker, hit in hits.items()}
+        return workers_by_preference(self._kv_loads, self._limits.bandwidths, available, depths)
+
+    def _has_seats(self, sequence: Sequence) -> bool:
+        return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs
+
+    def _has_room(self, sequence: Sequence, worker: int, hit: tuple[int, Chain] | None) -> bool:
+        """Its blocks, and one more for each sequence there already, so that none is preempted at once."""
+        if self._ledger.blocks_for(sequence.max_cached) > self._ledger.num_blocks[worker]:
+            return False
+        if self._policy.stabilizes_load and not self.load_control.holds(worker, _longest(sequence)):
+            return False
+        taken_over = hit[1].blocks[: hit[0]] if hit else []
+        needed = self._blocks(sequence) - len(taken_over)
+        needed += sum(block.num_sequences == 0 for block in taken_over)  # no longer there for the asking
+        spare = 0 if self._policy.reserves_longest else self._residents.num_on(worker)
+        return needed + spare <= self._ledger.available(worker)
+
+    def _blocks(self, sequence: Sequence) -> int:
+        """Blocks that ``sequence`` holds from its start, its siblings' copies of a partial block included."""
+        siblings = len(sequence.siblings)
+        if self._policy.reserves_longest:
+            return self._ledger.blocks_for(self._limits.max_model_len) * (1 + siblings)
+        num_tokens = sequence.num_tokens
+        return self._ledger.blocks_for(num_tokens) + siblings * (num_tokens % self._ledger.block_size > 0)
+
+    def _prompt(self, sequence: Sequence, worker: int = 0, hit: tuple[int, Chain] | None = None) -> Prompt:
+        """``sequence`` as it would start."""
+        attends = hit is not None or sequence.num_prefill > self._residents.scratch_free
+        taken_over = hit[0] * self._ledger.block_size if hit else 0
+        return self._prompt_of(sequence, worker, attends, taken_over)
+
+    def _prompt_of(self, sequence: Sequence, worker: int, attends: bool, taken_over: int = 0) -> Prompt:
+        outputs = len(sequence.output_token_ids)
+        expected = int(self.output_lengths.expected(np.array([outputs]), np.array([sequence.max_tokens]))[0])
+        return Prompt(
+            worker=worker,
+            num_prefill=sequence.num_prefill,
+            num_left=sequence.num_prefill - max(sequence.num_cached, taken_over),
+            decode_steps=expected - outputs - 1,
+            num_siblings=len(sequence.siblings),
+            attends=attends,
+        )
+
+
+def _longest(sequence: Sequence) -> int:
+    """The most tokens that ``sequence`` and its siblings can attend in one step."""
+    return sequence.max_cached * (1 + len(sequence.siblings))

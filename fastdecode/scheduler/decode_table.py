@@ -1,0 +1,110 @@
+"""The sequences that decode, as columns: planning a step over thousands of them is a matter of a few arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.step import CHUNK, MiniBatch
+
+
+class DecodeTable:
+    """One row per decoding sequence, ordered by R-worker and longest context first.
+
+    ``chunks``: CHUNK [n], each sequence's next step. ``num_outputs``, ``max_tokens``, ``num_blocks``: int64 [n].
+    ``sequences``: object [n]. Rows keep their places until :meth:`refresh`.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, np.ndarray] = {
+            "chunks": np.zeros(0, CHUNK),
+            "num_outputs": np.zeros(0, np.int64),
+            "max_tokens": np.zeros(0, np.int64),
+            "num_blocks": np.zeros(0, np.int64),
+            "sequences": np.zeros(0, object),
+        }
+        self._here = np.zeros(0, bool)
+        self._added: list[Sequence] = []
+
+    @property
+    def chunks(self) -> np.ndarray:
+        """CHUNK [n]."""
+        return self._columns["chunks"]
+
+    @property
+    def num_outputs(self) -> np.ndarray:
+        """Output tokens so far, int64 [n]."""
+        return self._columns["num_outputs"]
+
+    @property
+    def max_tokens(self) -> np.ndarray:
+        """Most output tokens, int64 [n]."""
+        return self._columns["max_tokens"]
+
+    @property
+    def num_blocks(self) -> np.ndarray:
+        """Blocks held, int64 [n]."""
+        return self._columns["num_blocks"]
+
+    @property
+    def sequences(self) -> np.ndarray:
+        """Object [n]."""
+        return self._columns["sequences"]
+
+    def add(self, sequence: Sequence) -> None:
+        """``sequence`` decodes from the next refresh on."""
+        self._added.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, with its progress written back to it."""
+        if sequence in self._added:
+            self._added.remove(sequence)
+            return
+        (row,) = np.flatnonzero((self.chunks["sequence_id"] == sequence.sequence_id) & self._here)
+        self._here[row] = False
+        sequence.num_cached = int(self.chunks["context_len"][row])
+        sequence.num_blocks = int(self.num_blocks[row])
+
+    def refresh(self) -> None:
+        """Drop the rows of those removed, append those added, and restore the order."""
+        if self._added or not self._here.all():
+            columns = self._rows_of(self._added)
+            for name, column in self._columns.items():
+                self._columns[name] = np.concatenate([column[self._here], columns[name]])
+            self._added.clear()
+        key = (self.chunks["worker"] << 40) - self.chunks["context_len"]
+        if (key[1:] < key[:-1]).any():
+            order = np.argsort(key, kind="stable")  # nearly sorted: linear
+            for name, column in self._columns.items():
+                self._columns[name] = column[order]
+        self._here = np.ones(len(self.chunks), bool)
+
+    def advance(self, rows: np.ndarray) -> None:
+        """The next tokens of ``rows`` are cached, and each has one output token more."""
+        self.chunks["context_len"][rows] += 1
+        self.num_outputs[rows] += 1
+
+    def kv_loads(self, num_workers: int) -> np.ndarray:
+        """KV tokens that each R-worker attends if all rows decode, float64 [num_workers]."""
+        return np.bincount(self.chunks["worker"], self.chunks["context_len"] + 1, num_workers).astype(np.float64)
+
+    def mini_batch(self, rows: np.ndarray) -> MiniBatch:
+        """The next chunks of ``rows``, with their tokens."""
+        last = [sequence.output_token_ids[-1] for sequence in self.sequences[rows]]
+        return MiniBatch(self.chunks[rows], np.array(last, np.int64))
+
+    @staticmethod
+    def _rows_of(sequences: Iterable[Sequence]) -> dict[str, np.ndarray]:
+        listed = list(sequences)
+        objects = np.empty(len(listed), object)
+        objects[:] = listed
+        records = [(s.sequence_id, s.worker, s.num_cached, 1, True, True, True, True, False) for s in listed]
+        return {
+            "chunks": np.array(records, CHUNK),
+            "num_outputs": np.array([len(s.output_token_ids) for s in listed], np.int64),
+            "max_tokens": np.array([s.max_tokens for s in listed], np.int64),
+            "num_blocks": np.array([s.num_blocks for s in listed], np.int64),
+            "sequences": objects,
+        }

@@ -1,0 +1,25 @@
+"""What a step and the machines allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``max_num_batched_tokens``: token budget of a whole step. ``scratch_tokens``: prompt tokens whose keys and values
+    the S-worker can hold. ``num_blocks`` and ``bandwidths``: KV blocks, and speed in any unit, of each R-worker.
+    ``kv_load_limit``: KV tokens attended per step over all R-workers, None while unknown. ``micro_batch_interval``:
+    steps between micro-batches, None for a 32nd of an output."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_mini_batches: int
+    scratch_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: tuple[int, ...]
+    bandwidths: tuple[float, ...]
+    kv_load_limit: int | None = None
+    micro_batch_interval: int | None = None
+    prefix_caching: bool = True

@@ -1,0 +1,103 @@
+"""KV tokens that each R-worker will attend in the coming steps, exact where output lengths are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sequence that is not decoding yet: ``num_prefill`` tokens, ``num_left`` of them to compute.
+
+    ``decode_steps`` steps follow, of it and of ``num_siblings`` forked from it. ``attends``: its prompt's chunks
+    attend on the R-worker.
+    """
+
+    worker: int
+    num_prefill: int
+    num_left: int
+    decode_steps: int
+    num_siblings: int = 0
+    attends: bool = False
+
+
+class LoadForecast:
+    """Step 0 is the one being planned. A sequence with c cached tokens attends c + 1 + t of them in step t.
+
+    ``loads``: float64 [num_workers, horizon]. ``room``: rows of each step that prompts may take, float64 [horizon]:
+    the token budget less the decodes. Prompts take it in the order in which they are added, as the scheduler's
+    chunks do.
+    """
+
+    def __init__(
+        self, workers: np.ndarray, cached: np.ndarray, decode_steps: np.ndarray, num_workers: int, token_budget: int
+    ) -> None:
+        """``workers``, ``cached`` and ``decode_steps``, int64 [n], are of the sequences that decode."""
+        horizon = int(decode_steps.max(initial=0)) + 1
+        cells = (num_workers, horizon)
+        place = workers * horizon + decode_steps
+        num_ending = np.bincount(place, minlength=num_workers * horizon).reshape(cells)
+        cached_ending = np.bincount(place, cached + 1, num_workers * horizon).reshape(cells)
+        # In step t attend those with more than t steps to go: sums over later ends.
+        attending = num_ending.sum(axis=1, keepdims=True) - np.cumsum(num_ending, axis=1)
+        tokens = cached_ending.sum(axis=1, keepdims=True) - np.cumsum(cached_ending, axis=1)
+        self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)
+        self._budget = token_budget
+        self.room = token_budget - attending.sum(axis=0, dtype=np.float64)
+
+    @property
+    def horizon(self) -> int:
+        """Steps looked ahead; no sequence known of runs longer."""
+        return self.loads.shape[1]
+
+    def first_decode(self, prompt: Prompt) -> int:
+        """The step after the one that computes the prompt's last token."""
+        if self.room[0] >= prompt.num_left:
+            return 1
+        free = np.cumsum(np.maximum(self.room, 0))
+        missing = prompt.num_left - free[-1]
+        if missing > 0:
+            return self.horizon + int(-(-missing // self._budget))
+        return int(np.searchsorted(free, prompt.num_left)) + 1
+
+    def peak_with(self, prompt: Prompt) -> float:
+        """The most that the prompt's R-worker attends in any step in which the new sequence runs."""
+        start = self.first_decode(prompt)
+        end = start + prompt.decode_steps
+        loads = self.loads[prompt.worker]
+        ramp = self._ramp(prompt)
+        known = loads[start:end]
+        peaks = [float((known + ramp[: len(known)]).max(initial=0.0)), *ramp[len(known) :][-1:].tolist()]
+        if prompt.attends:
+            peaks.append(float(loads[:start].max(initial=0.0)) + prompt.num_prefill)
+        return max(peaks)
+
+    def add(self, prompt: Prompt) -> None:
+        """From here on ``prompt`` is counted."""
+        start = self.first_decode(prompt)
+        end = start + prompt.decode_steps
+        self._look_ahead(max(end, start))
+        if prompt.attends:
+            self.loads[prompt.worker, :start] += prompt.num_prefill
+        self._take_room(prompt.num_left, start)
+        self.loads[prompt.worker, start:end] += self._ramp(prompt)
+        self.room[start:end] -= 1 + prompt.num_siblings
+
+    def _ramp(self, prompt: Prompt) -> np.ndarray:
+        """What the new sequences attend from their first decode on."""
+        one = np.arange(prompt.num_prefill + 1, prompt.num_prefill + 1 + prompt.decode_steps, dtype=np.float64)
+        return one * (1 + prompt.num_siblings)
+
+    def _take_room(self, num_left: int, start: int) -> None:
+        for step in range(start):
+            taken = min(max(self.room[step], 0), num_left)
+            self.room[step] -= taken
+            num_left -= taken
+
+    def _look_ahead(self, horizon: int) -> None:
+        more = horizon - self.horizon
+        if more > 0:
+            self.loads = np.pad(self.loads, ((0, 0), (0, more)))
+            self.room = np.pad(self.room, (0, more), constant_values=self._budget)

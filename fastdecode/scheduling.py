@@ -1,0 +1,64 @@
+"""From settings and what was loaded to the scheduler over it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from fastdecode.config import EngineConfig
+from fastdecode.resources import scratch_tokens
+from fastdecode.scheduler import POLICIES, Limits, Scheduler
+from fastdecode.scheduler.policy import Prompts
+from fastdecode.scheduler.step_time import TILE, StepProfile, token_budget
+from fastdecode.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.sworker import SModel, SWorker
+from fastdecode.types import RWorkerInfo
+
+
+def make_scheduler(
+    config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo], num_mini_batches: int
+) -> Scheduler:
+    """The scheduler that ``config`` asks for; where it names a time between tokens, steps are timed for it."""
+    policy = POLICIES[config.schedule]
+    budget = config.max_num_batched_tokens
+    if config.tbt_target is not None and policy.prompts is Prompts.CHUNKED:
+        profile = profile_steps(s_worker, len(r_workers), budget)
+        budget = token_budget(profile, config.tbt_target, config.max_num_seqs, budget)
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        num_mini_batches=num_mini_batches,
+        scratch_tokens=scratch_tokens(config, model.layout, model.free_memory_bytes()),
+        max_model_len=model.max_model_len,
+        block_size=config.block_size,
+        num_blocks=tuple(worker.num_blocks for worker in r_workers),
+        bandwidths=tuple(1.0 for _ in r_workers),
+        kv_load_limit=config.kv_load_limit,
+        micro_batch_interval=config.micro_batch_interval,
+        prefix_caching=config.enable_prefix_caching,
+    )
+    return Scheduler(policy, limits)
+
+
+def profile_steps(s_worker: SWorker, num_r_workers: int, most_tokens: int) -> StepProfile:
+    """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens; nothing of them stays anywhere."""
+    counts = [TILE]
+    while counts[-1] < most_tokens:
+        counts.append(2 * counts[-1])
+    return StepProfile(counts, [_step_seconds(s_worker, num_r_workers, count) for count in counts])
+
+
+def _step_seconds(s_worker: SWorker, num_r_workers: int, num_tokens: int) -> float:
+    """The faster of two steps that compute ``num_tokens`` of a prompt."""
+    chunk = Chunk(0, 0, 0, [0] * num_tokens, attends=False, samples=False, is_decode=False)
+    step = ScheduledStep((MiniBatch.of([chunk]),), ((),) * num_r_workers)
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        s_worker.backend.begin_step(step.to_step_plan())
+        try:
+            s_worker.run(step, {})
+        finally:
+            s_worker.backend.abandon_step()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

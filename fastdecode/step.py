@@ -1,0 +1,161 @@
+"""A step as the scheduler plans it: which tokens of which sequences, in which mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastdecode.types import CONTROL, SPAN, StepPlan, WorkerPlan
+
+CHUNK = np.dtype(
+    [
+        ("sequence_id", "<i8"),
+        ("worker", "<i8"),
+        ("context_len", "<i8"),
+        ("num_rows", "<i8"),
+        ("attends", "?"),
+        ("samples", "?"),
+        ("last_of_prompt", "?"),
+        ("is_decode", "?"),
+        ("scored", "?"),
+    ]
+)
+"""A :class:`Chunk` without its tokens, as a record: thousands of decodes are planned as one array."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive new tokens of one sequence in a step: one token when it decodes, more of a prompt.
+
+    ``attends``: on the R-worker that holds the sequence; otherwise on the S-worker, over its prompt scratch.
+    ``samples``: its last token's logits are wanted. ``last_of_prompt``: the scratch is not needed after it.
+    ``is_decode``: no prompt token is among them. ``scored``: the logits of all its tokens are wanted.
+    """
+
+    sequence_id: int
+    worker: int
+    context_len: int
+    token_ids: Sequence[int]
+    attends: bool = True
+    samples: bool = True
+    last_of_prompt: bool = True
+    is_decode: bool = True
+    scored: bool = False
+
+    @property
+    def record(self) -> tuple[int | bool, ...]:
+        """The chunk as a CHUNK record."""
+        return (
+            self.sequence_id,
+            self.worker,
+            self.context_len,
+            len(self.token_ids),
+            self.attends,
+            self.samples,
+            self.last_of_prompt,
+            self.is_decode,
+            self.scored,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatch:
+    """The chunks that one forward of the model computes, one after the other.
+
+    ``chunks``: CHUNK [num_chunks], sorted by R-worker, attending ones first, so that a worker's payload is one slice
+    of the rows. ``token_ids``: int64 [num_rows], in the same order.
+    """
+
+    chunks: np.ndarray
+    token_ids: np.ndarray
+
+    @staticmethod
+    def of(chunks: Iterable[Chunk]) -> MiniBatch:
+        """The given chunks, in the given order."""
+        listed = list(chunks)
+        tokens = [token for chunk in listed for token in chunk.token_ids]
+        return MiniBatch(np.array([chunk.record for chunk in listed], CHUNK), np.array(tokens, np.int64))
+
+    @staticmethod
+    def sorted(parts: Sequence[MiniBatch]) -> MiniBatch:
+        """The chunks of ``parts`` as one mini-batch, by R-worker with attending ones first, else in order."""
+        chunks = np.concatenate([part.chunks for part in parts])
+        tokens = np.concatenate([part.token_ids for part in parts])
+        order = np.argsort(chunks["worker"] * 2 + ~chunks["attends"], kind="stable")
+        counts = chunks["num_rows"][order]
+        starts = (np.cumsum(chunks["num_rows"]) - chunks["num_rows"])[order]
+        rows = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(len(tokens))
+        return MiniBatch(chunks[order], tokens[rows])
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self.chunks)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """The chunks one by one, for whoever needs few of them."""
+        tokens, end = self.token_ids.tolist(), 0
+        for sequence_id, worker, context_len, num_rows, *flags in self.chunks.tolist():
+            end += num_rows
+            yield Chunk(sequence_id, worker, context_len, tokens[end - num_rows : end], *flags)
+
+    @property
+    def prompts(self) -> np.ndarray:
+        """The records of the chunks that hold prompt tokens."""
+        return self.chunks[~self.chunks["is_decode"]]
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """Sequences whose last token's logits are wanted, in order."""
+        return self.chunks["sequence_id"][self.chunks["samples"]].tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduledStep:
+    """The scheduler's answer: the mini-batches, and the controls of each R-worker."""
+
+    mini_batches: tuple[MiniBatch, ...]
+    controls: tuple[tuple[tuple[int, int, int, int], ...], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the whole step."""
+        return sum(len(mini_batch.token_ids) for mini_batch in self.mini_batches)
+
+    @property
+    def kv_loads(self) -> list[int]:
+        """Cached tokens that each R-worker attends in this step, over its sequences, the new tokens included."""
+        loads = np.zeros(len(self.controls))
+        for mini_batch in self.mini_batches:
+            attending = mini_batch.chunks[mini_batch.chunks["attends"]]
+            tokens = attending["context_len"] + attending["num_rows"]
+            loads += np.bincount(attending["worker"], tokens, len(loads))
+        return loads.astype(int).tolist()
+
+    @property
+    def kv_load(self) -> int:
+        """Cached tokens attended in this step, over all R-workers."""
+        return sum(self.kv_loads)
+
+    @property
+    def is_decode(self) -> bool:
+        """True when no chunk holds prompt tokens, that is, every sequence adds one token to finished context."""
+        return all(bool(mini_batch.chunks["is_decode"].all()) for mini_batch in self.mini_batches)
+
+    def to_step_plan(self) -> StepPlan:
+        """The same step as the R-workers see it."""
+        return StepPlan(tuple(self._worker_plan(worker) for worker in range(len(self.controls))))
+
+    def _worker_plan(self, worker: int) -> WorkerPlan:
+        spans = tuple(_spans(mini_batch.chunks, worker) for mini_batch in self.mini_batches)
+        return WorkerPlan(np.array(list(self.controls[worker]), dtype=CONTROL), spans)
+
+
+def _spans(chunks: np.ndarray, worker: int) -> np.ndarray:
+    """One worker's chunks, which are sorted by worker, as SPAN records."""
+    first, last = np.searchsorted(chunks["worker"], [worker, worker + 1])
+    spans = np.empty(last - first, dtype=SPAN)
+    for name in SPAN.names or ():
+        spans[name] = chunks[name][first:last]
+    return spans
