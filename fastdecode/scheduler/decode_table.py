@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 
 import numpy as np
 
@@ -14,7 +15,7 @@ class DecodeTable:
     """One row per decoding sequence, ordered by R-worker and longest context first.
 
     ``chunks``: CHUNK [n], each sequence's next step. ``num_outputs``, ``max_tokens``, ``num_blocks``: int64 [n].
-    ``sequences``: object [n]. Rows keep their places until :meth:`refresh`.
+    ``outputs``: object [n], the sequences' lists of output tokens. Rows keep their places until :meth:`refresh`.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class DecodeTable:
             "num_outputs": np.zeros(0, np.int64),
             "max_tokens": np.zeros(0, np.int64),
             "num_blocks": np.zeros(0, np.int64),
-            "sequences": np.zeros(0, object),
+            "outputs": np.zeros(0, object),
         }
         self._here = np.zeros(0, bool)
         self._added: list[Sequence] = []
@@ -48,11 +49,6 @@ class DecodeTable:
         """Blocks held, int64 [n]."""
         return self._columns["num_blocks"]
 
-    @property
-    def sequences(self) -> np.ndarray:
-        """Object [n]."""
-        return self._columns["sequences"]
-
     def add(self, sequence: Sequence) -> None:
         """``sequence`` decodes from the next refresh on."""
         self._added.append(sequence)
@@ -70,15 +66,15 @@ class DecodeTable:
     def refresh(self) -> None:
         """Drop the rows of those removed, append those added, and restore the order."""
         if self._added or not self._here.all():
-            columns = self._rows_of(self._added)
+            columns, here = self._rows_of(self._added), np.flatnonzero(self._here)
             for name, column in self._columns.items():
-                self._columns[name] = np.concatenate([column[self._here], columns[name]])
+                self._columns[name] = np.concatenate([column.take(here), columns[name]])
             self._added.clear()
         key = (self.chunks["worker"] << 40) - self.chunks["context_len"]
         if (key[1:] < key[:-1]).any():
             order = np.argsort(key, kind="stable")  # nearly sorted: linear
             for name, column in self._columns.items():
-                self._columns[name] = column[order]
+                self._columns[name] = column.take(order)
         self._here = np.ones(len(self.chunks), bool)
 
     def advance(self, rows: np.ndarray) -> None:
@@ -91,20 +87,22 @@ class DecodeTable:
         return np.bincount(self.chunks["worker"], self.chunks["context_len"] + 1, num_workers).astype(np.float64)
 
     def mini_batch(self, rows: np.ndarray) -> MiniBatch:
-        """The next chunks of ``rows``, with their tokens."""
-        last = [sequence.output_token_ids[-1] for sequence in self.sequences[rows]]
-        return MiniBatch(self.chunks[rows], np.array(last, np.int64))
+        """The next chunks of ``rows`` (ascending), with their tokens; good until the table changes."""
+        last_tokens = map(itemgetter(-1), self._columns["outputs"].take(rows).tolist())
+        chunks = self.chunks if len(rows) == len(self.chunks) else self.chunks.take(rows)
+        return MiniBatch(chunks, np.fromiter(last_tokens, np.int64, len(rows)))
 
     @staticmethod
     def _rows_of(sequences: Iterable[Sequence]) -> dict[str, np.ndarray]:
         listed = list(sequences)
-        objects = np.empty(len(listed), object)
-        objects[:] = listed
+        outputs = np.empty(len(listed), object)
+        for row, sequence in enumerate(listed):
+            outputs[row] = sequence.output_token_ids
         records = [(s.sequence_id, s.worker, s.num_cached, 1, True, True, True, True, False) for s in listed]
         return {
             "chunks": np.array(records, CHUNK),
             "num_outputs": np.array([len(s.output_token_ids) for s in listed], np.int64),
             "max_tokens": np.array([s.max_tokens for s in listed], np.int64),
             "num_blocks": np.array([s.num_blocks for s in listed], np.int64),
-            "sequences": objects,
+            "outputs": outputs,
         }

@@ -18,7 +18,8 @@ def deal(decodes: MiniBatch, prompts: Iterable[Chunk], num_mini_batches: int) ->
     """
     snake = np.array([*range(num_mini_batches), *reversed(range(num_mini_batches))])
     turn = snake[np.arange(len(decodes)) % len(snake)]
-    dealt = [MiniBatch(decodes.chunks[turn == i], decodes.token_ids[turn == i]) for i in range(num_mini_batches)]
+    places = [np.flatnonzero(turn == i) for i in range(num_mini_batches)]
+    dealt = [MiniBatch(decodes.chunks.take(place), decodes.token_ids.take(place)) for place in places]
     rows = [len(part) for part in dealt]
     added: list[list[Chunk]] = [[] for _ in dealt]
     for chunk in sorted(prompts, key=lambda chunk: -len(chunk.token_ids)):

@@ -12,6 +12,7 @@ from fastdecode.scheduler.limits import Limits
 from fastdecode.scheduler.mini_batches import deal
 from fastdecode.scheduler.policy import Policy, Prompts
 from fastdecode.scheduler.prefix_cache import PrefixCache
+from fastdecode.scheduler.prompt_chunks import ChunkCutter
 from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.waiting_queue import WaitingQueue
@@ -180,38 +181,10 @@ class Scheduler:
 
     def _prompt_chunks(self, budget: int) -> list[Chunk]:
         """The next chunks of the prompts begun, then of as many new ones as the budgets allow."""
-        chunks: list[Chunk] = []
-
-        def rows_for(num_left: int) -> int:
-            return self._rows_for(num_left, budget - sum(len(chunk.token_ids) for chunk in chunks), not chunks)
-
+        cutter = ChunkCutter(self.policy.prompts, budget)
         for sequence in self.residents.prompts.values():
-            if count := rows_for(sequence.num_prefill - sequence.num_cached):
-                chunks.append(_chunk(sequence, count))
+            cutter.cut(sequence)
         self.admission.begin_step()
-        while started := self.admission.start_next(rows_for):
-            chunks.append(_chunk(started, rows_for(started.num_prefill - started.num_cached)))
-        return chunks
-
-    def _rows_for(self, num_left: int, budget: int, is_first: bool) -> int:
-        """How many of a prompt's ``num_left`` tokens go into this step, ``budget`` rows of which are left."""
-        if self.policy.prompts is Prompts.UNBOUNDED:
-            return num_left
-        if self.policy.prompts is not Prompts.CHUNKED and num_left > budget and not is_first:
-            return 0
-        return max(0, min(num_left, budget))
-
-
-def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next ``count`` tokens of ``sequence``'s prompt."""
-    last = sequence.num_cached + count == sequence.num_prefill
-    return Chunk(
-        sequence.sequence_id,
-        sequence.worker,
-        sequence.num_cached,
-        sequence.tokens(sequence.num_cached, count),
-        attends=not sequence.uses_scratch,
-        samples=last,
-        last_of_prompt=last,
-        is_decode=False,
-    )
+        while started := self.admission.start_next(cutter.rows_for):
+            cutter.cut(started)
+        return cutter.chunks
