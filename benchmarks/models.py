@@ -14,18 +14,20 @@ from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
 
 
-def llama_folder(hidden: int, num_layers: int, vocab: int = 4096) -> str:
-    """A folder with only a config.json: Llama's proportions at ``hidden``, heads of 64, four per KV head."""
+def llama_folder(
+    hidden: int, num_layers: int, vocab: int = 4096, group: int = 4, intermediate: int | None = None
+) -> str:
+    """A folder with only a config.json: Llama's proportions at ``hidden``, heads of 64, ``group`` per KV head."""
     heads = hidden // 64
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": hidden * 11 // 4,
+        "intermediate_size": intermediate or hidden * 11 // 4,
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads // 4,
+        "num_key_value_heads": heads // group,
         "head_dim": 64,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,

@@ -1,0 +1,120 @@
+"""The load-stabilizing schedule against whole waves: python benchmarks/load_stabilizing.py
+
+Equal requests with short prompts, several times as many as are in flight, S-worker on one core and R-worker on
+another (FastDecode, section 4.2 and its figure of step latencies). The same requests run under ``fcfs`` (all start
+together, wave after wave) and ``sls`` (a micro-batch every F = S/32 steps, limit B(S+F)/2 and the prompts), A B A B.
+Tune ``--intermediate`` until the S:R line says 1.0 within a tenth. ``--plot`` draws each schedule's steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import dataclass
+
+from models import llama_folder
+
+from fastdecode.bench.steps_plot import plot_steps
+from fastdecode.bench.throughput import ThroughputRun, run_throughput, warm_up
+from fastdecode.bench.workload import WorkItem
+from fastdecode.config import EngineConfig
+from fastdecode.engine import LLMEngine
+from fastdecode.metrics import StepRecord
+
+PROMPT_LEN = 16
+
+
+@dataclass(frozen=True)
+class Figures:
+    """``steady``: output tokens per second from full occupancy to the last start; of all steps under fcfs."""
+
+    seconds: float
+    steady: float
+    peak: int
+    s_to_r: float
+
+
+def main() -> None:
+    """Print both schedules' figures and their ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--in-flight", type=int, default=64, help="(64)")
+    parser.add_argument("--length", type=int, default=1000, help="prompt + output (1000)")
+    parser.add_argument("--waves", type=int, default=5, help="requests per place in flight (5)")
+    parser.add_argument("--rounds", type=int, default=2, help="(2)")
+    parser.add_argument("--hidden", type=int, default=512, help="(512)")
+    parser.add_argument("--layers", type=int, default=4, help="(4)")
+    parser.add_argument("--intermediate", type=int, default=2048, help="sets S time (2048)")
+    parser.add_argument("--kv-cache-dtype", default="float32", help="(float32)")
+    parser.add_argument("--plot", metavar="PREFIX", help="write PREFIX-fcfs.png and PREFIX-sls.png")
+    args = parser.parse_args()
+    folder = llama_folder(args.hidden, args.layers, vocab=512, group=1, intermediate=args.intermediate)
+    found: dict[str, list[Figures]] = {"fcfs": [], "sls": []}
+    for _ in range(args.rounds):
+        for schedule, figures in found.items():
+            run = _run(schedule, folder, args)
+            figures.append(_figures(schedule, run, args.in_flight))
+            print(f"{schedule:5s} {figures[-1]}", flush=True)
+            if args.plot:
+                plot_steps(run.steps, run.kv_load_limit, f"{args.plot}-{schedule}.png")
+    _compare(found)
+
+
+def _run(schedule: str, folder: str, args: argparse.Namespace) -> ThroughputRun:
+    interval = args.length // 32
+    config = EngineConfig(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        kv_cache_dtype=args.kv_cache_dtype,
+        max_num_seqs=args.in_flight,
+        schedule=schedule,
+        kv_load_limit=args.in_flight * (args.length + PROMPT_LEN + interval) // 2,
+        micro_batch_interval=interval,
+        num_mini_batches=2,
+        s_threads=1,
+        r_threads=1,
+        s_cores="0",
+        r_cores="1",
+    )
+    engine = LLMEngine(config)
+    requests = range(args.in_flight * args.waves)
+    items = [WorkItem([1 + i % 500] * PROMPT_LEN, args.length - PROMPT_LEN) for i in requests]
+    try:
+        warm_up(engine, items)
+        return run_throughput(engine, items)
+    finally:
+        engine.close()
+
+
+def _figures(schedule: str, run: ThroughputRun, in_flight: int) -> Figures:
+    steps = run.steps
+    if schedule == "sls":
+        full = next(i for i, step in enumerate(steps) if step.num_output_tokens >= 0.97 * in_flight)
+        last_start = max(i for i, step in enumerate(steps) if not step.is_decode)
+        steps = steps[full : last_start + 1]
+    seconds, tokens = _sum(steps, "wall_seconds"), _sum(steps, "num_output_tokens")
+    r_seconds = sum(step.r_seconds[0] for step in steps)
+    peak = max(step.kv_load for step in run.steps)
+    return Figures(run.elapsed_seconds, tokens / seconds, peak, _sum(steps, "s_seconds") / r_seconds)
+
+
+def _sum(steps: list[StepRecord], name: str) -> float:
+    return sum(getattr(step, name) for step in steps)
+
+
+def _compare(found: dict[str, list[Figures]]) -> None:
+    def median(schedule: str, name: str) -> float:
+        return statistics.median(getattr(figures, name) for figures in found[schedule])
+
+    print(f"S:R on average: fcfs {median('fcfs', 's_to_r'):.2f}, sls {median('sls', 's_to_r'):.2f}")
+    for name, text in (("peak", "peak KV load"), ("steady", "steady tokens/s"), ("seconds", "total seconds")):
+        ratios = [getattr(b, name) / getattr(a, name) for a, b in zip(found["fcfs"], found["sls"], strict=True)]
+        print(
+            f"{text}: fcfs {median('fcfs', name):.1f}, sls {median('sls', name):.1f}, "
+            f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
