@@ -31,7 +31,7 @@ class Figure:
 
     def __str__(self) -> str:
         basis = "measured" if self.measured else "nominal, efficiency assumed"
-        return f"{self.efficiency:.2f} of {self.nominal:.4g} ({basis}: {self.source})"
+        return f"{self.efficiency:.3g} of {self.nominal:.4g} ({basis}: {self.source})"
 
 
 @dataclass(frozen=True)
