@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from fastdecode.cli.main import main
+from fastdecode.cli.main import build_parser, main
+from fastdecode.cli.plan_inputs import read_inputs
 
 from .test_profile import profile
 
@@ -64,6 +65,9 @@ def test_a_profile_gives_a_plan_and_says_whose_it_is(tmp_path: Path, capsys: pyt
     exact = 1024 * 512 * 1.239e-7 / (7.08e-3 - 2e-5)
     assert found["num_r_workers_exact"] == pytest.approx(exact)
     assert found["gpu_only"]["max_batch_size"] == 30
+    r_part = 2e-5 + 1.239e-7 * 1024 * 512 / 10
+    trip = 3e-5 + 1024 * 32_768 / 10e9  # the slower of two links
+    assert found["step_seconds"] == pytest.approx(32 * (7.08e-3 + trip + r_part) + 2 * 1e-3 + 1e-3)
     assert "measured on cluster: S-worker NVIDIA A10, R-worker Epyc 7452 (avx2)" in capsys.readouterr().out
 
 
@@ -78,6 +82,14 @@ def test_kv_dtype_prompts_and_latency_reach_the_plan(tmp_path: Path) -> None:
     exposed = plan(tmp_path, *NAMES, "--mini-batch-size", "512", "--exposed-transport")
     assert exposed["step_seconds"] > base["step_seconds"]
     assert plan(tmp_path, *NAMES, "--mini-batch-size", "512", "--num-mini-batches", "3")["in_flight"] == 1536
+
+
+def test_rows_of_prompts_send_keys_and_values_alone() -> None:
+    """Half of the rows send q, k, v and o, half k and v; tensor parallelism multiplies the GPU and its PCIe."""
+    args = build_parser().parse_args(["plan", *NAMES, "--prompt-len", "512", "--tensor-parallel-size", "2"])
+    transport = read_inputs(args).planner.transport
+    assert transport.row_bytes == 2 * 4096 * (4 + 2) / 2
+    assert transport.hop_bytes_per_second == (64e9, 12.5e9)
 
 
 def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +181,8 @@ def test_a_plan_takes_less_than_a_second_and_no_torch(tmp_path: Path) -> None:
     assert time.process_time() - start < 1.0
     code = f"""
 import sys
-from fastdecode.cli.main import main
+from fastdecode.cli.main import build_parser, main
+from fastdecode.cli.plan_inputs import read_inputs
 status = main(["plan", *{NAMES!r}])
 heavy = {{"torch", "transformers", "matplotlib"}} & set(sys.modules)
 sys.exit(str(heavy) if heavy else status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -55,10 +56,16 @@ def test_balanced_r_workers_balance(
 ) -> None:
     """Equation 11 solves equation 10, also with a fixed cost per call and a shared prefix."""
     call = call_share * stage
-    prefix = min(prefix_share * (stage - call) / per_token, 1000.0)
+    prefix = math.floor(min(prefix_share * (stage - call) / per_token, 1000.0))
     context = Workload(output_len + prefix, prefix).mean_context
     workers = sizing.balanced_r_workers(batch, context, per_token, stage, prefix, call)
     assert sizing.r_part_seconds(batch, context, per_token, workers, prefix, call) == pytest.approx(stage)
+
+
+def test_rows_per_output_token_by_hand() -> None:
+    """Of a prompt of 300, 100 are shared and computed once for all; the other 200 come with 50 tokens of output."""
+    assert Workload(350, 300, shared_prefix_len=100).rows_per_output_token == 5.0
+    assert Workload(350).rows_per_output_token == 1.0
 
 
 def test_what_cannot_be_divided_is_named() -> None:
@@ -143,8 +150,10 @@ def test_transport_by_hand() -> None:
     assert model(2, transport=overlapped).bottleneck(200, 2000) == "round-trip"
     assert model(3, transport=overlapped).layer_seconds(300, 3000) == pytest.approx(3e-3)  # a third mini-batch hides it
     assert model(2, transport=exposed).layer_seconds(200, 2000) == pytest.approx(2 * 1.6e-3)
-    slow = dataclasses.replace(overlapped, hop_bytes_per_second=(1e5,))
-    assert model(3, transport=slow).bottleneck(300, 3000) == "transport"
+    assert model(2, transport=exposed).layer_seconds(200, 4000) == pytest.approx(2 * 2.6e-3)
+    slow = model(3, transport=dataclasses.replace(overlapped, hop_bytes_per_second=(1e5, 2e5)))
+    assert slow.layer_seconds(300, 3000) == pytest.approx(3 * 4e-3)  # the slower hop; the other works meanwhile
+    assert slow.bottleneck(300, 3000) == "transport"
 
 
 @given(st.integers(1, 4), st.floats(1, 1e4), st.floats(0, 1e6), st.floats(1, 64), st.booleans())
@@ -199,6 +208,16 @@ def test_no_links(text: str) -> None:
 def test_lengths_that_make_no_sense(lengths: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Workload(**lengths)
+
+
+def test_two_gpus_are_twice_one() -> None:
+    one, two = find_gpu("a10"), find_gpu("A10").times(2)
+    for rate in ("flops_per_second", "weight_bytes_per_second", "kv_bytes_per_second"):
+        assert getattr(two, rate).achieved == 2 * getattr(one, rate).achieved
+    assert (two.memory_bytes, two.host_bytes_per_second) == (48e9, 64e9)
+    assert one.times(1) == one
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        one.times(0)
 
 
 def test_every_figure_names_its_source() -> None:

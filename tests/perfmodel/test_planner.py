@@ -73,10 +73,13 @@ workloads = st.builds(
 )
 
 
-@given(workloads, st.integers(1, 4096), st.integers(1, 4), st.booleans())
-def test_a_plan_balances_s_and_r_within_rounding(workload: Workload, batch: int, k: int, overlapped: bool) -> None:
+@given(workloads, st.integers(1, 4096), st.integers(1, 4), st.booleans(), st.sampled_from([1e9, 12.5e9]))
+def test_a_plan_balances_s_and_r_within_rounding(
+    workload: Workload, batch: int, k: int, overlapped: bool, link: float
+) -> None:
     """With the plan's R-workers R is no longer than the slowest other stage; with one fewer it is."""
-    planner = preset(workload, num_mini_batches=k, transport=dataclasses.replace(TRANSPORT, overlapped=overlapped))
+    transport = Transport(LLAMA_7B.attending_row_bytes, (32e9, link), overlapped=overlapped)
+    planner = preset(workload, num_mini_batches=k, transport=transport)
     try:
         plan = planner.plan(batch)
     except PlanError:  # a shared prefix alone takes longer than S
@@ -85,7 +88,7 @@ def test_a_plan_balances_s_and_r_within_rounding(workload: Workload, batch: int,
     rows = batch * workload.rows_per_output_token
     stage = planner.s_part.layer_seconds(rows)
     if overlapped:
-        stage = max(stage, TRANSPORT.stage_seconds(rows))
+        stage = max(stage, transport.stage_seconds(rows))
     for workers, at_most in ((plan.num_r_workers, True), (plan.num_r_workers - 1, False)):
         if workers >= 1:
             own = batch * (workload.mean_context - workload.shared_prefix_len) / workers
@@ -146,6 +149,17 @@ def test_memory_may_ask_for_more_r_workers() -> None:
         paper(capacity_tokens=1000)
 
 
+def test_a_shared_prefix_by_hand() -> None:
+    """500 of 600 prompt tokens are shared, 100 come out: every R-worker reads 500 + B·150 / P per mini-batch."""
+    planner = paper(capacity_tokens=5000)
+    shared = dataclasses.replace(planner, workload=Workload(700, 600, shared_prefix_len=500), interval_steps=100)
+    row = shared.candidate(256, 4)
+    seconds = 0.1239e-6 * (500 + 256 * 150 / 4)
+    assert row.r_busy * row.step_seconds == pytest.approx(2 * 32 * seconds)
+    # At the peak 512 sequences hold 100 of their own prompt and 100 of output; each R-worker has room for 4,500.
+    assert [shared.candidate(256, number).fits_memory for number in (22, 23)] == [False, True]
+
+
 def test_prices() -> None:
     prices = Prices(1.8, 0.9)
     assert prices.per_million_tokens(2, 1000.0) == pytest.approx(1.0)
@@ -173,6 +187,14 @@ def test_the_gpu_alone_by_hand() -> None:
     assert alone.output_tokens_per_second == pytest.approx(30 / (read / 480e9))
     shared = server(Workload(1024, 512, shared_prefix_len=512)).best()
     assert shared.max_batch_size > server(Workload(1024, 512)).best().max_batch_size
+
+
+def test_the_gpu_alone_with_prompts_by_hand() -> None:
+    """Eight rows per output token; 512 tokens are read once, and by each sequence 56 more and half its output."""
+    workload = Workload(576, 568, shared_prefix_len=512)
+    rows, tokens = 1 + 56 / 8, 512 + 1000 * (56 + 4)
+    arithmetic = 2 * 1000 * rows * LLAMA_7B.parameters / (0.62 * 125e12)
+    assert server(workload).step_seconds(1000) == pytest.approx(arithmetic + tokens * 524_288 / 480e9)
 
 
 def test_the_gpu_alone_within_a_latency_limit() -> None:
