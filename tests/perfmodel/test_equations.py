@@ -31,6 +31,12 @@ LENGTHS = st.integers(1, 5000)
 SECONDS = st.floats(1e-6, 1e-1)
 
 
+@pytest.mark.parametrize(("in_flight", "output_len", "interval"), [(1024, 1024, 32), (4, 64, 16), (100, 5, 1)])
+def test_default_interval_by_hand(in_flight: int, output_len: int, interval: int) -> None:
+    """A 32nd of the steps; with four sequences in flight a quarter; never less than a step."""
+    assert stabilized_load.default_interval_steps(in_flight, output_len) == interval
+
+
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.integers(0, 30))
 def test_peak_load_is_that_of_the_schedule(intervals: int, interval: int, micro_batch: int, prompt_len: int) -> None:
     """Step by step: a micro-batch starts every F steps, and each of its sequences attends one token more per step."""
