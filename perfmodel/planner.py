@@ -80,7 +80,7 @@ class Planner:
         if self.capacity_tokens < self.workload.seq_len:
             raise PlanError(
                 f"one R-worker's memory holds {self.capacity_tokens:.0f} cached tokens, "
-                f"{self.workload.seq_len - self.capacity_tokens:.0f} fewer than one sequence of "
+                f"{math.ceil(self.workload.seq_len - self.capacity_tokens):.6g} fewer than one sequence of "
                 f"{self.workload.seq_len:g}"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fastdecode.errors import ConfigError
@@ -18,9 +19,9 @@ class RPart:
     call_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.seconds_per_token > 0 or self.call_seconds < 0:
+        if not (0 < self.seconds_per_token < math.inf and 0 <= self.call_seconds < math.inf):
             raise ConfigError(
-                f"an R-worker's seconds per cached token must be above zero and its call not below, not "
+                f"an R-worker's seconds per cached token must be finite and above zero, and its call not below, not "
                 f"{self.seconds_per_token:g} and {self.call_seconds:g}"
             )
 

@@ -66,8 +66,9 @@ class MeasuredSPart:
             raise ConfigError(f"batch sizes of the S-part must be at least 1 and ascend, not {list(self.batch_sizes)}")
         if not len(self.batch_sizes) == len(self.layer_seconds_at) == len(self.head_seconds_at):
             raise ConfigError("the S-part needs one time of a layer and one of the head per batch size")
-        if not (np.all(np.array(self.layer_seconds_at) > 0) and np.all(np.array(self.head_seconds_at) >= 0)):
-            raise ConfigError("the S-part's times must be above zero seconds")
+        layer, head = np.array(self.layer_seconds_at), np.array(self.head_seconds_at)
+        if not (np.all((layer > 0) & (layer < np.inf)) and np.all((head >= 0) & (head < np.inf))):
+            raise ConfigError("the S-part's times must be finite and above zero seconds")
 
     def layer_seconds(self, rows: float) -> float:
         """T(B) of one layer."""

@@ -66,7 +66,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     memory = parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes))
     planner = _planner(
         args, shape, kv_dtype, s_part, host_r_part(shape, kv_dtype, host), (gpu.host_bytes_per_second, link),
-        memory=memory, r_workers_per_host=args.r_workers_per_host or host.r_workers_per_host,
+        memory=memory, r_workers_per_host=_per_host(args, host.r_workers_per_host),
     )  # fmt: skip
     server = _server(planner, shape, gpu)
     assumptions = (*_figures(gpu), *_figures(host), f"link {link / 1e9:.4g} GB/s, PCIe {_giga(gpu)} GB/s (nominal)")
@@ -90,7 +90,7 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     rates = (parse_link(args.link),) if args.link else rates
     planner = _planner(
         args, shape, kv_dtype, profile.measured_s_part(), profile.measured_r_part(kv_dtype, workload.mean_context),
-        rates, link.latency_seconds if link else 0.0, _memory(args), args.r_workers_per_host or 1,
+        rates, link.latency_seconds if link else 0.0, _memory(args), _per_host(args, 1),
         profile.step_overhead_seconds,
     )  # fmt: skip
     gpu = find_gpu(args.gpu).times(args.tensor_parallel_size) if args.gpu else None
@@ -118,7 +118,7 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
     rates = (parse_link(args.link),) if args.link else ()
     planner = _planner(
         args, shape, kv_dtype, s_part, RPart(args.r_part_seconds_per_token), rates,
-        memory=_memory(args), r_workers_per_host=args.r_workers_per_host or 1,
+        memory=_memory(args), r_workers_per_host=_per_host(args, 1),
     )  # fmt: skip
     return PlanInputs(planner, None, kv_dtype, shape.name if shape else "bare numbers", ("S and R times as given",))
 
@@ -174,6 +174,10 @@ def _mean_row_bytes(shape: ModelShape, workload: Workload) -> float:
 
 def _kv_dtype(args: argparse.Namespace, shape: ModelShape) -> str:
     return shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+
+
+def _per_host(args: argparse.Namespace, unless_given: int) -> int:
+    return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
 
 
 def _memory(args: argparse.Namespace) -> int | None:
