@@ -138,7 +138,7 @@ class Planner:
         return largest(lambda size: self._balanced_sequence_seconds(size) <= latency_limit_seconds)
 
     def balanced_r_workers(self, mini_batch_size: int) -> float:
-        """Equation 11, against the slower of the S-part and an overlapped hop; at least what one prefix needs."""
+        """Equation 11, against the slower of the S-part and an overlapped hop, unrounded."""
         rows = mini_batch_size * self.workload.rows_per_output_token
         stage = self.s_part.layer_seconds(rows)
         if self.transport.overlapped:
