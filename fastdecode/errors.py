@@ -27,3 +27,11 @@ class CapacityError(FastDecodeError):
 
 class BackendError(FastDecodeError):
     """An R-worker refused a plan or a payload: a bug, reported as such."""
+
+
+class PlanError(FastDecodeError):
+    """No plan can meet what was asked; the message names the constraint and by how much it fails."""
+
+
+class ProfileError(FastDecodeError):
+    """A hardware profile that cannot be read, or lacks what the plan needs."""

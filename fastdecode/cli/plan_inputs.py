@@ -1,0 +1,212 @@
+"""From the flags of ``fastdecode plan`` to a planner: presets by name, a measured profile, or bare numbers."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from fastdecode.config import parse_bytes
+from fastdecode.errors import ConfigError, ProfileError
+from fastdecode.perfmodel.gpu_only import GpuServer
+from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu, parse_link
+from fastdecode.perfmodel.model_config import find_shape
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.planner import Planner, Prices
+from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
+from fastdecode.perfmodel.profile import HardwareProfile, read_profile
+from fastdecode.perfmodel.r_part import RPart, host_r_part
+from fastdecode.perfmodel.s_part import GpuSPart, MeasuredSPart, SPart
+from fastdecode.perfmodel.transport import Transport
+from fastdecode.perfmodel.workload import Workload
+
+HOST_MEMORY_FRACTION = 0.8
+"""Of a preset host's memory, for KV, where --kv-cache-memory does not say."""
+
+BARE_FLAGS = ("s_part_seconds", "r_part_seconds_per_token", "num_layers")
+DEFAULT_LINK = "100Gb"
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What a plan is made from; ``title`` and ``assumptions`` are for people. No ``server``: no GPU was named."""
+
+    planner: Planner
+    server: GpuServer | None
+    kv_cache_dtype: str
+    title: str
+    assumptions: tuple[str, ...]
+
+
+def read_inputs(args: argparse.Namespace) -> PlanInputs:
+    """ConfigError names the flag that is missing or cannot stand beside another."""
+    if args.seq_len is None:
+        raise ConfigError("seq_len (prompt + output tokens) is needed: --seq-len 1024")
+    bare = [name for name in BARE_FLAGS if getattr(args, name) is not None]
+    if bare and args.profile:
+        raise ConfigError(f"{bare[0]} and profile are two ways to say the same; give one")
+    if bare:
+        return _from_numbers(args)
+    return _from_profile(args) if args.profile else _from_names(args)
+
+
+def _from_names(args: argparse.Namespace) -> PlanInputs:
+    for name in ("model", "gpu", "cpu"):
+        if getattr(args, name) is None:
+            raise ConfigError(
+                f"{name} is needed: --model llama-7b --gpu a10 --cpu epyc-7452, or --profile, or bare numbers "
+                f"({', '.join('--' + flag.replace('_', '-') for flag in BARE_FLAGS)})"
+            )
+    shape, host = find_shape(args.model), find_cpu_host(args.cpu)
+    gpu = find_gpu(args.gpu).times(args.tensor_parallel_size)
+    kv_dtype = _kv_dtype(args, shape)
+    link = parse_link(args.link or DEFAULT_LINK)
+    s_part = GpuSPart(shape, gpu)
+    memory = parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes))
+    planner = _planner(
+        args, shape, kv_dtype, s_part, host_r_part(shape, kv_dtype, host), (gpu.host_bytes_per_second, link),
+        memory=memory, r_workers_per_host=_per_host(args, host.r_workers_per_host),
+    )  # fmt: skip
+    server = _server(planner, shape, gpu)
+    assumptions = (*_figures(gpu), *_figures(host), f"link {link / 1e9:.4g} GB/s, PCIe {_giga(gpu)} GB/s (nominal)")
+    assumptions += (f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",)
+    return PlanInputs(planner, server, kv_dtype, f"{shape.name} on {gpu.name} and {host.name}", assumptions)
+
+
+def _from_profile(args: argparse.Namespace) -> PlanInputs:
+    if args.cpu:
+        raise ConfigError("cpu and profile are two ways to say how fast an R-worker is; give one")
+    path = Path(args.profile)
+    try:
+        profile = read_profile(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{path}: not a text file: {error}") from None
+    shape = _profiled_shape(args, profile)
+    kv_dtype = _kv_dtype(args, shape)
+    workload = _workload(args)
+    link = profile.slowest_link()
+    rates: tuple[float, ...] = (link.bytes_per_second,) if link else ()
+    rates = (parse_link(args.link),) if args.link else rates
+    planner = _planner(
+        args, shape, kv_dtype, profile.measured_s_part(), profile.measured_r_part(kv_dtype, workload.mean_context),
+        rates, link.latency_seconds if link else 0.0, _memory(args), _per_host(args, 1),
+        profile.step_overhead_seconds,
+    )  # fmt: skip
+    gpu = find_gpu(args.gpu).times(args.tensor_parallel_size) if args.gpu else None
+    server = _server(planner, shape, gpu) if gpu else None
+    machine = profile.machine
+    whose = f"measured on {machine.host}: S-worker {machine.s_worker}, R-worker {machine.r_worker} ({machine.isa})"
+    assumptions = (whose, *(_figures(gpu) if gpu else ()))
+    return PlanInputs(planner, server, kv_dtype, f"{shape.name} on the machine of {path.name}", assumptions)
+
+
+def _from_numbers(args: argparse.Namespace) -> PlanInputs:
+    missing = [name for name in (*BARE_FLAGS, "mini_batch_size") if getattr(args, name) is None]
+    if missing:
+        raise ConfigError(f"{missing[0]} is needed beside bare numbers: T(B) is the time of one mini-batch size")
+    if args.gpu or args.cpu:
+        raise ConfigError("gpu and cpu have no place beside bare numbers, which say how fast they are")
+    shape = find_shape(args.model) if args.model else None
+    if shape is None and (args.link or args.kv_cache_memory or args.kv_cache_dtype != "auto"):
+        raise ConfigError("link, kv_cache_memory and kv_cache_dtype need --model beside bare numbers, for its sizes")
+    if shape and shape.num_layers != args.num_layers:
+        raise ConfigError(f"num_layers is {args.num_layers}, and {shape.name} has {shape.num_layers}")
+    rows = max(round(args.mini_batch_size * _workload(args).rows_per_output_token), 1)
+    s_part = MeasuredSPart((rows,), (args.s_part_seconds,), (0.0,))
+    kv_dtype = _kv_dtype(args, shape) if shape else "auto"
+    rates = (parse_link(args.link),) if args.link else ()
+    planner = _planner(
+        args, shape, kv_dtype, s_part, RPart(args.r_part_seconds_per_token), rates,
+        memory=_memory(args), r_workers_per_host=_per_host(args, 1),
+    )  # fmt: skip
+    return PlanInputs(planner, None, kv_dtype, shape.name if shape else "bare numbers", ("S and R times as given",))
+
+
+def _planner(
+    args: argparse.Namespace,
+    shape: ModelShape | None,
+    kv_dtype: str,
+    s_part: SPart,
+    r_part: RPart,
+    hop_bytes_per_second: tuple[float, ...],
+    latency_seconds: float = 0.0,
+    memory: int | None = None,
+    r_workers_per_host: int = 1,
+    step_overhead_seconds: float = 0.0,
+) -> Planner:
+    workload = _workload(args)
+    kv_bytes = shape.kv_layout(kv_dtype).kv_bytes_per_token if shape else None
+    row_bytes = _mean_row_bytes(shape, workload) if shape else 0.0
+    return Planner(
+        workload=workload,
+        num_layers=shape.num_layers if shape else args.num_layers,
+        s_part=s_part,
+        r_part=r_part,
+        transport=Transport(row_bytes, hop_bytes_per_second, latency_seconds, not args.exposed_transport),
+        num_mini_batches=args.num_mini_batches,
+        capacity_tokens=memory / kv_bytes if memory and kv_bytes else math.inf,
+        r_workers_per_host=r_workers_per_host,
+        prices=Prices(args.gpu_price, args.cpu_price),
+        step_overhead_seconds=step_overhead_seconds,
+        interval_steps=args.interval_steps,
+        kv_bytes_per_token=kv_bytes,
+    )
+
+
+def _server(planner: Planner, shape: ModelShape, gpu: Gpu) -> GpuServer:
+    """Its weights are checked: the S-worker has to hold them too."""
+    kv_bytes = planner.kv_bytes_per_token or 0
+    server = GpuServer(shape, gpu, kv_bytes, planner.workload)
+    server.check_weights()
+    return server
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    return Workload(args.seq_len, args.prompt_len, args.output_len_cv, args.shared_prefix_len)
+
+
+def _mean_row_bytes(shape: ModelShape, workload: Workload) -> float:
+    """A prompt's rows attend on the S-worker, and send k and v alone."""
+    of_prompt = 1.0 - 1.0 / workload.rows_per_output_token
+    return shape.attending_row_bytes * (1.0 - of_prompt) + shape.appending_row_bytes * of_prompt
+
+
+def _kv_dtype(args: argparse.Namespace, shape: ModelShape) -> str:
+    return shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+
+
+def _per_host(args: argparse.Namespace, unless_given: int) -> int:
+    return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
+
+
+def _memory(args: argparse.Namespace) -> int | None:
+    return parse_bytes("kv_cache_memory", args.kv_cache_memory) if args.kv_cache_memory else None
+
+
+def _profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:
+    """The profile's model, or the one asked for where only its number of layers is another."""
+    if args.model is None:
+        return profile.shape
+    shape = find_shape(args.model)
+    unlike = [
+        field.name
+        for field in fields(ModelShape)
+        if field.name not in ("name", "num_layers") and getattr(shape, field.name) != getattr(profile.shape, field.name)
+    ]
+    if unlike:
+        raise ProfileError(
+            f"the profile was measured on {profile.shape.name}, whose {unlike[0]} is "
+            f"{getattr(profile.shape, unlike[0])}, and {shape.name} has {getattr(shape, unlike[0])}"
+        )
+    return shape
+
+
+def _figures(preset: Gpu | CpuHost) -> tuple[str, ...]:
+    """One line per figure, with its efficiency and source."""
+    values = {field.name: getattr(preset, field.name) for field in fields(preset)}
+    return tuple(f"{preset.name} {name}: {value}" for name, value in values.items() if isinstance(value, Figure))
+
+
+def _giga(gpu: Gpu) -> str:
+    return f"{gpu.host_bytes_per_second / 1e9:.4g}"

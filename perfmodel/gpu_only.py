@@ -1,0 +1,87 @@
+"""The alternative every plan stands beside: the same GPU with the KV cache in its own memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fastdecode.errors import PlanError
+from fastdecode.perfmodel import roofline
+from fastdecode.perfmodel.hardware import Gpu
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.search import largest
+from fastdecode.perfmodel.workload import Workload
+
+MEMORY_FRACTION = 0.9
+"""Of a GPU's memory, for weights and cache; the rest is activations and the driver (vLLM's default)."""
+
+
+@dataclass(frozen=True)
+class GpuOnly:
+    """The best the GPU does alone; ``max_batch_size`` 0 and no throughput where not one sequence can run."""
+
+    max_batch_size: int
+    output_tokens_per_second: float
+    step_seconds: float | None
+    limited_by: str
+
+
+@dataclass(frozen=True)
+class GpuServer:
+    """A model on a GPU without R-workers, its batch filled to the last byte and its kernels at the roofline.
+
+    Kinder to it than any real server, so that what is said for FastDecode holds.
+    """
+
+    shape: ModelShape
+    gpu: Gpu
+    kv_bytes_per_token: int
+    workload: Workload
+
+    def check_weights(self) -> None:
+        """PlanError, by how much, where the weights do not fit the GPU: then neither way can run."""
+        lacking = self.shape.weight_bytes - self._usable_bytes
+        if lacking > 0:
+            raise PlanError(
+                f"{self.shape.name} has {self.shape.weight_bytes / 1e9:.1f} GB of {self.shape.dtype} weights, and "
+                f"{self.gpu.name} has room for {self._usable_bytes / 1e9:.1f} GB: {lacking / 1e9:.1f} GB too little "
+                f"(--tensor-parallel-size takes more GPUs)"
+            )
+
+    def step_seconds(self, batch_size: int) -> float:
+        """Seconds of a decode step at the achieved rates, the prompts' share of rows included."""
+        bytes_per_second = self.gpu.kv_bytes_per_second.achieved
+        own = roofline.step_seconds(
+            batch_size,
+            self._own_kv_bytes,
+            self.shape.active_parameters * self.workload.rows_per_output_token,
+            self.shape.weight_bytes,
+            self.gpu.flops_per_second.achieved,
+            bytes_per_second,
+        )
+        return own + self._shared_kv_bytes / bytes_per_second
+
+    def best(self, latency_limit_seconds: float = math.inf) -> GpuOnly:
+        """The largest batch that memory and the limit on a whole sequence allow; throughput only rises with it."""
+        weights = self.shape.weight_bytes + self._shared_kv_bytes
+        by_memory = roofline.max_batch_size(self._usable_bytes, weights, self._own_kv_bytes)
+        limit = latency_limit_seconds / self.workload.output_len
+        batch = largest(lambda size: self.step_seconds(size) <= limit, by_memory) if limit < math.inf else by_memory
+        limited_by = "memory" if batch == by_memory else "latency limit"
+        if batch == 0:
+            return GpuOnly(0, 0.0, None, limited_by)
+        seconds = self.step_seconds(batch)
+        return GpuOnly(batch, batch / seconds, seconds, limited_by)
+
+    @property
+    def _usable_bytes(self) -> float:
+        return MEMORY_FRACTION * self.gpu.memory_bytes
+
+    @property
+    def _own_kv_bytes(self) -> float:
+        """Of the mean sequence, apart from what all share."""
+        return (self.workload.mean_context - self.workload.shared_prefix_len) * self.kv_bytes_per_token
+
+    @property
+    def _shared_kv_bytes(self) -> float:
+        return self.workload.shared_prefix_len * self.kv_bytes_per_token

@@ -1,0 +1,228 @@
+"""From measured or assumed times to a plan: equations 7 to 11 with prompts, transport and memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fastdecode.errors import ConfigError, PlanError
+from fastdecode.perfmodel import sizing
+from fastdecode.perfmodel import stabilized_load as load
+from fastdecode.perfmodel.plan import Candidate, Plan
+from fastdecode.perfmodel.r_part import RPart
+from fastdecode.perfmodel.s_part import SPart
+from fastdecode.perfmodel.search import MOST, largest
+from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
+from fastdecode.perfmodel.transport import Transport
+from fastdecode.perfmodel.workload import Workload
+
+KNEE_GAIN = 0.1
+"""The batch is large enough when doubling it would raise E(B) by less than this."""
+
+KNEE_TILE = 64
+"""Granularity of the batch sizes tried for the knee: GPUs multiply in tiles."""
+
+AROUND_THE_KNEE = (0.25, 0.5, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5, 2.0)
+"""Numbers of R-workers worth showing, as multiples of the plan's."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Per hour, in any currency: the S-worker's GPUs together, and one host of R-workers. None: not known."""
+
+    gpu_per_hour: float | None = None
+    cpu_host_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_per_hour", "cpu_host_per_hour"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"a price must be a number of at least 0, not {value!r}")
+
+    def per_million_tokens(self, num_hosts: int, tokens_per_second: float) -> float | None:
+        """Of output tokens, with ``num_hosts`` hosts beside the GPU; None where a price is missing."""
+        if self.gpu_per_hour is None or not tokens_per_second or (num_hosts and self.cpu_host_per_hour is None):
+            return None
+        per_hour = self.gpu_per_hour + num_hosts * (self.cpu_host_per_hour or 0.0)
+        return per_hour / 3600.0 / tokens_per_second * 1e6
+
+
+@dataclass(frozen=True)
+class Planner:
+    """The machine and the workload; each method answers one question about them.
+
+    ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F, chosen when
+    None. ``kv_bytes_per_token`` over all layers is only reported.
+    """
+
+    workload: Workload
+    num_layers: int
+    s_part: SPart
+    r_part: RPart
+    transport: Transport = NO_TRANSPORT
+    num_mini_batches: int = 2
+    capacity_tokens: float = math.inf
+    r_workers_per_host: int = 1
+    prices: Prices = Prices()
+    step_overhead_seconds: float = 0.0
+    interval_steps: int | None = None
+    kv_bytes_per_token: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_mini_batches", "r_workers_per_host"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.interval_steps is not None and not 1 <= self.interval_steps <= self.workload.output_len:
+            raise ConfigError(
+                f"interval_steps must be from 1 to the {self.workload.output_len:g} steps of a sequence, "
+                f"not {self.interval_steps}"
+            )
+        if self.capacity_tokens < self.workload.seq_len:
+            raise PlanError(
+                f"one R-worker's memory holds {self.capacity_tokens:.0f} cached tokens, "
+                f"{math.ceil(self.workload.seq_len - self.capacity_tokens):.6g} fewer than one sequence of "
+                f"{self.workload.seq_len:g}"
+            )
+
+    def plan(self, mini_batch_size: int) -> Plan:
+        """The fewest R-workers that keep up with the S-worker, and the load-stabilizing schedule for them."""
+        if mini_batch_size < 1:
+            raise ConfigError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
+        in_flight = sizing.in_flight(mini_batch_size, self.num_mini_batches)
+        interval = self._interval(in_flight)
+        exact, for_memory = self.balanced_r_workers(mini_batch_size), self._memory_r_workers(in_flight)
+        needed = max(_round_up(exact), 1)
+        chosen = self.candidate(mini_batch_size, max(needed, for_memory))
+        return Plan(
+            mini_batch_size=mini_batch_size,
+            in_flight=in_flight,
+            num_mini_batches=self.num_mini_batches,
+            num_r_workers=chosen.num_r_workers,
+            num_r_workers_exact=exact,
+            r_workers_set_by="memory" if for_memory > needed else "bandwidth",
+            num_hosts=chosen.num_hosts,
+            micro_batch_size=_round_up(load.micro_batch_size(in_flight, self.workload.output_len, interval)),
+            interval_steps=interval,
+            kv_load_limit=self._load_limit(in_flight),
+            step_seconds=chosen.step_seconds,
+            output_tokens_per_second=chosen.output_tokens_per_second,
+            sequence_seconds=chosen.sequence_seconds,
+            bottleneck=chosen.bottleneck,
+            s_busy=chosen.s_busy,
+            r_busy=chosen.r_busy,
+            price_per_million_tokens=chosen.price_per_million_tokens,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            r_worker_bandwidth_gb_per_s=self._r_worker_bandwidth(),
+            candidates=tuple(
+                self.candidate(mini_batch_size, number)
+                for number in sorted({max(1, round(part * chosen.num_r_workers)) for part in AROUND_THE_KNEE})
+            ),
+        )
+
+    def knee_mini_batch(self) -> int:
+        """The smallest batch whose E(B) = B/T(B) would rise by less than a tenth if it were doubled (eq. 8)."""
+        sizes = range(KNEE_TILE, MOST // 2, KNEE_TILE)
+        return next((size for size in sizes if self._gain_of_doubling(size) < KNEE_GAIN), sizes[-1])
+
+    def largest_mini_batch(self, latency_limit_seconds: float) -> int:
+        """The largest batch whose sequences take at most that long, R-workers balanced (eq. 7, with every stage)."""
+        if not latency_limit_seconds > 0:
+            raise ConfigError(f"latency_limit must be above 0 seconds, not {latency_limit_seconds:g}")
+        least = self._balanced_sequence_seconds(1)
+        if least > latency_limit_seconds:
+            raise PlanError(
+                f"a latency limit of {latency_limit_seconds:g} s cannot be met: with a mini-batch of 1, "
+                f"{self.workload.output_len:g} steps of {least / self.workload.output_len:.3g} s take {least:.3g} s, "
+                f"{least - latency_limit_seconds:.3g} s too long"
+            )
+        return largest(lambda size: self._balanced_sequence_seconds(size) <= latency_limit_seconds)
+
+    def balanced_r_workers(self, mini_batch_size: int) -> float:
+        """Equation 11, against the slower of the S-part and an overlapped hop, unrounded."""
+        rows = mini_batch_size * self.workload.rows_per_output_token
+        stage = self.s_part.layer_seconds(rows)
+        if self.transport.overlapped:
+            stage = max(stage, self.transport.stage_seconds(rows))
+        return sizing.balanced_r_workers(
+            mini_batch_size,
+            self.workload.mean_context,
+            self.r_part.seconds_per_token,
+            stage,
+            self.workload.shared_prefix_len,
+            self.r_part.call_seconds,
+        )
+
+    def step_model(self, num_r_workers: float) -> StepModel:
+        """Seconds of any step with that many R-workers."""
+        return StepModel(
+            self.num_layers,
+            self.s_part,
+            self.r_part,
+            num_r_workers,
+            self.num_mini_batches,
+            self.transport,
+            self.step_overhead_seconds,
+        )
+
+    def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
+        """What a number of R-workers gives, whether or not it is the plan's."""
+        in_flight = sizing.in_flight(mini_batch_size, self.num_mini_batches)
+        model, (tokens, kv_tokens) = self.step_model(num_r_workers), self._step(in_flight, num_r_workers)
+        stages, seconds = model.stages(tokens, kv_tokens), model(tokens, kv_tokens)
+        rate = in_flight / seconds
+        hosts = _round_up(num_r_workers / self.r_workers_per_host)
+        per_stage = self.num_layers * self.num_mini_batches
+        return Candidate(
+            num_r_workers=num_r_workers,
+            num_hosts=hosts,
+            step_seconds=seconds,
+            output_tokens_per_second=rate,
+            sequence_seconds=self.workload.output_len * seconds,
+            s_busy=per_stage * stages.s_part / seconds,
+            r_busy=per_stage * stages.r_part / seconds,
+            bottleneck=model.bottleneck(tokens, kv_tokens),
+            fits_memory=num_r_workers >= self._memory_r_workers(in_flight),
+            price_per_million_tokens=self.prices.per_million_tokens(hosts, rate),
+        )
+
+    def _step(self, in_flight: float, num_r_workers: float) -> tuple[float, float]:
+        """Rows, and cached tokens read, of the mean step: each R-worker reads a shared prefix once per mini-batch."""
+        shared = self.workload.shared_prefix_len
+        own = in_flight * (self.workload.mean_context - shared)
+        tokens = in_flight * self.workload.rows_per_output_token
+        return tokens, own + shared * num_r_workers * self.num_mini_batches
+
+    def _balanced_sequence_seconds(self, mini_batch_size: int) -> float:
+        workers = max(self.balanced_r_workers(mini_batch_size), 1.0)
+        in_flight = sizing.in_flight(mini_batch_size, self.num_mini_batches)
+        return self.workload.output_len * self.step_model(workers)(*self._step(in_flight, workers))
+
+    def _gain_of_doubling(self, mini_batch_size: int) -> float:
+        rows = mini_batch_size * self.workload.rows_per_output_token
+        return 2.0 * self.s_part.layer_seconds(rows) / self.s_part.layer_seconds(2 * rows) - 1.0
+
+    def _interval(self, in_flight: int) -> int:
+        return self.interval_steps or load.default_interval_steps(in_flight, self.workload.output_len)
+
+    def _load_limit(self, in_flight: int) -> int:
+        """The schedule's peak; never below one whole sequence, which could otherwise never run."""
+        output_len = self.workload.output_len
+        before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
+        peak = load.peak_load_stabilized(in_flight, output_len, self._interval(in_flight), before)
+        return _round_up(max(peak, self.workload.seq_len))
+
+    def _memory_r_workers(self, in_flight: int) -> int:
+        """Equation 9 at the schedule's peak; every R-worker holds a shared prefix of its own."""
+        shared = self.workload.shared_prefix_len
+        peak_context = self._load_limit(in_flight) / in_flight - shared
+        return max(_round_up(sizing.memory_r_workers(in_flight, peak_context, self.capacity_tokens - shared)), 1)
+
+    def _r_worker_bandwidth(self) -> float | None:
+        if self.kv_bytes_per_token is None:
+            return None
+        return self.kv_bytes_per_token / self.num_layers / self.r_part.seconds_per_token / 1e9
+
+
+def _round_up(number: float) -> int:
+    """Up, but not for the last bits of a division."""
+    return math.ceil(number - 1e-9 * abs(number))

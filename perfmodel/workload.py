@@ -1,0 +1,56 @@
+"""What is asked of the machine: lengths of prompts and outputs, as means over the sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fastdecode.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sequences of ``seq_len`` tokens on average, the first ``prompt_len`` of them given.
+
+    ``output_len_cv``: standard deviation of the output's length over its mean (0: all alike, 1: exponential).
+    ``shared_prefix_len``: tokens at the start that every prompt shares, computed and read once per R-worker.
+    """
+
+    seq_len: float
+    prompt_len: float = 0.0
+    output_len_cv: float = 0.0
+    shared_prefix_len: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "prompt_len", "output_len_cv", "shared_prefix_len"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise ConfigError(f"{name} must be a number of at least 0, not {value!r}")
+        if self.output_len < 1:
+            raise ConfigError(
+                f"seq_len (prompt + output) is {self.seq_len:g} and must be at least prompt_len + 1 = "
+                f"{self.prompt_len + 1:g}"
+            )
+        if self.shared_prefix_len > self.prompt_len:
+            raise ConfigError(
+                f"shared_prefix_len ({self.shared_prefix_len:g}) must be at most prompt_len ({self.prompt_len:g})"
+            )
+
+    @property
+    def output_len(self) -> float:
+        """Mean tokens generated, and so decode steps, per sequence."""
+        return self.seq_len - self.prompt_len
+
+    @property
+    def mean_context(self) -> float:
+        """Cached tokens a running sequence attends to, averaged over the steps of all sequences.
+
+        The paper's S/2 without prompts. Of unequal sequences the long ones run longer, and weigh more:
+        p + E[o²]/(2·E[o]) = p + ō·(1 + cv²)/2.
+        """
+        return self.prompt_len + self.output_len * (1.0 + self.output_len_cv**2) / 2.0
+
+    @property
+    def rows_per_output_token(self) -> float:
+        """Rows the S-worker computes per token generated: the token's, and its share of a prompt not yet cached."""
+        return 1.0 + (self.prompt_len - self.shared_prefix_len) / self.output_len

@@ -1,0 +1,194 @@
+"""``fastdecode plan``: the contract's keys, one clear line for what cannot be, and nothing slow."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdecode.cli.main import build_parser, main
+from fastdecode.cli.plan_inputs import read_inputs
+
+from .test_profile import profile
+
+CONTRACT = {
+    "mini_batch_size", "in_flight", "num_r_workers", "num_r_workers_exact", "micro_batch_size", "interval_steps",
+    "kv_load_limit", "step_seconds", "output_tokens_per_second", "sequence_seconds", "bottleneck",
+    "r_worker_bandwidth_gb_per_s", "kv_bytes_per_token", "gpu_only", "candidates",
+}  # fmt: skip
+
+NAMES = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452", "--link", "100Gb", "--seq-len", "1024"]
+BARE = ["--s-part-seconds", "7.08e-3", "--r-part-seconds-per-token", "1.239e-7", "--num-layers", "32"]
+NUMBERS = [*BARE, "--seq-len", "1024", "--mini-batch-size", "1024"]
+
+
+def plan(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    path = tmp_path / "plan.json"
+    assert main(["plan", *arguments, "--output-json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_bare_numbers_give_the_papers_plan(tmp_path: Path) -> None:
+    """What a model or a GPU would have to say is null."""
+    found = plan(tmp_path, *NUMBERS)
+    assert set(found) >= CONTRACT
+    assert f"{found['num_r_workers_exact']:.1f}" == "9.2"
+    assert (found["num_r_workers"], found["in_flight"], found["bottleneck"]) == (10, 2048, "s-worker")
+    assert found["step_seconds"] == pytest.approx(2 * 32 * 7.08e-3)
+    assert found["gpu_only"]["max_batch_size"] is None and found["kv_bytes_per_token"] is None
+    assert found["use_fastdecode"] is None
+
+
+def test_names_give_a_plan_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(tmp_path, *NAMES, "--mini-batch-size", "1024", "--gpu-price", "1", "--cpu-price", "0.5")
+    assert set(found) >= CONTRACT and None not in found.values()
+    assert found["kv_bytes_per_token"] == 32 * 16_384
+    assert found["r_worker_bandwidth_gb_per_s"] == pytest.approx(132.1, abs=0.1)
+    assert found["gpu_only"]["max_batch_size"] == 30
+    assert found["use_fastdecode"] is True
+    assert {row["num_r_workers"] for row in found["candidates"]} >= {5, found["num_r_workers"], 20}
+    text = capsys.readouterr().out
+    assert "GPU alone" in text and "price/1M" in text
+    assert "measured: FastDecode paper" in text and "nominal, efficiency assumed" in text
+
+
+def test_a_profile_gives_a_plan_and_says_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile().to_json())
+    found = plan(tmp_path, "--profile", str(path), "--seq-len", "1024", "--mini-batch-size", "1024", "--gpu", "a10")
+    exact = 1024 * 512 * 1.239e-7 / (7.08e-3 - 2e-5)
+    assert found["num_r_workers_exact"] == pytest.approx(exact)
+    assert found["gpu_only"]["max_batch_size"] == 30
+    r_part = 2e-5 + 1.239e-7 * 1024 * 512 / 10
+    trip = 3e-5 + 1024 * 32_768 / 10e9  # the slower of two links
+    assert found["step_seconds"] == pytest.approx(32 * (7.08e-3 + trip + r_part) + 2 * 1e-3 + 1e-3)
+    assert "measured on cluster: S-worker NVIDIA A10, R-worker Epyc 7452 (avx2)" in capsys.readouterr().out
+
+
+def test_kv_dtype_prompts_and_latency_reach_the_plan(tmp_path: Path) -> None:
+    base = plan(tmp_path, *NAMES, "--mini-batch-size", "512")
+    int8 = plan(tmp_path, *NAMES, "--mini-batch-size", "512", "--kv-cache-dtype", "int8")
+    assert int8["num_r_workers_exact"] / base["num_r_workers_exact"] == pytest.approx((128 + 4) / 256)
+    prompts = plan(tmp_path, *NAMES, "--mini-batch-size", "512", "--prompt-len", "512")
+    assert prompts["output_tokens_per_second"] < base["output_tokens_per_second"]
+    assert prompts["kv_load_limit"] == 1024 * (512 + (512 + 16) / 2)
+    assert plan(tmp_path, *NAMES, "--latency-limit", "300")["sequence_seconds"] <= 300
+    exposed = plan(tmp_path, *NAMES, "--mini-batch-size", "512", "--exposed-transport")
+    assert exposed["step_seconds"] > base["step_seconds"]
+    assert plan(tmp_path, *NAMES, "--mini-batch-size", "512", "--num-mini-batches", "3")["in_flight"] == 1536
+
+
+def test_rows_of_prompts_send_keys_and_values_alone() -> None:
+    """Half of the rows send q, k, v and o, half k and v; tensor parallelism multiplies the GPU and its PCIe."""
+    args = build_parser().parse_args(["plan", *NAMES, "--prompt-len", "512", "--tensor-parallel-size", "2"])
+    transport = read_inputs(args).planner.transport
+    assert transport.row_bytes == 2 * 4096 * (4 + 2) / 2
+    assert transport.hop_bytes_per_second == (64e9, 12.5e9)
+
+
+def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) -> None:
+    """Short sequences on a GPU with much memory."""
+    short = ["--gpu", "h200", "--prompt-len", "100", "--seq-len", "128"]
+    assert main(["plan", "--model", "llama-7b", "--cpu", "epyc-9654", *short]) == 0
+    assert "Do not use FastDecode here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--seq-len", "1024"], 2, "model is needed"),
+        (NAMES[:-2], 2, "seq_len (prompt + output tokens) is needed"),
+        ([*NAMES[:-2], "--seq-len", "0"], 2, "at least prompt_len + 1"),
+        ([*NAMES, "--prompt-len", "1024"], 2, "must be at least prompt_len + 1 = 1025"),
+        ([*NAMES, "--gpu", "abacus"], 2, "gpu must be one of t4, l4, a10"),
+        ([*NAMES, "--cpu", "abacus"], 2, "cpu must be one of epyc-7452"),
+        ([*NAMES, "--model", "no-such-model"], 1, "no such model folder"),
+        ([*NAMES, "--link", "0Gb"], 2, "no bandwidth at all"),
+        ([*NAMES, "--mini-batch-size", "0"], 2, "mini_batch_size must be at least 1"),
+        ([*NAMES, "--num-mini-batches", "0"], 2, "num_mini_batches must be at least 1"),
+        ([*NAMES, "--gpu-price", "nan"], 2, "a price must be"),
+        ([*NAMES, "--kv-cache-memory", "1GB"], 1, "holds 1907 cached tokens, 2189 fewer than one sequence of 4096"),
+        ([*NAMES, "--latency-limit", "1"], 1, "cannot be met"),
+        ([*NAMES, "--model", "opt-175b"], 1, "GB too little"),
+        ([*NAMES, "--profile", "/no/such/profile.json", "--cpu", "epyc-7452"], 2, "cpu and profile"),
+        (["--seq-len", "10", "--profile", "/no/such/profile.json"], 1, "/no/such/profile.json"),
+        ([*NUMBERS, "--profile", "p.json"], 2, "s_part_seconds and profile"),
+        ([*BARE, "--seq-len", "1024"], 2, "mini_batch_size is needed"),
+        ([*NUMBERS[2:]], 2, "s_part_seconds is needed"),
+        ([*NUMBERS, "--gpu", "a10"], 2, "gpu and cpu have no place"),
+        ([*NUMBERS, "--link", "10Gb"], 2, "need --model"),
+        ([*NUMBERS, "--model", "llama-13b"], 2, "num_layers is 32, and llama-13b has 40"),
+        ([*NUMBERS, "--r-part-seconds-per-token", "0"], 2, "finite and above zero"),
+        ([*NUMBERS, "--r-part-seconds-per-token", "inf"], 2, "finite and above zero"),
+        ([*NUMBERS, "--s-part-seconds", "inf"], 2, "above zero seconds"),
+        ([*NAMES, "--r-workers-per-host", "0"], 2, "r_workers_per_host must be at least 1"),
+        ([*NUMBERS, "--s-part-seconds", "-1"], 2, "above zero seconds"),
+        ([*NUMBERS, "--output-json", "/no/such/folder/plan.json"], 2, "no such folder"),
+    ],
+)
+def test_failures_are_one_clear_line(
+    arguments: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2 for wrong usage, 1 where no plan can be; the later of two equal flags counts."""
+    if "1GB" in arguments:
+        arguments = [*arguments, "--seq-len", "4096"]
+    assert main(["plan", *arguments]) == status
+    error = capfd.readouterr().err.strip()
+    assert error.startswith("fastdecode: error: ") and message in error
+    assert "\n" not in error
+
+
+def test_batch_size_and_latency_limit_exclude_each_other(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_status:
+        main(["plan", *NAMES, "--mini-batch-size", "8", "--latency-limit", "10"])
+    assert exit_status.value.code == 2 and "not allowed with" in capfd.readouterr().err
+
+
+def test_emitted_files_hold_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(tmp_path, *NAMES, "--mini-batch-size", "1024")
+    capsys.readouterr()
+    text = {}
+    for form in ("hostfile", "sbatch", "mpirun"):
+        assert main(["plan", *NAMES, "--mini-batch-size", "1024", "--emit", form]) == 0
+        text[form] = capsys.readouterr().out
+    slots = [int(number) for number in re.findall(r"^r-host-\d+ slots=(\d+)$", text["hostfile"], re.MULTILINE)]
+    assert sum(slots) == found["num_r_workers"] and len(slots) == found["num_hosts"]
+    for form in ("sbatch", "mpirun"):
+        for flag, key in (("--max-num-seqs", "in_flight"), ("--kv-load-limit", "kv_load_limit")):
+            assert f"{flag} {found[key]}" in text[form]
+        assert "--model llama-7b" in text[form] and "fastdecode r-worker --transport mpi" in text[form]
+    assert f"-n {found['num_r_workers']} fastdecode r-worker" in text["mpirun"]
+    assert f"--nodes={found['num_hosts']} --ntasks={found['num_r_workers']} " in text["sbatch"]
+    script = tmp_path / "job.sh"
+    script.write_text(text["sbatch"])
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+
+
+def test_plot_is_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    prices = ["--gpu-price", "1", "--cpu-price", "0.5"]
+    assert main(["plan", *NAMES, *prices, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_a_plan_takes_less_than_a_second_and_no_torch(tmp_path: Path) -> None:
+    """Processor seconds, since the machine may be shared; the imports of the command itself in a process of its own."""
+    start = time.process_time()
+    assert main(["plan", *NAMES, "--latency-limit", "300"]) == 0
+    assert time.process_time() - start < 1.0
+    code = f"""
+import sys
+from fastdecode.cli.main import build_parser, main
+from fastdecode.cli.plan_inputs import read_inputs
+status = main(["plan", *{NAMES!r}])
+heavy = {{"torch", "transformers", "matplotlib"}} & set(sys.modules)
+sys.exit(str(heavy) if heavy else status)
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,154 @@
+"""The figures the papers print, from the inputs they print beside them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdecode.perfmodel import roofline, sizing, stabilized_load
+from fastdecode.perfmodel.model_config import BUILT_IN
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
+from fastdecode.perfmodel.r_part import host_r_part
+from fastdecode.perfmodel.s_part import GpuSPart
+from fastdecode.perfmodel.transport import Transport
+from fastdecode.perfmodel.workload import Workload
+
+R_SECONDS = 0.1239e-6
+"""One R-worker (socket), per cached token and layer of the 7B model."""
+
+T_1024_SECONDS = 7.08e-3
+
+PAPER_7B = ModelShape("paper-7b", 32, 4096, 4 * 4096, 32, 32, 128, 32000, mlp_matrices=2, dtype="float16")
+"""The sizes of FastDecode's 7B layer: 12·h² weights."""
+
+WORKED = ModelShape("worked", 64, 4096, 16384, 32, 8, 256, 32128, tied_embeddings=True)
+WORKED_EXPERTS = ModelShape(
+    "worked-experts", 64, 4096, 16384, 32, 8, 256, 32128, tied_embeddings=True, num_experts=16, experts_per_token=2
+)
+"""The model of "All About Transformer Inference", Worked Problems, dense and as a mixture of experts."""
+
+V5E_BYTES_PER_SECOND, V5E_FLOPS_PER_SECOND = 8.1e11, 1.97e14
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "output_len", "interval", "micro_batch", "together", "stabilized"),
+    [(6, 6, 2, 2, 36, 24), (1024, 1024, 32, 32, 1024 * 1024, 540_672)],
+)
+def test_stabilized_load(
+    in_flight: int, output_len: int, interval: int, micro_batch: int, together: int, stabilized: int
+) -> None:
+    assert stabilized_load.micro_batch_size(in_flight, output_len, interval) == micro_batch
+    assert stabilized_load.peak_load_together(in_flight, output_len) == together
+    assert stabilized_load.peak_load_stabilized(in_flight, output_len, interval) == stabilized
+
+
+@pytest.mark.parametrize(("seq_len", "printed"), [(1024, "9.2"), (768, "6.9")])
+def test_r_workers_of_the_paper(seq_len: int, printed: str) -> None:
+    workers = sizing.balanced_r_workers(1024, Workload(seq_len).mean_context, R_SECONDS, T_1024_SECONDS)
+    assert f"{workers:.1f}" == printed
+
+
+def test_r_workers_of_short_sequences() -> None:
+    assert f"{sizing.balanced_r_workers(1024, Workload(128).mean_context, R_SECONDS, T_1024_SECONDS):.2f}" == "1.15"
+
+
+def test_r_is_what_the_paper_measured() -> None:
+    """8.12 ms for 1024 sequences of 256 tokens on 4 sockets; the preset of its CPU says the same."""
+    assert f"{8.12e-3 * 4 / (1024 * 256) * 1e6:.4f}" == "0.1239"
+    preset = host_r_part(PAPER_7B, "float16", find_cpu_host("epyc-7452"))
+    assert preset.seconds_per_token == pytest.approx(R_SECONDS, rel=0.005)
+    assert sizing.r_part_seconds(1024, 256, R_SECONDS, 4) == pytest.approx(8.12e-3, rel=0.001)
+
+
+def test_the_a10_preset_is_near_what_the_paper_measured() -> None:
+    """T(1) and T(1024); the second is what the sum of loading and multiplying makes of 0.62 of the FLOP/s."""
+    s_part = GpuSPart(PAPER_7B, find_gpu("a10"))
+    assert s_part.layer_seconds(1) == pytest.approx(1.46e-3, rel=0.01)
+    assert s_part.layer_seconds(1024) == pytest.approx(T_1024_SECONDS, rel=0.05)
+
+
+def test_sizes_of_a_7b_layer() -> None:
+    assert 1024 * PAPER_7B.attending_row_bytes // 10**5 == 335  # 33.5 MB, 33.55 cut
+    pcie, network = (Transport(PAPER_7B.attending_row_bytes, (rate,)) for rate in (32e9, 100e9 / 8))
+    assert pcie.trip_seconds(1024) == pytest.approx(1.04e-3, abs=0.01e-3)  # 1.049, printed as 1.04
+    assert f"{network.trip_seconds(1024) * 1e3:.2f}" == "2.68"
+    assert PAPER_7B.layer_layout.kv_bytes_per_token("float16") == 16_384
+    assert f"{1024 * 256 * 16_384 / 1e9:.2f}" == "4.29"
+    assert PAPER_7B.layer_parameters * PAPER_7B.item_bytes // 10**6 == 402
+
+
+def test_pop_quiz() -> None:
+    """30B int8 parameters, 8192 tokens of 100 kB, 16 chips."""
+    chips = {"flops_per_second": 16 * V5E_FLOPS_PER_SECOND, "bytes_per_second": 16 * V5E_BYTES_PER_SECOND}
+    step = {batch: roofline.step_seconds(batch, 100e3 * 8192, 30e9, 30e9, **chips) for batch in (4, 256)}
+    assert f"{step[4] * 1e3:.2f}" == "2.57"
+    assert f"{step[256] * 1e3:.0f}" == "21"
+
+
+TABLES = {
+    6.7e9: [
+        (1, "6.7", "32.7", "4.98", "200.61"),
+        (8, "53.6", "79.6", "12.13", "659.30"),
+        (16, "107.2", "133.2", "20.30", "787.99"),
+        (32, "214.4", "240.4", "36.65", "873.21"),
+        (64, "428.8", "454.8", "69.33", "923.13"),
+        (240, "1608", "1634", "249.09", "963.53"),
+    ],
+    1.34e9: [
+        (1, "1.34", "27.34", "4.17", "239.94"),
+        (8, "10.72", "36.72", "5.60", "1429.19"),
+        (16, "21.44", "47.44", "7.23", "2212.48"),
+        (32, "42.88", "68.88", "10.50", "3047.62"),
+        (64, "85.76", "111.76", "17.04", "3756.62"),
+        (240, "321.6", "347.6", "52.99", "4529.34"),
+    ],
+}
+"""KV bytes of 8192 tokens → batch, KV memory, total memory, step ms, tokens/s of LLaMA 2-13B on 8 chips."""
+
+
+@pytest.mark.parametrize("kv_bytes", TABLES)
+def test_tables_of_the_13b_model(kv_bytes: float) -> None:
+    for batch, kv_memory, memory, milliseconds, tokens_per_second in TABLES[kv_bytes]:
+        assert f"{batch * kv_bytes / 1e9:g}" == kv_memory
+        assert f"{(batch * kv_bytes + 26e9) / 1e9:g}" == memory
+        step = roofline.step_seconds(batch, kv_bytes, 13e9, 26e9, 1600e12, 8 * 0.82e12)
+        assert f"{step * 1e3:.2f}" == milliseconds
+        assert f"{batch / step:.2f}" == tokens_per_second
+
+
+def test_cache_and_weights_of_the_13b_model() -> None:
+    """The tables' inputs; out of memory beyond a batch of 16, or 64 with 8 KV heads, on 8 chips of 16 GiB."""
+    shape = BUILT_IN["llama-13b"]
+    assert f"{shape.parameters / 1e9:.0f}" == "13"
+    assert f"{shape.weight_bytes / 1e9:.0f}" == "26"
+    sizes = {heads: 8192 * roofline.kv_bytes_per_token(40, heads, 128, 2) for heads in (40, 8)}
+    assert f"{sizes[40] / 1e9:.1f}" == "6.7" and f"{sizes[8] / 1e9:.2f}" == "1.34"
+    assert 16 <= roofline.max_batch_size(128 * 2**30, 26e9, sizes[40]) < 32
+    assert 64 <= roofline.max_batch_size(128 * 2**30, 26e9, sizes[8]) < 240
+
+
+def test_worked_model() -> None:
+    assert f"{WORKED.parameters / 1e9:.3f}" == "18.385"
+    assert roofline.kv_bytes_per_token(64, 8, 256, 1) == 262_144
+    assert roofline.kv_bytes_per_token(64, 1, 256, 1) == 32_768
+    assert f"{roofline.weight_load_seconds(WORKED.parameters, V5E_BYTES_PER_SECOND, 16) * 1e3:.2f}" == "1.42"
+
+
+def test_worked_model_as_a_mixture_of_experts() -> None:
+    assert f"{WORKED_EXPERTS.parameters / 1e9:.1f}" == "211.7"
+    assert f"{WORKED_EXPERTS.active_parameters / 1e9:.1f}" == "31.3"
+
+
+def test_critical_batch() -> None:
+    """Printed with two and three digits: 240 (1.97e14 / 8.2e11), half of it for int8 weights, and 240·16/2."""
+    dense = roofline.critical_batch(V5E_FLOPS_PER_SECOND, 8.2e11)
+    assert f"{dense:.0f}" == "240"
+    assert f"{roofline.critical_batch(V5E_FLOPS_PER_SECOND, 8.2e11, bytes_per_parameter=1):.0f}" == "120"
+    assert roofline.critical_batch(240.0, 1.0, num_experts=16, experts_per_token=2) == 1920
+
+
+def test_the_papers_socket_reads_two_thirds_of_its_bandwidth() -> None:
+    """205 GB/s nominal; 16,384 bytes in 0.1239 µs."""
+    reading = find_cpu_host("epyc-7452").read_bytes_per_second
+    assert f"{reading.nominal / 1e9:.0f}" == "205"
+    assert reading.achieved == pytest.approx(16_384 / R_SECONDS, rel=0.005)

@@ -1,0 +1,102 @@
+"""Shapes of built-in names and of configuration files, against parameter counts everybody knows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import pytest
+
+from fastdecode.config import DEMO_MODEL
+from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.perfmodel.model_config import BUILT_IN, find_shape, read_shape
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.types import KV_BITS
+
+BILLIONS = {
+    "llama-7b": "6.7", "llama-13b": "13.0", "llama-65b": "65.3", "llama-2-70b": "69.0", "llama-3-8b": "8.0",
+    "llama-3-70b": "70.6", "mistral-7b": "7.2", "mixtral-8x7b": "46.7", "yi-34b": "34.4", "falcon-180b": "178.6",
+    "opt-6.7b": "6.6", "opt-175b": "174.6",
+}  # fmt: skip
+
+LEFT_OUT = ("embed_positions", "wpe", "router", "mlp.gate.weight")
+"""Learned positions, and the routers of experts."""
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_attention_heads": 32, "vocab_size": 32000, "torch_dtype": "float16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_models_have_their_parameters(name: str) -> None:
+    assert f"{BUILT_IN[name].parameters / 1e9:.1f}" == BILLIONS[name]
+
+
+def test_a_configuration_file_gives_the_built_in_shape(tmp_path: Path) -> None:
+    """As a folder and as a file; the case of a built-in name does not matter."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    assert vars(find_shape(str(path))) == vars(BUILT_IN["llama-7b"]) | {"name": str(path)}
+    assert find_shape(str(tmp_path)).parameters == find_shape("LLaMA-7B").parameters
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "opt", "gpt_bigcode", "mixtral", "qwen3_moe", "phi3", "qwen3", "gemma2"])
+def test_parameters_agree_with_the_model_itself(name: str) -> None:
+    """Weight matrices of layers and head, counted in the module; vectors and learned positions are left out."""
+    model = model_zoo.build_model(name)
+    shape = read_shape(model.config.to_dict(), name)
+    named = [(n, p.numel()) for n, p in model.named_parameters() if p.dim() > 1]
+    matrices = sum(size for name, size in named if not any(word in name for word in LEFT_OUT))
+    assert shape.parameters == matrices
+
+
+def test_kv_bytes_are_the_r_workers() -> None:
+    """Scales included: int8 has 4 bytes per token and head, int4 4 per 64 dims."""
+    shape = ModelShape("m", 2, 64, 64, 8, 2, 128, 100)
+    per_row = {"float32": 512, "bfloat16": 256, "float16": 256, "int8": 132, "int4": 72}
+    assert set(per_row) == set(KV_BITS)
+    for dtype, row_bytes in per_row.items():
+        assert shape.kv_layout(dtype).kv_bytes_per_token == 2 * 2 * 2 * row_bytes
+
+
+def test_the_demo_model_is_read() -> None:
+    assert (
+        find_shape(str(DEMO_MODEL)).num_layers
+        == json.loads((DEMO_MODEL / "config.json").read_text())["num_hidden_layers"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_hidden_layers": None}, ModelLoadError, "no num_hidden_layers"),
+        ({"num_hidden_layers": -3}, ModelLoadError, "num_layers must be"),
+        ({"hidden_size": "wide"}, ModelLoadError, "cannot be right"),
+        ({"num_key_value_heads": 5}, ModelLoadError, "5 KV heads"),
+        ({"kv_lora_rank": 512}, UnsupportedModelError, "latent attention"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized weights"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, UnsupportedModelError, "linear_attention"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_shape(LLAMA | change, "m")
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelLoadError, match=r"config\.json"):
+            find_shape(str(tmp_path))
+    with pytest.raises(ModelLoadError, match="no such model folder"):
+        find_shape("no-such-model")
+
+
+def test_shapes_are_checked_once() -> None:
+    with pytest.raises(ConfigError, match="experts_per_token"):
+        ModelShape("m", 1, 8, 8, 2, 1, 4, 10, num_experts=2, experts_per_token=3)
+    with pytest.raises(ConfigError, match="dtype"):
+        ModelShape("m", 1, 8, 8, 2, 1, 4, 10, dtype="float8")
