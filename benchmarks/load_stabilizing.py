@@ -38,7 +38,7 @@ def main() -> None:
     """Print both schedules' figures and their ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--in-flight", type=int, default=64, help="(64)")
-    parser.add_argument("--length", type=int, default=1000, help="prompt + output (1000)")
+    parser.add_argument("--interval", type=int, default=31, help="F, steps between micro-batches; S is 32 F (31)")
     parser.add_argument("--waves", type=int, default=5, help="requests per place in flight (5)")
     parser.add_argument("--rounds", type=int, default=2, help="(2)")
     parser.add_argument("--hidden", type=int, default=512, help="(512)")
@@ -60,7 +60,6 @@ def main() -> None:
 
 
 def _run(schedule: str, folder: str, args: argparse.Namespace) -> ThroughputRun:
-    interval = args.length // 32
     config = EngineConfig(
         model=folder,
         load_format="dummy",
@@ -69,8 +68,8 @@ def _run(schedule: str, folder: str, args: argparse.Namespace) -> ThroughputRun:
         kv_cache_dtype=args.kv_cache_dtype,
         max_num_seqs=args.in_flight,
         schedule=schedule,
-        kv_load_limit=args.in_flight * (args.length + PROMPT_LEN + interval) // 2,
-        micro_batch_interval=interval,
+        kv_load_limit=args.in_flight * (2 * PROMPT_LEN + 33 * args.interval) // 2,
+        micro_batch_interval=args.interval,
         num_mini_batches=2,
         s_threads=1,
         r_threads=1,
@@ -79,7 +78,7 @@ def _run(schedule: str, folder: str, args: argparse.Namespace) -> ThroughputRun:
     )
     engine = LLMEngine(config)
     requests = range(args.in_flight * args.waves)
-    items = [WorkItem([1 + i % 500] * PROMPT_LEN, args.length - PROMPT_LEN) for i in requests]
+    items = [WorkItem([1 + i % 500] * PROMPT_LEN, 32 * args.interval + 1) for i in requests]
     try:
         warm_up(engine, items)
         return run_throughput(engine, items)
@@ -90,7 +89,7 @@ def _run(schedule: str, folder: str, args: argparse.Namespace) -> ThroughputRun:
 def _figures(schedule: str, run: ThroughputRun, in_flight: int) -> Figures:
     steps = run.steps
     if schedule == "sls":
-        full = next(i for i, step in enumerate(steps) if step.num_output_tokens >= 0.97 * in_flight)
+        full = next((i for i, step in enumerate(steps) if step.num_output_tokens >= in_flight), 0)
         last_start = max(i for i, step in enumerate(steps) if not step.is_decode)
         steps = steps[full : last_start + 1]
     seconds, tokens = _sum(steps, "wall_seconds"), _sum(steps, "num_output_tokens")

@@ -6,13 +6,19 @@ import time
 from collections.abc import Sequence
 
 from fastdecode.config import EngineConfig
+from fastdecode.errors import ConfigError
+from fastdecode.perfmodel.step_profile import StepProfile
+from fastdecode.perfmodel.token_budget import token_budget
+from fastdecode.protocols import StepTime
 from fastdecode.resources import scratch_tokens
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
 from fastdecode.scheduler.policy import Prompts
-from fastdecode.scheduler.step_time import TILE, StepProfile, token_budget
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.types import RWorkerInfo
+
+TILE_TOKENS = 64
+"""A token budget that is to keep a target is a multiple of this: matrix products are at their best there."""
 
 
 def make_scheduler(
@@ -23,7 +29,7 @@ def make_scheduler(
     budget = config.max_num_batched_tokens
     if config.tbt_target is not None and policy.prompts is Prompts.CHUNKED:
         profile = profile_steps(s_worker, len(r_workers), budget)
-        budget = token_budget(profile, config.tbt_target, config.max_num_seqs, budget)
+        budget = budget_within(config.tbt_target, profile, config.max_num_seqs, budget)
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
@@ -40,9 +46,24 @@ def make_scheduler(
     return Scheduler(policy, limits)
 
 
+def budget_within(target_seconds: float, step_time: StepTime, least: int, most: int) -> int:
+    """Sarathi-Serve's τ, from ``least`` tokens, one for each sequence that may decode, to ``most``.
+
+    ConfigError when not even ``least`` tokens take at most ``target_seconds``.
+    """
+    if step_time(least, 0) > target_seconds:
+        raise ConfigError(
+            f"tbt_target: a step of {least} tokens, one for each of max_num_seqs, takes {step_time(least, 0):.3g} s: "
+            f"give at least that instead of {target_seconds:.3g} s, or lower max_num_seqs"
+        )
+    if most < TILE_TOKENS or step_time(TILE_TOKENS, 0) > target_seconds:
+        return least
+    return max(least, token_budget(step_time, target_seconds, tile_tokens=TILE_TOKENS, most_tokens=most))
+
+
 def profile_steps(s_worker: SWorker, num_r_workers: int, most_tokens: int) -> StepProfile:
     """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens; nothing of them stays anywhere."""
-    counts = [TILE]
+    counts = [TILE_TOKENS // 2, TILE_TOKENS]
     while counts[-1] < most_tokens:
         counts.append(2 * counts[-1])
     return StepProfile(counts, [_step_seconds(s_worker, num_r_workers, count) for count in counts])

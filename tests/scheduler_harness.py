@@ -103,6 +103,7 @@ class Run:
         for chunk in chunks:
             self._check_chunk(chunk)
         self._check_budgets(step, chunks)
+        self._check_nobody_waits_in_vain(step)
         self._write(chunks)
         self._check_blocks()
 
@@ -174,6 +175,27 @@ class Run:
                 assert load <= self.limits.kv_load_limit * bandwidth / total
         in_scratch = {c.sequence_id for c in chunks if not c.attends}
         assert sum(self.alive[i].num_prefill for i in in_scratch) <= self.limits.scratch_tokens
+
+    def _check_nobody_waits_in_vain(self, step: ScheduledStep) -> None:
+        """The oldest waits for a seat, for rows of the step, or for blocks; or the policy spreads starts."""
+        head, policy = next(iter(self.scheduler.queue), None), POLICIES[self.policy]
+        if head is None or policy.stabilizes_load or policy.waves or self.limits.prefix_caching:
+            return
+        members, ledger = 1 + len(head.siblings), self.scheduler.ledger
+        partial = head.num_tokens % self.limits.block_size
+        rows_left = self.limits.max_num_batched_tokens - step.num_tokens
+        no_rows = rows_left < 1 if policy.prompts is Prompts.CHUNKED else rows_left < head.num_tokens
+        needed = ledger.blocks_for(head.num_tokens) + (members - 1) * (partial > 0)
+        if policy.reserves_longest:
+            needed = members * ledger.blocks_for(self.limits.max_model_len)
+        waits_for_blocks = all(
+            ledger.blocks_for(head.max_cached) > ledger.num_blocks[worker]
+            or needed + (0 if policy.reserves_longest else len(self.scheduler.residents.on(worker))) > free
+            for worker, free in enumerate(ledger.free)
+        )
+        no_seat = len(self.scheduler.residents) + members > self.limits.max_num_seqs
+        decodes_wait = policy.prompts is Prompts.FIRST and step.is_decode
+        assert no_seat or waits_for_blocks or (no_rows and policy.prompts is not Prompts.UNBOUNDED and not decodes_wait)
 
     def _decodes(self, member: Sequence) -> bool:
         """It has output, and does not compute its cache again after a preemption."""

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from scheduler_harness import Job, Run
 
 from fastdecode.errors import ConfigError
+from fastdecode.perfmodel.step_profile import StepProfile
 from fastdecode.scheduler import Limits
 from fastdecode.scheduler.balance import NUM_STEPS, BalanceFinder
 from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
 from fastdecode.scheduler.output_lengths import MIN_ENDED, OutputLengths
-from fastdecode.scheduler.step_time import StepProfile, token_budget
+from fastdecode.scheduling import budget_within
 
 AMPLE = Limits(
     max_num_seqs=64,
@@ -131,6 +132,8 @@ def test_the_papers_figures(
     assert np.flatnonzero(first_round).tolist() == list(range(0, length, interval))
     assert set(first_round[first_round > 0].tolist()) == {micro_batch}
     assert loads_of(run).max() == peak
+    gaps = np.diff(np.flatnonzero(starts))
+    assert gaps.max() <= interval + 1  # nobody waits for a whole sequence to end
     if in_flight < 100:
         together = Run("stall-free", replace(limits, kv_load_limit=None), jobs)
         together.to_the_end()
@@ -257,9 +260,9 @@ def test_the_token_budget_meets_its_target() -> None:
     """10 ms up to 64 tokens, then 0.1 ms per token."""
     profile = StepProfile([64, 128, 1024], [0.010, 0.0164, 0.106])
     assert profile(16, 0) == pytest.approx(0.010) and profile(2048, 0) == pytest.approx(0.2084)
-    assert token_budget(profile, 0.050, 8, 2048) == 448
-    assert token_budget(profile, 9.0, 8, 2000) == 1984
-    assert token_budget(profile, 0.0101, 40, 2048) == 64
-    assert token_budget(profile, 0.012, 70, 2048) == 70
+    assert budget_within(0.050, profile, 8, 2048) == 448
+    assert budget_within(9.0, profile, 8, 2000) == 1984
+    assert budget_within(0.0101, profile, 40, 2048) == 64
+    assert budget_within(0.012, profile, 70, 2048) == 70
     with pytest.raises(ConfigError, match=r"tbt_target: a step of 256 tokens.*takes 0.0292 s: give at least that"):
-        token_budget(profile, 0.020, 256, 2048)
+        budget_within(0.020, profile, 256, 2048)
