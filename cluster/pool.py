@@ -221,7 +221,8 @@ class PoolBackend:
 
     def _report(self, index: int) -> WorkerReport:
         worker = self.workers[index]
-        times = worker.ended()
+        with self._refusals(worker, "the end of the step"):
+            times = worker.ended()
         self._blocks[worker.name] = (self._blocks[worker.name][0], times.blocks_free)
         transfer = transfer_seconds(self._submitted, times.busy_start, times.busy_end, self._arrived[index])
         return WorkerReport(times.busy_start, times.busy_end, transfer, times.bytes_read, times.blocks_free)

@@ -27,3 +27,7 @@ class CapacityError(FastDecodeError):
 
 class BackendError(FastDecodeError):
     """An R-worker refused a plan or a payload: a bug, reported as such."""
+
+
+class FrameError(BackendError):
+    """A message between an S-worker and an R-worker that the wire format does not allow; it changed nothing."""
