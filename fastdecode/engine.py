@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from fastdecode.backends import make_backend
 from fastdecode.clock import HOST, StateClock
-from fastdecode.cluster.inproc import InprocBackend, InprocSettings
 from fastdecode.config import EngineConfig
 from fastdecode.errors import BackendError, RequestError
 from fastdecode.interrupts import interrupts_deferred
@@ -20,7 +20,7 @@ from fastdecode.outputs import RequestOutput
 from fastdecode.prompts import Prompt, read_prompt
 from fastdecode.protocols import AttentionBackend
 from fastdecode.request import Completion, Request, make_completions
-from fastdecode.resources import check_room, kv_cache_bytes, pin_s_worker, scratch_tokens
+from fastdecode.resources import check_room, pin_s_worker, scratch_tokens
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler import Limits, Placement, Scheduler
 from fastdecode.sworker import SModel, SWorker, set_threads
@@ -61,7 +61,7 @@ class LLMEngine:
         self._cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
         set_threads(pin_s_worker(self.config))
         self.s_model = SModel(self.config)
-        self.backend = backend or _inproc_backend(self.config, r_cores)
+        self.backend = backend or make_backend(self.config, r_cores)
         self._cleanup.callback(self.backend.close)
         self.r_workers = self.backend.open(self.s_model.layout)
         check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
@@ -263,17 +263,3 @@ class LLMEngine:
             scratch_tokens=scratch_tokens(self.config, self.s_model.layout, self.s_model.free_memory_bytes()),
         )
         return Scheduler(limits, Placement([worker.num_blocks for worker in self.r_workers], self.config.block_size))
-
-
-def _inproc_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
-    """R-workers on ``cores``: by default all of them, in turn with the S-worker."""
-    return InprocBackend(
-        InprocSettings(
-            num_workers=config.num_r_workers,
-            kv_cache_bytes=kv_cache_bytes(config),
-            block_size=config.block_size,
-            num_threads=config.r_threads or max(1, len(cores) // config.num_r_workers),
-            cores=tuple(cores),
-            own_cores=config.separate_cores,
-        )
-    )
