@@ -90,6 +90,7 @@ PYBIND11_MODULE(_rworker, module) {
     register_errors();
     module.def("supported_isas", &supported_isas);
     bind_peaks(module);
+    rworker_binding::bind_ring(module);
     module.def("block_bytes", &PyRWorker::block_bytes, py::arg("layers"), py::arg("kv_dtype"), py::arg("block_size"));
     py::class_<PyRWorker> cls(module, "RWorker");
     cls.def(py::init<const py::list&, const std::string&, const std::string&, std::int64_t, std::int64_t, int,

@@ -50,4 +50,7 @@ class PyRWorker {
     std::vector<std::array<py::array, 4>> in_use_;  // per mini-batch: what its running job reads and writes
 };
 
+/// rworker::Ring, over the memory of a numpy array.
+void bind_ring(py::module_& module);
+
 }  // namespace rworker_binding
