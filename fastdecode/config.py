@@ -148,8 +148,11 @@ class EngineConfig:
 
     @property
     def s_core_list(self) -> list[int] | None:
-        """Cores of the S-worker, None when not pinned."""
-        return parse_cores("s_cores", self.s_cores)
+        """Cores of the S-worker, None when not pinned: by default what spawned R-workers with cores leave, if any."""
+        given = parse_cores("s_cores", self.s_cores)
+        if given is None and self.r_worker_spec.kind == "spawn" and self.r_core_list:
+            return sorted(set(usable_cores()) - set(self.r_core_list)) or None
+        return given
 
     @property
     def r_core_list(self) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""The contract of attention backends, on every one: the fake, threads, and processes over TCP."""
+"""The contract of attention backends, on every one: the fake, threads, processes here, processes over TCP."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import r_workers
 
 from fastdecode.cluster.fake import FakeBackend
 from fastdecode.cluster.inproc import InprocBackend, InprocSettings
+from fastdecode.cluster.local import RWorkerSize
+from fastdecode.cluster.spawn import SpawnBackend
 from fastdecode.cluster.tcp import TcpBackend
 from fastdecode.errors import BackendError, CapacityError
 from fastdecode.protocols import AttentionBackend
@@ -29,7 +31,11 @@ Makers = dict[str, Callable[[], AttentionBackend]]
 
 
 def inproc() -> InprocBackend:
-    return InprocBackend(InprocSettings(2, 1 << 20, BLOCK_SIZE, num_threads=1))
+    return InprocBackend(InprocSettings(2, 1 << 24, BLOCK_SIZE, num_threads=1))
+
+
+def spawn() -> SpawnBackend:
+    return SpawnBackend([RWorkerSize(1 << 24, 1)] * 2, BLOCK_SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +46,12 @@ def makers() -> Iterator[Makers]:
         yield {
             "fake": lambda: FakeBackend(num_workers=2, block_size=BLOCK_SIZE),
             "inproc": inproc,
+            "spawn": spawn,
             "tcp": lambda: TcpBackend(addresses, BLOCK_SIZE),
         }
 
 
-@pytest.fixture(params=["fake", "inproc", "tcp"])
+@pytest.fixture(params=["fake", "inproc", "spawn", "tcp"])
 def backend(request: pytest.FixtureRequest, makers: Makers) -> Iterator[AttentionBackend]:
     """One that is open."""
     made = makers[request.param]()
@@ -204,6 +211,15 @@ def test_sequences_travel(backend: AttentionBackend) -> None:
         backend.export(0, 99)
     with pytest.raises(BackendError, match="there is no R-worker 2; there are 2"):
         backend.export(2, 1)
+
+
+def test_a_long_sequence_travels_in_pieces(backend: AttentionBackend) -> None:
+    """More than one frame holds, and more than a socket's buffer."""
+    data = np.random.default_rng(0).integers(0, 256, 8000 * LAYOUT.kv_bytes_per_token, np.uint8)
+    data.view(np.float32)[~np.isfinite(data.view(np.float32))] = 0
+    backend.import_(1, 7, 8000, data)
+    assert backend.export(1, 7).tobytes() == data.tobytes()
+    run(backend, FIRST)
 
 
 def test_close_twice_and_serve_the_next(makers: Makers, request: pytest.FixtureRequest) -> None:

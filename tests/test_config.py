@@ -139,6 +139,10 @@ def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.s_core_list, config.r_core_list, config.separate_cores) == ([0, 1, 5], [2], True)
     assert not EngineConfig(s_cores="0-1", r_cores="1-2").separate_cores
     assert EngineConfig(s_cores="0").r_core_list is None
+    spawned = EngineConfig(r_workers="spawn:2", r_cores="1-2")
+    assert (spawned.s_core_list, spawned.separate_cores) == ([0, 5], True)
+    assert EngineConfig(r_workers="spawn:2", r_cores="0-2,5").s_core_list is None
+    assert EngineConfig(r_workers="spawn:2", r_cores="1", s_cores="1").s_core_list == [1]
     with pytest.raises(ConfigError, match=r"s_cores.*\[3\].*\[0, 1, 2, 5\]"):
         EngineConfig(s_cores="2-3")
 

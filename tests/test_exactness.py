@@ -68,6 +68,8 @@ VARIATIONS: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": 100,
         "max_num_seqs": 16,
     },
+    "two R-worker processes": {"r_workers": "spawn:2", "num_mini_batches": 2, "max_num_batched_tokens": 100}
+    | {"max_num_seqs": 16, "r_threads": 1},
     "three R threads": {"r_threads": 3},
     "two S threads": {"s_threads": 2},
 }

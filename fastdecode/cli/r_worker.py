@@ -31,6 +31,8 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--join", metavar="HOST:PORT", help="(not in this version)")
     parser.add_argument("--transport", default="tcp", choices=["tcp", "mpi"], help="(tcp)")
+    for name in ("--control-fd", "--memory-fd", "--parent"):  # of --r-workers spawn:N, which starts this
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
@@ -40,9 +42,12 @@ def run(args: argparse.Namespace) -> int:
     if args.join or args.transport == "mpi":
         name = "join" if args.join else "transport mpi"
         raise ConfigError(f"{name} is not available in this version; use --listen")
+    cores, threads, kv_cache_bytes = _resources(args)
+    if args.control_fd is not None:
+        return _serve_parent(args, cores, threads, kv_cache_bytes)
     host, port = _address(args.listen)
     check_key("listen", [host], args.key_file)
-    cores, threads, kv_cache_bytes = resources(args)
+    _check_cores(cores)
     signal.signal(signal.SIGTERM, _end)
     try:
         _listen(host, port, args.key_file, cores, threads, kv_cache_bytes)
@@ -51,16 +56,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def resources(args: argparse.Namespace) -> tuple[list[int] | None, int | None, int | None]:
+def _resources(args: argparse.Namespace) -> tuple[list[int] | None, int | None, int | None]:
     """Cores, threads and bytes that were asked for, each None for "choose"; ConfigError names the flag."""
     cores = parse_cores("cores", args.cores)
-    missing = sorted(set(cores or ()) - set(usable_cores()))
-    if missing:
-        raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
     if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
         raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {args.threads}")
     wanted = args.kv_cache_memory
     return cores, args.threads, None if wanted is None else parse_bytes("kv_cache_memory", wanted)
+
+
+def _check_cores(cores: list[int] | None) -> None:
+    missing = sorted(set(cores or ()) - set(usable_cores()))
+    if missing:
+        raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
+
+
+def _serve_parent(
+    args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None
+) -> int:
+    """The S-worker has chosen the cores, and may have bound itself, and so this process, to others since."""
+    from fastdecode.cluster.host import take_host
+    from fastdecode.cluster.spawned import die_with, serve_parent
+
+    if args.parent is not None:
+        die_with(args.parent)
+    serve_parent(args.control_fd, args.memory_fd, take_host(cores, threads, kv_cache_bytes))
+    return 0
 
 
 def _listen(
