@@ -6,7 +6,6 @@ import logging
 import secrets
 import struct
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,7 +61,6 @@ class Session:
         self._path, self._host, self._on_open = path, host, on_open
         self._worker: _rworker.RWorker | None = None
         self._slots: PayloadSlots | None = None
-        self._running: deque[tuple[int, int]] = deque()
         self._incoming: _Incoming | None = None
         self._over = False
         self._refused: set[str] = set()
@@ -91,13 +89,11 @@ class Session:
                 self._worker.close()
 
     def _turn(self) -> None:
-        """Obey the next frame; when there is none, send the oldest result under way."""
+        """Obey the next frame, if one comes."""
         try:
-            frame = self._path.next(0.0 if self._running else TICK_SECONDS)
+            frame = self._path.next(TICK_SECONDS)
             if frame is not None:
                 self._handler(frame)(frame)
-            elif self._running:
-                self._finish_oldest()
         except FrameError as error:
             self._refuse("frame", str(error))
         except (CapacityError, MemoryError) as error:
@@ -158,28 +154,17 @@ class Session:
             raise FrameError("a PAYLOAD, and no step is open")
         if mini_batch >= self._slots.num_mini_batches or layer >= self._slots.num_layers:
             raise FrameError(f"a PAYLOAD of mini-batch {mini_batch}, layer {layer}, which the plan does not have")
-        if any(mini_batch == running for running, _ in self._running):
-            raise FrameError(f"a PAYLOAD of mini-batch {mini_batch}, whose layer before it still runs")
         q, k, v, o = self._slots.views(mini_batch, layer)
         self._path.load(frame, (q, k, v))
-        self._open_worker.submit(mini_batch, layer, q, k, v, o)
-        self._running.append((mini_batch, layer))
-
-    def _finish_oldest(self) -> None:
-        mini_batch, layer = self._running.popleft()
-        self._open_worker.wait(mini_batch)
-        if self._slots:
-            self._path.send_arrays(Kind.OUTPUT, mini_batch, layer, self._slots.views(mini_batch, layer)[3:])
+        self._open_worker.run(mini_batch, layer, q, k, v, o)
+        self._path.send_arrays(Kind.OUTPUT, mini_batch, layer, (o,))
 
     def _end(self, frame: Frame) -> None:
-        while self._running:
-            self._finish_oldest()
         report = StepTimes(*self._open_worker.end_step())
         self._slots = None
         self._path.send(Kind.REPORT, encode_report(report))
 
     def _abandon(self, frame: Frame) -> None:
-        self._running.clear()
         if self._slots:
             self._slots = None
             self._open_worker.abandon_step()

@@ -7,11 +7,10 @@ everything is encrypted.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -19,7 +18,7 @@ import zmq.auth.thread
 import zmq.utils.monitor
 import zmq.utils.z85
 
-from fastdecode.cluster.frames import FRAME_LIMIT, HEADER, Conversation, Kind, decode
+from fastdecode.cluster.frames import FRAME_LIMIT, HEADER
 from fastdecode.cluster.keys import derive_key
 from fastdecode.errors import BackendError, FrameError
 
@@ -157,14 +156,17 @@ class ZmqChannel:
 
 
 class ZmqListener:
-    """Where an R-worker waits for S-workers, of which it serves one at a time."""
+    """Where an R-worker waits for S-workers, of which it serves one at a time.
+
+    ``on_stranger`` is called with whoever else speaks while one is served, and with the header of what it said.
+    """
 
     def __init__(self, host: str, port: int, secret: bytes | None) -> None:
         """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible."""
         self.socket = _Socket(zmq.ROUTER)
-        self.busy_refusal: bytes = b""
+        self.on_stranger: Callable[[PeerChannel], None] = lambda peer: None
         self._authenticator: Any = None
-        self._logged: set[bytes] = set()
+        self._logged = False
         self.socket.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             if secret is not None:
@@ -180,29 +182,18 @@ class ZmqListener:
         if not self.socket.poll(timeout_seconds):
             self.log_failures(self.socket.events())
             return None
-        identity = self.socket.socket.recv()
+        return self.next_peer()
+
+    def next_peer(self) -> PeerChannel:
+        """The channel to the sender of the next message, which must be there: that is what it receives first."""
+        identity = self.socket.socket.recv(zmq.NOBLOCK)
         return PeerChannel(self, identity, self.socket.part() if self.socket.more else b"")
 
     def log_failures(self, events: int) -> None:
         """Say once that somebody without the key knocked."""
-        if events & _FAILED and b"key" not in self._logged:
-            self._logged.add(b"key")
+        if events & _FAILED and not self._logged:
+            self._logged = True
             log.warning("refused: a peer that does not hold this R-worker's key")
-
-    def refuse_stranger(self, identity: bytes) -> None:
-        """Tell a second S-worker who is served; anything else of strangers is dropped, and said so once each."""
-        header = self.socket.part() if self.socket.more else b""
-        self.socket.skip()
-        try:
-            hello = decode(header).kind is Kind.HELLO
-        except FrameError:
-            hello = False
-        if identity not in self._logged and len(self._logged) < 100:
-            self._logged.add(identity)
-            log.warning("refused: a second S-worker" if hello else "refused: a frame of a peer that is not served")
-        if hello:
-            with contextlib.suppress(ConnectionError):
-                Conversation(PeerChannel(self, identity)).send(Kind.REFUSED, self.busy_refusal)
 
     def close(self) -> None:
         """May be called twice."""
@@ -225,15 +216,15 @@ class PeerChannel:
     """``Channel`` of an R-worker to one S-worker; others who speak meanwhile are refused."""
 
     def __init__(self, listener: ZmqListener, identity: bytes, first_header: bytes | None = None) -> None:
-        self._listener, self._socket, self._identity = listener, listener.socket, identity
-        self._first = first_header
+        self._listener, self._socket = listener, listener.socket
+        self.identity, self.first_header = identity, first_header
         self._probe_until = 0.0
         self.read_into = self._socket.read_into
 
     def send(self, parts: Sequence[Any]) -> None:
         """See ``Channel.send``."""
         try:
-            self._socket.send([self._identity, *parts])
+            self._socket.send([self.identity, *parts])
         except zmq.Again:
             raise ConnectionError("it takes no more messages") from None
         except zmq.ZMQError as error:
@@ -241,13 +232,13 @@ class PeerChannel:
 
     def receive(self, timeout_seconds: float) -> bytes | None:
         """See ``Channel.receive``."""
-        if self._first is not None:
-            first, self._first = self._first, None
+        if self.first_header is not None:
+            first, self.first_header = self.first_header, None
             return first
         self._socket.skip()
         while True:
             try:
-                identity = self._socket.socket.recv(zmq.NOBLOCK)
+                peer = self._listener.next_peer()
             except zmq.Again:
                 if timeout_seconds == 0:
                     return None
@@ -255,9 +246,10 @@ class PeerChannel:
                     self._look_at_connection()
                     return None
                 continue
-            if identity == self._identity:
-                return self._socket.part() if self._socket.more else b""
-            self._listener.refuse_stranger(identity)
+            if peer.identity == self.identity:
+                return peer.first_header
+            self._socket.skip()
+            self._listener.on_stranger(peer)
 
     def close(self) -> None:
         """See ``Channel.close``; the listener goes on."""

@@ -139,6 +139,21 @@ class RWorker:
         open, and for a layer submitted before or while this mini-batch is still to be waited for.
         """
 
+    def run(
+        self,
+        mini_batch: int,
+        layer: int,
+        q: npt.NDArray[np.float32 | np.uint16],
+        k: npt.NDArray[np.float32 | np.uint16],
+        v: npt.NDArray[np.float32 | np.uint16],
+        out: npt.NDArray[np.float32 | np.uint16],
+    ) -> None:
+        """``submit`` and ``wait`` in one, without the GIL: this thread attends itself, with the others' help.
+
+        For a process that has nothing else to do: no thread is woken to lead. ValueError as for ``submit``, and while
+        any mini-batch is to be waited for.
+        """
+
     def ready(self, mini_batch: int) -> bool:
         """True when ``wait`` would return at once."""
 

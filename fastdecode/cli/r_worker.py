@@ -89,7 +89,7 @@ def _listen(
 ) -> None:
     from fastdecode.cluster.host import take_host
     from fastdecode.cluster.keys import read_secret
-    from fastdecode.cluster.serve import serve
+    from fastdecode.cluster.serve import Server
     from fastdecode.cluster.zeromq import ZmqListener
 
     secret = read_secret(key_file) if key_file else None
@@ -98,7 +98,7 @@ def _listen(
         machine = take_host(cores, threads, kv_cache_bytes)
         guard = "CURVE, authenticated and encrypted" if secret else "loopback, not encrypted"
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)
-        serve(listener, machine)
+        Server(listener, machine).run()
     finally:
         listener.close()
 

@@ -45,6 +45,8 @@ void bind_step(py::class_<PyRWorker>& cls) {
     cls.def("begin_step", &PyRWorker::begin_step, py::arg("controls").noconvert(), py::arg("mini_batches").noconvert());
     cls.def("submit", &PyRWorker::submit, py::arg("mini_batch"), py::arg("layer"), py::arg("q").noconvert(),
             py::arg("k").noconvert(), py::arg("v").noconvert(), py::arg("out").noconvert());
+    cls.def("run", &PyRWorker::run, py::arg("mini_batch"), py::arg("layer"), py::arg("q").noconvert(),
+            py::arg("k").noconvert(), py::arg("v").noconvert(), py::arg("out").noconvert());
     cls.def("ready", &PyRWorker::ready, py::arg("mini_batch"));
     cls.def("wait", &PyRWorker::wait, py::arg("mini_batch"));
     cls.def("end_step", &PyRWorker::end_step);

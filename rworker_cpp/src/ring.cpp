@@ -9,25 +9,18 @@
 #include <string>
 
 #include "rworker/types.hpp"
+#include "spin.hpp"
 
 namespace rworker {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-constexpr std::chrono::microseconds kSpin{20};  // longer starves whoever shares the cores
+using SteadyClock = std::chrono::steady_clock;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "processes share these");
 
 /// The plain futex, not std::atomic's wait: that one is private to a process.
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* timeout) {
     return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, timeout, nullptr, 0);
-}
-
-void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
 }
 
 }  // namespace
@@ -45,10 +38,10 @@ void Ring::push(std::uint64_t word) {
 
 std::optional<std::uint64_t> Ring::pop(double timeout_seconds) {
     if (empty() && timeout_seconds > 0) {
-        const Clock::time_point start = Clock::now();
-        while (empty() && Clock::now() - start < kSpin)
+        const SteadyClock::time_point start = SteadyClock::now();
+        while (empty() && SteadyClock::now() - start < kSpin)
             for (int i = 0; i < 16 && empty(); ++i) relax();
-        const auto left = [&] { return timeout_seconds - std::chrono::duration<double>(Clock::now() - start).count(); };
+        const auto left = [&] { return timeout_seconds - std::chrono::duration<double>(SteadyClock::now() - start).count(); };
         if (empty() && left() > 0) sleep(left());
     }
     if (empty()) return std::nullopt;
