@@ -29,6 +29,7 @@ from fastdecode.cluster.payload import PayloadSlots
 from fastdecode.cluster.pool import StepTimes
 from fastdecode.cluster.session import CHUNK_BYTES, CLOCK, EXPORT, IMPORT
 from fastdecode.errors import BackendError, CapacityError, FrameError
+from fastdecode.interrupts import interrupts_deferred
 from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan
 
 TICK_SECONDS = 0.1
@@ -37,11 +38,17 @@ TICK_SECONDS = 0.1
 OPEN_SECONDS = 30.0
 """Most time from HELLO to WELCOME: an R-worker that is there answers in milliseconds, one that starts in seconds."""
 
+ANSWER_SECONDS = 120.0
+"""Most time to any other answer. Each takes less than a millisecond, unless the machine stands still."""
+
 NUM_PINGS = 8
 
 
 class RemoteWorker:
-    """``PoolWorker`` over a path to another process. Once that is lost every call is a BackendError that says so."""
+    """``PoolWorker`` over a path to another process. Once that is lost every call is a BackendError that says so.
+
+    Ctrl-C waits until a question is answered, a payload sent, an output received: half of any would garble the rest.
+    """
 
     def __init__(self, name: str, connect: Callable[[], Path], block_size: int) -> None:
         """``connect`` starts the process or the connection; it is called by ``open``, and fails with BackendError."""
@@ -75,6 +82,7 @@ class RemoteWorker:
             welcome.read_gb_per_s,
         )
 
+    @interrupts_deferred()
     def begin_step(self, plan: WorkerPlan) -> None:
         """See ``PoolWorker.begin_step``."""
         self._slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
@@ -83,10 +91,12 @@ class RemoteWorker:
         self._in_step = True
         self._send(Kind.PLAN, encode_plan(plan))
 
+    @interrupts_deferred()
     def begun(self) -> None:
         """See ``PoolWorker.begun``."""
         self._answer(Kind.READY)
 
+    @interrupts_deferred()
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
         """See ``PoolWorker.submit``."""
         if mini_batch in self._outputs:
@@ -107,10 +117,12 @@ class RemoteWorker:
         while mini_batch in self._outputs:
             self._take(TICK_SECONDS)
 
+    @interrupts_deferred()
     def end_step(self) -> None:
         """See ``PoolWorker.end_step``."""
         self._send(Kind.END)
 
+    @interrupts_deferred()
     def ended(self) -> StepTimes:
         """See ``PoolWorker.ended``."""
         slots = self._slots
@@ -120,6 +132,7 @@ class RemoteWorker:
             moments[moments != 0] -= self._offset_seconds
         return times
 
+    @interrupts_deferred()
     def abandon_step(self) -> None:
         """See ``PoolWorker.abandon_step``."""
         if not self._in_step or self._lost:
@@ -133,6 +146,7 @@ class RemoteWorker:
             if not self._lost:
                 raise
 
+    @interrupts_deferred()
     def export(self, sequence_id: int) -> np.ndarray:
         """See ``PoolWorker.export``."""
         self._send(Kind.EXPORT, EXPORT.pack(sequence_id))
@@ -145,6 +159,7 @@ class RemoteWorker:
             filled += frame.lengths[0]
         return data
 
+    @interrupts_deferred()
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
         """See ``PoolWorker.import_``."""
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
@@ -168,6 +183,7 @@ class RemoteWorker:
         finally:
             path.close()
 
+    @interrupts_deferred()
     def _take(self, timeout_seconds: float) -> bool:
         """Receive one o, if one comes in time, to where its mini-batch wants it."""
         frame = self._next(timeout_seconds)
@@ -181,7 +197,7 @@ class RemoteWorker:
         del self._outputs[frame.mini_batch]
         return True
 
-    def _answer(self, kind: Kind, most_seconds: float = float("inf"), discard: bool = False) -> Frame:
+    def _answer(self, kind: Kind, most_seconds: float = ANSWER_SECONDS, discard: bool = False) -> Frame:
         """The next frame, which must be ``kind``; with ``discard`` whatever comes before it is dropped."""
         deadline = time.monotonic() + most_seconds
         while True:
