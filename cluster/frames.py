@@ -4,9 +4,9 @@ Header, little-endian, 56 bytes::
 
     magic "FDRW" | version u16 | kind u16 | epoch u64 | sequence u64 | mini_batch u32 | layer u32 | length u64 × 3
 
-``epoch`` is 0 until the R-worker's WELCOME draws one for the session; ``sequence`` counts the frames of one direction
-from 0, so that a frame of another session, a replayed and a missing one are all noticed. Integers in bodies are
-little-endian.
+``epoch`` is 0 until the R-worker's WELCOME draws one for the session; ``sequence`` grows with each frame of one
+direction, so that a frame of another session and a replayed or late one are noticed. (It may skip a number, where
+Ctrl-C came between numbering a frame and sending it.) Integers in bodies are little-endian.
 """
 
 from __future__ import annotations
@@ -94,15 +94,16 @@ class Conversation:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.epoch = 0
-        self._num_sent = self._num_received = 0
+        self._next_sent = self._least_received = 0
 
     def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
         """Send one frame; the parts are C-contiguous buffers."""
         lengths = [memoryview(part).nbytes for part in parts]
         if max(lengths, default=0) > FRAME_LIMIT:
             raise FrameError(f"a part of {max(lengths):,} bytes is more than a frame may hold ({FRAME_LIMIT:,})")
-        self.channel.send([self._header(kind, mini_batch, layer, lengths), *parts])
-        self._num_sent += 1
+        header = self._header(kind, mini_batch, layer, lengths)
+        self._next_sent += 1
+        self.channel.send([header, *parts])
 
     def receive(self, timeout_seconds: float) -> Frame | None:
         """The next frame, None when none came in time; FrameError for one that does not belong here."""
@@ -114,11 +115,11 @@ class Conversation:
             self.epoch = frame.epoch
         if frame.epoch != self.epoch:
             raise FrameError(f"a {frame.kind.name} frame of another session (epoch {frame.epoch:#x})")
-        if frame.sequence != self._num_received:
+        if frame.sequence < self._least_received:
             raise FrameError(
-                f"a {frame.kind.name} frame out of order: number {frame.sequence}, not {self._num_received}"
+                f"a {frame.kind.name} frame that came before: number {frame.sequence}, not {self._least_received}"
             )
-        self._num_received += 1
+        self._least_received = frame.sequence + 1
         return frame
 
     def body(self, frame: Frame, most_bytes: int = FRAME_LIMIT) -> bytearray:
@@ -131,7 +132,7 @@ class Conversation:
 
     def _header(self, kind: Kind, mini_batch: int, layer: int, lengths: Sequence[int]) -> bytes:
         padded = (*lengths, *(0,) * (MAX_PARTS - len(lengths)))
-        return HEADER.pack(MAGIC, VERSION, kind, self.epoch, self._num_sent, mini_batch, layer, *padded)
+        return HEADER.pack(MAGIC, VERSION, kind, self.epoch, self._next_sent, mini_batch, layer, *padded)
 
 
 def decode(header: bytes) -> Frame:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 import numpy as np
 
@@ -47,7 +47,8 @@ NUM_PINGS = 8
 class RemoteWorker:
     """``PoolWorker`` over a path to another process. Once that is lost every call is a BackendError that says so.
 
-    Ctrl-C waits until a question is answered, a payload sent, an output received: half of any would garble the rest.
+    Ctrl-C waits until a question is answered, for half an answer would garble the next. Between layers it need not:
+    what was under way is dropped by ``abandon_step``.
     """
 
     def __init__(self, name: str, connect: Callable[[], Path], block_size: int) -> None:
@@ -56,6 +57,7 @@ class RemoteWorker:
         self._connect, self._block_size = connect, block_size
         self._path: Path | None = None
         self._lost = ""
+        self._losses = _Losses(self)
         self._in_step = False
         self._offset_seconds = 0.0
         self._outputs: dict[int, tuple[int, np.ndarray]] = {}
@@ -86,7 +88,7 @@ class RemoteWorker:
     def begin_step(self, plan: WorkerPlan) -> None:
         """See ``PoolWorker.begin_step``."""
         self._slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
-        with self._losses() as path:
+        with self._losses as path:
             path.place(self._slots)
         self._in_step = True
         self._send(Kind.PLAN, encode_plan(plan))
@@ -96,13 +98,12 @@ class RemoteWorker:
         """See ``PoolWorker.begun``."""
         self._answer(Kind.READY)
 
-    @interrupts_deferred()
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
         """See ``PoolWorker.submit``."""
         if mini_batch in self._outputs:
             raise BackendError(f"submit: mini-batch {mini_batch} has a layer under way; collect it first")
         self._outputs[mini_batch] = layer, o
-        with self._losses() as path:
+        with self._losses as path:
             path.send_arrays(Kind.PAYLOAD, mini_batch, layer, (q, k, v))
 
     def ready(self, mini_batch: int) -> bool:
@@ -154,7 +155,7 @@ class RemoteWorker:
         filled = 0
         while filled < data.nbytes:
             frame = self._answer(Kind.DATA)
-            with self._losses() as path:
+            with self._losses as path:
                 path.conversation.channel.read_into(data[filled : filled + frame.lengths[0]])
             filled += frame.lengths[0]
         return data
@@ -183,7 +184,6 @@ class RemoteWorker:
         finally:
             path.close()
 
-    @interrupts_deferred()
     def _take(self, timeout_seconds: float) -> bool:
         """Receive one o, if one comes in time, to where its mini-batch wants it."""
         frame = self._next(timeout_seconds)
@@ -192,7 +192,7 @@ class RemoteWorker:
         layer, o = self._outputs.get(frame.mini_batch, (-1, None))
         if frame.kind is not Kind.OUTPUT or o is None or layer != frame.layer:
             raise self._lose(f"it sent a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer}")
-        with self._losses() as path:
+        with self._losses as path:
             path.load(frame, (o,))
         del self._outputs[frame.mini_batch]
         return True
@@ -210,7 +210,7 @@ class RemoteWorker:
                 raise self._lose(f"it sent a {frame.kind.name} frame, and {kind.name} was to come")
 
     def _next(self, timeout_seconds: float, discard: bool = False) -> Frame | None:
-        with self._losses() as path:
+        with self._losses as path:
             frame = path.next(timeout_seconds)
         if frame is not None and frame.kind is Kind.REFUSED and not discard:
             self._raise_refusal(frame)
@@ -225,11 +225,11 @@ class RemoteWorker:
         raise BackendError(f"R-worker {self.name} refused: {message}")
 
     def _send(self, kind: Kind, *parts: bytes | np.ndarray) -> None:
-        with self._losses() as path:
+        with self._losses as path:
             path.send(kind, *parts)
 
     def _body(self, frame: Frame, *most_bytes: int) -> bytearray:
-        with self._losses() as path:
+        with self._losses as path:
             return path.conversation.body(frame, *most_bytes)
 
     def _number(self, frame: Frame) -> int:
@@ -238,16 +238,6 @@ class RemoteWorker:
         except struct.error:
             raise self._lose(f"it sent a {frame.kind.name} frame of {frame.lengths[0]} bytes") from None
         return number
-
-    @contextmanager
-    def _losses(self) -> Iterator[Path]:
-        """The path, if it still leads anywhere; what breaks it is said with the worker's name."""
-        if self._lost or self._path is None:
-            raise BackendError(self._lost or f"R-worker {self.name} is closed")
-        try:
-            yield self._path
-        except (ConnectionError, FrameError) as error:
-            raise self._lose(str(error)) from error
 
     def _lose(self, reason: str) -> BackendError:
         self._lost = f"R-worker {self.name} is lost: {reason}"
@@ -264,6 +254,28 @@ class RemoteWorker:
             rounds.append((answered - asked, theirs - (asked + answered) / 2))
         round_seconds, offset = min(rounds)
         return 0.0 if abs(offset) <= round_seconds / 2 else offset
+
+
+class _Losses:
+    """A worker's path, if it still leads anywhere; what breaks it is said with the worker's name.
+
+    An object and not a generator, since it is entered several times in every layer.
+    """
+
+    def __init__(self, worker: RemoteWorker) -> None:
+        self._worker = worker
+
+    def __enter__(self) -> Path:
+        worker = self._worker
+        if worker._lost or worker._path is None:
+            raise BackendError(worker._lost or f"R-worker {worker.name} is closed")
+        return worker._path
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, ConnectionError | FrameError):
+            raise self._worker._lose(str(error)) from error
 
 
 def _has_own_cores(welcome: Welcome) -> bool:

@@ -93,10 +93,14 @@ class _Socket:
         return bool(self.socket.getsockopt(zmq.RCVMORE))
 
     def send(self, parts: Sequence[Any]) -> None:
-        """One message; large parts are not copied."""
-        for part in parts[:-1]:
-            self.socket.send(part, zmq.SNDMORE, copy=False)
-        self.socket.send(parts[-1], copy=False)
+        """One message; large parts are not copied. Where Ctrl-C cuts it short it is ended: the next is whole again."""
+        try:
+            for part in parts[:-1]:
+                self.socket.send(part, zmq.SNDMORE, copy=False)
+            self.socket.send(parts[-1], copy=False)
+        except KeyboardInterrupt:
+            self.socket.send(b"")
+            raise
 
     def close(self) -> None:
         """May be called twice."""
