@@ -236,6 +236,12 @@ def test_both_sides_hold_the_key(key_file: Path) -> None:
             assert serves(address, key_file)
 
 
+def test_it_listens_beyond_loopback_with_a_key(key_file: Path) -> None:
+    with r_workers.listening("--key-file", str(key_file), listen="tcp://*:0") as (_, address):
+        assert address.startswith("0.0.0.0:")
+        assert serves(address.replace("0.0.0.0", "127.0.0.1"), key_file)
+
+
 def test_a_wrong_key_is_refused_and_the_job_goes_on(key_file: Path, tmp_path: Path) -> None:
     """Another key, and none; on either side."""
     wrong = make_key(tmp_path / "wrong", "6" * 64)
