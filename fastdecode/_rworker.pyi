@@ -37,6 +37,24 @@ class Peaks:
     def multiply_add(self, *, kv_dtype: str) -> float:
         """1e9 multiply-adds per second with ``isa``, of all threads, of the kind a cache of ``kv_dtype`` needs."""
 
+class Ring:
+    """One end of a one-way queue of words between two processes, in memory that both have mapped.
+
+    One process pushes and one pops; memory that is all zeros is an empty ring.
+    """
+
+    NUM_BYTES: int
+    """Memory of a ring."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
+        """``memory``: uint8, at least ``NUM_BYTES``, writeable, aligned to 64 bytes; else ValueError."""
+
+    def push(self, word: int) -> None:
+        """Add a word of 0 to 2**64 - 1, and wake the reader if it sleeps; ValueError when 1024 are unread."""
+
+    def pop(self, timeout_seconds: float) -> int | None:
+        """The next word, None when none came in time. Spins for 20 microseconds, then sleeps, without the GIL."""
+
 class RWorker:
     """A KV cache with the threads that attend to it; called from one thread.
 
@@ -119,6 +137,21 @@ class RWorker:
         [rows, num_kv_heads, Dk], ``v`` [rows, num_kv_heads, Dv], ``out`` [attending rows, num_heads, Dv], written.
         The arrays are kept, and must be left alone, until ``wait``. ValueError for arrays of another kind, with no step
         open, and for a layer submitted before or while this mini-batch is still to be waited for.
+        """
+
+    def run(
+        self,
+        mini_batch: int,
+        layer: int,
+        q: npt.NDArray[np.float32 | np.uint16],
+        k: npt.NDArray[np.float32 | np.uint16],
+        v: npt.NDArray[np.float32 | np.uint16],
+        out: npt.NDArray[np.float32 | np.uint16],
+    ) -> None:
+        """``submit`` and ``wait`` in one, without the GIL: this thread attends itself, with the others' help.
+
+        For a process that has nothing else to do: no thread is woken to lead. ValueError as for ``submit``, and while
+        any mini-batch is to be waited for.
         """
 
     def ready(self, mini_batch: int) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastdecode.addresses import RWorkerSpec, check_key, parse_r_workers, split_address
 from fastdecode.errors import ConfigError
 from fastdecode.machine import total_memory_bytes, usable_cores
 
@@ -59,6 +60,7 @@ class EngineConfig:
     s_threads: int | None = None
     s_cores: str | None = None
     r_cores: str | None = None
+    key_file: str | None = None
     seed: int = 0
     trace: str | None = None
 
@@ -93,14 +95,24 @@ class EngineConfig:
         for name in ("r_threads", "s_threads"):
             if (getattr(self, name) or 1) > MAX_THREADS:
                 raise ConfigError(f"{name} must be at most {MAX_THREADS}, not {getattr(self, name)}")
+        self._check_r_workers()
         self._check_memory()
-        _ = self.num_r_workers
         self._check_cores()
 
     def _check_device(self) -> None:
         _one_of("device", self.device, DEVICES)
         if self.device == "cuda" and not _has_gpu_driver():
             raise ConfigError("device: 'cuda' needs a GPU, and this machine has no driver for one; use 'auto' or 'cpu'")
+
+    def _check_r_workers(self) -> None:
+        """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
+        spec = self.r_worker_spec
+        check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], self.key_file)
+        for name in ("kv_cache_memory", "r_threads", "r_cores"):
+            if spec.kind == "tcp" and getattr(self, name) is not None:
+                raise ConfigError(f"{name}: R-workers that listen have their own; give it to `fastdecode r-worker`")
+        if spec.kind != "tcp" and self.key_file:
+            raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {self.r_workers}")
 
     def _check_memory(self) -> None:
         for name, times in (("kv_cache_memory", self.num_r_workers), ("prefill_scratch", 1)):
@@ -127,24 +139,27 @@ class EngineConfig:
         return None if value is None else parse_bytes(name, value)
 
     @property
+    def r_worker_spec(self) -> RWorkerSpec:
+        """What ``r_workers`` asks for."""
+        return parse_r_workers(self.r_workers)
+
+    @property
     def num_r_workers(self) -> int:
         """R-workers that ``r_workers`` asks for."""
-        match = re.fullmatch(r"inproc(?::([1-9]\d*))?", self.r_workers)
-        if match:
-            return int(match.group(1) or 1)
-        if re.fullmatch(r"spawn:\d+|mpi|([\w.-]+:\d+)(,[\w.-]+:\d+)*", self.r_workers):
-            raise ConfigError(f"r_workers: {self.r_workers!r} is not available in this version; use inproc or inproc:N")
-        raise ConfigError(f"r_workers must be inproc or inproc:N, not {self.r_workers!r}")
+        return self.r_worker_spec.count
 
     @property
     def s_core_list(self) -> list[int] | None:
-        """Cores of the S-worker, None when not pinned."""
-        return _cores("s_cores", self.s_cores)
+        """Cores of the S-worker, None when not pinned: by default what spawned R-workers with cores leave, if any."""
+        given = parse_cores("s_cores", self.s_cores)
+        if given is None and self.r_worker_spec.kind == "spawn" and self.r_core_list:
+            return sorted(set(usable_cores()) - set(self.r_core_list)) or None
+        return given
 
     @property
     def r_core_list(self) -> list[int] | None:
         """Cores of the R-workers, None when not pinned."""
-        return _cores("r_cores", self.r_cores)
+        return parse_cores("r_cores", self.r_cores)
 
     @property
     def separate_cores(self) -> bool:
@@ -181,8 +196,8 @@ def _at_least_one(name: str, value: int | None) -> None:
         raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
-def _cores(name: str, spec: str | None) -> list[int] | None:
-    """Core numbers from "0,2-3"."""
+def parse_cores(name: str, spec: str | None) -> list[int] | None:
+    """Core numbers from "0,2-3"; ConfigError names the setting."""
     if spec is None:
         return None
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", spec):

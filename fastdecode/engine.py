@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from fastdecode.backends import make_backend
 from fastdecode.clock import HOST, StateClock
-from fastdecode.cluster.inproc import InprocBackend, InprocSettings
 from fastdecode.config import EngineConfig
 from fastdecode.errors import BackendError, RequestError
 from fastdecode.interrupts import interrupts_deferred
@@ -21,7 +21,7 @@ from fastdecode.outputs import RequestOutput
 from fastdecode.prompts import Prompt, read_prompt
 from fastdecode.protocols import AttentionBackend
 from fastdecode.request import Completion, Request, make_completions
-from fastdecode.resources import check_room, kv_cache_bytes, pin_s_worker
+from fastdecode.resources import check_room, pin_s_worker
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler.balance import BalanceFinder
 from fastdecode.scheduling import make_scheduler
@@ -66,7 +66,7 @@ class LLMEngine:
         self._cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
         set_threads(pin_s_worker(self.config))
         self.s_model = SModel(self.config)
-        self.backend = backend or _inproc_backend(self.config, r_cores)
+        self.backend = backend or make_backend(self.config, r_cores)
         self._cleanup.callback(self.backend.close)
         self.r_workers = self.backend.open(self.s_model.layout)
         check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
@@ -264,17 +264,3 @@ class LLMEngine:
         )
         bad_words = model.bad_words_token_ids(params.bad_words or ())
         return Request(request_id, text, token_ids, params, completions, bad_words, model.eos_token_ids)
-
-
-def _inproc_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
-    """R-workers on ``cores``: by default all of them, in turn with the S-worker."""
-    return InprocBackend(
-        InprocSettings(
-            num_workers=config.num_r_workers,
-            kv_cache_bytes=kv_cache_bytes(config),
-            block_size=config.block_size,
-            num_threads=config.r_threads or max(1, len(cores) // config.num_r_workers),
-            cores=tuple(cores),
-            own_cores=config.separate_cores,
-        )
-    )

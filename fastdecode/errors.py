@@ -35,3 +35,7 @@ class PlanError(FastDecodeError):
 
 class ProfileError(FastDecodeError):
     """A hardware profile that cannot be read, or lacks what the plan needs."""
+
+
+class FrameError(BackendError):
+    """A message between an S-worker and an R-worker that the wire format does not allow; it changed nothing."""

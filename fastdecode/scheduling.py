@@ -38,12 +38,18 @@ def make_scheduler(
         max_model_len=model.max_model_len,
         block_size=config.block_size,
         num_blocks=tuple(worker.num_blocks for worker in r_workers),
-        bandwidths=tuple(1.0 for _ in r_workers),
+        bandwidths=_bandwidths(r_workers),
         kv_load_limit=config.kv_load_limit,
         micro_batch_interval=config.micro_batch_interval,
         prefix_caching=config.enable_prefix_caching,
     )
     return Scheduler(policy, limits)
+
+
+def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:
+    """What each R-worker measured it can read, where all of them did; else they count as equal."""
+    measured = tuple(worker.read_gb_per_s for worker in r_workers)
+    return measured if all(measured) else (1.0,) * len(measured)
 
 
 def budget_within(target_seconds: float, step_time: StepTime, least: int, most: int) -> int:

@@ -109,7 +109,10 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class RWorkerInfo:
-    """What an R-worker says of itself when it is opened."""
+    """What an R-worker says of itself when it is opened.
+
+    ``read_gb_per_s``: its threads' read bandwidth in 1e9 bytes per second, measured at its start; 0 where it was not.
+    """
 
     name: str
     num_blocks: int
@@ -117,6 +120,7 @@ class RWorkerInfo:
     num_threads: int
     isa: str
     own_cores: bool
+    read_gb_per_s: float = 0.0
 
 
 @dataclass(frozen=True)

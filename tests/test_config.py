@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fastdecode import config as config_module
+from fastdecode.addresses import RWorkerSpec
 from fastdecode.config import EngineConfig, parse_bytes
 from fastdecode.errors import CapacityError, ConfigError
 from fastdecode.machine import total_memory_bytes
@@ -51,9 +52,14 @@ BAD: list[tuple[str, Any]] = [
     ("r_workers", ""),
     ("r_workers", "inproc:0"),
     ("r_workers", "inproc:two"),
-    ("r_workers", "spawn:2"),
+    ("r_workers", "spawn:0"),
+    ("r_workers", "spawn"),
+    ("r_workers", "127.0.0.1"),
+    ("r_workers", "127.0.0.1:0"),
+    ("r_workers", "127.0.0.1:5580,127.0.0.1:5580"),
+    ("r_workers", "127.0.0.1:99999"),
+    ("r_workers", "127.0.0.1:5580,"),
     ("r_workers", "mpi"),
-    ("r_workers", "node1:5580,node2:5580"),
     ("r_workers", "nonsense"),
     ("s_cores", "a-b"),
     ("s_cores", ""),
@@ -74,8 +80,8 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
 
 
 def test_what_is_not_done_yet_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="r_workers: 'spawn:2' is not available in this version"):
-        EngineConfig(r_workers="spawn:2")
+    with pytest.raises(ConfigError, match="r_workers: 'mpi' is not available in this version"):
+        EngineConfig(r_workers="mpi")
 
 
 def test_the_defaults_are_the_contracts() -> None:
@@ -107,12 +113,34 @@ def test_inproc_workers(spec: str, count: int) -> None:
     assert (config.num_r_workers, kv_cache_bytes(config)) == (count, 1 << 20)
 
 
+@pytest.mark.parametrize("spec", ["127.0.0.1:5580", "localhost:5580,127.0.0.1:5581"])
+def test_listening_workers_have_their_own_settings(spec: str) -> None:
+    config = EngineConfig(r_workers=spec)
+    assert config.r_worker_spec == RWorkerSpec("tcp", 1 + spec.count(","), tuple(spec.split(",")))
+    for settings in ({"kv_cache_memory": "1GiB"}, {"r_threads": 1}, {"r_cores": "0"}):
+        with pytest.raises(ConfigError, match=r"give it to `fastdecode r-worker`"):
+            EngineConfig(r_workers=spec, **settings)
+
+
+def test_beyond_this_machine_takes_a_key() -> None:
+    for spec in ("node1:5580", "127.0.0.1:5580,10.0.0.2:5580", "0.0.0.0:5580"):
+        with pytest.raises(ConfigError, match=r"r_workers: \S+ is reached over a network, which takes a --key-file"):
+            EngineConfig(r_workers=spec)
+        assert EngineConfig(r_workers=spec, key_file="key").r_worker_spec.addresses == tuple(spec.split(","))
+    with pytest.raises(ConfigError, match="key_file is for R-workers at host:port"):
+        EngineConfig(key_file="key")
+
+
 def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "usable_cores", lambda: [0, 1, 2, 5])
     config = EngineConfig(s_cores="5,0-1,0", r_cores="2")
     assert (config.s_core_list, config.r_core_list, config.separate_cores) == ([0, 1, 5], [2], True)
     assert not EngineConfig(s_cores="0-1", r_cores="1-2").separate_cores
     assert EngineConfig(s_cores="0").r_core_list is None
+    spawned = EngineConfig(r_workers="spawn:2", r_cores="1-2")
+    assert (spawned.s_core_list, spawned.separate_cores) == ([0, 5], True)
+    assert EngineConfig(r_workers="spawn:2", r_cores="0-2,5").s_core_list is None
+    assert EngineConfig(r_workers="spawn:2", r_cores="1", s_cores="1").s_core_list == [1]
     with pytest.raises(ConfigError, match=r"s_cores.*\[3\].*\[0, 1, 2, 5\]"):
         EngineConfig(s_cores="2-3")
 

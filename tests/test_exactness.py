@@ -8,6 +8,7 @@ from typing import Any
 
 import model_zoo
 import pytest
+import r_workers
 import torch
 from engine_checks import assert_nothing_held
 
@@ -67,6 +68,8 @@ VARIATIONS: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": 100,
         "max_num_seqs": 16,
     },
+    "two R-worker processes": {"r_workers": "spawn:2", "num_mini_batches": 2, "max_num_batched_tokens": 100}
+    | {"max_num_seqs": 16, "r_threads": 1},
     "three R threads": {"r_threads": 3},
     "two S threads": {"s_threads": 2},
 }
@@ -79,6 +82,16 @@ def test_same_tokens_however_it_is_run(name: str, variation: str, zoo_folder: An
     expected = [list(tokens[:24]) for tokens in model_zoo.reference(name).tokens]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     assert generate(zoo_folder(name), model_zoo.prompts(name), params, **VARIATIONS[variation]) == expected
+
+
+@pytest.mark.parametrize("num_mini_batches", [1, 2])
+def test_listening_workers_give_the_same_tokens(num_mini_batches: int, zoo_folder: Any) -> None:
+    """Two processes over TCP, with prompts in chunks."""
+    expected = [list(tokens) for tokens in model_zoo.reference("gemma2").tokens]
+    with r_workers.listening() as (_, first), r_workers.listening() as (_, second):
+        settings = {"r_workers": f"{first},{second}", "kv_cache_memory": None, "num_mini_batches": num_mini_batches}
+        settings |= {"max_num_batched_tokens": 64, "max_num_seqs": 16}
+        assert generate(zoo_folder("gemma2"), model_zoo.prompts("gemma2"), **settings) == expected
 
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])

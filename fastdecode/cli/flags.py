@@ -108,11 +108,17 @@ def _add_batch_flags(group: Any) -> None:
 
 def _add_worker_flags(group: Any) -> None:
     group.add_argument(
-        "--r-workers", default="inproc", metavar="SPEC", help="inproc or inproc:N, threads of this process (inproc)"
-    )
+        "--r-workers", default="inproc", metavar="SPEC",
+        help="inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers (inproc)",
+    )  # fmt: skip
+    group.add_argument("--key-file", metavar="FILE", help="secret shared with R-workers at host:port, mode 0600")
     group.add_argument("--r-threads", type=int, metavar="N", help="per R-worker (its cores)")
     group.add_argument("--s-threads", type=int, metavar="N", help="(its cores)")
-    group.add_argument("--s-cores", metavar="LIST", help="such as 0,2-3 (every core, in turn with the R-workers)")
+    group.add_argument(
+        "--s-cores",
+        metavar="LIST",
+        help="such as 0,2-3 (every core; of spawn, what --r-cores leaves)",
+    )
     group.add_argument("--r-cores", metavar="LIST", help="such as 4-7 (every core)")
     group.add_argument("--trace", metavar="FILE", help="write Chrome trace events")
 

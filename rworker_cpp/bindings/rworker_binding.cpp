@@ -103,9 +103,9 @@ void PyRWorker::check_array(const py::array& array, const Shape& shape) const {
                 std::to_string(shape.dim) + "), not " + describe(array) + (contiguous ? "" : " with strides"));
 }
 
-void PyRWorker::submit(std::int64_t mini_batch, std::int64_t layer, py::array q, py::array k, py::array v,
-                       py::array out) {
-    rworker::Worker& open = worker();
+rworker::Payload PyRWorker::checked_payload(std::int64_t mini_batch, std::int64_t layer, const py::array& q,
+                                            const py::array& k, const py::array& v, py::array& out) const {
+    const rworker::Worker& open = worker();
     open.check_submit(mini_batch, layer);
     const rworker::RowCount rows = open.row_count(mini_batch, layer);
     const LayerSpec& spec = open.cache().layers()[layer];
@@ -114,9 +114,22 @@ void PyRWorker::submit(std::int64_t mini_batch, std::int64_t layer, py::array q,
     check_array(v, {"v", rows.all, spec.num_kv_heads, spec.value_dim});
     check_array(out, {"out", rows.attending, spec.num_heads, spec.value_dim});
     if (!out.writeable()) throw Error("out is read-only; it must be writeable");
-    open.submit(mini_batch, layer, {q.data(), k.data(), v.data(), out.mutable_data()});
+    return {q.data(), k.data(), v.data(), out.mutable_data()};
+}
+
+void PyRWorker::submit(std::int64_t mini_batch, std::int64_t layer, py::array q, py::array k, py::array v,
+                       py::array out) {
+    worker().submit(mini_batch, layer, checked_payload(mini_batch, layer, q, k, v, out));
     if (std::int64_t(in_use_.size()) <= mini_batch) in_use_.resize(mini_batch + 1);
     in_use_[mini_batch] = {std::move(q), std::move(k), std::move(v), std::move(out)};
+}
+
+void PyRWorker::run(std::int64_t mini_batch, std::int64_t layer, const py::array& q, const py::array& k,
+                    const py::array& v, py::array out) {
+    const rworker::Payload payload = checked_payload(mini_batch, layer, q, k, v, out);
+    rworker::Worker& open = worker();
+    const py::gil_scoped_release unlocked;
+    open.run(mini_batch, layer, payload);
 }
 
 void PyRWorker::wait(std::int64_t mini_batch) {

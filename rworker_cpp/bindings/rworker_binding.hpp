@@ -26,6 +26,8 @@ class PyRWorker {
 
     void begin_step(const py::array& controls, const std::vector<py::array>& mini_batches);
     void submit(std::int64_t mini_batch, std::int64_t layer, py::array q, py::array k, py::array v, py::array out);
+    void run(std::int64_t mini_batch, std::int64_t layer, const py::array& q, const py::array& k, const py::array& v,
+             py::array out);
     bool ready(std::int64_t mini_batch) const { return worker().ready(mini_batch); }
     void wait(std::int64_t mini_batch);
     py::tuple end_step();
@@ -45,9 +47,14 @@ class PyRWorker {
         py::ssize_t rows, heads, dim;
     };
     void check_array(const py::array& array, const Shape& shape) const;
+    rworker::Payload checked_payload(std::int64_t mini_batch, std::int64_t layer, const py::array& q,
+                                     const py::array& k, const py::array& v, py::array& out) const;
 
     std::unique_ptr<rworker::Worker> worker_;
     std::vector<std::array<py::array, 4>> in_use_;  // per mini-batch: what its running job reads and writes
 };
+
+/// rworker::Ring, over the memory of a numpy array.
+void bind_ring(py::module_& module);
 
 }  // namespace rworker_binding

@@ -6,18 +6,13 @@
 #include <string>
 #include <utility>
 
+#include "spin.hpp"
+
 namespace rworker {
 namespace {
 
 constexpr std::uint32_t kOpen = 1u << 31;
-constexpr std::chrono::microseconds kSpin{20};  // longer starves whoever shares the cores
-constexpr std::int64_t kLastItems = 4;          // per thread
-
-void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-}
+constexpr std::int64_t kLastItems = 4;  // per thread
 
 /// Returns once `value` is no longer `old`: spins briefly, then sleeps on a futex.
 void wait_while(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
@@ -87,8 +82,12 @@ void ThreadPool::submit(Job& job) {
 
 void ThreadPool::run_here(Job& job) {
     job.next_item_.store(0, std::memory_order_relaxed);
+    lead(job);
+}
+
+void ThreadPool::lead(Job& job) {
     job.start_seconds = now_seconds();
-    run_items(job, 0);
+    job.worth_helpers_&& num_threads() > 1 ? run_with_helpers(job) : run_items(job, 0);
     job.end_seconds = now_seconds();
 }
 
@@ -104,9 +103,7 @@ void ThreadPool::lead() {
     for (;;) {
         const std::uint32_t seen = num_submitted_.load(std::memory_order_acquire);
         if (Job* job = take()) {
-            job->start_seconds = now_seconds();
-            job->worth_helpers_&& num_threads() > 1 ? run_with_helpers(*job) : run_items(*job, 0);
-            job->end_seconds = now_seconds();
+            lead(*job);
             job->finished_.store(1, std::memory_order_release);
             job->finished_.notify_all();
             continue;

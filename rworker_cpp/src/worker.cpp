@@ -152,6 +152,17 @@ void Worker::submit(std::int64_t mini_batch, std::int64_t layer, const Payload& 
     target.submitted[layer] = 1;
 }
 
+void Worker::run(std::int64_t mini_batch, std::int64_t layer, const Payload& payload) {
+    check_submit(mini_batch, layer);
+    for (const MiniBatch& each : mini_batches_) require(!each.outstanding, "run: a layer is outstanding; wait for it");
+    MiniBatch& target = mini_batches_[mini_batch];
+    AttentionJob& job = *jobs_[mini_batch];
+    job.prepare(*target.lists[shape_of_layer_[layer]], layer, payload);
+    if (target.rows.all > 0) pool_.run_here(job);
+    target.submitted[layer] = 1;
+    finish(mini_batch);
+}
+
 bool Worker::idle() const {
     for (std::size_t i = 0; i < mini_batches_.size(); ++i)
         if (mini_batches_[i].outstanding && !jobs_[i]->finished()) return false;

@@ -37,6 +37,18 @@ void test_every_item_runs_once() {
     }
 }
 
+void test_the_caller_may_lead() {
+    ThreadPool pool(3, {});
+    CountingJob mine(200, true), theirs(200, true);
+    for (int round = 1; round <= 200; ++round) {
+        pool.run_here(mine);
+        pool.submit(theirs);
+        theirs.wait();
+    }
+    for (const auto* job : {&mine, &theirs})
+        for (const auto& count : job->counts) CHECK(count.load() == 200);
+}
+
 void test_submitted_jobs_finish_before_the_pool_ends() {
     CountingJob first(1000, true), second(10, false);
     {
@@ -119,6 +131,7 @@ void test_shared_prefixes() {
 void run_thread_tests() {
     test_shared_prefixes();
     test_every_item_runs_once();
+    test_the_caller_may_lead();
     test_submitted_jobs_finish_before_the_pool_ends();
     const std::vector<float> alone = run_worker(1);
     CHECK(run_worker(2) == alone);

@@ -51,6 +51,47 @@ def test_ready_turns_true() -> None:
     worker.abandon_step()
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_running_here_gives_the_same_bits(num_threads: int) -> None:
+    """In turns with submitting, on the same worker; an empty mini-batch too."""
+    workers = [make_worker(LAYER, layers=[LAYER] * 2, num_threads=num_threads) for _ in range(2)]
+    rows = random_rows(np.random.default_rng(0), LAYER, 700)
+    outs = [np.empty_like(rows.q) for _ in workers]
+    empty = np.zeros((0, 4, 32), np.float32), np.zeros((0, 2, 32), np.float32)
+    for worker in workers:
+        worker.begin_step(table([]), [table([(1, 0, 700, 1)]), table([])])
+    for layer in range(2):
+        workers[0].submit(0, layer, rows.q, rows.k, rows.v, outs[0])
+        workers[0].wait(0)
+        if layer == 0:
+            workers[1].run(0, layer, rows.q, rows.k, rows.v, outs[1])
+        else:
+            workers[1].submit(0, layer, rows.q, rows.k, rows.v, outs[1])
+            workers[1].wait(0)
+        for worker in workers:
+            worker.run(1, layer, empty[0], empty[1], empty[1], empty[0])
+        assert outs[0].tobytes() == outs[1].tobytes()
+    reports = [worker.end_step() for worker in workers]
+    assert reports[0][2:] == reports[1][2:]
+    assert (reports[1][0][0] > 0).all() and (reports[1][1][0] >= reports[1][0][0]).all() and not reports[1][1][1].any()
+
+
+def test_running_here_while_something_runs_is_refused() -> None:
+    worker, rows = make_worker(LAYER), random_rows(np.random.default_rng(0), LAYER, 40)
+    arrays = rows.q[:20], rows.k[:20], rows.v[:20], np.empty_like(rows.q[:20])
+    with pytest.raises(ValueError, match="no step is open"):
+        worker.run(0, 0, *arrays)
+    worker.begin_step(table([]), [table([(1, 0, 20, 1)]), table([(2, 0, 20, 1)])])
+    worker.submit(0, 0, *arrays)
+    with pytest.raises(ValueError, match="run: a layer is outstanding; wait for it"):
+        worker.run(1, 0, *arrays)
+    worker.wait(0)
+    worker.run(1, 0, *arrays)
+    with pytest.raises(ValueError, match="submitted before in this step"):
+        worker.run(1, 0, *arrays)
+    worker.end_step()
+
+
 def test_many_short_jobs() -> None:
     worker = make_worker(LAYER, num_threads=3, num_blocks=4096)
     rows = random_rows(np.random.default_rng(0), LAYER, 300)

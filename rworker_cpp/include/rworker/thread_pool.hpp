@@ -47,11 +47,12 @@ class ThreadPool {
     int num_threads() const { return int(threads_.size()); }
     /// Queues `job`, which must be finished, and returns at once. Jobs run one after another.
     void submit(Job& job);
-    /// Runs `job` as the leader would, on the calling thread. Nothing that was submitted may be unfinished.
+    /// Runs `job` as the leader would, helpers and all, on the calling thread. Nothing that was submitted may be unfinished.
     void run_here(Job& job);
 
   private:
     void lead();
+    void lead(Job& job);
     void help(int thread);
     Job* take();
     void run_with_helpers(Job& job);

@@ -1,0 +1,119 @@
+"""What a layer's way to an R-worker and back costs: round trip less busy time, by payload and transport.
+
+    python benchmarks/transport.py --payload-kb 1,64,1024 --pause-us 0,500
+
+The S side runs on the first core, one R-worker with one thread on the last. ``--pause-us`` is how long the S side is
+away between layers, as it is when it computes: after a pause of more than the ring's 20 µs of spinning the R-worker
+must be woken. Transports take turns, and every turn measures all; TCP is on loopback, with CURVE off and on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from fastdecode.cluster.inproc import InprocBackend, InprocSettings
+from fastdecode.cluster.local import RWorkerSize
+from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.spawn import SpawnBackend
+from fastdecode.cluster.tcp import TcpBackend
+from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, WorkerPlan
+
+NUM_LAYERS = 32
+LAYER = LayerLayout(4, 4, 64, 64, 0.1)
+LAYOUT = KVLayout((LAYER,) * NUM_LAYERS, "float32", "float32")
+ROW_BYTES = 3 * 4 * 64 * 4  # q, k and v
+CACHE_BYTES = 1 << 30
+BLOCK_SIZE = 32
+
+
+def main() -> None:
+    """Print a row per transport, payload and pause."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--payload-kb", default="1,64,1024", metavar="LIST", help="of q, k and v together")
+    parser.add_argument("--pause-us", default="0,500", metavar="LIST")
+    parser.add_argument("--steps", type=int, default=12)
+    args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    with backends(cores[-1]) as transports:
+        os.sched_setaffinity(0, cores[:1])
+        for backend in transports.values():
+            backend.open(LAYOUT)
+        print("| payload KB | pause µs | transport | µs p10 | p50 | p90 |\n|---|---|---|---|---|---|")
+        for payload_kb in map(int, args.payload_kb.split(",")):
+            rows = max(1, payload_kb * 1024 // ROW_BYTES)
+            for pause_us in map(int, args.pause_us.split(",")):
+                found: dict[str, list[np.ndarray]] = {name: [] for name in transports}
+                for _ in range(args.steps):
+                    for name, backend in transports.items():
+                        found[name].append(step(backend, rows, pause_us * 1e-6))
+                for name, steps in found.items():
+                    low, middle, high = np.percentile(np.concatenate(steps[2:]) * 1e6, (10, 50, 90))
+                    print(f"| {payload_kb} | {pause_us} | {name} | {low:.0f} | {middle:.0f} | {high:.0f} |", flush=True)
+
+
+def step(backend: PoolBackend, num_rows: int, pause_seconds: float) -> np.ndarray:
+    """Seconds of each layer's round trip less busy time, float64 [num_layers]; every sequence attends to one token."""
+    spans = np.array([(sequence_id, 0, 1, 1) for sequence_id in range(num_rows)], SPAN)
+    backend.begin_step(StepPlan((WorkerPlan(np.zeros(0, CONTROL), (spans,)),)))
+    array = np.ones((num_rows, 4, 64), np.float32)
+    seconds = np.zeros(NUM_LAYERS)
+    for layer in range(NUM_LAYERS):
+        time.sleep(pause_seconds) if pause_seconds else None
+        start = time.perf_counter()
+        backend.submit(0, layer, array, array, array)
+        backend.collect(0)
+        seconds[layer] = time.perf_counter() - start
+    report = backend.end_step().workers[0]
+    release = np.array([(2, sequence_id, 0, 0) for sequence_id in range(num_rows)], CONTROL)
+    backend.begin_step(StepPlan((WorkerPlan(release, ()),)))
+    backend.abandon_step()
+    return seconds - (report.busy_end - report.busy_start)[0]
+
+
+@contextlib.contextmanager
+def backends(core: int) -> Iterator[dict[str, PoolBackend]]:
+    """One of each transport, with its R-worker on ``core``."""
+    with contextlib.ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
+        key = folder / "key"
+        key.touch(0o600)
+        key.write_text(os.urandom(32).hex())
+        found: dict[str, PoolBackend] = {
+            "inproc": InprocBackend(InprocSettings(1, CACHE_BYTES, BLOCK_SIZE, 1, (core,))),
+            "spawn": SpawnBackend([RWorkerSize(CACHE_BYTES, 1, (core,))], BLOCK_SIZE),
+            "tcp": TcpBackend([cleanup.enter_context(listening(core))], BLOCK_SIZE),
+            "tcp, CURVE": TcpBackend(
+                [cleanup.enter_context(listening(core, "--key-file", str(key)))], BLOCK_SIZE, str(key)
+            ),
+        }
+        for backend in found.values():
+            cleanup.callback(backend.close)
+        yield found
+
+
+@contextlib.contextmanager
+def listening(core: int, *arguments: str) -> Iterator[str]:
+    """An R-worker's "host:port"."""
+    program = str(Path(sys.executable).with_name("fastdecode"))
+    command = [program, "r-worker", "--listen", "tcp://127.0.0.1:0", "--cores", str(core), *arguments]
+    command += ["--threads", "1", "--kv-cache-memory", str(CACHE_BYTES)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline() if process.stdout else ""
+            yield line.split("tcp://")[1].split()[0]
+        finally:
+            process.terminate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The bodies of frames: what each says, to bytes and back, with every value checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from fastdecode.cluster.pool import StepTimes
+from fastdecode.errors import FrameError
+from fastdecode.types import CONTROL, KV_BITS, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, WorkerPlan
+
+MAX_JSON_BYTES = 1 << 24
+MAX_LAYERS = 4096
+MAX_MINI_BATCHES = 1024
+MAX_HEADS = 1 << 16
+MAX_HEAD_DIM = 512
+MAX_ROWS = 1 << 24
+
+_COUNTS = struct.Struct("<QQ")
+_REPORT = struct.Struct("<qq")
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Who wants to be served, and for which cache."""
+
+    name: str
+    layout: KVLayout
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What an R-worker is: ``cores`` it may use on the machine ``host_id``; ``fingerprint`` of what it opened."""
+
+    num_blocks: int
+    num_threads: int
+    isa: str
+    read_gb_per_s: float
+    cores: tuple[int, ...]
+    host_id: str
+    fingerprint: str
+
+
+def fingerprint(layout: KVLayout, block_size: int) -> str:
+    """What both sides must agree on: dtypes, every layer's shape and scoring rule, and the block size."""
+    return hashlib.sha256(_canonical(_cache_json(layout, block_size))).hexdigest()
+
+
+def encode_hello(hello: Hello) -> bytes:
+    """As canonical JSON with its fingerprint."""
+    cache = _cache_json(hello.layout, hello.block_size)
+    return _canonical({"name": hello.name, "cache": cache, "fingerprint": fingerprint(hello.layout, hello.block_size)})
+
+
+def decode_hello(data: bytes | bytearray) -> Hello:
+    """FrameError names the field that is wrong."""
+    message = _object(data, "HELLO")
+    cache = message.get("cache")
+    if not isinstance(cache, dict):
+        raise FrameError("HELLO: cache must be an object")
+    hello = Hello(_text(message, "name"), _layout(cache), _whole(cache, "block_size", 1, 1 << 20))
+    if message.get("fingerprint") != fingerprint(hello.layout, hello.block_size):
+        raise FrameError("HELLO: the fingerprint is not that of its cache")
+    return hello
+
+
+def encode_welcome(welcome: Welcome) -> bytes:
+    """As canonical JSON."""
+    return _canonical(asdict(welcome))
+
+
+def decode_welcome(data: bytes | bytearray) -> Welcome:
+    """FrameError names the field that is wrong."""
+    message = _object(data, "WELCOME")
+    cores = message.get("cores")
+    if not isinstance(cores, list) or not all(type(core) is int and core >= 0 for core in cores):
+        raise FrameError("WELCOME: cores must be core numbers")
+    return Welcome(
+        num_blocks=_whole(message, "num_blocks", 1, 1 << 31),
+        num_threads=_whole(message, "num_threads", 1, 1 << 16),
+        isa=_text(message, "isa"),
+        read_gb_per_s=_number(message, "read_gb_per_s"),
+        cores=tuple(cores),
+        host_id=_text(message, "host_id"),
+        fingerprint=_text(message, "fingerprint"),
+    )
+
+
+def encode_plan(plan: WorkerPlan) -> bytes:
+    """Counts (controls, mini-batches), spans of each mini-batch, as u64, then CONTROL and SPAN records."""
+    counts = np.array([len(spans) for spans in plan.mini_batches], "<u8")
+    head = _COUNTS.pack(len(plan.controls), len(counts)) + counts.tobytes()
+    return b"".join([head, plan.controls.tobytes(), *(spans.tobytes() for spans in plan.mini_batches)])
+
+
+def decode_plan(data: bytes | bytearray) -> WorkerPlan:
+    """FrameError unless the lengths agree and the rows are few enough; the rest is the R-worker's to check."""
+    if len(data) < _COUNTS.size:
+        raise FrameError(f"PLAN: {len(data)} bytes are too few")
+    num_controls, num_mini_batches = _COUNTS.unpack_from(data)
+    if num_mini_batches > MAX_MINI_BATCHES or len(data) < _COUNTS.size + 8 * num_mini_batches:
+        raise FrameError(f"PLAN: {num_mini_batches} mini-batches in {len(data)} bytes")
+    counts = np.frombuffer(data, "<u8", num_mini_batches, _COUNTS.size).tolist()
+    start = _COUNTS.size + 8 * num_mini_batches
+    wanted = start + num_controls * CONTROL.itemsize + sum(counts) * SPAN.itemsize
+    if len(data) != wanted:
+        raise FrameError(f"PLAN: {len(data)} bytes, and its counts take {wanted}")
+    controls = np.frombuffer(data, CONTROL, num_controls, start)
+    spans = np.frombuffer(data, SPAN, sum(counts), start + controls.nbytes)
+    if len(spans) and not 0 <= spans["num_rows"].min() <= spans["num_rows"].max() <= MAX_ROWS:
+        raise FrameError(f"PLAN: a span must have 0 to {MAX_ROWS:,} rows")
+    return WorkerPlan(controls, tuple(np.split(spans, np.cumsum(counts)[:-1])) if counts else ())
+
+
+def encode_report(times: StepTimes) -> bytes:
+    """Bytes read and blocks free, then busy starts and ends as float64."""
+    head = _REPORT.pack(times.bytes_read, times.blocks_free)
+    return head + times.busy_start.astype("<f8").tobytes() + times.busy_end.astype("<f8").tobytes()
+
+
+def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: int) -> StepTimes:
+    """Times still on the R-worker's clock; FrameError for another length."""
+    wanted = _REPORT.size + 16 * num_mini_batches * num_layers
+    if len(data) != wanted:
+        raise FrameError(f"REPORT: {len(data)} bytes, not {wanted}")
+    bytes_read, blocks_free = _REPORT.unpack_from(data)
+    busy = np.frombuffer(data, "<f8", offset=_REPORT.size).reshape(2, num_mini_batches, num_layers)
+    return StepTimes(busy[0].copy(), busy[1].copy(), bytes_read, blocks_free)
+
+
+def encode_refusal(error: str, message: str) -> bytes:
+    """``error``: "capacity" (too little memory), "busy" (serving another), "frame" or "refused"."""
+    return _canonical({"error": error, "message": message})
+
+
+def decode_refusal(data: bytes | bytearray) -> tuple[str, str]:
+    """The error and its message."""
+    refusal = _object(data, "REFUSED")
+    return _text(refusal, "error"), _text(refusal, "message")
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _cache_json(layout: KVLayout, block_size: int) -> dict[str, Any]:
+    return {**asdict(layout), "block_size": block_size}
+
+
+def _layout(cache: Mapping[str, Any]) -> KVLayout:
+    for name, known in (("model_dtype", WIRE_DTYPE), ("kv_dtype", KV_BITS)):
+        if cache.get(name) not in tuple(known):
+            raise FrameError(f"HELLO: {name} is {cache.get(name)!r}; known are {', '.join(known)}")
+    layers = cache.get("layers")
+    if not isinstance(layers, list) or not 1 <= len(layers) <= MAX_LAYERS:
+        raise FrameError(f"HELLO: layers must be a list of 1 to {MAX_LAYERS}")
+    return KVLayout(tuple(_layer(layer) for layer in layers), str(cache["model_dtype"]), str(cache["kv_dtype"]))
+
+
+def _layer(layer: Any) -> LayerLayout:
+    if not isinstance(layer, dict) or set(layer) != {each.name for each in fields(LayerLayout)}:
+        raise FrameError("HELLO: a layer must have exactly the fields of LayerLayout")
+    sinks = layer["sinks"]
+    if not isinstance(sinks, list) or len(sinks) > MAX_HEADS:
+        raise FrameError("HELLO: sinks must be a list")
+    return LayerLayout(
+        num_heads=_whole(layer, "num_heads", 1, MAX_HEADS),
+        num_kv_heads=_whole(layer, "num_kv_heads", 1, MAX_HEADS),
+        key_head_dim=_whole(layer, "key_head_dim", 1, MAX_HEAD_DIM),
+        value_head_dim=_whole(layer, "value_head_dim", 1, MAX_HEAD_DIM),
+        scale=_number(layer, "scale"),
+        window=_whole(layer, "window", 0, 1 << 40),
+        soft_cap=_number(layer, "soft_cap"),
+        sinks=tuple(_number({"sinks": sink}, "sinks") for sink in sinks),
+    )
+
+
+def _object(data: bytes | bytearray, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"{what}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise FrameError(f"{what}: must be a JSON object")
+    return value
+
+
+def _whole(message: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = message.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise FrameError(f"{name} must be a whole number of {low} to {high}, not {value!r:.80}")
+    return value
+
+
+def _number(message: Mapping[str, Any], name: str) -> float:
+    value = message.get(name)
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise FrameError(f"{name} must be a finite number, not {value!r:.80}")
+    return value  # type: ignore[return-value]
+
+
+def _text(message: Mapping[str, Any], name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or len(value) > 4096:
+        raise FrameError(f"{name} must be a short text, not {value!r:.80}")
+    return value

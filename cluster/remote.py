@@ -1,0 +1,283 @@
+"""An R-worker in another process, as the pool on the S side sees it."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import numpy as np
+
+from fastdecode.cluster.frames import Frame, Kind
+from fastdecode.cluster.host import host_id, process_name
+from fastdecode.cluster.local import row_counts
+from fastdecode.cluster.messages import (
+    MAX_JSON_BYTES,
+    Hello,
+    Welcome,
+    decode_refusal,
+    decode_report,
+    decode_welcome,
+    encode_hello,
+    encode_plan,
+    fingerprint,
+)
+from fastdecode.cluster.path import Path
+from fastdecode.cluster.payload import PayloadSlots
+from fastdecode.cluster.pool import StepTimes
+from fastdecode.cluster.session import CHUNK_BYTES, CLOCK, EXPORT, IMPORT
+from fastdecode.errors import BackendError, CapacityError, FrameError
+from fastdecode.interrupts import interrupts_deferred
+from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan
+
+TICK_SECONDS = 0.1
+"""How long a wait lasts before the connection is looked at again."""
+
+OPEN_SECONDS = 30.0
+"""Most time from HELLO to WELCOME: an R-worker that is there answers in milliseconds, one that starts in seconds."""
+
+ANSWER_SECONDS = 120.0
+"""Most time to any other answer. Each takes less than a millisecond, unless the machine stands still."""
+
+NUM_PINGS = 8
+
+
+class RemoteWorker:
+    """``PoolWorker`` over a path to another process. Once that is lost every call is a BackendError that says so.
+
+    Ctrl-C waits until a question is answered, for half an answer would garble the next. Between layers it need not:
+    what was under way is dropped by ``abandon_step``.
+    """
+
+    def __init__(self, name: str, connect: Callable[[], Path], block_size: int) -> None:
+        """``connect`` starts the process or the connection; it is called by ``open``, and fails with BackendError."""
+        self.name = name
+        self._connect, self._block_size = connect, block_size
+        self._path: Path | None = None
+        self._lost = ""
+        self._losses = _Losses(self)
+        self._in_step = False
+        self._offset_seconds = 0.0
+        self._outputs: dict[int, tuple[int, np.ndarray]] = {}
+
+    def open(self, layout: KVLayout) -> None:
+        """See ``PoolWorker.open``."""
+        self._layout = layout
+        self._path = self._connect()
+        self._send(Kind.HELLO, encode_hello(Hello(process_name(), layout, self._block_size)))
+
+    def opened(self) -> RWorkerInfo:
+        """See ``PoolWorker.opened``."""
+        welcome = decode_welcome(self._body(self._answer(Kind.WELCOME, OPEN_SECONDS), MAX_JSON_BYTES))
+        if welcome.fingerprint != fingerprint(self._layout, self._block_size):
+            raise FrameError(f"R-worker {self.name} opened a cache of another layout")
+        self._offset_seconds = self._measure_offset()
+        return RWorkerInfo(
+            self.name,
+            welcome.num_blocks,
+            self._block_size,
+            welcome.num_threads,
+            welcome.isa,
+            _has_own_cores(welcome),
+            welcome.read_gb_per_s,
+        )
+
+    @interrupts_deferred()
+    def begin_step(self, plan: WorkerPlan) -> None:
+        """See ``PoolWorker.begin_step``."""
+        self._slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
+        with self._losses as path:
+            path.place(self._slots)
+        self._in_step = True
+        self._send(Kind.PLAN, encode_plan(plan))
+
+    @interrupts_deferred()
+    def begun(self) -> None:
+        """See ``PoolWorker.begun``."""
+        self._answer(Kind.READY)
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
+        """See ``PoolWorker.submit``."""
+        if mini_batch in self._outputs:
+            raise BackendError(f"submit: mini-batch {mini_batch} has a layer under way; collect it first")
+        self._outputs[mini_batch] = layer, o
+        with self._losses as path:
+            path.send_arrays(Kind.PAYLOAD, mini_batch, layer, (q, k, v))
+
+    def ready(self, mini_batch: int) -> bool:
+        """See ``PoolWorker.ready``."""
+        while mini_batch in self._outputs:
+            if not self._take(0.0):
+                return False
+        return True
+
+    def wait(self, mini_batch: int) -> None:
+        """See ``PoolWorker.wait``."""
+        while mini_batch in self._outputs:
+            self._take(TICK_SECONDS)
+
+    @interrupts_deferred()
+    def end_step(self) -> None:
+        """See ``PoolWorker.end_step``."""
+        self._send(Kind.END)
+
+    @interrupts_deferred()
+    def ended(self) -> StepTimes:
+        """See ``PoolWorker.ended``."""
+        slots = self._slots
+        times = decode_report(self._body(self._answer(Kind.REPORT)), slots.num_mini_batches, slots.num_layers)
+        self._in_step = False
+        for moments in (times.busy_start, times.busy_end):
+            moments[moments != 0] -= self._offset_seconds
+        return times
+
+    @interrupts_deferred()
+    def abandon_step(self) -> None:
+        """See ``PoolWorker.abandon_step``."""
+        if not self._in_step or self._lost:
+            return
+        self._in_step = False
+        self._outputs.clear()
+        try:
+            self._send(Kind.ABANDON)
+            self._answer(Kind.ABANDONED, discard=True)
+        except BackendError:
+            if not self._lost:
+                raise
+
+    @interrupts_deferred()
+    def export(self, sequence_id: int) -> np.ndarray:
+        """See ``PoolWorker.export``."""
+        self._send(Kind.EXPORT, EXPORT.pack(sequence_id))
+        data = np.empty(self._number(self._answer(Kind.EXPORTED)), np.uint8)
+        filled = 0
+        while filled < data.nbytes:
+            frame = self._answer(Kind.DATA)
+            with self._losses as path:
+                path.conversation.channel.read_into(data[filled : filled + frame.lengths[0]])
+            filled += frame.lengths[0]
+        return data
+
+    @interrupts_deferred()
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+        """See ``PoolWorker.import_``."""
+        if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+            raise ValueError(f"import: data must be C-contiguous uint8 [num_bytes], not {data.dtype} {data.shape}")
+        self._send(Kind.IMPORT, IMPORT.pack(sequence_id, num_tokens, data.nbytes))
+        self._answer(Kind.READY)
+        for start in range(0, data.nbytes, CHUNK_BYTES):
+            self._send(Kind.DATA, data[start : start + CHUNK_BYTES])
+        self._answer(Kind.IMPORTED)
+
+    def close(self) -> None:
+        """See ``PoolWorker.close``."""
+        path, self._path = self._path, None
+        if path is None:
+            return
+        try:
+            if not self._lost:
+                path.send(Kind.BYE)
+        except ConnectionError:
+            pass  # it is gone already, which is what was to be said
+        finally:
+            path.close()
+
+    def _take(self, timeout_seconds: float) -> bool:
+        """Receive one o, if one comes in time, to where its mini-batch wants it."""
+        frame = self._next(timeout_seconds)
+        if frame is None:
+            return False
+        layer, o = self._outputs.get(frame.mini_batch, (-1, None))
+        if frame.kind is not Kind.OUTPUT or o is None or layer != frame.layer:
+            raise self._lose(f"it sent a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer}")
+        with self._losses as path:
+            path.load(frame, (o,))
+        del self._outputs[frame.mini_batch]
+        return True
+
+    def _answer(self, kind: Kind, most_seconds: float = ANSWER_SECONDS, discard: bool = False) -> Frame:
+        """The next frame, which must be ``kind``; with ``discard`` whatever comes before it is dropped."""
+        deadline = time.monotonic() + most_seconds
+        while True:
+            frame = self._next(TICK_SECONDS, discard)
+            if frame is None and time.monotonic() > deadline:
+                raise self._lose(f"it did not answer within {most_seconds:g} s")
+            if frame is not None and frame.kind is kind:
+                return frame
+            if frame is not None and not discard:
+                raise self._lose(f"it sent a {frame.kind.name} frame, and {kind.name} was to come")
+
+    def _next(self, timeout_seconds: float, discard: bool = False) -> Frame | None:
+        with self._losses as path:
+            frame = path.next(timeout_seconds)
+        if frame is not None and frame.kind is Kind.REFUSED and not discard:
+            self._raise_refusal(frame)
+        return frame
+
+    def _raise_refusal(self, frame: Frame) -> None:
+        error, message = decode_refusal(self._body(frame, MAX_JSON_BYTES))
+        if error == "capacity":
+            raise CapacityError(f"R-worker {self.name}: {message}")
+        if error == "refused":
+            raise ValueError(message)
+        raise BackendError(f"R-worker {self.name} refused: {message}")
+
+    def _send(self, kind: Kind, *parts: bytes | np.ndarray) -> None:
+        with self._losses as path:
+            path.send(kind, *parts)
+
+    def _body(self, frame: Frame, *most_bytes: int) -> bytearray:
+        with self._losses as path:
+            return path.conversation.body(frame, *most_bytes)
+
+    def _number(self, frame: Frame) -> int:
+        try:
+            (number,) = EXPORT.unpack(self._body(frame, EXPORT.size))
+        except struct.error:
+            raise self._lose(f"it sent a {frame.kind.name} frame of {frame.lengths[0]} bytes") from None
+        return number
+
+    def _lose(self, reason: str) -> BackendError:
+        self._lost = f"R-worker {self.name} is lost: {reason}"
+        return BackendError(self._lost)
+
+    def _measure_offset(self) -> float:
+        """The worker's clock less ours, from the quickest of several questions; 0 where they may be the same clock."""
+        rounds = []
+        for _ in range(NUM_PINGS):
+            asked = time.perf_counter()
+            self._send(Kind.PING)
+            (theirs,) = CLOCK.unpack(self._body(self._answer(Kind.PONG), CLOCK.size))
+            answered = time.perf_counter()
+            rounds.append((answered - asked, theirs - (asked + answered) / 2))
+        round_seconds, offset = min(rounds)
+        return 0.0 if abs(offset) <= round_seconds / 2 else offset
+
+
+class _Losses:
+    """A worker's path, if it still leads anywhere; what breaks it is said with the worker's name.
+
+    An object and not a generator, since it is entered several times in every layer.
+    """
+
+    def __init__(self, worker: RemoteWorker) -> None:
+        self._worker = worker
+
+    def __enter__(self) -> Path:
+        worker = self._worker
+        if worker._lost or worker._path is None:
+            raise BackendError(worker._lost or f"R-worker {worker.name} is closed")
+        return worker._path
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, ConnectionError | FrameError):
+            raise self._worker._lose(str(error)) from error
+
+
+def _has_own_cores(welcome: Welcome) -> bool:
+    """True for another machine, and for cores of this one that the S-worker keeps off."""
+    return welcome.host_id != host_id() or not set(welcome.cores) & os.sched_getaffinity(0)

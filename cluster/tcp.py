@@ -1,0 +1,28 @@
+"""R-workers on other hosts, or listening on this one: the pool over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from fastdecode.cluster.frames import Conversation
+from fastdecode.cluster.keys import read_secret
+from fastdecode.cluster.path import FramePath
+from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.cluster.zeromq import ZmqChannel
+
+
+class TcpBackend(PoolBackend):
+    """``AttentionBackend`` over R-workers that listen at ``addresses`` ("host:port").
+
+    ``key_file``: the secret both sides hold, else connections are neither authenticated nor encrypted.
+    """
+
+    def __init__(self, addresses: Sequence[str], block_size: int, key_file: str | None = None) -> None:
+        secret = read_secret(key_file) if key_file else None
+        super().__init__([RemoteWorker(each, partial(_connect, each, secret), block_size) for each in addresses])
+
+
+def _connect(address: str, secret: bytes | None) -> FramePath:
+    return FramePath(Conversation(ZmqChannel(address, secret)))

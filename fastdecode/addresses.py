@@ -1,0 +1,68 @@
+"""Where R-workers are: the ``--r-workers`` setting, and host:port addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from fastdecode.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RWorkerSpec:
+    """``kind``: "inproc", "spawn" or "tcp"; ``addresses``: "host:port" of each, for tcp."""
+
+    kind: str
+    count: int
+    addresses: tuple[str, ...] = ()
+
+    @property
+    def on_this_machine(self) -> bool:
+        """True where this process starts them, so that they share its memory and cores."""
+        return self.kind != "tcp"
+
+
+def parse_r_workers(spec: str) -> RWorkerSpec:
+    """inproc, inproc:N, spawn:N or host:port,host:port; ConfigError for anything else, or twice the same address."""
+    if match := re.fullmatch(r"(inproc|spawn):([1-9]\d{0,5})", spec):
+        return RWorkerSpec(match.group(1), int(match.group(2)))
+    if spec == "inproc":
+        return RWorkerSpec("inproc", 1)
+    if spec == "mpi":
+        raise ConfigError(f"r_workers: {spec!r} is not available in this version; use inproc:N, spawn:N or host:port")
+    if not re.fullmatch(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*", spec) or re.match(r"(inproc|spawn):", spec):
+        raise ConfigError(f"r_workers must be inproc, inproc:N, spawn:N or host:port,host:port, not {spec!r}")
+    addresses = tuple(spec.split(","))
+    for address in addresses:
+        split_address("r_workers", address)
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"r_workers: {spec!r} names an R-worker twice")
+    return RWorkerSpec("tcp", len(addresses), addresses)
+
+
+def split_address(name: str, address: str, least_port: int = 1) -> tuple[str, int]:
+    """Host and port of "host:port"; ConfigError names the setting."""
+    match = re.fullmatch(r"([A-Za-z0-9._-]+|\*):(\d{1,5})", address)
+    if not match or not least_port <= int(match.group(2)) <= 65535:
+        raise ConfigError(f"{name}: an address is host:port, with a port of {least_port} to 65535, not {address!r}")
+    return match.group(1), int(match.group(2))
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that never leave this machine; names other than localhost are not looked up, and count as
+    another's."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_key(name: str, hosts: list[str], key_file: str | None) -> None:
+    """ConfigError for a host beyond this machine without a key file."""
+    beyond = [host for host in hosts if not is_loopback(host)]
+    if beyond and not key_file:
+        raise ConfigError(
+            f"{name}: {beyond[0]} is reached over a network, which takes a --key-file on both sides (32 random bytes "
+            f"that only their owner can read: openssl rand -hex 32 > FILE; chmod 600 FILE)"
+        )

@@ -1,0 +1,31 @@
+"""Which attention backend a configuration asks for."""
+
+from __future__ import annotations
+
+from fastdecode.config import EngineConfig
+from fastdecode.protocols import AttentionBackend
+from fastdecode.resources import kv_cache_bytes
+
+
+def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
+    """R-workers where ``config.r_workers`` says; those of this machine on ``cores``."""
+    spec = config.r_worker_spec
+    if spec.kind == "tcp":
+        from fastdecode.cluster.tcp import TcpBackend
+
+        return TcpBackend(spec.addresses, config.block_size, config.key_file)
+
+    from fastdecode.cluster.inproc import InprocBackend, InprocSettings
+    from fastdecode.cluster.spawn import SpawnBackend
+
+    settings = InprocSettings(
+        num_workers=spec.count,
+        kv_cache_bytes=kv_cache_bytes(config),
+        block_size=config.block_size,
+        num_threads=config.r_threads or max(1, len(cores) // spec.count),
+        cores=tuple(cores),
+        own_cores=config.separate_cores,
+    )
+    if spec.kind == "spawn":
+        return SpawnBackend([settings.size(index) for index in range(spec.count)], config.block_size)
+    return InprocBackend(settings)

@@ -1,0 +1,114 @@
+"""``fastdecode r-worker``: one R-worker, which holds KV caches for whoever decodes. It never imports torch."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from typing import Any
+
+from fastdecode.addresses import check_key, split_address
+from fastdecode.cli.flags import add_common_flags
+from fastdecode.config import MAX_THREADS, parse_bytes, parse_cores
+from fastdecode.errors import ConfigError
+from fastdecode.machine import usable_cores
+
+
+def add_command(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "r-worker",
+        help="one R-worker: KV cache and attention for an S-worker on this or another host",
+        description="Serve one S-worker after another. When one goes, everything it held is freed.",
+    )
+    parser.add_argument(
+        "--listen", default="tcp://127.0.0.1:5580", metavar="ADDRESS", help="port 0: any (tcp://127.0.0.1:5580)"
+    )
+    parser.add_argument("--kv-cache-memory", metavar="BYTES", help="such as 4GiB (40%% of what is free)")
+    parser.add_argument("--threads", type=int, metavar="N", help="(one per core)")
+    parser.add_argument("--cores", metavar="LIST", help="such as 0,2-3 (every core it may use)")
+    parser.add_argument(
+        "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
+    )
+    parser.add_argument("--join", metavar="HOST:PORT", help="(not in this version)")
+    parser.add_argument("--transport", default="tcp", choices=["tcp", "mpi"], help="(tcp)")
+    for name in ("--control-fd", "--memory-fd", "--parent"):  # of --r-workers spawn:N, which starts this
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    add_common_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Say what was bound and serve; SIGTERM ends it with status 0, Ctrl-C with 130."""
+    if args.join or args.transport == "mpi":
+        name = "join" if args.join else "transport mpi"
+        raise ConfigError(f"{name} is not available in this version; use --listen")
+    cores, threads, kv_cache_bytes = _resources(args)
+    if args.control_fd is not None:
+        return _serve_parent(args, cores, threads, kv_cache_bytes)
+    host, port = _address(args.listen)
+    check_key("listen", [host], args.key_file)
+    _check_cores(cores)
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        _listen(host, port, args.key_file, cores, threads, kv_cache_bytes)
+    except SystemExit:
+        print("fastdecode r-worker: ended", flush=True)
+    return 0
+
+
+def _resources(args: argparse.Namespace) -> tuple[list[int] | None, int | None, int | None]:
+    """Cores, threads and bytes that were asked for, each None for "choose"; ConfigError names the flag."""
+    cores = parse_cores("cores", args.cores)
+    if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
+        raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {args.threads}")
+    wanted = args.kv_cache_memory
+    return cores, args.threads, None if wanted is None else parse_bytes("kv_cache_memory", wanted)
+
+
+def _check_cores(cores: list[int] | None) -> None:
+    missing = sorted(set(cores or ()) - set(usable_cores()))
+    if missing:
+        raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
+
+
+def _serve_parent(
+    args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None
+) -> int:
+    """The S-worker has chosen the cores, and may have bound itself, and so this process, to others since."""
+    from fastdecode.cluster.host import take_host
+    from fastdecode.cluster.spawned import die_with, serve_parent
+
+    if args.parent is not None:
+        die_with(args.parent)
+    serve_parent(args.control_fd, args.memory_fd, take_host(cores, threads, kv_cache_bytes))
+    return 0
+
+
+def _listen(
+    host: str, port: int, key_file: str | None, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None
+) -> None:
+    from fastdecode.cluster.host import take_host
+    from fastdecode.cluster.keys import read_secret
+    from fastdecode.cluster.serve import Server
+    from fastdecode.cluster.zeromq import ZmqListener
+
+    secret = read_secret(key_file) if key_file else None
+    listener = ZmqListener(host, port, secret)
+    try:
+        machine = take_host(cores, threads, kv_cache_bytes)
+        guard = "CURVE, authenticated and encrypted" if secret else "loopback, not encrypted"
+        print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)
+        Server(listener, machine).run()
+    finally:
+        listener.close()
+
+
+def _address(text: str) -> tuple[str, int]:
+    if not text.startswith("tcp://"):
+        raise ConfigError(f"listen: must be tcp://HOST:PORT, not {text!r}")
+    host, port = split_address("listen", text.removeprefix("tcp://"), least_port=0)
+    return ("127.0.0.1" if host == "localhost" else host), port
+
+
+def _end(number: int, frame: Any) -> None:
+    raise SystemExit(0)

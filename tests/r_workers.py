@@ -1,0 +1,27 @@
+"""R-worker processes for tests, as a user would start them."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
+SMALL = ("--kv-cache-memory", "64MiB", "--threads", "1")
+
+
+@contextlib.contextmanager
+def listening(*arguments: str, listen: str = "tcp://127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A started R-worker and its "host:port"; killed at the end. Its log is its stderr, kept for ``communicate``."""
+    command = [FASTDECODE, "r-worker", "--listen", listen, *SMALL, "--log-level", "info", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+        if "tcp://" not in line:
+            raise RuntimeError(f"the R-worker did not start: {line}{process.communicate()[1]}")
+        yield process, line.split("tcp://")[1].split()[0]
+    finally:
+        process.kill()
+        process.communicate()

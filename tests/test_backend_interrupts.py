@@ -1,0 +1,63 @@
+"""Ctrl-C at any moment of a step leaves a backend over processes in order: the step is abandoned, the next is right."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+import r_workers
+import test_backends as contract
+
+from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.tcp import TcpBackend
+
+NUM_INTERRUPTS = 40
+STEP = [([(1, 40, 1, 1), (2, 20, 1, 1)], [(3, 33, 1, 1)]), ([], [(5, 1, 1, 1)])]
+
+
+@pytest.fixture(params=["spawn", "tcp"])
+def backend(request: pytest.FixtureRequest) -> Iterator[PoolBackend]:
+    with r_workers.listening() as (_, first), r_workers.listening() as (_, second):
+        made = contract.spawn() if request.param == "spawn" else TcpBackend([first, second], contract.BLOCK_SIZE)
+        made.open(contract.LAYOUT)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """SIGALRM is as Ctrl-C."""
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_ctrl_c_at_any_moment(backend: PoolBackend, alarm: None) -> None:
+    contract.run(backend, contract.FIRST)
+    backend.begin_step(contract.plan(STEP))
+    wanted = steps_outputs(backend)
+    backend.abandon_step()
+    moments = random.Random(0)
+    for _ in range(NUM_INTERRUPTS):
+        signal.setitimer(signal.ITIMER_REAL, 0.001 + moments.random() * 0.01)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                backend.begin_step(contract.plan(STEP))
+                steps_outputs(backend)
+                backend.abandon_step()
+        backend.abandon_step()
+    backend.begin_step(contract.plan(STEP))
+    assert steps_outputs(backend) == wanted
+    backend.end_step()
+
+
+def steps_outputs(backend: PoolBackend) -> list[bytes]:
+    """o of every layer and mini-batch of STEP, both under way at once."""
+    outputs = []
+    for layer in range(len(contract.LAYERS)):
+        for index in range(2):
+            backend.submit(index, layer, *contract.rows(STEP[index], index, layer))
+        outputs += [backend.collect(index).tobytes() for index in range(2)]
+    return outputs

@@ -1,0 +1,209 @@
+"""The wire format: what is written is read back, and anything else is refused before it is obeyed or allocated."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastdecode.cluster import messages
+from fastdecode.cluster.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
+from fastdecode.cluster.payload import PayloadSlots, aligned_memory
+from fastdecode.cluster.pool import StepTimes
+from fastdecode.errors import FrameError
+from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan
+
+LAYOUT = KVLayout(
+    (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4)), "bfloat16", "int8"
+)
+
+
+class Pipe:
+    """Both ends of a channel in one process, with messages that a test may change on their way."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[bytes]] = []
+
+    def send(self, parts: list[Any]) -> None:
+        self.messages.append([bytes(part) for part in parts])
+
+    def receive(self, timeout_seconds: float) -> bytes | None:
+        self.parts = list(self.messages.pop(0)) if self.messages else []
+        return self.parts.pop(0) if self.parts else None
+
+    def read_into(self, buffer: Any) -> None:
+        memoryview(buffer).cast("B")[:] = self.parts.pop(0)
+
+    def close(self) -> None: ...
+
+
+def header(**changes: Any) -> bytes:
+    fields: dict[str, Any] = {"magic": MAGIC, "version": VERSION, "kind": int(Kind.PAYLOAD), "epoch": 5, "sequence": 9}
+    fields |= {"mini_batch": 1, "layer": 2, "q": 10, "k": 20, "v": 30} | changes
+    return HEADER.pack(*fields.values())
+
+
+def test_a_header_is_read_as_it_was_written() -> None:
+    assert HEADER.size == 56
+    assert decode(header()) == Frame(Kind.PAYLOAD, 5, 9, 1, 2, (10, 20, 30))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (header()[:-1], "header has 55 bytes, not 56"),
+        (b"", "header has 0 bytes"),
+        (header(magic=b"HTTP"), "not FastDecode's"),
+        (header(version=2), "version 2; this side speaks 1"),
+        (header(kind=0), "unknown kind 0"),
+        (header(kind=999), "unknown kind 999"),
+        (header(v=FRAME_LIMIT + 1), "announces 268,435,457 bytes"),
+        (header(q=2**64 - 1), "announces 18,446,744,073,709,551,615 bytes"),
+    ],
+)
+def test_every_field_of_a_header_is_checked(bad: bytes, message: str) -> None:
+    with pytest.raises(FrameError, match=message):
+        decode(bad)
+
+
+@given(st.binary(max_size=80) | st.binary(min_size=48, max_size=48).map(lambda rest: header()[:8] + rest))
+def test_any_header_is_read_or_refused(data: bytes) -> None:
+    try:
+        frame = decode(data)
+    except FrameError:
+        return
+    assert max(frame.lengths) <= FRAME_LIMIT
+
+
+def test_frames_are_numbered_and_belong_to_one_session() -> None:
+    """A replayed, a late and another session's frame are refused; a number may be skipped."""
+    pipe = Pipe()
+    sender, receiver = Conversation(pipe), Conversation(pipe)
+    sender.epoch = receiver.epoch = 7
+    for _ in range(3):
+        sender.send(Kind.PING)
+    first, second, third = pipe.messages
+    pipe.messages[:] = [first, first, third, second, third]
+    assert receiver.receive(0) is not None
+    with pytest.raises(FrameError, match="came before: number 0, not 1"):
+        receiver.receive(0)
+    assert receiver.receive(0) is not None
+    for number in (1, 2):
+        with pytest.raises(FrameError, match=f"came before: number {number}, not 3"):
+            receiver.receive(0)
+    assert receiver.receive(0) is None
+    sender.epoch = 8
+    sender.send(Kind.PING)
+    with pytest.raises(FrameError, match="another session"):
+        receiver.receive(0)
+
+
+def test_a_body_is_no_larger_than_its_kind_allows() -> None:
+    pipe = Pipe()
+    sender, receiver = Conversation(pipe), Conversation(pipe)
+    sender.send(Kind.EXPORT, b"123456789")
+    frame = receiver.receive(0)
+    assert frame is not None
+    with pytest.raises(FrameError, match="8 at most"):
+        receiver.body(frame, 8)
+    assert receiver.body(frame, 9) == b"123456789"
+    with pytest.raises(FrameError, match="more than a frame may hold"):
+        sender.send(Kind.DATA, np.broadcast_to(np.uint8(0), FRAME_LIMIT + 1))
+
+
+def test_hello_carries_the_layout_and_its_fingerprint() -> None:
+    hello = messages.Hello("host:1", LAYOUT, 32)
+    assert messages.decode_hello(messages.encode_hello(hello)) == hello
+    assert messages.fingerprint(LAYOUT, 32) != messages.fingerprint(LAYOUT, 16)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["cache", "layers", 0, "num_heads"], 0),
+        (["cache", "layers", 0, "num_heads"], 4.0),
+        (["cache", "layers", 0, "num_heads"], True),
+        (["cache", "layers", 0, "key_head_dim"], 513),
+        (["cache", "layers", 0, "scale"], None),
+        (["cache", "layers", 0, "scale"], float("inf")),
+        (["cache", "layers", 0, "sinks"], ["a"]),
+        (["cache", "layers", 0, "unknown"], 1),
+        (["cache", "layers", 0], 3),
+        (["cache", "layers"], []),
+        (["cache", "layers"], [1] * 5000),
+        (["cache", "model_dtype"], "int8"),
+        (["cache", "kv_dtype"], ["float32"]),
+        (["cache", "block_size"], -1),
+        (["cache"], []),
+        (["name"], 5),
+        (["fingerprint"], "0" * 64),
+    ],
+)
+def test_a_lying_hello_is_refused(path: list[Any], value: Any) -> None:
+    message = json.loads(messages.encode_hello(messages.Hello("host:1", LAYOUT, 32)))
+    place = message
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(FrameError):
+        messages.decode_hello(json.dumps(message).encode())
+
+
+def test_a_plan_is_read_as_it_was_written() -> None:
+    plan = WorkerPlan(
+        np.array([(1, 2, 3, 4)] * 2, CONTROL),
+        (np.array([(1, 2, 3, 1)] * 3, SPAN), np.zeros(0, SPAN), np.array([(7, 0, 1, 0)], SPAN)),
+    )
+    found = messages.decode_plan(bytearray(messages.encode_plan(plan)))
+    assert found.controls.tobytes() == plan.controls.tobytes()
+    assert [spans.tobytes() for spans in found.mini_batches] == [spans.tobytes() for spans in plan.mini_batches]
+    empty = WorkerPlan(np.zeros(0, CONTROL), ())
+    assert messages.decode_plan(messages.encode_plan(empty)).mini_batches == ()
+
+
+@given(st.data())
+def test_a_changed_plan_is_read_or_refused(data: st.DataObject) -> None:
+    plan = WorkerPlan(np.array([(1, 2, 3, 4)], CONTROL), (np.array([(1, 2, 3, 1)] * 2, SPAN),))
+    encoded = bytearray(messages.encode_plan(plan))
+    for _ in range(data.draw(st.integers(1, 3))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    cut = encoded[: data.draw(st.integers(0, len(encoded)))]
+    for each in (encoded, cut):
+        try:
+            messages.decode_plan(each)
+        except FrameError:
+            continue
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_by_every_reader(data: bytes) -> None:
+    for read in (messages.decode_hello, messages.decode_welcome, messages.decode_refusal):
+        with pytest.raises(FrameError):
+            read(data)
+
+
+def test_a_report_is_read_as_it_was_written() -> None:
+    times = StepTimes(np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) + 1, 123, 45)
+    found = messages.decode_report(messages.encode_report(times), 2, 3)
+    assert (found.bytes_read, found.blocks_free) == (123, 45)
+    assert found.busy_start.tolist() == times.busy_start.tolist() and found.busy_end.tolist() == times.busy_end.tolist()
+    with pytest.raises(FrameError, match="112 bytes, not 80"):
+        messages.decode_report(messages.encode_report(times), 1, 4)
+
+
+def test_slots_do_not_overlap() -> None:
+    """Every array of every mini-batch keeps what was written to it."""
+    slots = PayloadSlots(LAYOUT, [(2, 3), (0, 5), (0, 0), (1, 1)])
+    slots.place(aligned_memory(slots.num_bytes))
+    for layer in range(2):
+        every = [array for mini_batch in range(4) for array in slots.views(mini_batch, layer)]
+        for value, array in enumerate(every):
+            assert array.ctypes.data % 64 == 0 or array.size == 0
+            array[:] = value
+        for value, array in enumerate(every):
+            assert (array == value).all()
+    assert [array.shape for array in slots.views(0, 1)] == [(2, 4, 16), (3, 4, 16), (3, 4, 8), (2, 4, 8)]

@@ -1,0 +1,355 @@
+"""``fastdecode r-worker`` as a process: what it says, what it refuses, whom it serves, and that nothing stops it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import r_workers
+import test_backends as contract
+import zmq
+
+from fastdecode.cli.main import main
+from fastdecode.cluster.frames import HEADER, MAGIC, VERSION, Kind
+from fastdecode.cluster.messages import Hello, encode_hello
+from fastdecode.cluster.tcp import TcpBackend
+from fastdecode.errors import BackendError, ConfigError
+from fastdecode.types import StepPlan, WorkerPlan
+
+PATIENCE_SECONDS = 60
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    return make_key(tmp_path / "key", "5" * 64)
+
+
+def make_key(path: Path, text: str, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def alone(plan: StepPlan) -> StepPlan:
+    """The first worker's part."""
+    return StepPlan(plan.workers[:1])
+
+
+def works(backend: TcpBackend) -> bool:
+    """One step of one worker."""
+    mini_batch = ([(1, 0, 4, 1)], [])
+    backend.begin_step(alone(contract.plan([mini_batch])))
+    for layer in range(len(contract.LAYERS)):
+        backend.submit(0, layer, *contract.rows(mini_batch, 0, layer))
+        backend.collect(0)
+    return backend.end_step().workers[0].bytes_read > 0
+
+
+def opened(address: str, key: Path | None = None) -> TcpBackend:
+    backend = TcpBackend([address], contract.BLOCK_SIZE, str(key) if key else None)
+    backend.open(contract.LAYOUT)
+    return backend
+
+
+def serves(address: str, key: Path | None = None) -> bool:
+    """A whole session; waits while the session before it is still being ended."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            backend = opened(address, key)
+        except BackendError as error:
+            if "another S-worker" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+            continue
+        try:
+            return works(backend)
+        finally:
+            backend.close()
+
+
+def test_it_says_what_it_bound_and_ends_cleanly() -> None:
+    with r_workers.listening() as (process, address):
+        assert serves(address)
+        process.send_signal(signal.SIGTERM)
+        out, log = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0 and "ended" in out and "Traceback" not in log
+    with r_workers.listening() as (process, _):
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 130
+
+
+def test_the_line_names_address_cores_threads_isa_and_memory() -> None:
+    command = [r_workers.FASTDECODE, "r-worker", "--listen", "tcp://localhost:0", *r_workers.SMALL, "--cores", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+    finally:
+        process.terminate()
+        process.communicate(timeout=PATIENCE_SECONDS)
+    pattern = r"fastdecode r-worker: tcp://127\.0\.0\.1:\d+ \(loopback, not encrypted\), cores 0, 1 thread\(s\), \w+, "
+    assert re.fullmatch(pattern + r"0\.06 GiB of KV cache, reads \d+\.\d GB/s\n", line)
+
+
+def test_it_never_imports_torch() -> None:
+    """Nor what only the S side needs, even after a session."""
+    code = f"""
+        import sys
+        from fastdecode.cli.main import main
+        status = main(["r-worker", "--listen", "tcp://127.0.0.1:0", *{r_workers.SMALL}])
+        print(status, sorted({{"torch", "transformers", "greenlet", "fastdecode.sworker"}} & set(sys.modules)))
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+        assert serves(line.split("tcp://")[1].split()[0])
+        process.terminate()
+        assert process.communicate(timeout=PATIENCE_SECONDS)[0].splitlines()[-1] == "0 []"
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--listen", "tcp://0.0.0.0:0"], 2, "listen: 0.0.0.0 is reached over a network, which takes a --key-file"),
+        (["--listen", "tcp://*:0"], 2, "--key-file on both sides"),
+        (["--listen", "127.0.0.1:5580"], 2, "listen: must be tcp://HOST:PORT"),
+        (["--listen", "tcp://127.0.0.1"], 2, "an address is host:port"),
+        (["--listen", "tcp://127.0.0.1:70000"], 2, "a port of 0 to 65535"),
+        (["--listen", "tcp://127.0.0.1:0", "--key-file", "/no/such/file"], 2, "key_file: cannot read /no/such/file"),
+        (["--threads", "0"], 2, "threads must be 1 to 1024"),
+        (["--cores", "100000"], 2, "cores: this process may not use [100000]"),
+        (["--cores", "x"], 2, "cores must be a list of cores"),
+        (["--listen", "tcp://127.0.0.1:0", "--kv-cache-memory", "90TiB"], 1, "are more than the"),
+        (["--kv-cache-memory", "none"], 2, "kv_cache_memory must be a positive number of bytes"),
+        (["--join", "host:1"], 2, "join is not available in this version"),
+        (["--transport", "mpi"], 2, "transport mpi is not available in this version"),
+    ],
+)
+def test_what_cannot_work_is_one_line(
+    arguments: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["r-worker", *arguments]) == status
+    error = capfd.readouterr().err.strip()
+    assert error.startswith("fastdecode: error: ") and message in error and "\n" not in error
+
+
+def test_a_port_in_use_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    with r_workers.listening() as (_, address):
+        assert main(["r-worker", "--listen", f"tcp://{address}"]) == 1
+    assert f"cannot listen on tcp://{address}: Address already in use" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o700])
+def test_a_key_file_that_others_can_read_is_refused(mode: int, tmp_path: Path) -> None:
+    key = make_key(tmp_path / "key", "5" * 64, mode)
+    with pytest.raises(ConfigError, match=r"only its owner can use: chmod 600"):
+        TcpBackend(["127.0.0.1:1"], 16, str(key))
+
+
+def test_a_short_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds 31 bytes; it takes 32 to 4096 random ones"):
+        TcpBackend(["127.0.0.1:1"], 16, str(make_key(tmp_path / "key", "5" * 31 + "\n")))
+
+
+def test_a_second_s_worker_is_told_who_is_served() -> None:
+    with r_workers.listening() as (_, address):
+        first = opened(address)
+        for _ in range(2):
+            with pytest.raises(BackendError, match=rf"{address} refused: it serves another S-worker, .+:\d+"):
+                opened(address)
+        assert works(first)
+        first.close()
+        assert serves(address)
+
+
+HOLD = """
+    import sys, time
+    sys.path.insert(0, {tests!r})
+    import test_r_worker
+    backend = test_r_worker.opened({address!r})
+    test_r_worker.works(backend)
+    if {in_step}:
+        backend.begin_step(test_r_worker.alone(test_r_worker.contract.plan([([(9, 0, 50, 1)], [])])))
+    print("holding", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_when_its_s_worker_dies_it_serves_the_next(in_step: bool) -> None:
+    """kill -9 between steps and within one: the next has all blocks."""
+    with r_workers.listening() as (_, address):
+        code = HOLD.format(tests=str(Path(__file__).parent), address=address, in_step=in_step)
+        process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout and process.stdout.readline() == "holding\n"
+        with pytest.raises(BackendError, match=rf"it serves another S-worker, .+:{process.pid}"):
+            opened(address)
+        process.kill()
+        process.communicate()
+        assert serves(address)
+
+
+def test_a_lost_worker_is_one_clear_error() -> None:
+    """Whatever is asked of it, and the other worker is left usable for nobody's confusion."""
+    with r_workers.listening() as (process, address), r_workers.listening() as (_, other):
+        backend = TcpBackend([other, address], contract.BLOCK_SIZE)
+        backend.open(contract.LAYOUT)
+        mini_batch = ([(1, 0, 4, 1)], [(2, 0, 4, 1)])
+        backend.begin_step(contract.plan([mini_batch]))
+        process.kill()
+        process.wait()
+        start = time.monotonic()
+        with pytest.raises(BackendError, match=f"R-worker {address} is lost: the connection is closed"):
+            for layer in range(len(contract.LAYERS)):
+                backend.submit(0, layer, *contract.rows(mini_batch, 0, layer))
+                backend.collect(0)
+        assert time.monotonic() - start < 1
+        backend.abandon_step()
+        with pytest.raises(BackendError, match=f"R-worker {address} is lost"):
+            backend.begin_step(contract.plan([mini_batch]))
+        backend.close()
+        assert serves(other)
+
+
+def test_nobody_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastdecode.cluster.remote.OPEN_SECONDS", 0.3)
+    with pytest.raises(BackendError, match=r"R-worker 127\.0\.0\.1:9 is lost: it did not answer within 0\.3 s"):
+        opened("127.0.0.1:9")
+
+
+# With a key.
+
+
+def test_both_sides_hold_the_key(key_file: Path) -> None:
+    with r_workers.listening("--key-file", str(key_file)) as (_, address):
+        for _ in range(2):
+            assert serves(address, key_file)
+
+
+def test_it_listens_beyond_loopback_with_a_key(key_file: Path) -> None:
+    with r_workers.listening("--key-file", str(key_file), listen="tcp://*:0") as (_, address):
+        assert address.startswith("0.0.0.0:")
+        assert serves(address.replace("0.0.0.0", "127.0.0.1"), key_file)
+
+
+def test_a_wrong_key_is_refused_and_the_job_goes_on(key_file: Path, tmp_path: Path) -> None:
+    """Another key, and none; on either side."""
+    wrong = make_key(tmp_path / "wrong", "6" * 64)
+    with r_workers.listening("--key-file", str(key_file)) as (process, address):
+        served = opened(address, key_file)
+        for key in (wrong, None):
+            with pytest.raises(BackendError, match="do not agree on a key"):
+                opened(address, key)
+        assert works(served)
+        served.close()
+        assert serves(address, key_file)
+        process.terminate()
+        assert "does not hold this R-worker's key" in process.communicate(timeout=PATIENCE_SECONDS)[1]
+    with r_workers.listening() as (_, address):
+        with pytest.raises(BackendError, match="do not agree on a key"):
+            opened(address, key_file)
+        assert serves(address)
+
+
+# Frames that a proper S-worker never sends.
+
+
+def frame(kind: int, *parts: bytes, **changes: Any) -> list[bytes]:
+    fields: dict[str, Any] = {"magic": MAGIC, "version": VERSION, "kind": kind, "epoch": 0, "sequence": 0}
+    lengths = [len(part) for part in parts] + [0] * (3 - len(parts))
+    fields |= {"mini_batch": 0, "layer": 0} | {f"length{i}": length for i, length in enumerate(lengths)} | changes
+    return [HEADER.pack(*fields.values()), *parts]
+
+
+HELLO = encode_hello(Hello("stranger", contract.LAYOUT, 16))
+BAD: dict[str, list[bytes]] = {
+    "nothing": [b""],
+    "text": [b"GET / HTTP/1.1\r\n\r\n"],
+    "truncated header": [frame(Kind.HELLO, HELLO)[0][:20]],
+    "truncated body": [frame(Kind.HELLO, HELLO)[0], HELLO[:100]],
+    "body missing": [frame(Kind.HELLO, HELLO)[0]],
+    "body too long": [frame(Kind.HELLO, HELLO)[0], HELLO + b" "],
+    "announces too much": frame(Kind.HELLO, HELLO, length0=2**62),
+    "announces what it lacks": frame(Kind.HELLO, HELLO, length0=1 << 27),
+    "another magic": frame(Kind.HELLO, HELLO, magic=b"XXXX"),
+    "another version": frame(Kind.HELLO, HELLO, version=9),
+    "another kind": frame(77, HELLO),
+    "another session": frame(Kind.HELLO, HELLO, epoch=3),
+    "not JSON": frame(Kind.HELLO, b"\x80\x04pickle"),
+    "payload before hello": frame(Kind.PAYLOAD, b"q", b"k", b"v"),
+    "plan before hello": frame(Kind.PLAN, bytes(16)),
+    "a lying fingerprint": frame(Kind.HELLO, HELLO.replace(b'"num_heads":4', b'"num_heads":8')),
+}
+
+
+def test_malformed_frames_are_refused_and_it_goes_on() -> None:
+    """From strangers while it is free, and while it serves; the session does not notice."""
+    with r_workers.listening() as (process, address):
+        for busy in (False, True):
+            served = opened(address) if busy else None
+            for parts in BAD.values():
+                with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+                    socket.linger = 1000
+                    socket.connect(f"tcp://{address}")
+                    socket.send_multipart(parts)
+                    assert served or socket.poll(PATIENCE_SECONDS * 1000), f"no answer to {parts}"
+            assert served is None or works(served)
+            if served:
+                served.close()
+        assert serves(address)
+        process.terminate()
+        log = process.communicate(timeout=PATIENCE_SECONDS)[1]
+    assert "Traceback" not in log and "refused: a frame of a peer that is not served" in log
+
+
+def test_bad_frames_of_the_served_one_change_nothing() -> None:
+    """A replayed frame, payloads that lie about their shape or place: each is refused, and then the step ends."""
+    with r_workers.listening() as (_, address):
+        backend = opened(address)
+        conversation = backend.workers[0]._path.conversation  # type: ignore[attr-defined]
+        mini_batch = ([(1, 0, 4, 1)], [])
+        backend.begin_step(alone(contract.plan([mini_batch])))
+        q, k, v = contract.rows(mini_batch, 0, 0)
+
+        def refusal(send: Any, epoch_offset: int = 0) -> str:
+            conversation.epoch += epoch_offset
+            send()
+            conversation.epoch -= epoch_offset
+            answer = conversation.receive(PATIENCE_SECONDS)
+            assert answer is not None and answer.kind is Kind.REFUSED
+            return bytes(conversation.body(answer)).decode()
+
+        assert "with parts of" in refusal(lambda: conversation.send(Kind.PAYLOAD, q, k, v[:2]))
+        assert "with parts of" in refusal(lambda: conversation.send(Kind.PAYLOAD, q))
+        assert "the plan does not have" in refusal(lambda: conversation.send(Kind.PAYLOAD, q, k, v, mini_batch=1))
+        assert "the plan does not have" in refusal(lambda: conversation.send(Kind.PAYLOAD, q, k, v, layer=99))
+        assert "nobody waits for" in refusal(lambda: conversation.send(Kind.DATA, b"123"))
+        assert "no place here" in refusal(lambda: conversation.send(Kind.HELLO, HELLO))
+        assert "8 at most" in refusal(lambda: conversation.send(Kind.EXPORT, bytes(9)))
+        assert "not 24" in refusal(lambda: conversation.send(Kind.IMPORT, bytes(9)))
+        assert "PLAN" in refusal(lambda: conversation.send(Kind.PLAN, bytes(9)))
+        conversation._next_sent -= 1
+        assert "came before" in refusal(lambda: conversation.send(Kind.END))
+        assert "another session" in refusal(lambda: conversation.send(Kind.END), epoch_offset=1)
+        for layer in range(len(contract.LAYERS)):
+            backend.submit(0, layer, *contract.rows(mini_batch, 0, layer))
+            backend.collect(0)
+        assert backend.end_step().workers[0].bytes_read > 0
+        assert works_again(backend)
+        backend.close()
+
+
+def works_again(backend: TcpBackend) -> bool:
+    nothing = WorkerPlan(contract.plan([]).workers[0].controls, ())
+    backend.begin_step(StepPlan((nothing,)))
+    return backend.end_step().workers[0].blocks_free > 0

@@ -1,0 +1,136 @@
+"""``--r-workers spawn:N``: processes that end with the one that started them, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_backends as contract
+
+from fastdecode._rworker import Ring
+from fastdecode.cluster.local import RWorkerSize
+from fastdecode.cluster.spawn import SpawnBackend
+from fastdecode.errors import BackendError
+
+PATIENCE_SECONDS = 60
+
+HOLD = """
+    import os, sys, time
+    sys.path.insert(0, {tests!r})
+    import test_backends as contract
+    backend = contract.spawn()
+    backend.open(contract.LAYOUT)
+    contract.run(backend, contract.FIRST)
+    print(*(worker._path._process.pid for worker in backend.workers), flush=True)
+    if {busy}:
+        backend.begin_step(contract.plan([([(9, 0, 50, 1)], [])]))
+    time.sleep(1000)
+"""
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def alive(pid: int) -> bool:
+    """False for a zombie, too: its parent, here init, has only not looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_kill_9_of_the_parent_leaves_no_child_and_no_segment(busy: bool) -> None:
+    before = segments()
+    code = textwrap.dedent(HOLD.format(tests=str(Path(__file__).parent), busy=busy))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    children = [int(pid) for pid in process.stdout.readline().split()] if process.stdout else []
+    assert len(children) == 2 and all(alive(pid) for pid in children)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(alive(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(alive(pid) for pid in children)
+    assert segments() <= before
+
+
+def test_a_killed_worker_is_one_clear_error() -> None:
+    """Within a second, with its name; the backend closes cleanly, and another can be made."""
+    backend = contract.spawn()
+    backend.open(contract.LAYOUT)
+    process = backend.workers[1]._path._process  # type: ignore[attr-defined]
+    mini_batch = ([(1, 0, 4, 1)], [(2, 0, 4, 1)])
+    backend.begin_step(contract.plan([mini_batch]))
+    process.kill()
+    start = time.monotonic()
+    with pytest.raises(BackendError, match="R-worker spawn-1 is lost: its process was killed by SIGKILL"):
+        for layer in range(len(contract.LAYERS)):
+            backend.submit(0, layer, *contract.rows(mini_batch, 0, layer))
+            backend.collect(0)
+    assert time.monotonic() - start < 1
+    backend.abandon_step()
+    with pytest.raises(BackendError, match="R-worker spawn-1 is lost"):
+        backend.begin_step(contract.plan([mini_batch]))
+    backend.close()
+
+
+def test_a_stopped_worker_is_waited_for() -> None:
+    """SIGSTOP for half a second is no loss."""
+    backend = contract.spawn()
+    backend.open(contract.LAYOUT)
+    process = backend.workers[0]._path._process  # type: ignore[attr-defined]
+    process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.5, process.send_signal, [signal.SIGCONT]).start()
+    contract.run(backend, contract.FIRST)
+    backend.close()
+
+
+def test_they_outlive_the_thread_that_started_them() -> None:
+    backend = contract.spawn()
+    thread = threading.Thread(target=backend.open, args=[contract.LAYOUT])
+    thread.start()
+    thread.join()
+    contract.run(backend, contract.FIRST)
+    processes = [worker._path._process for worker in backend.workers]  # type: ignore[attr-defined]
+    backend.close()
+    assert [process.returncode for process in processes] == [0, 0]
+
+
+def test_one_that_cannot_start_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its own line on stderr, and the backend's error; the one that did start ends."""
+    backend = SpawnBackend([RWorkerSize(1 << 20, 1), RWorkerSize(1 << 60, 1)], 16)
+    with pytest.raises(BackendError, match="R-worker spawn-1 is lost: it exited with 1"):
+        backend.open(contract.LAYOUT)
+    assert "kv_cache_memory: 1073741824.00 GiB are more than" in capfd.readouterr().err
+
+
+def test_each_has_its_cores() -> None:
+    """And they say whether the S-worker keeps off them."""
+    core = max(os.sched_getaffinity(0))
+    backend = SpawnBackend([RWorkerSize(1 << 20, 1, (core,))], 16)
+    (info,) = backend.open(contract.LAYOUT)
+    assert os.sched_getaffinity(backend.workers[0]._path._process.pid) == {core}  # type: ignore[attr-defined]
+    assert not info.own_cores and info.name == "spawn-0"
+    backend.close()
+
+
+def test_the_ring_checks_its_memory() -> None:
+    memory = np.zeros(Ring.NUM_BYTES + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    Ring(memory[start : start + Ring.NUM_BYTES])
+    for bad in (memory[start : start + Ring.NUM_BYTES - 1], memory[start + 1 :]):
+        with pytest.raises(ValueError, match="memory must be a writeable uint8 array"):
+            Ring(bad)
+    memory.flags.writeable = False
+    with pytest.raises(ValueError, match="memory must be a writeable uint8 array"):
+        Ring(memory[start : start + Ring.NUM_BYTES])
