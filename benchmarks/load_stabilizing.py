@@ -68,6 +68,7 @@ def _run(schedule: str, folder: str, args: argparse.Namespace) -> ThroughputRun:
         kv_cache_dtype=args.kv_cache_dtype,
         max_num_seqs=args.in_flight,
         schedule=schedule,
+        enable_prefix_caching=False,
         kv_load_limit=args.in_flight * (2 * PROMPT_LEN + 33 * args.interval) // 2,
         micro_batch_interval=args.interval,
         num_mini_batches=2,

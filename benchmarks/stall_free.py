@@ -18,6 +18,7 @@ from fastdecode.bench.throughput import run_throughput, warm_up
 from fastdecode.bench.workload import WorkItem
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
+from fastdecode.metrics import StepRecord
 
 BUDGETS = {"prefill-first": 2048, "stall-free": 256}
 
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=300, help="their tokens (300)")
     parser.add_argument("--prompts", type=int, default=20, help="long prompts that arrive meanwhile (20)")
     parser.add_argument("--prompt-len", type=int, default=2000, help="(2000)")
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between their arrivals (1)")
+    parser.add_argument("--every", type=float, default=1.2, metavar="SECONDS", help="between their arrivals (1.2)")
     parser.add_argument("--hidden", type=int, default=512, help="(512)")
     parser.add_argument("--layers", type=int, default=4, help="(4)")
     parser.add_argument("--rounds", type=int, default=2, help="(2)")
@@ -77,15 +78,23 @@ def _measure(schedule: str, folder: str, args: argparse.Namespace) -> Figures:
         engine.close()
     outputs = [output for output in run.outputs if len(output.prompt_token_ids) == 16]
     gaps = np.concatenate([np.diff(output.metrics.token_seconds) for output in outputs])
-    rows = [step for step in run.steps if step.num_output_tokens >= args.decoding or not step.is_decode]
-    with_prompt = sum(not step.is_decode for step in rows[: args.output_len])
     tokens = sum(len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in run.outputs)
     return Figures(
         float(np.percentile(gaps, 50)),
         float(np.percentile(gaps, 99)),
-        with_prompt / args.output_len,
+        _met_prompt(run.steps, args.decoding),
         tokens / run.elapsed_seconds,
     )
+
+
+def _met_prompt(steps: list[StepRecord], num_decoding: int) -> float:
+    """Part of the gaps between two tokens of all ``num_decoding`` sequences that saw prompt tokens computed."""
+    gaps, met, prompt = 0, 0, False
+    for step in steps:
+        prompt = prompt or not step.is_decode
+        if step.num_output_tokens >= num_decoding:
+            gaps, met, prompt = gaps + 1, met + prompt, False
+    return met / gaps
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.local import RWorkerSize, begin_step, make_rworker
-from fastdecode.cluster.pool import PoolBackend, StepTimes
+from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.pool_worker import StepTimes
 from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.cluster.pool import StepTimes
+from fastdecode.cluster.pool_worker import StepTimes
 from fastdecode.errors import FrameError
 from fastdecode.types import CONTROL, KV_BITS, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, WorkerPlan
 

@@ -26,9 +26,9 @@ from fastdecode.cluster.messages import (
 )
 from fastdecode.cluster.path import Path
 from fastdecode.cluster.payload import PayloadSlots
-from fastdecode.cluster.pool import StepTimes
+from fastdecode.cluster.pool_worker import StepTimes
 from fastdecode.cluster.session import CHUNK_BYTES, CLOCK, EXPORT, IMPORT
-from fastdecode.errors import BackendError, CapacityError, FrameError
+from fastdecode.errors import BackendError, CapacityError, FrameError, WorkerLostError
 from fastdecode.interrupts import interrupts_deferred
 from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan
 
@@ -45,7 +45,7 @@ NUM_PINGS = 8
 
 
 class RemoteWorker:
-    """``PoolWorker`` over a path to another process. Once that is lost every call is a BackendError that says so.
+    """``PoolWorker`` over a path to another process. Once that is lost every call is a WorkerLostError.
 
     Ctrl-C waits until a question is answered, for half an answer would garble the next. Between layers it need not:
     what was under way is dropped by ``abandon_step``.
@@ -239,9 +239,9 @@ class RemoteWorker:
             raise self._lose(f"it sent a {frame.kind.name} frame of {frame.lengths[0]} bytes") from None
         return number
 
-    def _lose(self, reason: str) -> BackendError:
+    def _lose(self, reason: str) -> WorkerLostError:
         self._lost = f"R-worker {self.name} is lost: {reason}"
-        return BackendError(self._lost)
+        return WorkerLostError(self._lost)
 
     def _measure_offset(self) -> float:
         """The worker's clock less ours, from the quickest of several questions; 0 where they may be the same clock."""
@@ -267,8 +267,10 @@ class _Losses:
 
     def __enter__(self) -> Path:
         worker = self._worker
-        if worker._lost or worker._path is None:
-            raise BackendError(worker._lost or f"R-worker {worker.name} is closed")
+        if worker._lost:
+            raise WorkerLostError(worker._lost)
+        if worker._path is None:
+            raise BackendError(f"R-worker {worker.name} is closed")
         return worker._path
 
     def __exit__(

@@ -28,7 +28,7 @@ from fastdecode.cluster.messages import (
 )
 from fastdecode.cluster.path import Path
 from fastdecode.cluster.payload import PayloadSlots
-from fastdecode.cluster.pool import StepTimes
+from fastdecode.cluster.pool_worker import StepTimes
 from fastdecode.errors import CapacityError, FrameError
 
 TICK_SECONDS = 0.2

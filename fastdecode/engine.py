@@ -6,14 +6,15 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from fastdecode.backends import make_backend
 from fastdecode.clock import HOST, StateClock
 from fastdecode.config import EngineConfig
-from fastdecode.errors import BackendError, RequestError
+from fastdecode.errors import BackendError, RequestError, WorkerLostError
+from fastdecode.in_flight import InFlight
 from fastdecode.interrupts import interrupts_deferred
 from fastdecode.machine import usable_cores
 from fastdecode.metrics import StepRecord, step_record
@@ -23,11 +24,10 @@ from fastdecode.protocols import AttentionBackend
 from fastdecode.request import Completion, Request, make_completions
 from fastdecode.resources import check_room, pin_s_worker
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.scheduler.balance import BalanceFinder
 from fastdecode.scheduling import make_scheduler
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import SModel, SWorker, set_threads
-from fastdecode.sworker.sampling import SampledToken, SamplingRow
+from fastdecode.sworker.sampling import SampledToken
 from fastdecode.trace import Tracer
 from fastdecode.types import StepReport
 
@@ -47,8 +47,8 @@ class LLMEngine:
         self.tracer: Tracer | None = None
         self.on_step: Callable[[StepRecord], None] | None = None
         self.overlap = True
-        self._requests: dict[str, Request] = {}
-        self._growing: dict[int, tuple[Request, Completion]] = {}
+        self._in_flight = InFlight()
+        self._ended_early: list[Request] = []
         self._ids = itertools.count()
         self._closed = False
         self._cleanup = contextlib.ExitStack()
@@ -76,7 +76,6 @@ class LLMEngine:
         self.scheduler = make_scheduler(
             self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches
         )
-        self._balance = BalanceFinder()
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, arrival_seconds: float | None = None
@@ -87,7 +86,7 @@ class LLMEngine:
         """
         if self._closed:
             raise RequestError("the engine is closed")
-        if request_id in self._requests:
+        if request_id in self._in_flight:
             raise RequestError(f"request id {request_id!r} is already in use")
         text, token_ids = read_prompt(
             prompt, self.s_model.tokenizer, self.s_model.vocab_size, self.s_model.max_model_len
@@ -96,14 +95,12 @@ class LLMEngine:
         request = self._make_request(request_id, text, token_ids, params)
         self.scheduler.add(request.completions[0].sequence)
         request.arrival_seconds = request.arrival_seconds if arrival_seconds is None else arrival_seconds
-        self._requests[request_id] = request
-        for completion in request.completions:
-            self._growing[completion.sequence.sequence_id] = (request, completion)
+        self._in_flight.add(request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests, waiting or running; unknown ids are ignored, as those may just have finished."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
-            request = self._requests.pop(request_id, None)
+            request = self._in_flight.remove(request_id)
             for completion in request.completions if request else ():
                 if completion.finish_reason is None:
                     self._finish(completion, "abort")
@@ -111,11 +108,11 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """True while any request waits or runs."""
-        return bool(self._requests)
+        return len(self._in_flight) > 0
 
     def step(self) -> list[RequestOutput]:
         """One token for every running request, plus prompt chunks; outputs of the requests that grew."""
-        if not self._requests:
+        if not len(self._in_flight):
             return []
         try:
             step = self._begin()
@@ -139,9 +136,15 @@ class LLMEngine:
         step = ScheduledStep((MiniBatch.of([chunk]),), nothing)
         self.backend.begin_step(step.to_step_plan())
         try:
-            return self._s_worker.score(step).numpy()
+            logprobs = self._s_worker.score(step).numpy()
         finally:
             self.backend.abandon_step()
+        self.backend.begin_step(self.scheduler.schedule().to_step_plan())
+        if lost := self.backend.end_step().lost:
+            for worker in lost:
+                self.scheduler.lost(worker)
+            raise WorkerLostError("an R-worker was lost while it scored: score once more on those that are left")
+        return logprobs
 
     def reset_prefix_cache(self) -> None:
         """Forget every retained prefix, for instance when weights were changed; running requests go on."""
@@ -176,7 +179,7 @@ class LLMEngine:
 
     def _compute(self, step: ScheduledStep) -> dict[int, list[SampledToken]]:
         sampling = {
-            sequence_id: self._sampling_rows(sequence_id)
+            sequence_id: self._in_flight.sampling_rows(sequence_id)
             for mini_batch in step.mini_batches
             for sequence_id in mini_batch.sampled_ids
         }
@@ -186,28 +189,37 @@ class LLMEngine:
         """Commit the step everywhere at once, and hand out what it made."""
         report = self.backend.end_step()
         self.scheduler.commit(step)
-        outputs = [request.output() for request in self._take(sampled)]
+        if report.lost:
+            self._lose(step, report.lost, sampled)
+        outputs = [request.output() for request in (*self._take(sampled), *self._ended_early)]
+        self._ended_early.clear()
         self._settle()
         self._record(step, report, sum(map(len, sampled.values())))
         return outputs
 
-    def _sampling_rows(self, sequence_id: int) -> list[SamplingRow]:
-        request, completion = self._growing[sequence_id]
-        return [request.sampling_row(each) for each in self._with_siblings(completion)]
-
-    def _with_siblings(self, completion: Completion) -> list[Completion]:
-        """It alone, or with its siblings when a prompt that several sequences share is about to end."""
-        siblings = completion.sequence.siblings
-        return [completion, *(self._growing[sibling.sequence_id][1] for sibling in siblings)]
+    def _lose(self, step: ScheduledStep, workers: Sequence[int], sampled: dict[int, list[SampledToken]]) -> None:
+        """What lost R-workers held is computed again elsewhere; the tokens they had a part in are not taken."""
+        for mini_batch in step.mini_batches:
+            chunks = mini_batch.chunks
+            for sequence_id in chunks["sequence_id"][np.isin(chunks["worker"], workers)].tolist():
+                sampled.pop(sequence_id, None)
+                self._s_worker.forget(sequence_id)
+        for sequence in (hopeless for worker in workers for hopeless in self.scheduler.lost(worker)):
+            request, completions = self._in_flight.family(sequence.sequence_id)
+            for completion in completions:
+                self._finish(completion, "error")
+            logger.error("request %s: no R-worker that is left has room for it", request.request_id)
+            if request.finished:
+                self._ended_early.append(request)
+                self._in_flight.remove(request.request_id)
 
     def _take(self, sampled: dict[int, list[SampledToken]]) -> list[Request]:
         """Append the sampled tokens, end what is finished, and return the requests that grew."""
         now = self.clock.enter(HOST)
         grown: dict[str, Request] = {}
         for sequence_id, tokens in sampled.items():
-            request, completion = self._growing[sequence_id]
-            completions = self._with_siblings(completion)
-            self.scheduler.fork_siblings(completion.sequence)
+            request, completions = self._in_flight.family(sequence_id)
+            self.scheduler.fork_siblings(completions[0].sequence)
             for each, token in zip(completions, tokens, strict=True):
                 each.append(token, request.params, self.s_model.eos_token_ids)
                 if each.finish_reason is not None:
@@ -216,13 +228,13 @@ class LLMEngine:
         for request in grown.values():
             request.token_seconds.append(now)
             if request.finished:
-                del self._requests[request.request_id]
+                self._in_flight.remove(request.request_id)
         return list(grown.values())
 
     def _finish(self, completion: Completion, reason: str) -> None:
         completion.finish_reason = reason
         sequence = completion.sequence
-        del self._growing[sequence.sequence_id]
+        self._in_flight.end(completion)
         self.scheduler.finish(sequence, reason)
         self._s_worker.forget(sequence.sequence_id)
 
@@ -231,7 +243,8 @@ class LLMEngine:
         if self.scheduler.has_unfinished or not self.scheduler.has_controls:
             return
         self.backend.begin_step(self.scheduler.schedule().to_step_plan())
-        self.backend.end_step()
+        for worker in self.backend.end_step().lost:
+            self.scheduler.lost(worker)
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
         seconds = self.clock.snapshot()
@@ -240,17 +253,10 @@ class LLMEngine:
             self.tracer.add(self.clock.spans, report)
             self.clock.spans.clear()
         record = step_record(step, report, seconds, num_output_tokens, self.overlap)
-        if self.scheduler.seeks_balance and record.is_decode:
-            self._seek_balance(record)
+        if record.is_decode:
+            self.scheduler.observe(record.num_tokens, record.kv_loads, record.s_seconds, record.r_seconds)
         if self.on_step:
             self.on_step(record)
-
-    def _seek_balance(self, record: StepRecord) -> None:
-        """Measure one more decode step; after enough of them the KV load limit is known."""
-        balanced = self._balance.observe(record.num_tokens, record.kv_loads, record.s_seconds, record.r_seconds)
-        if balanced is not None:
-            self.scheduler.balance_at(balanced)
-            logger.info("KV load limit: %d tokens per step, where R time equals S time", self.scheduler.kv_load_limit)
 
     def _make_request(self, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams) -> Request:
         model = self.s_model

@@ -37,5 +37,9 @@ class ProfileError(FastDecodeError):
     """A hardware profile that cannot be read, or lacks what the plan needs."""
 
 
+class WorkerLostError(BackendError):
+    """An R-worker is gone, with everything it held; the others go on."""
+
+
 class FrameError(BackendError):
     """A message between an S-worker and an R-worker that the wire format does not allow; it changed nothing."""

@@ -30,6 +30,7 @@ class StepRecord:
     r_seconds: tuple[float, ...]
     transfer_seconds: tuple[float, ...]
     kv_bytes_read: int
+    lost_workers: int = 0
 
     @property
     def kv_load(self) -> int:
@@ -54,4 +55,5 @@ def step_record(
         r_seconds=tuple(float(np.sum(worker.busy_end - worker.busy_start)) for worker in report.workers),
         transfer_seconds=tuple(worker.transfer_seconds for worker in report.workers),
         kv_bytes_read=sum(worker.bytes_read for worker in report.workers),
+        lost_workers=len(report.lost),
     )

@@ -141,6 +141,7 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The reports of all R-workers for one step, in worker order."""
+    """The reports of all R-workers for one step, in worker order; ``lost``: those that went away during it."""
 
     workers: tuple[WorkerReport, ...]
+    lost: tuple[int, ...] = ()

@@ -11,5 +11,5 @@ def assert_nothing_held(engine: LLMEngine) -> None:
     assert engine.backend.blocks_used == sum(ledger.num_blocks) - sum(ledger.free) == sum(ledger.cached)
     engine.reset_prefix_cache()
     assert engine.backend.blocks_used == 0
-    assert tuple(ledger.free) == ledger.num_blocks
+    assert ledger.free == ledger.num_blocks
     assert engine._s_worker.scratch.num_sequences == 0

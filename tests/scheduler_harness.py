@@ -56,12 +56,14 @@ class Run:
             group[0].siblings = tuple(group[1:])
             self.members.append(group)
 
-    def to_the_end(self, fail_steps: frozenset[int] = frozenset()) -> None:
-        """Every job arrives, is aborted or ends; then nothing is left anywhere."""
+    def to_the_end(self, fail_steps: frozenset[int] = frozenset(), losses: dict[int, int] | None = None) -> None:
+        """Every job arrives, is aborted or ends; then nothing is left anywhere. ``losses``: step → lost worker."""
         while self.step_number <= max(job.arrives for job in self.jobs) or self.alive:
             self.arrive_and_abort()
             if self.alive:
                 self.step(fails=self.step_number in fail_steps)
+                if losses and self.step_number in losses:
+                    self.lose(losses[self.step_number])
             self.step_number += 1
             assert self.step_number < 5000, "the scheduler starves somebody"
         if self.recounts:
@@ -75,7 +77,7 @@ class Run:
         assert sum(self._blocks_used()) == sum(ledger.cached)
         self.scheduler.reset_prefix_cache()
         self._apply(self.scheduler.schedule())
-        assert self.held == {} and tuple(ledger.free) == ledger.num_blocks and not any(ledger.cached)
+        assert self.held == {} and ledger.free == ledger.num_blocks and not any(ledger.cached)
         assert not self.scheduler.has_unfinished and not self.scheduler.has_controls
         assert self.scheduler.residents.scratch_free == self.limits.scratch_tokens
         assert self.scheduler.prefix_cache._computing == {} and self.scheduler.queue._following == {}
@@ -116,6 +118,15 @@ class Run:
             if job.aborts == self.step_number and job.arrives <= self.step_number:
                 for member in group:
                     self._finish(member, "abort")
+
+    def lose(self, worker: int) -> list[Sequence]:
+        """An R-worker goes with all it held; returns the requests that no other could hold, which end."""
+        self.held = {i: held for i, held in self.held.items() if held.worker != worker}
+        hopeless = self.scheduler.lost(worker)
+        for parent in hopeless:
+            for member in (parent, *parent.siblings):
+                self._finish(member, "error")
+        return hopeless
 
     def _apply(self, step: ScheduledStep) -> None:
         """The controls, in order, on naive R-workers that share full blocks and copy a partial one."""

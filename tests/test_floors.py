@@ -21,7 +21,7 @@ FLOORS = [
     | {"rounding", "sampling_params"},
     {"scheduler", "perfmodel", "_rworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
-    {"engine", "backends", "request", "resources", "scheduling", "prompts", "metrics", "text", "trace"},
+    {"engine", "backends", "in_flight", "request", "resources", "scheduling", "prompts", "metrics", "text", "trace"},
     {"cli", "server", "llm", "bench"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fastdecode.cluster import messages
 from fastdecode.cluster.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
 from fastdecode.cluster.payload import PayloadSlots, aligned_memory
-from fastdecode.cluster.pool import StepTimes
+from fastdecode.cluster.pool_worker import StepTimes
 from fastdecode.errors import FrameError
 from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan
 

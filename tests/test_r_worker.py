@@ -20,7 +20,7 @@ from fastdecode.cli.main import main
 from fastdecode.cluster.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.cluster.messages import Hello, encode_hello
 from fastdecode.cluster.tcp import TcpBackend
-from fastdecode.errors import BackendError, ConfigError
+from fastdecode.errors import BackendError, ConfigError, WorkerLostError
 from fastdecode.types import StepPlan, WorkerPlan
 
 PATIENCE_SECONDS = 60
@@ -199,8 +199,8 @@ def test_when_its_s_worker_dies_it_serves_the_next(in_step: bool) -> None:
         assert serves(address)
 
 
-def test_a_lost_worker_is_one_clear_error() -> None:
-    """Whatever is asked of it, and the other worker is left usable for nobody's confusion."""
+def test_a_lost_worker_is_said_and_the_other_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Noticed within a second; later steps run on the one that is left, which then serves the next S-worker."""
     with r_workers.listening() as (process, address), r_workers.listening() as (_, other):
         backend = TcpBackend([other, address], contract.BLOCK_SIZE)
         backend.open(contract.LAYOUT)
@@ -209,16 +209,30 @@ def test_a_lost_worker_is_one_clear_error() -> None:
         process.kill()
         process.wait()
         start = time.monotonic()
-        with pytest.raises(BackendError, match=f"R-worker {address} is lost: the connection is closed"):
-            for layer in range(len(contract.LAYERS)):
-                backend.submit(0, layer, *contract.rows(mini_batch, 0, layer))
-                backend.collect(0)
+        for layer in range(len(contract.LAYERS)):
+            backend.submit(0, layer, *contract.rows(mini_batch, 0, layer))
+            assert not backend.collect(0)[4:].any()
+        assert backend.end_step().lost == (1,)
         assert time.monotonic() - start < 1
+        assert f"R-worker {address} is lost: the connection is closed" in caplog.text
+        backend.begin_step(contract.plan([([(1, 4, 1, 1)], [])]))
         backend.abandon_step()
-        with pytest.raises(BackendError, match=f"R-worker {address} is lost"):
-            backend.begin_step(contract.plan([mini_batch]))
+        with pytest.raises(BackendError, match=f"R-worker {address} refused to export a sequence: it is lost"):
+            backend.export(1, 2)
         backend.close()
         assert serves(other)
+
+
+def test_losing_the_last_one_is_one_clear_error() -> None:
+    with r_workers.listening() as (first, one), r_workers.listening() as (second, other):
+        backend = TcpBackend([one, other], contract.BLOCK_SIZE)
+        backend.open(contract.LAYOUT)
+        for process in (first, second):
+            process.kill()
+            process.wait()
+        with pytest.raises(WorkerLostError, match=r"R-worker .* is lost: .*, and no other R-worker is left"):
+            backend.begin_step(contract.plan([([(1, 0, 4, 1)], [(2, 0, 4, 1)])]))
+        backend.close()
 
 
 def test_nobody_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,14 @@ def test_every_promise_in_every_step(run: Run, fail_steps: frozenset[int]) -> No
     run.to_the_end(fail_steps)
 
 
+@given(runs(), st.dictionaries(st.integers(0, 15), st.integers(0, 2), max_size=2))
+@settings(max_examples=300)
+def test_every_promise_though_workers_are_lost(run: Run, losses: dict[int, int]) -> None:
+    """All but the last worker may go, each once."""
+    workers = list(dict.fromkeys(worker for worker in losses.values() if worker < len(run.limits.num_blocks) - 1))
+    run.to_the_end(losses=dict(zip(losses, workers, strict=False)))
+
+
 def limits_of(**changes: Any) -> Limits:
     defaults = Limits(8, 64, 1, 1000, 100, 4, (100,), (1.0,), prefix_caching=False)
     return replace(defaults, **changes)

@@ -42,7 +42,7 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
         },
         "prefix_cache": {"queries": run.statistics.prefix_queries, "hit_tokens": run.statistics.prefix_hit_tokens},
         "preemptions": run.statistics.preemptions,
-        "lost_workers": 0,
+        "lost_workers": sum(step.lost_workers for step in run.steps),
     }
 
 

@@ -50,6 +50,15 @@ class Admission:
         if self._policy.stabilizes_load:
             self.load_control.check(_longest(sequence))
 
+    def fits_somewhere(self, sequence: Sequence) -> bool:
+        """Whether some R-worker could still run ``sequence`` by itself."""
+        blocks = max(self._blocks(sequence), self._ledger.blocks_for(sequence.max_cached))
+        longest = _longest(sequence)
+        return any(
+            blocks <= num_blocks and (not self._policy.stabilizes_load or self.load_control.holds(worker, longest))
+            for worker, num_blocks in enumerate(self._ledger.num_blocks)
+        )
+
     def begin_step(self) -> None:
         """The running sequences of this step are known; look at everybody anew."""
         self._forecast = None

@@ -23,10 +23,14 @@ class BlockLedger:
     """
 
     def __init__(self, num_blocks: Iterable[int], block_size: int) -> None:
-        self.num_blocks = tuple(num_blocks)
+        self.num_blocks = list(num_blocks)
         self.block_size = block_size
         self.free = list(self.num_blocks)
         self.cached = [0] * len(self.num_blocks)
+
+    def lose(self, worker: int) -> None:
+        """``worker`` is gone; whoever held its blocks holds them no more."""
+        self.num_blocks[worker] = self.free[worker] = self.cached[worker] = 0
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""

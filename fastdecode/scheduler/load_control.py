@@ -60,6 +60,14 @@ class LoadControl:
         """R time was found to equal S time when each R-worker attends ``kv_tokens`` times its part of the speed."""
         self.limit = max(kv_tokens * len(self._shares), self._longest)
 
+    def lose(self, worker: int) -> None:
+        """``worker`` is gone: the others keep their limits, and the total falls by its share."""
+        kept = 1 - self._shares[worker]
+        self._shares[worker] = 0
+        self._shares /= kept
+        if self.limit is not None:
+            self.limit = int(self.limit * kept)
+
     def holds(self, worker: int, longest: int) -> bool:
         """Whether a sequence that may reach ``longest`` cached tokens can be on ``worker`` at all."""
         return not self.is_strict or longest <= self.limits[worker]

@@ -113,6 +113,10 @@ class PrefixCache:
         """Forget everything; yields R-workers with the controls that release it. Running sequences go on."""
         return self._index.clear()
 
+    def lose(self, worker: int) -> None:
+        """``worker`` is gone with what it retained."""
+        self._index.lose(worker)
+
     def _usable(self, sequence: Sequence) -> list[bytes]:
         return sequence.block_hashes[: (sequence.num_prefill - 1) // self._ledger.block_size] if self.enabled else []
 

@@ -84,6 +84,11 @@ class PrefixIndex:
             for chain in list(chains.values()):
                 yield worker, self._shorten(chain, 0)
 
+    def lose(self, worker: int) -> None:
+        """``worker`` is gone with its chains."""
+        for chain in list(self._chains[worker].values()):
+            self._shorten(chain, 0)
+
     def _shorten(self, chain: Chain, keep: int) -> Control:
         """Keep only the first ``keep`` blocks of a chain."""
         self._ledger.forget(chain.worker, reversed(chain.blocks[keep:]))

@@ -123,22 +123,37 @@ class Residents:
 
     def leave(self, sequence: Sequence, keep: bool) -> None:
         """``sequence`` gives up its cache; its full blocks are retained if ``keep`` and prefix caching say so."""
+        self._take_out(sequence)
+        if keep:
+            self._controls[sequence.worker] += self.prefix_cache.retain(sequence)
+        self.ledger.give_back(sequence.worker, sequence.num_own_blocks)
+        self.ledger.drop(sequence.worker, sequence.shared)
+        if sequence.num_cached:
+            self._controls[sequence.worker].append((int(Verb.RELEASE), sequence.sequence_id, 0, 0))
+        _forget_cache(sequence)
+
+    def lose(self, worker: int) -> list[Sequence]:
+        """``worker`` is gone; returns the sequences that it held, oldest first."""
+        lost = self.on(worker)
+        for sequence in lost:
+            self._take_out(sequence)
+            self.ledger.drop(worker, sequence.shared)
+            _forget_cache(sequence)
+        self.prefix_cache.lose(worker)
+        self.ledger.lose(worker)
+        self._controls[worker].clear()
+        return lost
+
+    def _take_out(self, sequence: Sequence) -> None:
+        """``sequence`` runs no more; what it holds is still to be given up."""
+        self._num_on[sequence.worker] -= 1
+        self._unborn -= len(sequence.siblings)
         if self.prompts.pop(sequence.sequence_id, None):
-            self._unborn -= len(sequence.siblings)
             self._leave_scratch(sequence)
             self.prefix_cache.stop_computing(sequence)
         else:
             del self.decoding[sequence.sequence_id]
             self.table.remove(sequence)
-        if keep:
-            self._controls[sequence.worker] += self.prefix_cache.retain(sequence)
-        self._num_on[sequence.worker] -= 1
-        self.ledger.give_back(sequence.worker, sequence.num_own_blocks)
-        self.ledger.drop(sequence.worker, sequence.shared)
-        if sequence.num_cached:
-            self._controls[sequence.worker].append((int(Verb.RELEASE), sequence.sequence_id, 0, 0))
-        sequence.worker, sequence.num_cached, sequence.num_blocks = -1, 0, 0
-        sequence.shared, sequence.chain_id = [], None
 
     def reset_prefix_cache(self) -> None:
         """Forget what is retained."""
@@ -149,3 +164,8 @@ class Residents:
         if sequence.uses_scratch:
             sequence.uses_scratch = False
             self.scratch_free += sequence.num_prefill
+
+
+def _forget_cache(sequence: Sequence) -> None:
+    sequence.worker, sequence.num_cached, sequence.num_blocks = -1, 0, 0
+    sequence.shared, sequence.chain_id = [], None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence as PySequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fastdecode.scheduler.admission import Admission
+from fastdecode.scheduler.balance import BalanceFinder
 from fastdecode.scheduler.blocks import BlockLedger
 from fastdecode.scheduler.limits import Limits
 from fastdecode.scheduler.mini_batches import deal
@@ -17,6 +20,8 @@ from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.waiting_queue import WaitingQueue
 from fastdecode.step import Chunk, ScheduledStep
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Scheduler:
         self.admission = Admission(policy, limits, self.residents, self.queue)
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
+        self._balance = BalanceFinder()
 
     @property
     def has_unfinished(self) -> bool:
@@ -71,15 +77,21 @@ class Scheduler:
         return self.admission.load_control.limit if self.policy.stabilizes_load else None
 
     @property
-    def seeks_balance(self) -> bool:
-        """True where the load limit is to be found (:class:`fastdecode.scheduler.balance.BalanceFinder`)."""
-        return self.policy.stabilizes_load and not self.admission.load_control.is_strict
-
-    @property
     def statistics(self) -> SchedulerStatistics:
         """What was counted since the start."""
         cache = self.prefix_cache
         return SchedulerStatistics(cache.num_queries, cache.num_hit_tokens, self.num_preemptions)
+
+    def observe(self, num_rows: int, kv_loads: PySequence[int], s_seconds: float, r_seconds: PySequence[float]) -> None:
+        """How long a decode step took: where no load limit is given, it is found from such steps.
+
+        ``kv_loads`` and ``r_seconds`` (busy) are per R-worker.
+        """
+        if self.policy.stabilizes_load and not self.admission.load_control.is_strict:
+            balanced = self._balance.observe(num_rows, kv_loads, s_seconds, r_seconds)
+            if balanced is not None:
+                self.balance_at(balanced)
+                logger.info("KV load limit: %d tokens per step, where R time equals S time", self.kv_load_limit)
 
     def balance_at(self, kv_tokens: int) -> None:
         """An R-worker of mean speed attends ``kv_tokens`` in the time of the S-part: that limits the load from now."""
@@ -136,6 +148,20 @@ class Scheduler:
             self.admission.output_lengths.finished(len(sequence.output_token_ids), was_cut=reason != "stop")
         else:
             self.queue.discard(sequence)
+
+    def lost(self, worker: int) -> list[Sequence]:
+        """R-worker ``worker`` is gone: what it held is queued to be computed again on the others, by age.
+
+        Returns the waiting sequences that none of the others could hold; they are forgotten.
+        """
+        for sequence in self.residents.lose(worker):
+            self.queue.release_followers(sequence)
+            self.queue.push(sequence)
+        self.admission.load_control.lose(worker)
+        hopeless = [sequence for sequence in self.queue if not self.admission.fits_somewhere(sequence)]
+        for sequence in hopeless:
+            self.queue.discard(sequence)
+        return hopeless
 
     def reset_prefix_cache(self) -> None:
         """Forget every retained prefix; running sequences go on."""

@@ -1,0 +1,109 @@
+"""R-workers killed with ``kill -9`` while sequences decode: nobody is lost, and no token is another."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import pytest
+from engine_checks import assert_nothing_held
+from scheduler_harness import Job, Run
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.errors import WorkerLostError
+from fastdecode.scheduler import Limits
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+NAME = "llama-gqa"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama on disk."""
+    return model_zoo.save_model(NAME, tmp_path_factory.mktemp("llama"))
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 300, "s_threads": 1, "r_threads": 1}
+    return LLM(str(folder), **{**defaults, "kv_cache_memory": "64MiB", "r_workers": "spawn:3", **settings})
+
+
+def pids(llm: LLM) -> list[int]:
+    """Process ids of the spawned R-workers."""
+    workers = [worker for worker in llm.engine.backend.workers if isinstance(worker, RemoteWorker)]
+    return [worker._path._process.pid for worker in workers]
+
+
+def run_and_kill(llm: LLM, prompts: list[list[int]], kill_after_tokens: int, victim: int) -> list[list[int]]:
+    """Token ids of all prompts; R-worker ``victim`` is killed once so many tokens are out."""
+    engine, tokens, killed = llm.engine, {}, False
+    process = pids(llm)[victim]
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, GREEDY)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+        if not killed and sum(map(len, tokens.values())) >= kill_after_tokens:
+            os.kill(process, signal.SIGKILL)
+            killed = True
+    assert killed
+    return [tokens[number] for number in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_prefix_caching": False, "num_mini_batches": 2},
+        {"max_num_batched_tokens": 40, "max_num_seqs": 24, "schedule": "stall-free"},
+        {"schedule": "prefill-first", "num_mini_batches": 2},
+    ],
+    ids=str,
+)
+def test_every_sequence_gets_the_tokens_it_would_have_had(folder: Path, settings: dict[str, Any]) -> None:
+    """24 sequences on three R-workers, one of which is killed in their prompts, early, or late."""
+    prompts = model_zoo.prompts(NAME) * 3
+    wanted = [list(tokens) for tokens in model_zoo.reference(NAME).tokens] * 3
+    rng = random.Random(str(settings))
+    for moment in (1, rng.randrange(100, 700), rng.randrange(700, 1500)):
+        with make_llm(folder, **settings) as llm:
+            records = []
+            llm.engine.on_step = records.append
+            assert run_and_kill(llm, prompts, moment, rng.randrange(3)) == wanted
+            assert sum(record.lost_workers for record in records) == 1
+            assert_nothing_held(llm.engine)
+
+
+def test_two_of_three_may_go_and_work_goes_on(folder: Path) -> None:
+    prompts, wanted = model_zoo.prompts(NAME), [list(tokens) for tokens in model_zoo.reference(NAME).tokens]
+    with make_llm(folder) as llm:
+        assert run_and_kill(llm, prompts, 50, 0) == wanted
+        assert run_and_kill(llm, prompts, 60, 0) == wanted  # the first of the two that are left
+        assert [list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY, use_tqdm=False)] == wanted
+
+
+def test_losing_the_last_one_is_one_clear_error(folder: Path) -> None:
+    with make_llm(folder, r_workers="spawn:1") as llm:
+        llm.engine.add_request("a", [1, 2, 3], GREEDY)
+        llm.engine.step()
+        os.kill(pids(llm)[0], signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="SIGKILL, and no other R-worker is left"):
+            while llm.engine.has_unfinished_requests():
+                llm.engine.step()
+
+
+def test_what_no_remaining_worker_can_hold_ends_alone() -> None:
+    """The large request ran on the only worker that had room for it; the small ones end as they should."""
+    limits = Limits(8, 64, 1, 1000, 200, 4, (4, 40), (1.0, 1.0), prefix_caching=False)
+    run = Run("sls", limits, [Job([1] * 50, 30, [30]), Job([2] * 3, 9, [9]), Job([3] * 3, 9, [9])])
+    run.arrive_and_abort()
+    for _ in range(4):
+        run.step()
+    assert [sequence.sequence_id for sequence in run.lose(1)] == [0]
+    run.step_number += 1
+    run.to_the_end()
+    assert [len(group[0].output_token_ids) for group in run.members[1:]] == [9, 9]
