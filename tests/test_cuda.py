@@ -10,6 +10,7 @@ import model_zoo
 import numpy as np
 import pytest
 import torch
+from engine_checks import assert_nothing_held
 from test_staging import Bits, qkv
 
 from fastdecode import LLM, SamplingParams
@@ -43,7 +44,8 @@ def check_nothing_left(llm: LLM) -> None:
     assert s_worker.device.type == "cuda" and isinstance(s_worker._staging, CudaStaging)
     assert all(transfer.phase is Phase.IDLE for transfer in s_worker._staging._transfers.values())
     assert s_worker.scratch.num_sequences == 0
-    assert isinstance(llm.engine.backend, InprocBackend) and llm.engine.backend.blocks_used == 0
+    assert isinstance(llm.engine.backend, InprocBackend)
+    assert_nothing_held(llm.engine)
 
 
 @needs_gpu

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_checks import assert_nothing_held
 from transformers import AutoModelForCausalLM
 
 from fastdecode.bench.perplexity import cut, measure_perplexity
@@ -71,7 +72,7 @@ def test_quantised_caches_stay_close_to_bfloat16() -> None:
         quantised.add_request("a", "def read_lines(self, path):", SamplingParams(max_tokens=20, temperature=0))
         outputs = [output for _ in range(60) for output in quantised.step() if output.finished]
         assert len(outputs) == 1 and len(outputs[0].outputs[0].token_ids) > 0
-        assert quantised.backend.blocks_used == 0
+        assert_nothing_held(quantised)
         quantised.close()
     assert found["int8"] == pytest.approx(found["bfloat16"], rel=5e-3)
     assert found["int4"] == pytest.approx(found["bfloat16"], rel=5e-2)
