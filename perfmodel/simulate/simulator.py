@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -31,6 +33,7 @@ class Simulator:
         self.num_steps = 0
         self._requests: list[SimulatedRequest] = []
         self._sequences: list[Sequence] = []
+        self._outputs: list[list[int]] = []
         self._num_left = np.zeros(0, np.int64)
         self._num_finished = 0
         self._sampled: list[tuple[np.ndarray, float]] = []
@@ -65,6 +68,7 @@ class Simulator:
         self.scheduler.add(sequence)
         self._requests.append(request)
         self._sequences.append(sequence)
+        self._outputs.append(sequence.output_token_ids)
 
     def _step(self) -> None:
         step = self.scheduler.schedule()
@@ -92,8 +96,8 @@ class Simulator:
         batches = [mini_batch.chunks for mini_batch in step.mini_batches]
         sampled = np.concatenate([chunks["sequence_id"][chunks["samples"]] for chunks in batches])
         self._sampled.append((sampled.astype(np.int32), self.now_seconds))
-        for sequence in map(self._sequences.__getitem__, sampled.tolist()):
-            sequence.output_token_ids.append(0)
+        outputs = map(self._outputs.__getitem__, sampled.tolist())
+        deque(map(list.append, outputs, itertools.repeat(0)), maxlen=0)  # a loop that never enters the interpreter
         self._num_left[sampled] -= 1
         for sequence_id in sampled[self._num_left[sampled] == 0].tolist():
             self.scheduler.finish(self._sequences[sequence_id], "length")
@@ -109,7 +113,7 @@ class Simulator:
         ends = np.cumsum(np.bincount(sampled, minlength=len(self._requests)))
         parts = np.split(moments[order], ends[:-1])
         for request, part in zip(self._requests, parts, strict=bool(self._requests)):
-            request.token_seconds = np.append(request.token_seconds, part)
+            request.token_seconds = np.append(request.token_seconds, part) if len(request.token_seconds) else part
         self._sampled.clear()
 
     def _record(self, step: ScheduledStep, kv_loads: list[int], cost: StepCost, num_output_tokens: int) -> StepRecord:
