@@ -27,6 +27,35 @@ class GpuOnly:
 
 
 @dataclass(frozen=True)
+class GpuStepTime:
+    """Any step of a GPU that holds the cache itself, at the roofline: answers ``StepTime(tokens, kv_tokens)``.
+
+    Attention is the reading of its keys and values, once per step and sequence, and adds to the rest.
+    """
+
+    shape: ModelShape
+    gpu: Gpu
+    kv_bytes_per_token: int
+
+    def __call__(self, tokens: float, kv_tokens: float) -> float:
+        """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``."""
+        return roofline.step_seconds(
+            1,
+            kv_tokens * self.kv_bytes_per_token,
+            tokens * self.shape.active_parameters,
+            self.shape.weight_bytes,
+            self.gpu.flops_per_second.achieved,
+            self.gpu.kv_bytes_per_second.achieved,
+        )
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Cached tokens that fit beside the weights; 0 where not even those do."""
+        usable = MEMORY_FRACTION * self.gpu.memory_bytes
+        return roofline.max_batch_size(usable, self.shape.weight_bytes, self.kv_bytes_per_token)
+
+
+@dataclass(frozen=True)
 class GpuServer:
     """A model on a GPU without R-workers, its batch filled to the last byte and its kernels at the roofline.
 

@@ -18,10 +18,10 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 
 FLOORS = [
     {"", "types", "step", "addresses", "config", "protocols", "errors", "clock", "interrupts", "machine", "outputs"}
-    | {"rounding", "sampling_params"},
+    | {"rounding", "sampling_params", "metrics"},
     {"scheduler", "perfmodel", "_rworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
-    {"engine", "backends", "in_flight", "request", "resources", "scheduling", "prompts", "metrics", "text", "trace"},
+    {"engine", "backends", "in_flight", "request", "resources", "scheduling", "prompts", "text", "trace"},
     {"cli", "server", "llm", "bench"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fastdecode.bench.workload import WorkItem, WorkloadSpec, make_workload
-from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
+from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_workload_flags, engine_config
 from fastdecode.config import EngineConfig
 from fastdecode.machine import cpu_name, total_memory_bytes, usable_cores
 
@@ -27,16 +27,7 @@ def add_command(commands: Any) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--dataset-name", default="random", choices=["random", "sharegpt", "custom"], help="(random)")
     group.add_argument("--dataset-path", metavar="FILE", help="ShareGPT JSON, or JSONL with a text prompt per line")
-    group.add_argument("--random-input-len", type=int, default=1024, metavar="TOKENS", help="(1024)")
-    group.add_argument("--random-output-len", type=int, default=128, metavar="TOKENS", help="(128)")
-    group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths within ± this part (0)"
-    )
-    group.add_argument("--random-prefix-len", type=int, default=0, metavar="TOKENS", help="shared by all prompts (0)")
-    group.add_argument("--num-prompts", type=int, default=64, help="(64)")
-    group.add_argument(
-        "--request-rate", type=float, default=float("inf"), help="Poisson arrivals per second (inf: all at once)"
-    )
+    add_workload_flags(group)
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot-timeline", metavar="PNG", help="draw one decode step, a lane per worker")

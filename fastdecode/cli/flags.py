@@ -1,4 +1,4 @@
-"""The flags that every command shares, and those of the engine; names and meaning are vLLM's where it has them."""
+"""The flags that commands share, of the workload and of the engine; names and meaning are vLLM's where it has them."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _add_worker_flags(parser.add_argument_group("S-worker and R-workers"))
 
 
+def add_workload_flags(group: Any, num_prompts: int | None = 64, num_prompts_help: str = "(64)") -> None:
+    """Lengths of the random dataset, how many requests, and when they arrive."""
+    group.add_argument("--random-input-len", type=int, default=1024, metavar="TOKENS", help="(1024)")
+    group.add_argument("--random-output-len", type=int, default=128, metavar="TOKENS", help="(128)")
+    group.add_argument(
+        "--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths within ± this part (0)"
+    )
+    group.add_argument("--random-prefix-len", type=int, default=0, metavar="TOKENS", help="shared by all prompts (0)")
+    group.add_argument("--num-prompts", type=int, default=num_prompts, help=num_prompts_help)
+    group.add_argument(
+        "--request-rate", type=float, default=float("inf"), help="Poisson arrivals per second (inf: all at once)"
+    )
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The configuration the flags describe; ConfigError names the flag that cannot work."""
     names = {field.name for field in fields(EngineConfig)}
@@ -61,12 +75,10 @@ def _add_model_flags(group: Any) -> None:
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output (the model's)")
 
 
-def _add_batch_flags(group: Any) -> None:
+def add_schedule_flags(group: Any) -> None:
+    """What the scheduler goes by, in the engine and in the simulator."""
     group.add_argument(
         "--max-num-seqs", type=int, default=DEFAULTS["max_num_seqs"], metavar="N", help="sequences in flight (256)"
-    )
-    group.add_argument(
-        "--num-mini-batches", type=_auto_int, metavar="K", help="(auto: 2 where an R-worker has its own cores, else 1)"
     )
     group.add_argument(
         "--max-num-batched-tokens", type=int, default=DEFAULTS["max_num_batched_tokens"], metavar="TOKENS",
@@ -75,14 +87,6 @@ def _add_batch_flags(group: Any) -> None:
     group.add_argument(
         "--block-size", type=int, default=DEFAULTS["block_size"], choices=BLOCK_SIZES, help="tokens per KV block (32)"
     )
-    group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
-    group.add_argument(
-        "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 4GiB (40%% of what is free, shared)"
-    )
-    group.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
-        help="reuse the KV of equal beginnings (on; off for the random dataset)",
-    )  # fmt: skip
     group.add_argument(
         "--schedule", default="sls", choices=SCHEDULES,
         help="load-stabilizing and stall-free (sls), or one to compare it with",
@@ -94,6 +98,21 @@ def _add_batch_flags(group: Any) -> None:
     group.add_argument(
         "--micro-batch-interval", type=_auto_int, metavar="STEPS",
         help="between the starts that sls spreads (auto: a 32nd of an output)",
+    )  # fmt: skip
+
+
+def _add_batch_flags(group: Any) -> None:
+    add_schedule_flags(group)
+    group.add_argument(
+        "--num-mini-batches", type=_auto_int, metavar="K", help="(auto: 2 where an R-worker has its own cores, else 1)"
+    )
+    group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
+    group.add_argument(
+        "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 4GiB (40%% of what is free, shared)"
+    )
+    group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
+        help="reuse the KV of equal beginnings (on; off for the random dataset)",
     )  # fmt: skip
     group.add_argument(
         "--tbt-target", type=float, metavar="SECONDS",

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.cli.flags import add_common_flags
+from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.plan_emit import FORMATS, emit
-from fastdecode.cli.plan_inputs import DEFAULT_LINK, PlanInputs, read_inputs
+from fastdecode.cli.plan_inputs import PlanInputs, read_inputs
 from fastdecode.cli.plan_text import plan_text
-from fastdecode.config import KV_CACHE_DTYPES
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuOnly
 from fastdecode.perfmodel.plan import Plan
-from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS
 from fastdecode.perfmodel.verdict import Verdict, judge
 
 
@@ -30,8 +29,11 @@ def add_command(commands: Any) -> None:
         description="Sizes a FastDecode installation by the paper's equations, in under a second and without any "
         "hardware, and sets it beside the GPU alone. docs/planning.md has the equations.",
     )
-    _add_machine_flags(parser.add_argument_group("model and machine, by name"))
-    _add_number_flags(parser.add_argument_group("or as measured"))
+    group = parser.add_argument_group("model and machine, by name")
+    add_machine_flags(group)
+    group.add_argument("--gpu-price", type=float, metavar="PRICE", help="of one hour of all GPUs, in any currency")
+    group.add_argument("--cpu-price", type=float, metavar="PRICE", help="of one hour of one host of R-workers")
+    add_number_flags(parser.add_argument_group("or as measured"))
     _add_workload_flags(parser.add_argument_group("workload"))
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
@@ -99,29 +101,6 @@ def _engine_flags(args: argparse.Namespace) -> str:
     return "".join(f"{flag} {shlex.quote(str(value))} " for flag, value in given.items() if value is not None)
 
 
-def _add_machine_flags(group: Any) -> None:
-    group.add_argument("--model", metavar="NAME_OR_PATH", help="such as llama-7b, a model folder or a config.json")
-    group.add_argument("--gpu", metavar="NAME", help=f"of the S-worker: {', '.join(GPUS)}")
-    group.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs of the S-worker (1)")
-    group.add_argument("--cpu", metavar="NAME", help=f"hosts of R-workers: {', '.join(CPU_HOSTS)}")
-    group.add_argument("--link", metavar="RATE", help=f"of the S-worker, such as 100Gb or 12.5GB ({DEFAULT_LINK})")
-    group.add_argument(
-        "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 100GiB (80%% of the host's, shared)"
-    )
-    group.add_argument("--r-workers-per-host", type=int, metavar="N", help="(the host's NUMA nodes)")
-    group.add_argument("--gpu-price", type=float, metavar="PRICE", help="of one hour of all GPUs, in any currency")
-    group.add_argument("--cpu-price", type=float, metavar="PRICE", help="of one hour of one host of R-workers")
-
-
-def _add_number_flags(group: Any) -> None:
-    group.add_argument("--profile", metavar="FILE", help="a HardwareProfile as JSON, from any machine")
-    group.add_argument("--s-part-seconds", type=float, metavar="SECONDS", help="T(B): one layer of one mini-batch")
-    group.add_argument(
-        "--r-part-seconds-per-token", type=float, metavar="SECONDS", help="R: of one R-worker, one layer"
-    )
-    group.add_argument("--num-layers", type=int, metavar="N", help="beside those two")
-
-
 def _add_workload_flags(group: Any) -> None:
     group.add_argument("--seq-len", type=float, metavar="TOKENS", help="prompt + output, the mean")
     group.add_argument("--prompt-len", type=float, default=0.0, metavar="TOKENS", help="of those, the prompt's (0)")
@@ -134,7 +113,5 @@ def _add_workload_flags(group: Any) -> None:
     size.add_argument(
         "--latency-limit", type=float, metavar="SECONDS", help="of a whole sequence: the largest B for it"
     )
-    group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
-    group.add_argument("--num-mini-batches", type=int, default=2, metavar="K", help="that take turns (2)")
     group.add_argument("--interval-steps", type=int, metavar="F", help="between micro-batches (a 32nd of the output)")
-    group.add_argument("--exposed-transport", action="store_true", help="nobody computes during transfers (off)")
+    add_pipeline_flags(group)

@@ -1,0 +1,144 @@
+"""``fastdecode simulate``: the live scheduler against the performance model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fastdecode.cli.flags import add_common_flags, add_schedule_flags, add_workload_flags
+from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
+from fastdecode.cli.simulate_inputs import DATASETS, SimulationInputs, read_simulation
+from fastdecode.cli.simulate_report import Simulation, json_number, simulation_lines, simulation_report
+from fastdecode.errors import ConfigError
+from fastdecode.metrics import StepRecord
+from fastdecode.perfmodel.simulate import Simulator, Slo, find_capacity
+
+LOOK_EVERY_STEPS = 64
+"""Between looks at whether a load in a capacity search is lost already."""
+
+
+def add_command(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "simulate",
+        help="the live scheduler against the performance model",
+        description="Runs the engine's own scheduler in simulated time: what a workload would do on a machine that "
+        "need not be at hand. docs/planning.md says what the model knows and what it leaves out.",
+    )
+    _add_workload_group(parser.add_argument_group("workload"))
+    group = parser.add_argument_group("model and machine, by name")
+    add_machine_flags(group)
+    group.add_argument("--num-r-workers", type=int, metavar="N", help="0: the GPU alone (as many as plan says)")
+    add_number_flags(parser.add_argument_group("or as measured"))
+    group = parser.add_argument_group("engine")
+    add_schedule_flags(group)
+    add_pipeline_flags(group)
+    group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="(the workload's longest)")
+    group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False,
+        help="of random prompts, the only ones with tokens (off)",
+    )  # fmt: skip
+    group = parser.add_argument_group("capacity search")
+    group.add_argument("--slo-tbt-p99", type=float, metavar="SECONDS", help="find the largest rate that keeps to it")
+    group.add_argument("--slo-delay-p50", type=float, default=2.0, metavar="SECONDS", help="from arrival to start (2)")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-json", metavar="FILE", help="write every figure")
+    group.add_argument("--plot-steps", metavar="PNG", help="draw KV load and seconds of every step")
+    add_common_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate at the rate asked for, or at the largest that keeps the SLO; Ctrl-C prints what was done."""
+    for path in filter(None, (args.output_json, args.plot_steps)):
+        if not Path(path).resolve().parent.is_dir():
+            raise ConfigError(f"{path}: there is no such folder to write it in")
+    slo = None if args.slo_tbt_p99 is None else Slo(args.slo_tbt_p99, args.slo_delay_p50)
+    inputs = read_simulation(args)
+    print(f"{inputs.title}: {len(inputs.workload)} requests, {inputs.schedule}", flush=True)
+    capacity = search_capacity(inputs, slo) if slo else None
+    rate = inputs.rate if capacity is None else capacity
+    if slo:
+        print(_capacity_line(rate, slo))
+    simulation = simulate(inputs, rate or inputs.rate)
+    report = simulation_report(simulation, inputs)
+    report["capacity"] = {**vars(slo), "requests_per_second": json_number(rate)} if slo else None
+    report["config"] = {name: value for name, value in vars(args).items() if name != "run"}
+    report["config"]["request_rate"] = json_number(rate)
+    for line in simulation_lines(report):
+        print(line)
+    if args.plot_steps and simulation.steps:
+        from fastdecode.bench.steps_plot import plot_steps
+
+        plot_steps(simulation.steps, simulation.kv_load_limit, args.plot_steps)
+        print(f"KV load and seconds of every step: {args.plot_steps}")
+    if args.output_json:
+        Path(args.output_json).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    if simulation.interrupted:
+        raise KeyboardInterrupt
+    return 0
+
+
+def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
+    """The largest rate that keeps to ``slo``; 0 where none does, infinite where the requests are too few to tell."""
+
+    def meets(rate: float) -> bool:
+        requests = inputs.workload.at(rate)
+        simulator = Simulator(inputs.scheduler(), inputs.machine)
+        simulator.run(
+            requests, lambda each: each.num_steps % LOOK_EVERY_STEPS == 0 and slo.is_lost(requests, each.now_seconds)
+        )
+        bar.update()
+        return slo.is_met(requests)
+
+    with _bar(None, "rate") as bar:
+        offline = Simulator(inputs.scheduler(), inputs.machine)
+        offline.run(inputs.workload.at(math.inf))
+        return find_capacity(meets, len(inputs.workload) / offline.now_seconds)
+
+
+def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
+    """The workload at ``rate``, every step kept."""
+    requests = inputs.workload.at(rate)
+    steps: list[StepRecord] = []
+    simulator = Simulator(inputs.scheduler(), inputs.machine, steps.append)
+    start, interrupted = time.perf_counter(), False
+    try:
+        with _bar(len(requests), "req") as bar:
+            simulator.run(requests, lambda each: bool(bar.update(each.num_finished - bar.n)) and False)
+    except KeyboardInterrupt:
+        interrupted = True
+    scheduler = simulator.scheduler
+    return Simulation(
+        requests, steps, simulator.now_seconds, time.perf_counter() - start, scheduler.statistics,
+        scheduler.kv_load_limit, interrupted,
+    )  # fmt: skip
+
+
+def _capacity_line(rate: float, slo: Slo) -> str:
+    kept = f"P99 time between tokens {slo.tbt_p99_seconds:g} s, median scheduling delay {slo.delay_p50_seconds:g} s"
+    if rate == 0:
+        return f"Capacity: none; no rate keeps to {kept}. At the rate asked for:"
+    if math.isinf(rate):
+        return f"Capacity: not found; all requests at once keep to {kept}, so there are too few for a queue to grow."
+    return f"Capacity: {rate:.3g} requests/s within {kept}. At that rate:"
+
+
+def _add_workload_group(group: Any) -> None:
+    group.add_argument("--dataset-name", default="random", choices=DATASETS, help="(random)")
+    group.add_argument(
+        "--dataset-path", metavar="FILE",
+        help="a trace: JSONL with timestamp (seconds), input_length and output_length (tokens) per line",
+    )  # fmt: skip
+    add_workload_flags(group, None, "(64; sarathi-…: 512; trace: all)")
+
+
+def _bar(total: int | None, unit: str) -> tqdm:
+    return tqdm(total=total, unit=unit, disable=None if sys.stderr.isatty() else True)

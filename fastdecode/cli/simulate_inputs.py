@@ -1,0 +1,178 @@
+"""From the flags of ``fastdecode simulate`` to a machine, a scheduler's limits and the requests."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fastdecode.bench.workload import WorkloadSpec, make_workload
+from fastdecode.cli.plan_inputs import PlanInputs, read_inputs
+from fastdecode.config import EngineConfig
+from fastdecode.errors import ConfigError
+from fastdecode.perfmodel.gpu_only import GpuStepTime
+from fastdecode.perfmodel.model_config import find_shape
+from fastdecode.perfmodel.presets import find_gpu
+from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedWorkload, SplitMachine
+from fastdecode.perfmodel.simulate.lengths import SARATHI, read_trace
+from fastdecode.perfmodel.simulate.workload import drawn_workload, traced_workload
+from fastdecode.resources import SCRATCH_SHARE
+from fastdecode.scheduler import POLICIES, Limits, Scheduler
+
+DATASETS = ("random", "trace", *SARATHI)
+UNBOUNDED_TOKENS = 1 << 40
+"""Room where nothing says how much there is."""
+
+VOCABULARY = 32000
+"""Of random prompts where no model says; it decides which tokens, never how many."""
+
+CHECKED = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_mini_batches",
+    "block_size",
+    "schedule",
+    "kv_load_limit",
+    "micro_batch_interval",
+    "max_model_len",
+)
+"""Flags that mean to the simulator what they mean to the engine."""
+
+
+@dataclass(frozen=True)
+class SimulationInputs:
+    """``balanced_kv_tokens``: what one R-worker attends in the time of the S-part, None where there is none to ask."""
+
+    machine: Machine
+    limits: Limits
+    schedule: str
+    workload: SimulatedWorkload
+    rate: float
+    balanced_kv_tokens: int | None
+    title: str
+    assumptions: tuple[str, ...]
+
+    def scheduler(self) -> Scheduler:
+        """A new one; an automatic load limit is set before anybody arrives."""
+        scheduler = Scheduler(POLICIES[self.schedule], self.limits)
+        if scheduler.seeks_balance and self.balanced_kv_tokens is not None:
+            scheduler.balance_at(self.balanced_kv_tokens)
+        return scheduler
+
+
+def read_simulation(args: argparse.Namespace) -> SimulationInputs:
+    """ConfigError names the flag that is missing or cannot work."""
+    EngineConfig(**{name: getattr(args, name) for name in CHECKED})  # the engine's own checks, in its own words
+    if args.enable_prefix_caching and args.dataset_name != "random":
+        raise ConfigError(f"enable_prefix_caching: dataset {args.dataset_name!r} has lengths, and no tokens to compare")
+    if args.num_r_workers is not None and args.num_r_workers < 0:
+        raise ConfigError(f"num_r_workers must be at least 0, not {args.num_r_workers}")
+    workload, rate = _workload(args)
+    if args.max_model_len is not None and workload.longest > args.max_model_len:
+        raise ConfigError(f"prompt + output reach {workload.longest} tokens, and max_model_len is {args.max_model_len}")
+    return (_gpu_alone if args.num_r_workers == 0 else _split)(args, workload, rate)
+
+
+def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -> SimulationInputs:
+    if args.model is None or args.gpu is None:
+        raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
+    shape, gpu = find_shape(args.model), find_gpu(args.gpu).times(args.tensor_parallel_size)
+    kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    step_time = GpuStepTime(shape, gpu, shape.kv_layout(kv_dtype).kv_bytes_per_token)
+    blocks = step_time.capacity_tokens // args.block_size
+    if blocks == 0:
+        raise ConfigError(f"gpu: {gpu.name} has no room for a KV cache beside the weights of {shape.name}")
+    limits = _limits(args, workload, (blocks,), scratch_tokens=0)
+    title = f"{shape.name} on {gpu.name} alone"
+    return SimulationInputs(GpuMachine(step_time), limits, args.schedule, workload, rate, None, title, ())
+
+
+def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -> SimulationInputs:
+    plan_args = argparse.Namespace(**vars(args) | _plan_words(args, workload))
+    inputs = read_inputs(plan_args)
+    planner = inputs.planner
+    workers = args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers
+    model = planner.step_model(workers)
+    capacity = planner.capacity_tokens
+    blocks = UNBOUNDED_TOKENS if math.isinf(capacity) else int(capacity) // args.block_size
+    limits = _limits(args, workload, (blocks,) * workers, _scratch_tokens(inputs))
+    balanced = int(model.balanced_kv_tokens(min(args.max_num_seqs, len(workload))) / workers)
+    machine = SplitMachine(model, planner.kv_bytes_per_token or 0)
+    title = f"{inputs.title}, {workers} R-worker(s)"
+    return SimulationInputs(machine, limits, args.schedule, workload, rate, balanced, title, inputs.assumptions)
+
+
+def _limits(
+    args: argparse.Namespace, workload: SimulatedWorkload, num_blocks: tuple[int, ...], scratch_tokens: int
+) -> Limits:
+    return Limits(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        num_mini_batches=args.num_mini_batches,
+        scratch_tokens=scratch_tokens,
+        max_model_len=args.max_model_len or workload.longest,
+        block_size=args.block_size,
+        num_blocks=num_blocks,
+        bandwidths=(1.0,) * len(num_blocks),
+        kv_load_limit=args.kv_load_limit,
+        micro_batch_interval=args.micro_batch_interval,
+        prefix_caching=args.enable_prefix_caching,
+    )
+
+
+def _workload(args: argparse.Namespace) -> tuple[SimulatedWorkload, float]:
+    """The requests, and their rate: a trace has its own unless ``--request-rate`` gives another."""
+    spec = _spec(args)
+    if spec.dataset_name in SARATHI:
+        return drawn_workload(SARATHI[spec.dataset_name], spec.num_prompts, spec.seed), spec.request_rate
+    if spec.dataset_name == "trace":
+        path = Path(str(spec.dataset_path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read dataset {path}: {error}") from None
+        traced = traced_workload(read_trace(text, str(path))[: args.num_prompts])
+        return traced, traced.own_rate if math.isinf(spec.request_rate) else spec.request_rate
+    vocabulary = find_shape(args.model).vocab_size if args.model else VOCABULARY
+    at_one = WorkloadSpec(**vars(spec) | {"request_rate": 1.0})
+    items = make_workload(at_one, vocabulary, UNBOUNDED_TOKENS, None)
+    prompts, outputs = [item.prompt_token_ids for item in items], [item.output_len for item in items]
+    arrivals = np.array([item.arrival_seconds for item in items])
+    return SimulatedWorkload(prompts, outputs, arrivals), spec.request_rate
+
+
+def _spec(args: argparse.Namespace) -> WorkloadSpec:
+    """The workload flags, checked as ``bench throughput`` checks them."""
+    given = {name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__}
+    if args.dataset_name in SARATHI:
+        given["dataset_path"] = args.dataset_path or "built in"
+    if args.num_prompts is None:
+        given["num_prompts"] = 512 if args.dataset_name in SARATHI else WorkloadSpec().num_prompts
+    return WorkloadSpec(**given)
+
+
+def _plan_words(args: argparse.Namespace, workload: SimulatedWorkload) -> dict[str, float | None]:
+    """The workload as ``plan`` describes it, by its means; what a simulation does not ask for is left out."""
+    prompts, outputs = workload.prompt_lens, np.array(workload.output_lens)
+    return {
+        "seq_len": float(prompts.mean() + outputs.mean()),
+        "prompt_len": float(prompts.mean()),
+        "output_len_cv": float(outputs.std() / outputs.mean()),
+        "shared_prefix_len": 0.0,
+        "mini_batch_size": max(1, min(args.max_num_seqs, len(workload)) // args.num_mini_batches),
+        "interval_steps": None,
+        "gpu_price": None,
+        "cpu_price": None,
+    }
+
+
+def _scratch_tokens(inputs: PlanInputs) -> int:
+    """Prompt tokens that the S-worker holds in the engine's share of the memory its weights leave."""
+    if inputs.server is None:
+        return UNBOUNDED_TOKENS
+    shape = inputs.server.shape
+    own_dtype = GpuStepTime(shape, inputs.server.gpu, shape.kv_layout(shape.dtype).kv_bytes_per_token)
+    return int(own_dtype.capacity_tokens * SCRATCH_SHARE)

@@ -1,0 +1,19 @@
+"""The engine's twin: the live scheduler object, with steps that cost what the performance model says."""
+
+from fastdecode.perfmodel.simulate.capacity import Slo, find_capacity
+from fastdecode.perfmodel.simulate.machine import GpuMachine, Machine, SplitMachine, StepCost
+from fastdecode.perfmodel.simulate.request import SimulatedRequest
+from fastdecode.perfmodel.simulate.simulator import Simulator
+from fastdecode.perfmodel.simulate.workload import SimulatedWorkload
+
+__all__ = [
+    "GpuMachine",
+    "Machine",
+    "SimulatedRequest",
+    "SimulatedWorkload",
+    "Simulator",
+    "Slo",
+    "SplitMachine",
+    "StepCost",
+    "find_capacity",
+]

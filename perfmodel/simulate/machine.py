@@ -1,0 +1,77 @@
+"""What a step costs on the machine that is simulated, and which side of it is busy for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fastdecode.perfmodel.gpu_only import GpuStepTime
+from fastdecode.perfmodel.step_model import StepModel
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of one step: of the whole, of the S-worker, of the host between steps, of the way to an R-worker and
+    back, and of each R-worker's attention (float64 [num_workers])."""
+
+    wall_seconds: float
+    s_seconds: float
+    host_seconds: float
+    transfer_seconds: float
+    r_seconds: np.ndarray
+
+
+class Machine(Protocol):
+    """Whoever knows what a step costs. ``kv_bytes_per_token``: of the cache over all layers, 0 where nobody knows."""
+
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+
+    def cost(self, num_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+        """Of a step with ``num_tokens`` rows on the S-worker; each R-worker attends its part of ``kv_loads``."""
+        ...
+
+
+@dataclass(frozen=True)
+class SplitMachine:
+    """FastDecode: an S-worker and equal R-workers. A step waits for the busiest of these, whatever the others do."""
+
+    model: StepModel
+    kv_bytes_per_token: int = 0
+
+    def cost(self, num_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+        """By the model, as if every R-worker had the busiest one's load."""
+        model = self.model
+        as_busiest = model.num_r_workers * max(kv_loads)
+        stages, k = model.stages(num_tokens, as_busiest), model.num_mini_batches
+        calls = model.num_layers * k
+        loads = np.asarray(kv_loads, np.float64)
+        attending = model.r_part.call_seconds * (loads > 0) + model.r_part.seconds_per_token * loads / k
+        return StepCost(
+            wall_seconds=model(num_tokens, as_busiest),
+            s_seconds=calls * stages.s_part + k * model.s_part.head_seconds(num_tokens / k),
+            host_seconds=model.step_overhead_seconds,
+            transfer_seconds=calls * stages.trip,
+            r_seconds=calls * attending,
+        )
+
+
+@dataclass(frozen=True)
+class GpuMachine:
+    """A GPU alone: its memory holds the cache, and its attention adds to the step. One "R-worker" is that attention."""
+
+    step_time: GpuStepTime
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of the cache over all layers."""
+        return self.step_time.kv_bytes_per_token
+
+    def cost(self, num_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+        """By the roofline; S is what weights and arithmetic take."""
+        kv_tokens = sum(kv_loads)
+        wall, s_part = self.step_time(num_tokens, kv_tokens), self.step_time(num_tokens, 0)
+        return StepCost(wall, s_part, 0.0, 0.0, np.array([wall - s_part]))

@@ -1,0 +1,133 @@
+"""Runs the live scheduler against a model of the machine, step by step, in simulated time."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from fastdecode.errors import PlanError
+from fastdecode.metrics import StepRecord
+from fastdecode.perfmodel.simulate.machine import Machine, StepCost
+from fastdecode.perfmodel.simulate.request import SimulatedRequest
+from fastdecode.scheduler import Scheduler, Sequence
+from fastdecode.step import ScheduledStep
+
+
+class Simulator:
+    """Does with a scheduler what the engine does, and instead of computing a step lets its time pass.
+
+    A request is heard of at the first step that begins after its arrival; tokens appear at the end of a step.
+    ``on_step`` is called with the record of each, as the engine's is.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, machine: Machine, on_step: Callable[[StepRecord], None] | None = None
+    ) -> None:
+        self.scheduler = scheduler
+        self.machine = machine
+        self.on_step = on_step
+        self.now_seconds = 0.0
+        self.num_steps = 0
+        self._requests: list[SimulatedRequest] = []
+        self._sequences: list[Sequence] = []
+        self._outputs: list[list[int]] = []
+        self._num_left = np.zeros(0, np.int64)
+        self._num_finished = 0
+        self._sampled: list[tuple[np.ndarray, float]] = []
+
+    def run(self, requests: Iterable[SimulatedRequest], until: Callable[[Simulator], bool] | None = None) -> None:
+        """Run ``requests`` until all have ended, or until ``until`` says after a step that it has seen enough.
+
+        RequestError where one could never run.
+        """
+        arriving = sorted(requests, key=lambda request: request.arrival_seconds, reverse=True)
+        self._num_left = np.append(self._num_left, [request.output_len for request in reversed(arriving)])
+        try:
+            while arriving or self.scheduler.has_unfinished:
+                while arriving and arriving[-1].arrival_seconds <= self.now_seconds:
+                    self._add(arriving.pop())
+                if not self.scheduler.has_unfinished:
+                    self.now_seconds = arriving[-1].arrival_seconds
+                    continue
+                self._step()
+                if until is not None and until(self):
+                    return
+        finally:
+            self._hand_out_times()
+
+    @property
+    def num_finished(self) -> int:
+        """Requests that have all their tokens."""
+        return self._num_finished
+
+    def _add(self, request: SimulatedRequest) -> None:
+        sequence = Sequence(len(self._requests), request.prompt_token_ids, request.output_len)
+        self.scheduler.add(sequence)
+        self._requests.append(request)
+        self._sequences.append(sequence)
+        self._outputs.append(sequence.output_token_ids)
+
+    def _step(self) -> None:
+        step = self.scheduler.schedule()
+        if not step.num_tokens:
+            raise PlanError("no request can run: the scheduler promised room that it does not have (a bug)")
+        self._note_starts(step)
+        kv_loads = step.kv_loads
+        cost = self.machine.cost(step.num_tokens, kv_loads)
+        self.now_seconds += cost.wall_seconds
+        self.scheduler.commit(step)
+        num_output_tokens = self._take(step)
+        self.num_steps += 1
+        if self.on_step is not None:
+            self.on_step(self._record(step, kv_loads, cost, num_output_tokens))
+
+    def _note_starts(self, step: ScheduledStep) -> None:
+        for mini_batch in step.mini_batches:
+            for sequence_id in mini_batch.prompts["sequence_id"].tolist():
+                request = self._requests[sequence_id]
+                if request.start_seconds is None:
+                    request.start_seconds = self.now_seconds
+
+    def _take(self, step: ScheduledStep) -> int:
+        """One token for everybody who sampled; returns how many. Thousands do: what can be is done on arrays."""
+        batches = [mini_batch.chunks for mini_batch in step.mini_batches]
+        sampled = np.concatenate([chunks["sequence_id"][chunks["samples"]] for chunks in batches])
+        self._sampled.append((sampled.astype(np.int32), self.now_seconds))
+        outputs = map(self._outputs.__getitem__, sampled.tolist())
+        deque(map(list.append, outputs, itertools.repeat(0)), maxlen=0)  # a loop that never enters the interpreter
+        self._num_left[sampled] -= 1
+        for sequence_id in sampled[self._num_left[sampled] == 0].tolist():
+            self.scheduler.finish(self._sequences[sequence_id], "length")
+            self._num_finished += 1
+        return len(sampled)
+
+    def _hand_out_times(self) -> None:
+        """Give each request the moments of its tokens, which were kept by step."""
+        counts = [len(sampled) for sampled, _ in self._sampled]
+        sampled = np.concatenate([np.zeros(0, np.int32), *(sampled for sampled, _ in self._sampled)])
+        moments = np.repeat([moment for _, moment in self._sampled], counts)
+        order = np.argsort(sampled, kind="stable")
+        ends = np.cumsum(np.bincount(sampled, minlength=len(self._requests)))
+        parts = np.split(moments[order], ends[:-1])
+        for request, part in zip(self._requests, parts, strict=bool(self._requests)):
+            request.token_seconds = np.append(request.token_seconds, part) if len(request.token_seconds) else part
+        self._sampled.clear()
+
+    def _record(self, step: ScheduledStep, kv_loads: list[int], cost: StepCost, num_output_tokens: int) -> StepRecord:
+        return StepRecord(
+            is_decode=step.is_decode,
+            overlapped=True,
+            num_tokens=step.num_tokens,
+            num_output_tokens=num_output_tokens,
+            kv_loads=tuple(kv_loads),
+            wall_seconds=cost.wall_seconds,
+            s_seconds=cost.s_seconds,
+            wait_seconds=cost.wall_seconds - cost.s_seconds - cost.host_seconds,
+            host_seconds=cost.host_seconds,
+            r_seconds=tuple(cost.r_seconds.tolist()),
+            transfer_seconds=(cost.transfer_seconds,) * len(kv_loads),
+            kv_bytes_read=self.machine.kv_bytes_per_token * sum(kv_loads),
+        )

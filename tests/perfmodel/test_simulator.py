@@ -1,0 +1,188 @@
+"""The simulator against cases worked out by hand, and what must hold for any workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from fastdecode.errors import RequestError
+from fastdecode.metrics import StepRecord
+from fastdecode.perfmodel.gpu_only import GpuStepTime
+from fastdecode.perfmodel.model_config import BUILT_IN
+from fastdecode.perfmodel.presets import GPUS
+from fastdecode.perfmodel.r_part import RPart
+from fastdecode.perfmodel.s_part import MeasuredSPart
+from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedRequest, Simulator, SplitMachine, StepCost
+from fastdecode.perfmodel.step_model import StepModel
+from fastdecode.perfmodel.transport import Transport
+from fastdecode.scheduler import POLICIES, Limits, Scheduler
+
+LIMITS = Limits(
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    num_mini_batches=2,
+    scratch_tokens=1 << 40,
+    max_model_len=64,
+    block_size=16,
+    num_blocks=(100, 100),
+    bandwidths=(1.0, 1.0),
+    prefix_caching=False,
+)
+
+
+@dataclass(frozen=True)
+class PlainMachine:
+    """So many seconds per step, per row and per KV token."""
+
+    per_step: float = 1.0
+    per_row: float = 0.0
+    per_kv_token: float = 0.0
+    kv_bytes_per_token: int = 0
+
+    def cost(self, num_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+        s_part = self.per_step + num_tokens * self.per_row
+        attention = sum(kv_loads) * self.per_kv_token
+        return StepCost(s_part + attention, s_part, 0.0, 0.0, np.full(len(kv_loads), attention))
+
+
+def simulate(
+    requests: list[SimulatedRequest],
+    policy: str = "stall-free",
+    machine: Machine | None = None,
+    limits: Limits = LIMITS,
+) -> list[StepRecord]:
+    steps: list[StepRecord] = []
+    Simulator(Scheduler(POLICIES[policy], limits), machine or PlainMachine(), steps.append).run(requests)
+    return steps
+
+
+def request(prompt_len: int, output_len: int, arrival: float = 0.0) -> SimulatedRequest:
+    return SimulatedRequest([0] * prompt_len, output_len, arrival)
+
+
+def test_a_second_per_step() -> None:
+    """Tokens appear at the end of a step; who arrives during one starts with the next; idle time is skipped."""
+    early, late, after = request(4, 3), request(5, 2, 0.5), request(6, 1, 10.25)
+    steps = simulate([after, early, late])
+    assert list(early.token_seconds) == [1.0, 2.0, 3.0]
+    assert list(late.token_seconds) == [2.0, 3.0]
+    assert list(after.token_seconds) == [11.25]
+    assert [each.start_seconds for each in (early, late, after)] == [0.0, 1.0, 10.25]
+    assert late.scheduling_delay_seconds == 0.5
+    assert [step.num_tokens for step in steps] == [4, 1 + 5, 1 + 1, 6]
+    assert [step.num_output_tokens for step in steps] == [1, 2, 2, 1]
+    assert [step.is_decode for step in steps] == [False, False, True, False]
+
+
+def test_time_is_made_of_rows_and_cached_tokens() -> None:
+    """A prompt in scratch is rows alone; each decode attends its context and itself."""
+    alone = request(10, 4)
+    simulate([alone], machine=PlainMachine(0.0, 1.0, 100.0))
+    gaps = [10.0, 1 + 1100.0, 1 + 1200.0, 1 + 1300.0]
+    assert list(alone.token_seconds) == pytest.approx(np.cumsum(gaps).tolist())
+
+
+def test_without_scratch_every_chunk_attends_what_came_before() -> None:
+    limits = replace(LIMITS, scratch_tokens=0, max_num_batched_tokens=8)
+    alone = request(20, 2)
+    steps = simulate([alone], machine=PlainMachine(0.0, 1.0, 100.0), limits=limits)
+    assert [step.kv_load for step in steps] == [8, 16, 20, 21]
+    assert list(alone.token_seconds) == pytest.approx([8 + 8 + 4 + 4400, 8 + 8 + 4 + 4400 + 1 + 2100])
+
+
+def test_a_long_prompt_stalls_decodes_only_where_it_is_computed_whole() -> None:
+    """Sarathi-Serve's figure 7 in small: 48 rows at once, or beside the decode in chunks of 7."""
+    gaps = {}
+    for policy, budget in (("prefill-first", 64), ("stall-free", 8)):
+        decoding = request(2, 12)
+        limits = replace(LIMITS, max_num_batched_tokens=budget)
+        simulate([decoding, request(48, 1, 0.5)], policy, PlainMachine(0.0, 1.0), limits)
+        gaps[policy] = decoding.seconds_between_tokens.max()
+    assert gaps == {"prefill-first": 49.0, "stall-free": 8.0}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("blocks", [100, 10])
+@pytest.mark.parametrize("limit", [None, 200])
+def test_every_request_ends_with_its_length_and_time_only_passes(policy: str, blocks: int, limit: int | None) -> None:
+    """Whatever waits, is preempted or computed again: with few blocks sequences are."""
+    rng = np.random.default_rng(blocks)
+    requests = [request(*rng.integers(1, 30, 2).tolist(), float(rng.uniform(0, 300))) for _ in range(60)]
+    limits = replace(LIMITS, num_blocks=(blocks, blocks), kv_load_limit=limit)
+    scheduler = Scheduler(POLICIES[policy], limits)
+    steps: list[StepRecord] = []
+    simulator = Simulator(scheduler, PlainMachine(1.0, 0.1, 0.01), steps.append)
+    simulator.run(requests)
+    assert all(each.finished for each in requests) and simulator.num_finished == len(requests)
+    assert all((each.seconds_between_tokens > 0).all() for each in requests)
+    assert all(each.arrival_seconds <= each.start_seconds < each.token_seconds[0] for each in requests)  # type: ignore[operator]
+    assert max(each.token_seconds[-1] for each in requests) == simulator.now_seconds
+    assert sum(step.num_output_tokens for step in steps) == sum(each.output_len for each in requests)
+    rows = sum(len(each.prompt_token_ids) + each.output_len - 1 for each in requests)
+    computed = sum(step.num_tokens for step in steps)
+    assert computed > rows if scheduler.num_preemptions else computed == rows
+    assert simulator.num_steps == len(steps)
+
+
+def test_small_caches_do_preempt() -> None:
+    """So that the test above is about preemption too."""
+    requests = [request(30, 30) for _ in range(8)]
+    scheduler = Scheduler(POLICIES["stall-free"], replace(LIMITS, num_blocks=(10, 10)))
+    Simulator(scheduler, PlainMachine()).run(requests)
+    assert scheduler.num_preemptions > 0 and all(each.finished for each in requests)
+
+
+def test_a_simulation_can_be_stopped_and_an_impossible_request_is_refused() -> None:
+    endless = request(4, 50)
+    Simulator(Scheduler(POLICIES["fcfs"], LIMITS), PlainMachine()).run([endless], lambda each: each.now_seconds >= 3)
+    assert list(endless.token_seconds) == [1.0, 2.0, 3.0] and not endless.finished
+    assert request(1, 1).scheduling_delay_seconds == float("inf")
+    with pytest.raises(RequestError, match="KV blocks"):
+        simulate([request(40, 10)], limits=replace(LIMITS, num_blocks=(2, 2)))
+
+
+S_PART = MeasuredSPart((8, 64), (1e-3, 4e-3), (2e-3, 3e-3))
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_a_split_step_waits_for_the_busiest_r_worker(mini_batches: int) -> None:
+    """Ten layers; the other worker's load changes its own time alone."""
+    model = StepModel(10, S_PART, RPart(1e-6, 1e-4), 2, mini_batches, Transport(1000, (1e9,), 1e-5), 5e-3)
+    machine = SplitMachine(model, 100)
+    even, uneven = machine.cost(64, [9000, 9000]), machine.cost(64, [9000, 1000])
+    assert even.wall_seconds == uneven.wall_seconds == model(64, 18000)
+    assert uneven.r_seconds.tolist() == pytest.approx(
+        [10 * (mini_batches * 1e-4 + load * 1e-6) for load in (9000, 1000)]
+    )
+    assert machine.cost(64, [9000, 0]).r_seconds[1] == 0.0
+    rows = 64 // mini_batches
+    assert even.s_seconds == pytest.approx(mini_batches * (10 * S_PART.layer_seconds(rows) + S_PART.head_seconds(rows)))
+    assert even.transfer_seconds == pytest.approx(10 * mini_batches * (1e-5 + rows * 1e-6))
+    assert even.host_seconds == 5e-3
+    assert machine.cost(64, [90000, 0]).wall_seconds > even.wall_seconds
+
+
+def test_records_add_up() -> None:
+    model = StepModel(10, S_PART, RPart(1e-6, 1e-4), 2, 2, Transport(1000, (1e9,), 1e-5), 5e-3)
+    steps = simulate([request(5, 9), request(7, 3)], machine=SplitMachine(model, 100))
+    for step in steps:
+        assert step.s_seconds + step.wait_seconds + step.host_seconds == pytest.approx(step.wall_seconds)
+        assert step.kv_bytes_read == 100 * step.kv_load
+        assert len(step.r_seconds) == len(step.transfer_seconds) == len(step.kv_loads) == 2
+
+
+def test_a_gpu_alone_is_its_roofline() -> None:
+    """Weights or arithmetic, whichever takes longer, and its cache."""
+    shape, gpu = BUILT_IN["mistral-7b"], GPUS["a100"]
+    step_time = GpuStepTime(shape, gpu, 131072)
+    assert shape.kv_layout("bfloat16").kv_bytes_per_token == 131072
+    weights = shape.weight_bytes / (0.8 * 2039e9)
+    assert step_time(1, 0) == pytest.approx(weights)
+    assert step_time(4096, 0) == pytest.approx(2 * 4096 * shape.parameters / (0.62 * 312e12))
+    assert step_time(1, 10_000) - step_time(1, 0) == pytest.approx(10_000 * 131072 / (0.8 * 2039e9))
+    assert step_time.capacity_tokens == int((0.9 * 80e9 - shape.weight_bytes) / 131072)
+    cost = GpuMachine(step_time).cost(1, [10_000])
+    assert cost.s_seconds == pytest.approx(weights) and cost.s_seconds + cost.r_seconds[0] == cost.wall_seconds

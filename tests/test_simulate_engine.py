@@ -1,0 +1,77 @@
+"""The simulator schedules as the live engine does, step by step: real models, real R-workers, the same limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import model_zoo
+import pytest
+
+from fastdecode.bench.throughput import run_throughput
+from fastdecode.bench.workload import WorkItem, WorkloadSpec, make_workload
+from fastdecode.config import EngineConfig
+from fastdecode.engine import LLMEngine
+from fastdecode.metrics import StepRecord
+from fastdecode.perfmodel.r_part import RPart
+from fastdecode.perfmodel.s_part import MeasuredSPart
+from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
+from fastdecode.perfmodel.step_model import StepModel
+from fastdecode.scheduler import Scheduler
+
+MACHINE = SplitMachine(StepModel(3, MeasuredSPart((1,), (1e-3,), (1e-3,)), RPart(1e-6), 3))
+FIXED = {"random_input_len": 40, "random_output_len": 24, "num_prompts": 20}
+VARIED = {**FIXED, "random_range_ratio": 0.5}
+SHARED = {**FIXED, "random_prefix_len": 80}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama on disk."""
+    return str(model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama")))
+
+
+def decisions(steps: list[StepRecord]) -> list[tuple[Any, ...]]:
+    """What the scheduler decided in each step, the seconds left out."""
+    return [(step.is_decode, step.num_tokens, step.num_output_tokens, step.kv_loads) for step in steps]
+
+
+def simulated(scheduler: Scheduler, items: list[WorkItem]) -> list[StepRecord]:
+    steps: list[StepRecord] = []
+    requests = [SimulatedRequest(item.prompt_token_ids, item.output_len, item.arrival_seconds) for item in items]
+    Simulator(scheduler, MACHINE, steps.append).run(requests)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths"),
+    [
+        ({"schedule": "fcfs"}, FIXED),
+        ({"schedule": "stall-free"}, FIXED),
+        ({"schedule": "sls", "kv_load_limit": 500}, FIXED),
+        ({"schedule": "sls", "kv_load_limit": 600, "prefill_scratch": "64KiB"}, VARIED),
+        ({"schedule": "stall-free"}, SHARED),
+        ({"schedule": "prefill-first", "kv_cache_memory": "1MiB"}, VARIED),
+    ],
+    ids=str,
+)
+def test_every_step_is_the_engines(folder: str, settings: dict[str, Any], lengths: dict[str, Any]) -> None:
+    """Offline; three R-workers, two mini-batches, and fewer places than requests; prefixes found where shared."""
+    config = EngineConfig(
+        folder, device="cpu", skip_tokenizer_init=True, max_model_len=256, block_size=16, max_num_seqs=12,
+        max_num_batched_tokens=64, num_mini_batches=2, r_workers="inproc:3", s_threads=1, r_threads=1,
+        enable_prefix_caching=lengths is SHARED, **{"kv_cache_memory": "16MiB", **settings},
+    )  # fmt: skip
+    engine = LLMEngine(config)
+    try:
+        items = make_workload(WorkloadSpec(**lengths), model_zoo.VOCABULARY, 256, None)
+        live = run_throughput(engine, items)
+        policy, limits = engine.scheduler.policy, engine.scheduler.limits
+    finally:
+        engine.close()
+    scheduler = Scheduler(policy, limits)
+    assert decisions(simulated(scheduler, items)) == decisions(live.steps)
+    assert scheduler.statistics == live.statistics
+    assert len(live.outputs) == len(items) and len(live.steps) > 30
+    assert (live.statistics.prefix_hit_tokens > 0) == (lengths is SHARED)
+    if settings["schedule"] == "sls":
+        assert max(step.kv_load for step in live.steps) <= settings["kv_load_limit"]
