@@ -77,6 +77,11 @@ class Scheduler:
         return self.admission.load_control.limit if self.policy.stabilizes_load else None
 
     @property
+    def seeks_balance(self) -> bool:
+        """True where no load limit was given, so that one is to be found."""
+        return self.policy.stabilizes_load and not self.admission.load_control.is_strict
+
+    @property
     def statistics(self) -> SchedulerStatistics:
         """What was counted since the start."""
         cache = self.prefix_cache
@@ -87,7 +92,7 @@ class Scheduler:
 
         ``kv_loads`` and ``r_seconds`` (busy) are per R-worker.
         """
-        if self.policy.stabilizes_load and not self.admission.load_control.is_strict:
+        if self.seeks_balance:
             balanced = self._balance.observe(num_rows, kv_loads, s_seconds, r_seconds)
             if balanced is not None:
                 self.balance_at(balanced)
