@@ -17,7 +17,20 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 }
 
 FLOORS = [
-    {"", "types", "step", "addresses", "config", "protocols", "errors", "clock", "interrupts", "machine", "outputs"}
+    {
+        "",
+        "types",
+        "step",
+        "addresses",
+        "config",
+        "protocols",
+        "errors",
+        "binding",
+        "clock",
+        "interrupts",
+        "machine",
+        "outputs",
+    }
     | {"rounding", "sampling_params"},
     {"scheduler", "perfmodel", "_rworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
