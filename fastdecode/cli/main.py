@@ -10,7 +10,16 @@ import traceback
 from collections.abc import Sequence
 
 from fastdecode import __version__
-from fastdecode.cli import bench_attention, bench_perplexity, bench_throughput, collect_env, generate, plan, r_worker
+from fastdecode.cli import (
+    bench_attention,
+    bench_perplexity,
+    bench_throughput,
+    collect_env,
+    generate,
+    launch,
+    plan,
+    r_worker,
+)
 from fastdecode.errors import ConfigError, FastDecodeError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -51,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench_perplexity.add_command(bench)
     plan.add_command(commands)
     r_worker.add_command(commands)
+    launch.add_command(commands)
     collect_env.add_command(commands)
     return parser
 

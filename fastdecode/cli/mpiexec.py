@@ -30,7 +30,7 @@ def find_mpiexec() -> Mpiexec | None:
     for name in ("mpirun", "mpiexec"):
         path = shutil.which(name, path=str(folder)) or shutil.which(name)
         if path:
-            return _describe(path)
+            return describe_mpiexec(path)
     return None
 
 
@@ -39,7 +39,8 @@ def needed_environment() -> dict[str, str]:
     return dict(ROOT_ENVIRONMENT) if os.geteuid() == 0 else {}
 
 
-def _describe(path: str) -> Mpiexec:
+def describe_mpiexec(path: str) -> Mpiexec:
+    """Ask the program what it is."""
     try:
         command = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=VERSION_SECONDS, check=False
