@@ -15,6 +15,7 @@ from fastdecode.cli import (
     bench_perplexity,
     bench_throughput,
     collect_env,
+    doctor,
     generate,
     launch,
     plan,
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_command(commands)
     r_worker.add_command(commands)
     launch.add_command(commands)
+    doctor.add_command(commands)
     collect_env.add_command(commands)
     return parser
 
