@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import mpi4py
-import numpy as np
 
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
@@ -34,17 +33,19 @@ IDLE_SECONDS = 1.0
 """A rank that has heard nothing for so long sleeps longer."""
 
 _WORD_TAG, _NO_TAG = 0, 1
+_WORD = struct.Struct("=Q")
 _PR_SET_TIMERSLACK = 29
 
 
 class MpiJob:
-    """All ranks of this mpirun. Calls of MPI take turns."""
+    """All ranks of this mpirun. Calls of MPI take turns; ``looking``: somebody waits, and so moves messages on."""
 
     def __init__(self) -> None:
         self._world = MPI.COMM_WORLD
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
-        self.turn = _Turn()
+        self.lock = threading.Lock()
         self.spins = _spins()
+        self.looking = False
         self._peers: dict[int, MpiPeer] = {}
         _sleep_precisely()
 
@@ -56,7 +57,7 @@ class MpiJob:
 
     def move_on(self) -> None:
         """Look into MPI, which moves large messages on only while somebody does."""
-        with self.turn:
+        with self.lock:
             self._world.Iprobe(self.rank, _NO_TAG)
 
     def abort(self, reason: str) -> None:
@@ -70,24 +71,30 @@ class MpiPeer:
 
     def __init__(self, job: MpiJob, world: Any, rank: int) -> None:
         self.rank = rank
-        self._job, self._world, self._turn = job, world, job.turn
-        self._heard = time.monotonic()
-        self._word = np.zeros(1, np.uint64)
+        self._job, self._world, self._lock = job, world, job.lock
+        self._idle_since: float | None = None
+        self._word = bytearray(_WORD.size)
         self._arrival: Any = self.receive(self._word, _WORD_TAG)
 
     def send(self, buffer: Any, tag: int) -> Any:
         """Start a message; the buffer is left alone until the request is done."""
-        with self._turn:
-            return self._world.Isend([buffer, MPI.BYTE], self.rank, tag)
+        try:
+            with self._lock:
+                return self._world.Isend([buffer, MPI.BYTE], self.rank, tag)
+        except MPI.Exception as error:
+            raise _lost(error) from error
 
     def receive(self, buffer: Any, tag: int) -> Any:
         """Expect a message of exactly this many bytes."""
-        with self._turn:
-            return self._world.Irecv([buffer, MPI.BYTE], self.rank, tag)
+        try:
+            with self._lock:
+                return self._world.Irecv([buffer, MPI.BYTE], self.rank, tag)
+        except MPI.Exception as error:
+            raise _lost(error) from error
 
     def send_word(self, word: int) -> Any:
         """Start to send one word of 64 bits."""
-        return self.send(np.array([word], np.uint64), _WORD_TAG)
+        return self.send(_WORD.pack(word), _WORD_TAG)
 
     def word_is_there(self, timeout_seconds: float) -> bool:
         """True when ``take_word`` may be called."""
@@ -95,7 +102,7 @@ class MpiPeer:
 
     def take_word(self) -> int:
         """The word that is there; the next is expected from now on."""
-        word = int(self._word[0])
+        (word,) = _WORD.unpack(self._word)
         self._arrival = self.receive(self._word, _WORD_TAG)
         return word
 
@@ -109,24 +116,32 @@ class MpiPeer:
 
     def wait(self, requests: Sequence[Any], timeout_seconds: float) -> bool:
         """False when they are not done in time. Looks a few times more at once, then sleeps between looks."""
-        spins, deadline = self._job.spins, 0.0
-        while not self._done(requests):
-            if timeout_seconds == 0:
-                return False
-            if spins:
-                spins -= 1
-                continue
-            now = time.monotonic()
-            deadline = deadline or now + timeout_seconds
-            if now >= deadline:
-                return False
-            time.sleep(NAP_SECONDS if now - self._heard < IDLE_SECONDS else IDLE_NAP_SECONDS)
-        self._heard = time.monotonic()
-        return True
+        spins = self._job.spins if timeout_seconds else 0
+        while not (done := self._done(requests)) and spins:
+            spins -= 1
+        done = done or (timeout_seconds > 0 and self._sleep_until_done(requests, timeout_seconds))
+        if done:
+            self._idle_since = None
+        return done
+
+    def _sleep_until_done(self, requests: Sequence[Any], timeout_seconds: float) -> bool:
+        start = now = time.monotonic()
+        if self._idle_since is None:
+            self._idle_since = start
+        self._job.looking = True
+        try:
+            while now < start + timeout_seconds:
+                time.sleep(NAP_SECONDS if now - self._idle_since < IDLE_SECONDS else IDLE_NAP_SECONDS)
+                if self._done(requests):
+                    return True
+                now = time.monotonic()
+            return False
+        finally:
+            self._job.looking = False
 
     def cancel(self, requests: Sequence[Any]) -> None:
         """Expect these messages no longer."""
-        with self._turn:
+        with self._lock:
             for request in requests:
                 if request != MPI.REQUEST_NULL:
                     request.Cancel()
@@ -137,25 +152,19 @@ class MpiPeer:
         self.cancel([self._arrival])
 
     def _done(self, requests: Sequence[Any]) -> bool:
-        with self._turn:
-            return all(request.Test() for request in requests)  # one that is done stays so
+        """One that is done stays so."""
+        try:
+            with self._lock:
+                for request in requests:  # noqa: SIM110 - twice as fast as all(), and this is done all the time
+                    if not request.Test():
+                        return False
+                return True
+        except MPI.Exception as error:
+            raise _lost(error) from error
 
 
-class _Turn:
-    """The lock on MPI, and its errors as the loss of a connection that they mean."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._lock.release()
-        if isinstance(error, MPI.Exception):
-            raise ConnectionError(f"MPI: {error.Get_error_string()}") from error
+def _lost(error: MPI.Exception) -> ConnectionError:
+    return ConnectionError(f"MPI: {error.Get_error_string()}")
 
 
 def _spins() -> int:

@@ -19,7 +19,6 @@ from fastdecode.cluster.mpi_progress import Progress
 from fastdecode.cluster.payload import PayloadSlots, aligned_memory
 from fastdecode.cluster.stream import PartChannel
 from fastdecode.errors import FrameError
-from fastdecode.interrupts import interrupts_deferred
 
 if TYPE_CHECKING:
     from fastdecode.cluster.mpi import MpiPeer
@@ -36,6 +35,7 @@ OVER = CONTROL | 2
 MESSAGE_SECONDS = 30.0
 """A message that was announced is there, or is being written."""
 
+HANG_UP_SECONDS = 5.0
 TICK_SECONDS = 0.2
 
 _CONTROL_TAG, _PAYLOAD_TAG = 2, 3
@@ -82,7 +82,7 @@ class MpiPath:
         self._expected: dict[int, list[Any]] = {}
         self._sent: dict[int, list[Any]] = {}
         self._last_word = 0
-        self._closed = False
+        self._cut = self._closed = False
         if progress:
             progress.watch(self)
 
@@ -109,20 +109,23 @@ class MpiPath:
 
     def send(self, kind: Kind, *parts: Any) -> None:
         """See ``Path.send``."""
+        if self._cut:
+            raise ConnectionError("Ctrl-C cut a message to it short")
         self._peer.send_word(CONTROL)
         self.conversation.send(kind, *parts)
 
-    @interrupts_deferred()
     def send_arrays(self, kind: Kind, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
         """See ``Path.send_arrays``. The answer, which is o or the next layer's q, k, v, is expected before it is asked
-        for."""
+        for. Ctrl-C in the midst of this loses the R-worker."""
         if self._slots is None:
             raise ValueError(f"a {kind.name}, and no step is open")
         if self._progress:
             self._slots.check(mini_batch, layer, arrays)
         self._expect(self._slots, mini_batch, layer if self._progress else layer + 1)
+        self._cut = True
         sent = [self._peer.send(array, _PAYLOAD_TAG + mini_batch) for array in arrays if array.nbytes]
         self._sent[mini_batch] = [*sent, self._peer.send_word(mini_batch << 32 | layer)]
+        self._cut = False
         if self._progress:
             self._progress.nudge()
 
@@ -143,16 +146,17 @@ class MpiPath:
         if self._progress:
             self._progress.forget(self)
             self._peer.send_word(HANG_UP)
-        self._drain(MESSAGE_SECONDS if self._progress else math.inf)
+        self._drain(HANG_UP_SECONDS if self._progress else math.inf)
         if not self._progress:
             self._peer.send_word(self._last_word)
         self._channel.close()
         self._withdraw()
 
-    @interrupts_deferred()
     def _take(self) -> Frame:
         """The frame of the word that is there, with its payload."""
+        self._cut = True
         word = self._last_word = self._peer.take_word()
+        self._cut = False
         if word in (HANG_UP, OVER):
             raise ConnectionError("it hung up")
         if word == CONTROL:
@@ -161,8 +165,7 @@ class MpiPath:
                 raise ConnectionError("it announced a frame and sent none")
             return frame
         mini_batch = word >> 32
-        self._finish(self._expected.pop(mini_batch, []))
-        self._finish(self._sent.pop(mini_batch, []))
+        self._finish(self._sent.pop(mini_batch, []) + self._expected.pop(mini_batch, []))
         kind = Kind.OUTPUT if self._progress else Kind.PAYLOAD
         return Frame(kind, self.conversation.epoch, 0, mini_batch, word & 0xFFFFFFFF, (0, 0, 0))
 

@@ -7,8 +7,11 @@ import threading
 import time
 from typing import Protocol
 
-PROGRESS_SECONDS = 50e-6
-"""Between two looks, while a layer is under way."""
+PROGRESS_SECONDS = 200e-6
+"""Between two looks, while a layer is under way: about a hundredth of the core that the S-worker computes on."""
+
+LINGER_SECONDS = 5e-3
+"""How long the thread stays awake between layers: to wake it takes longer than most of them."""
 
 SWITCH_SECONDS = 1e-4
 """How long one thread may keep the other from Python; its default of 5 ms is the time of several layers."""
@@ -16,6 +19,9 @@ SWITCH_SECONDS = 1e-4
 
 class Mover(Protocol):
     """What has messages to move on."""
+
+    looking: bool
+    """Somebody does so already."""
 
     def move_on(self) -> None:
         """Move them on a little."""
@@ -37,7 +43,7 @@ class Progress:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._watched: list[Watched] = []
-        self._stopped = False
+        self._stopped = self._awake = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fastdecode-mpi", daemon=True)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
@@ -53,7 +59,8 @@ class Progress:
 
     def nudge(self) -> None:
         """Something is under way."""
-        self._wake.set()
+        if not self._awake:
+            self._wake.set()
 
     def stop(self) -> None:
         """End the thread: MPI must not end under it."""
@@ -64,7 +71,19 @@ class Progress:
     def _run(self) -> None:
         while not self._stopped:
             self._wake.wait()
-            self._wake.clear()
-            while not self._stopped and any(path.under_way for path in self._watched):
-                self._mover.move_on()
-                time.sleep(PROGRESS_SECONDS)
+            self._awake = True
+            self._look_after(time.monotonic() + LINGER_SECONDS)
+            self._awake = False
+            if not self._under_way():  # what came under way before _awake was False did not wake this
+                self._wake.clear()
+
+    def _look_after(self, until: float) -> None:
+        while not self._stopped and (now := time.monotonic()) < until:
+            if self._under_way():
+                until = now + LINGER_SECONDS
+                if not self._mover.looking:
+                    self._mover.move_on()
+            time.sleep(PROGRESS_SECONDS)
+
+    def _under_way(self) -> bool:
+        return any(path.under_way for path in self._watched)
