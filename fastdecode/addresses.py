@@ -34,7 +34,7 @@ def parse_r_workers(spec: str) -> RWorkerSpec:
         return RWorkerSpec("inproc", 1)
     if spec == "mpi":
         return RWorkerSpec("mpi", 0)
-    if not re.fullmatch(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*", spec) or re.match(r"(inproc|spawn):", spec):
+    if not re.fullmatch(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*", spec) or re.match(r"(inproc|spawn|mpi):", spec):
         raise ConfigError(f"r_workers must be inproc, inproc:N, spawn:N, mpi or host:port,host:port, not {spec!r}")
     addresses = tuple(spec.split(","))
     for address in addresses:

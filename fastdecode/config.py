@@ -111,7 +111,8 @@ class EngineConfig:
         for name in ("kv_cache_memory", "r_threads", "r_cores"):
             if not spec.on_this_machine and getattr(self, name) is not None:
                 raise ConfigError(
-                    f"{name}: R-workers that this process does not start have their own: `fastdecode r-worker`"
+                    f"{name}: R-workers that this process does not start have their own; "
+                    f"give it to `fastdecode r-worker`"
                 )
         if spec.kind != "tcp" and self.key_file:
             raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {self.r_workers}")
