@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import mpi_jobs
@@ -27,6 +28,16 @@ BENCH += ["--num-prompts", "4", "--random-input-len", "16", "--random-output-len
 
 def segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers() -> Iterator[None]:
+    """Open MPI leaves segments behind where it is killed."""
+    before = segments()
+    yield
+    for name in segments() - before:
+        if name.startswith("sm_segment."):
+            (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 
 def script(code: str) -> list[str]:
