@@ -35,7 +35,7 @@ lint: $(STAMP)
 SOURCES := $(shell find rworker_cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name CMakeLists.txt)
 $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[test]'
+	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[test,mpi]'
 	touch $@
 
 # The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: no AVX-512, little optimization, and few

@@ -1,6 +1,8 @@
 """What a layer's way to an R-worker and back costs: round trip less busy time, by payload and transport.
 
     python benchmarks/transport.py --payload-kb 1,64,1024 --pause-us 0,500
+    mpirun -n 1 python benchmarks/transport.py … : \
+      -n 1 fastdecode r-worker --transport mpi --cores 1 --threads 1 --kv-cache-memory 1GiB     # with MPI as well
 
 The S side runs on the first core, one R-worker with one thread on the last. ``--pause-us`` is how long the S side is
 away between layers, as it is when it computes: after a pause of more than the ring's 20 µs of spinning the R-worker
@@ -21,8 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fastdecode.binding import mend_binding
 from fastdecode.cluster.inproc import InprocBackend, InprocSettings
 from fastdecode.cluster.local import RWorkerSize
+from fastdecode.cluster.mpi_backend import MpiBackend
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.spawn import SpawnBackend
 from fastdecode.cluster.tcp import TcpBackend
@@ -43,6 +47,7 @@ def main() -> None:
     parser.add_argument("--pause-us", default="0,500", metavar="LIST")
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
+    mend_binding()
     cores = sorted(os.sched_getaffinity(0))
     with backends(cores[-1]) as transports:
         os.sched_setaffinity(0, cores[:1])
@@ -96,6 +101,8 @@ def backends(core: int) -> Iterator[dict[str, PoolBackend]]:
                 [cleanup.enter_context(listening(core, "--key-file", str(key)))], BLOCK_SIZE, str(key)
             ),
         }
+        if os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+            found["mpi"] = MpiBackend(BLOCK_SIZE)
         for backend in found.values():
             cleanup.callback(backend.close)
         yield found

@@ -58,6 +58,15 @@ class PayloadSlots:
             self._views[key] = self._make_views(mini_batch, spec)
         return self._views[key]
 
+    def check(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
+        """ValueError unless these are the q, k, v that the plan has there."""
+        places = self.views(mini_batch, layer)[:3]
+        if [(each.shape, each.dtype) for each in arrays] != [(each.shape, each.dtype) for each in places]:
+            raise ValueError(
+                f"a PAYLOAD of mini-batch {mini_batch}, layer {layer} with shapes {[each.shape for each in arrays]}, "
+                f"and the plan has {[each.shape for each in places]}"
+            )
+
     def _make_views(self, mini_batch: int, layer: LayerLayout) -> Views:
         shapes = _shapes(layer, self._rows[mini_batch])
         sizes = self._sizes(layer, self._rows[mini_batch])

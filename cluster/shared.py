@@ -97,13 +97,10 @@ class SharedPath:
             self._descriptor = -1
 
     def _copy(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        places = self._slots.views(mini_batch, layer)[:3] if self._slots else ()
-        if [(each.shape, each.dtype) for each in arrays] != [(each.shape, each.dtype) for each in places]:
-            raise ValueError(
-                f"a PAYLOAD of mini-batch {mini_batch}, layer {layer} with shapes {[each.shape for each in arrays]}, "
-                f"and the plan has {[each.shape for each in places]}"
-            )
-        for place, array in zip(places, arrays, strict=True):
+        if self._slots is None:
+            raise ValueError("a PAYLOAD, and no step is open")
+        self._slots.check(mini_batch, layer, arrays)
+        for place, array in zip(self._slots.views(mini_batch, layer), arrays, strict=False):
             np.copyto(place, array)
 
 

@@ -11,7 +11,10 @@ from fastdecode.errors import ConfigError
 
 @dataclass(frozen=True)
 class RWorkerSpec:
-    """``kind``: "inproc", "spawn" or "tcp"; ``addresses``: "host:port" of each, for tcp."""
+    """``kind``: "inproc", "spawn", "tcp" or "mpi"; ``addresses``: "host:port" of each, for tcp.
+
+    ``count`` is 0 for mpi: as many as the job has ranks beside this one.
+    """
 
     kind: str
     count: int
@@ -20,19 +23,19 @@ class RWorkerSpec:
     @property
     def on_this_machine(self) -> bool:
         """True where this process starts them, so that they share its memory and cores."""
-        return self.kind != "tcp"
+        return self.kind in ("inproc", "spawn")
 
 
 def parse_r_workers(spec: str) -> RWorkerSpec:
-    """inproc, inproc:N, spawn:N or host:port,host:port; ConfigError for anything else, or twice the same address."""
+    """inproc, inproc:N, spawn:N, mpi or host:port,host:port; ConfigError for anything else, or an address twice."""
     if match := re.fullmatch(r"(inproc|spawn):([1-9]\d{0,5})", spec):
         return RWorkerSpec(match.group(1), int(match.group(2)))
     if spec == "inproc":
         return RWorkerSpec("inproc", 1)
     if spec == "mpi":
-        raise ConfigError(f"r_workers: {spec!r} is not available in this version; use inproc:N, spawn:N or host:port")
-    if not re.fullmatch(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*", spec) or re.match(r"(inproc|spawn):", spec):
-        raise ConfigError(f"r_workers must be inproc, inproc:N, spawn:N or host:port,host:port, not {spec!r}")
+        return RWorkerSpec("mpi", 0)
+    if not re.fullmatch(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*", spec) or re.match(r"(inproc|spawn|mpi):", spec):
+        raise ConfigError(f"r_workers must be inproc, inproc:N, spawn:N, mpi or host:port,host:port, not {spec!r}")
     addresses = tuple(spec.split(","))
     for address in addresses:
         split_address("r_workers", address)

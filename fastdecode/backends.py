@@ -15,6 +15,11 @@ def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
 
         return TcpBackend(spec.addresses, config.block_size, config.key_file)
 
+    if spec.kind == "mpi":
+        from fastdecode.cluster.mpi_backend import MpiBackend
+
+        return MpiBackend(config.block_size)
+
     from fastdecode.cluster.inproc import InprocBackend, InprocSettings
     from fastdecode.cluster.spawn import SpawnBackend
 
@@ -29,3 +34,14 @@ def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
     if spec.kind == "spawn":
         return SpawnBackend([settings.size(index) for index in range(spec.count)], config.block_size)
     return InprocBackend(settings)
+
+
+def join_job() -> None:
+    """Take this process's place in its MPI job.
+
+    To be called before a model is loaded: the R-workers should not wait for it, and end with this process if it fails.
+    ConfigError where there is nobody to join.
+    """
+    from fastdecode.cluster.mpi_backend import join_as_s_worker
+
+    join_as_s_worker()

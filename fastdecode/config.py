@@ -109,8 +109,11 @@ class EngineConfig:
         spec = self.r_worker_spec
         check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], self.key_file)
         for name in ("kv_cache_memory", "r_threads", "r_cores"):
-            if spec.kind == "tcp" and getattr(self, name) is not None:
-                raise ConfigError(f"{name}: R-workers that listen have their own; give it to `fastdecode r-worker`")
+            if not spec.on_this_machine and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}: R-workers that this process does not start have their own; "
+                    f"give it to `fastdecode r-worker`"
+                )
         if spec.kind != "tcp" and self.key_file:
             raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {self.r_workers}")
 

@@ -1,7 +1,11 @@
-"""The contract of attention backends, on every one: the fake, threads, processes here, processes over TCP."""
+"""The contract of attention backends, on every one: the fake, threads, processes here, processes over TCP.
+
+``FASTDECODE_TEST_BACKENDS`` names those to test: tests/test_mpi.py runs this file with "mpi" on a job's first rank.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -13,6 +17,7 @@ import r_workers
 from fastdecode.cluster.fake import FakeBackend
 from fastdecode.cluster.inproc import InprocBackend, InprocSettings
 from fastdecode.cluster.local import RWorkerSize
+from fastdecode.cluster.mpi_backend import MpiBackend
 from fastdecode.cluster.spawn import SpawnBackend
 from fastdecode.cluster.tcp import TcpBackend
 from fastdecode.errors import BackendError, CapacityError
@@ -26,6 +31,7 @@ LAYERS = (
 )
 LAYOUT = KVLayout(LAYERS, "float32", "float32")
 BLOCK_SIZE = 16
+BACKENDS = os.environ.get("FASTDECODE_TEST_BACKENDS", "fake,inproc,spawn,tcp").split(",")
 Spans = Sequence[tuple[int, int, int, int]]
 Makers = dict[str, Callable[[], AttentionBackend]]
 
@@ -42,16 +48,19 @@ def spawn() -> SpawnBackend:
 def makers() -> Iterator[Makers]:
     """Each makes a backend of two workers; those over TCP are served by the same two processes, one after another."""
     with ExitStack() as processes:
-        addresses = [processes.enter_context(r_workers.listening())[1] for _ in range(2)]
-        yield {
+        listening = [r_workers.listening() for _ in range(2 * ("tcp" in BACKENDS))]
+        addresses = [processes.enter_context(each)[1] for each in listening]
+        every: Makers = {
             "fake": lambda: FakeBackend(num_workers=2, block_size=BLOCK_SIZE),
             "inproc": inproc,
             "spawn": spawn,
             "tcp": lambda: TcpBackend(addresses, BLOCK_SIZE),
+            "mpi": lambda: MpiBackend(BLOCK_SIZE),
         }
+        yield {name: every[name] for name in BACKENDS}
 
 
-@pytest.fixture(params=["fake", "inproc", "spawn", "tcp"])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, makers: Makers) -> Iterator[AttentionBackend]:
     """One that is open."""
     made = makers[request.param]()

@@ -38,7 +38,11 @@ def bench(folder: str, *more: str) -> list[str]:
         (["generate", "hi", "--top-p", "1.5"], 2, "top_p"),
         (["generate", "hi", "--max-num-seqs", "64", "--max-num-batched-tokens", "32"], 2, "at least max_num_seqs"),
         (["generate", "hi", "--kv-cache-memory", "much"], 2, "kv_cache_memory must be a positive number of bytes"),
-        (["generate", "hi", "--r-workers", "mpi"], 2, "'mpi' is not available in this version"),
+        (
+            ["generate", "hi", "--r-workers", "mpi:2"],
+            2,
+            "r_workers must be inproc, inproc:N, spawn:N, mpi or host:port",
+        ),
         (["generate", "hi", "--kv-load-limit", "-3"], 2, "kv_load_limit must be a whole number of at least 1, not -3"),
         (["generate", "hi", "--tbt-target", "0"], 2, "tbt_target must be above 0 seconds"),
         (["generate", "hi", "--tbt-target", "1e-9"], 2, "a step of 256 tokens, one for each of max_num_seqs, takes"),

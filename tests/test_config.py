@@ -59,7 +59,7 @@ BAD: list[tuple[str, Any]] = [
     ("r_workers", "127.0.0.1:5580,127.0.0.1:5580"),
     ("r_workers", "127.0.0.1:99999"),
     ("r_workers", "127.0.0.1:5580,"),
-    ("r_workers", "mpi"),
+    ("r_workers", "mpi:2"),
     ("r_workers", "nonsense"),
     ("s_cores", "a-b"),
     ("s_cores", ""),
@@ -79,9 +79,11 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
     assert str(value) in message
 
 
-def test_what_is_not_done_yet_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="r_workers: 'mpi' is not available in this version"):
-        EngineConfig(r_workers="mpi")
+@pytest.mark.parametrize("name", ["kv_cache_memory", "r_threads", "r_cores", "key_file"])
+def test_what_r_workers_of_an_mpi_job_have_themselves(name: str) -> None:
+    assert EngineConfig(r_workers="mpi").r_worker_spec == RWorkerSpec("mpi", 0)
+    with pytest.raises(ConfigError, match=f"^{name}"):
+        EngineConfig(r_workers="mpi", **{name: 1 if name == "r_threads" else "1"})
 
 
 def test_the_defaults_are_the_contracts() -> None:

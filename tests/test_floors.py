@@ -17,8 +17,8 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 }
 
 FLOORS = [
-    {"", "types", "step", "addresses", "config", "protocols", "errors", "clock", "interrupts", "machine", "outputs"}
-    | {"rounding", "sampling_params", "metrics"},
+    {"", "types", "step", "addresses", "binding", "config", "protocols", "errors", "clock", "interrupts", "machine"}
+    | {"outputs", "rounding", "sampling_params", "metrics"},
     {"scheduler", "perfmodel", "_rworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
     {"engine", "backends", "in_flight", "request", "resources", "scheduling", "prompts", "text", "trace"},

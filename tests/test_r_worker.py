@@ -132,7 +132,7 @@ def test_it_never_imports_torch() -> None:
         (["--listen", "tcp://127.0.0.1:0", "--kv-cache-memory", "90TiB"], 1, "are more than the"),
         (["--kv-cache-memory", "none"], 2, "kv_cache_memory must be a positive number of bytes"),
         (["--join", "host:1"], 2, "join is not available in this version"),
-        (["--transport", "mpi"], 2, "transport mpi is not available in this version"),
+        (["--transport", "mpi", "--cores", "100000"], 2, "cores: this process may not use [100000]"),
     ],
 )
 def test_what_cannot_work_is_one_line(

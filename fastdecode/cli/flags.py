@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import fields
 from typing import Any
 
+from fastdecode.binding import mend_binding
 from fastdecode.config import (
     BLOCK_SIZES,
     DEVICES,
@@ -53,9 +55,26 @@ def add_workload_flags(group: Any, num_prompts: int | None = 64, num_prompts_hel
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The configuration the flags describe; ConfigError names the flag that cannot work."""
+    """The configuration the flags describe; ConfigError names the flag that cannot work.
+
+    A process of an MPI job takes its place in it here, before a model is loaded.
+    """
+    if args.r_workers == "mpi":
+        say_mended()
     names = {field.name for field in fields(EngineConfig)}
-    return EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
+    config = EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
+    if config.r_workers == "mpi":
+        from fastdecode.backends import join_job
+
+        join_job()
+    return config
+
+
+def say_mended() -> None:
+    """Undo a launcher's binding to a single core, and say so."""
+    mended = mend_binding()
+    if mended:
+        print(f"fastdecode: {mended}", file=sys.stderr, flush=True)
 
 
 def _add_model_flags(group: Any) -> None:
@@ -128,7 +147,8 @@ def _add_batch_flags(group: Any) -> None:
 def _add_worker_flags(group: Any) -> None:
     group.add_argument(
         "--r-workers", default="inproc", metavar="SPEC",
-        help="inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers (inproc)",
+        help="inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers; "
+        "mpi, the other ranks of this mpirun (inproc)",
     )  # fmt: skip
     group.add_argument("--key-file", metavar="FILE", help="secret shared with R-workers at host:port, mode 0600")
     group.add_argument("--r-threads", type=int, metavar="N", help="per R-worker (its cores)")

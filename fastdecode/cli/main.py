@@ -15,7 +15,9 @@ from fastdecode.cli import (
     bench_perplexity,
     bench_throughput,
     collect_env,
+    doctor,
     generate,
+    launch,
     plan,
     r_worker,
     simulate,
@@ -61,6 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_command(commands)
     simulate.add_command(commands)
     r_worker.add_command(commands)
+    launch.add_command(commands)
+    doctor.add_command(commands)
     collect_env.add_command(commands)
     return parser
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from fastdecode.cli.hostfile import HostSlots
+from fastdecode.cli.launch_lines import S_COMMAND, JobShape, openmpi_line, slurm_script
 from fastdecode.perfmodel.plan import Plan
 from fastdecode.perfmodel.token_budget import TILE_TOKENS
 
@@ -12,32 +14,19 @@ FORMATS = ("hostfile", "sbatch", "mpirun")
 
 
 def emit(form: str, plan: Plan, args_text: str, rows_per_output_token: float) -> str:
-    """``args_text``: the engine flags that the plan's own inputs fix, such as the model's."""
-    s_worker = f"fastdecode bench throughput --r-workers mpi {args_text}{_flags(plan, rows_per_output_token)}"
-    r_worker = "fastdecode r-worker --transport mpi"
+    """``args_text``: the engine flags that the plan's own inputs fix, such as the model's. Hosts are placeholders."""
+    s_command = f"{S_COMMAND} {args_text}{_flags(plan, rows_per_output_token)}"
+    job = JobShape("s-worker", tuple(_hosts(plan)), s_command, named=False)
     if form == "hostfile":
-        return "\n".join(("s-worker slots=1", *_hosts(plan)))
-    if form == "mpirun":
-        return f"mpirun --hostfile hostfile -n 1 {s_worker} \\\n  : -n {plan.num_r_workers} {r_worker}"
-    return "\n".join(_sbatch(plan, s_worker, r_worker))
+        return "\n".join(map(str, (HostSlots(job.s_host, 1), *job.r_hosts)))
+    return openmpi_line(job, "hostfile") if form == "mpirun" else slurm_script(job)
 
 
-def _hosts(plan: Plan) -> Iterator[str]:
-    """Names are placeholders; R-workers are spread as evenly as they go."""
+def _hosts(plan: Plan) -> Iterator[HostSlots]:
+    """R-workers are spread as evenly as they go."""
     least, more = divmod(plan.num_r_workers, plan.num_hosts)
     for index in range(plan.num_hosts):
-        yield f"r-host-{index + 1} slots={least + (index < more)}"
-
-
-def _sbatch(plan: Plan, s_worker: str, r_worker: str) -> Iterator[str]:
-    """A heterogeneous job: one node with the GPU, and the hosts of R-workers, one R-worker per NUMA node."""
-    yield "#!/bin/bash"
-    yield "#SBATCH --job-name=fastdecode"
-    yield "#SBATCH --nodes=1 --ntasks=1 --gpus-per-node=1"
-    yield "#SBATCH hetjob"
-    yield f"#SBATCH --nodes={plan.num_hosts} --ntasks={plan.num_r_workers} --exclusive"
-    yield f"srun --mpi=pmix --het-group=0 {s_worker} \\"
-    yield f"  : --het-group=1 --cpu-bind=ldoms {r_worker}"
+        yield HostSlots(f"r-host-{index + 1}", least + (index < more))
 
 
 def _flags(plan: Plan, rows_per_output_token: float) -> str:

@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from fastdecode.addresses import check_key, split_address
-from fastdecode.cli.flags import add_common_flags
+from fastdecode.cli.flags import add_common_flags, say_mended
 from fastdecode.config import MAX_THREADS, parse_bytes, parse_cores
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
@@ -30,7 +30,7 @@ def add_command(commands: Any) -> None:
         "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
     )
     parser.add_argument("--join", metavar="HOST:PORT", help="(not in this version)")
-    parser.add_argument("--transport", default="tcp", choices=["tcp", "mpi"], help="(tcp)")
+    parser.add_argument("--transport", default="tcp", choices=["tcp", "mpi"], help="mpi: a rank of an mpirun job (tcp)")
     for name in ("--control-fd", "--memory-fd", "--parent"):  # of --r-workers spawn:N, which starts this
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     add_common_flags(parser)
@@ -39,15 +39,18 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Say what was bound and serve; SIGTERM ends it with status 0, Ctrl-C with 130."""
-    if args.join or args.transport == "mpi":
-        name = "join" if args.join else "transport mpi"
-        raise ConfigError(f"{name} is not available in this version; use --listen")
+    if args.join:
+        raise ConfigError("join is not available in this version; use --listen")
+    if args.transport == "mpi":
+        say_mended()
     cores, threads, kv_cache_bytes = _resources(args)
     if args.control_fd is not None:
         return _serve_parent(args, cores, threads, kv_cache_bytes)
+    _check_cores(cores)
+    if args.transport == "mpi":
+        return _serve_job(cores, threads, kv_cache_bytes)
     host, port = _address(args.listen)
     check_key("listen", [host], args.key_file)
-    _check_cores(cores)
     signal.signal(signal.SIGTERM, _end)
     try:
         _listen(host, port, args.key_file, cores, threads, kv_cache_bytes)
@@ -81,6 +84,16 @@ def _serve_parent(
     if args.parent is not None:
         die_with(args.parent)
     serve_parent(args.control_fd, args.memory_fd, take_host(cores, threads, kv_cache_bytes))
+    return 0
+
+
+def _serve_job(cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None) -> int:
+    """What this machine has is looked at first: where that cannot work, MPI has not begun and mpirun ends the job."""
+    from fastdecode.cluster.host import take_host
+    from fastdecode.cluster.mpi_backend import serve_job
+
+    machine = take_host(cores, threads, kv_cache_bytes)
+    serve_job(machine, lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {machine.describe()}", flush=True))
     return 0
 
 

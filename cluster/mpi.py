@@ -1,0 +1,181 @@
+"""This process's place in an MPI job: the only file that knows MPI. Importing it starts MPI.
+
+Buffers only, as bytes. The S-worker is rank 0 and every other rank is an R-worker. Between two ranks go *words*, eight
+bytes that are always expected and say what is there, and *messages*, whose sizes both sides know.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import mpi4py
+
+from fastdecode.errors import ConfigError
+from fastdecode.machine import usable_cores
+
+mpi4py.rc.thread_level = "serialized"  # one thread at a time, which costs nothing; MULTIPLE is slow in Open MPI
+
+from mpi4py import MPI  # noqa: E402
+
+SPINS_VARIABLE = "FASTDECODE_MPI_SPINS"
+SPINS, SPINS_ON_FEW_CORES, FEW_CORES = 300, 20, 4
+"""How often a wait looks again before it sleeps: on few cores these are turns that somebody else could use."""
+
+NAP_SECONDS, IDLE_NAP_SECONDS = 20e-6, 1e-3
+IDLE_SECONDS = 1.0
+"""A rank that has heard nothing for so long sleeps longer."""
+
+_WORD_TAG, _NO_TAG = 0, 1
+_WORD = struct.Struct("=Q")
+_PR_SET_TIMERSLACK = 29
+
+
+class MpiJob:
+    """All ranks of this mpirun. Calls of MPI take turns; ``looking``: somebody waits, and so moves messages on."""
+
+    def __init__(self) -> None:
+        self._world = MPI.COMM_WORLD
+        self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
+        self.lock = threading.Lock()
+        self.spins = _spins()
+        self.looking = False
+        self._peers: dict[int, MpiPeer] = {}
+        _sleep_precisely()
+
+    def peer(self, rank: int) -> MpiPeer:
+        """The way to ``rank``, the same object each time."""
+        if rank not in self._peers:
+            self._peers[rank] = MpiPeer(self, self._world, rank)
+        return self._peers[rank]
+
+    def move_on(self) -> None:
+        """Look into MPI, which moves large messages on only while somebody does."""
+        with self.lock:
+            self._world.Iprobe(self.rank, _NO_TAG)
+
+    def abort(self, reason: str) -> None:
+        """End the whole job now, with status 1; does not return."""
+        print(f"fastdecode: error: MPI rank {self.rank}: {reason}", file=sys.stderr, flush=True)
+        self._world.Abort(1)
+
+
+class MpiPeer:
+    """Words and messages to and from one other rank; ConnectionError where MPI fails."""
+
+    def __init__(self, job: MpiJob, world: Any, rank: int) -> None:
+        self.rank = rank
+        self._job, self._world, self._lock = job, world, job.lock
+        self._idle_since: float | None = None
+        self._word = bytearray(_WORD.size)
+        self._arrival: Any = self.receive(self._word, _WORD_TAG)
+
+    def send(self, buffer: Any, tag: int) -> Any:
+        """Start a message; the buffer is left alone until the request is done."""
+        try:
+            with self._lock:
+                return self._world.Isend([buffer, MPI.BYTE], self.rank, tag)
+        except MPI.Exception as error:
+            raise _lost(error) from error
+
+    def receive(self, buffer: Any, tag: int) -> Any:
+        """Expect a message of exactly this many bytes."""
+        try:
+            with self._lock:
+                return self._world.Irecv([buffer, MPI.BYTE], self.rank, tag)
+        except MPI.Exception as error:
+            raise _lost(error) from error
+
+    def send_word(self, word: int) -> Any:
+        """Start to send one word of 64 bits."""
+        return self.send(_WORD.pack(word), _WORD_TAG)
+
+    def word_is_there(self, timeout_seconds: float) -> bool:
+        """True when ``take_word`` may be called."""
+        return self.wait([self._arrival], timeout_seconds)
+
+    def take_word(self) -> int:
+        """The word that is there; the next is expected from now on."""
+        (word,) = _WORD.unpack(self._word)
+        self._arrival = self.receive(self._word, _WORD_TAG)
+        return word
+
+    def hears(self, word: int, timeout_seconds: float) -> bool:
+        """Drop words until this one comes; False when it does not in time."""
+        deadline = time.monotonic() + timeout_seconds
+        while self.word_is_there(max(0.0, deadline - time.monotonic())):
+            if self.take_word() == word:
+                return True
+        return False
+
+    def wait(self, requests: Sequence[Any], timeout_seconds: float) -> bool:
+        """False when they are not done in time. Looks a few times more at once, then sleeps between looks."""
+        spins = self._job.spins if timeout_seconds else 0
+        while not (done := self._done(requests)) and spins:
+            spins -= 1
+        done = done or (timeout_seconds > 0 and self._sleep_until_done(requests, timeout_seconds))
+        if done:
+            self._idle_since = None
+        return done
+
+    def _sleep_until_done(self, requests: Sequence[Any], timeout_seconds: float) -> bool:
+        start = now = time.monotonic()
+        if self._idle_since is None:
+            self._idle_since = start
+        self._job.looking = True
+        try:
+            while now < start + timeout_seconds:
+                time.sleep(NAP_SECONDS if now - self._idle_since < IDLE_SECONDS else IDLE_NAP_SECONDS)
+                if self._done(requests):
+                    return True
+                now = time.monotonic()
+            return False
+        finally:
+            self._job.looking = False
+
+    def cancel(self, requests: Sequence[Any]) -> None:
+        """Expect these messages no longer."""
+        with self._lock:
+            for request in requests:
+                if request != MPI.REQUEST_NULL:
+                    request.Cancel()
+                    request.Wait()
+
+    def close(self) -> None:
+        """Expect no more words; MPI must not end while one is expected."""
+        self.cancel([self._arrival])
+
+    def _done(self, requests: Sequence[Any]) -> bool:
+        """One that is done stays so."""
+        try:
+            with self._lock:
+                for request in requests:  # noqa: SIM110 - twice as fast as all(), and this is done all the time
+                    if not request.Test():
+                        return False
+                return True
+        except MPI.Exception as error:
+            raise _lost(error) from error
+
+
+def _lost(error: MPI.Exception) -> ConnectionError:
+    return ConnectionError(f"MPI: {error.Get_error_string()}")
+
+
+def _spins() -> int:
+    given = os.environ.get(SPINS_VARIABLE)
+    if given is None:
+        return SPINS if len(usable_cores()) >= FEW_CORES else SPINS_ON_FEW_CORES
+    if not given.isdigit():
+        raise ConfigError(f"{SPINS_VARIABLE} must be a whole number of at least 0, not {given!r}")
+    return int(given)
+
+
+def _sleep_precisely() -> None:
+    """Linux adds up to 50 µs to every sleep of a thread that does not ask for less; its later threads inherit it."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)

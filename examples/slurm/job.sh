@@ -1,0 +1,7 @@
+#!/bin/bash
+#SBATCH --job-name=fastdecode
+#SBATCH --nodes=1 --ntasks=1 --gpus-per-node=1
+#SBATCH hetjob
+#SBATCH --nodes=2 --ntasks=4 --exclusive
+srun --mpi=pmix --kill-on-bad-exit=1 --het-group=0 fastdecode bench throughput --model meta-llama/Llama-2-7b-hf --dtype bfloat16 --max-num-seqs 1024 --r-workers mpi \
+  : --het-group=1 --cpu-bind=ldoms fastdecode r-worker --transport mpi --kv-cache-memory 64GiB

@@ -1,0 +1,93 @@
+"""``fastdecode launch``: start a job on the hosts of a hostfile, or print the lines that would."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fastdecode.cli import launch_lines as lines
+from fastdecode.cli.flags import add_common_flags
+from fastdecode.cli.hostfile import HostSlots, read_hostfile, split_roles
+from fastdecode.cli.mpiexec import find_mpiexec, needed_environment
+from fastdecode.errors import ConfigError
+from fastdecode.machine import usable_cores
+
+FORMATS = ("openmpi", "mpich", "srun", "slurm", "ssh")
+
+
+def add_command(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "launch",
+        help="start an S-worker and its R-workers on the hosts of a hostfile, or print the lines that would",
+        description="The first slot of the first host is the S-worker's, each other slot an R-worker: one per NUMA "
+        "node is right. The S-worker's command comes last, such as: bench throughput --model …",
+    )
+    parser.add_argument("--hostfile", required=True, metavar="HOSTS", help="Open MPI's: host slots=N per line")
+    parser.add_argument("--print", action="store_true", help="print the lines and start nothing")
+    parser.add_argument("--format", choices=FORMATS, help="(that of the mpirun that is found, else openmpi)")
+    parser.add_argument("--kv-cache-memory", metavar="BYTES", help="of each R-worker (its own default)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of each R-worker (one per core)")
+    parser.add_argument("--key-file", default="pool.key", metavar="FILE", help="for ssh: on every host (pool.key)")
+    add_common_flags(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="of the S-worker (bench throughput)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print, or start and return the job's exit status."""
+    hosts = read_hostfile(args.hostfile)
+    job = _job(args, hosts)
+    found = None if args.print and args.format else find_mpiexec()
+    form = args.format or (found.kind if found and found.kind in FORMATS else "openmpi")
+    text = _text(form, job, hosts, args, "mpirun" if args.print or not found else shlex.quote(found.path))
+    if args.print:
+        print(text)
+        return 0
+    if form in ("slurm", "ssh"):
+        raise ConfigError(f"format {form} is for a shell: give --print, and run what it prints")
+    if form != "srun" and (not found or found.kind != form):
+        raise ConfigError(f"no {form} mpirun was found here; pip install 'fastdecode[mpi]', or give --print")
+    print(text, file=sys.stderr, flush=True)
+    environment = os.environ | needed_environment()
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return subprocess.run(["sh", "-c", f"exec {text}"], env=environment, check=False).returncode
+
+
+def _job(args: argparse.Namespace, hosts: list[HostSlots]) -> lines.JobShape:
+    s_host, r_hosts = split_roles(hosts)
+    command = [each for each in args.command if each != "--"] or ["bench", "throughput"]
+    if any(each.partition("=")[0] == "--r-workers" for each in command):
+        raise ConfigError("launch: --r-workers is what launch adds; leave it out of the S-worker's command")
+    given = (("--kv-cache-memory", args.kv_cache_memory), ("--threads", args.threads))
+    r_flags = "".join(f" {flag} {shlex.quote(str(value))}" for flag, value in given if value is not None)
+    return lines.JobShape(s_host, r_hosts, shlex.join(["fastdecode", *command]), r_flags)
+
+
+def _text(form: str, job: lines.JobShape, hosts: list[HostSlots], args: argparse.Namespace, mpirun: str) -> str:
+    key_file = shlex.quote(args.key_file)
+    if form == "openmpi":
+        prefix = "".join(f"{name}={value} " for name, value in needed_environment().items()) if args.print else ""
+        return prefix + lines.openmpi_line(job, shlex.quote(args.hostfile), _oversubscribed(hosts), mpirun)
+    if form == "mpich":
+        return lines.mpich_line(job, "mpiexec" if mpirun == "mpirun" else mpirun)
+    if form in ("srun", "slurm"):
+        if job.s_host in {host.name for host in job.r_hosts}:
+            raise ConfigError(
+                f"hostfile: Slurm gives each part of a job nodes of its own: {job.s_host} must have one slot, the "
+                f"S-worker's"
+            )
+        return lines.srun_line(job) if form == "srun" else lines.slurm_script(job)
+    remote = [f"ssh -n {host} {shlex.quote(command)} &" for host, command in lines.ssh_commands(job, key_file)]
+    return "\n".join([*remote, lines.ssh_s_line(job, key_file)])
+
+
+def _oversubscribed(hosts: list[HostSlots]) -> bool:
+    """True where this machine, which is all that can be looked at, is to run more processes than it has cores."""
+    here = {"localhost", os.uname().nodename, os.uname().nodename.partition(".")[0]}
+    return sum(host.slots for host in hosts if host.name in here) > len(usable_cores())

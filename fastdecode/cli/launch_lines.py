@@ -1,0 +1,106 @@
+"""A job's shape as the lines that start it: Open MPI, MPICH, srun, a Slurm script, ssh.
+
+In the MPI ones the S-worker is the first process, and every R-worker is bound to a NUMA node of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fastdecode.cli.hostfile import HostSlots
+
+S_COMMAND = "fastdecode bench throughput"
+R_COMMAND = "fastdecode r-worker"
+FIRST_PORT = 5580
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """One S-worker's command, and the R-workers: one per slot, with the flags ``r_flags``.
+
+    ``named``: the hosts are real, and not for a batch system to choose.
+    """
+
+    s_host: str
+    r_hosts: tuple[HostSlots, ...]
+    s_command: str = S_COMMAND
+    r_flags: str = ""
+    named: bool = True
+
+    @property
+    def num_r_workers(self) -> int:
+        """R-workers over all hosts."""
+        return sum(host.slots for host in self.r_hosts)
+
+    @property
+    def s_line(self) -> str:
+        """The S-worker's command in an MPI job."""
+        return f"{self.s_command} --r-workers mpi"
+
+    @property
+    def r_line(self) -> str:
+        """An R-worker's command in an MPI job."""
+        return f"{R_COMMAND} --transport mpi{self.r_flags}"
+
+
+def openmpi_line(job: JobShape, hostfile: str, oversubscribed: bool = False, mpirun: str = "mpirun") -> str:
+    """``oversubscribed``: there are more processes than cores here, so that none can be bound."""
+    binding = "--map-by :oversubscribe --bind-to none" if oversubscribed else "--map-by numa --bind-to numa"
+    return f"{mpirun} --hostfile {hostfile} {binding} -n 1 {job.s_line} \\\n  : -n {job.num_r_workers} {job.r_line}"
+
+
+def mpich_line(job: JobShape, mpiexec: str = "mpiexec") -> str:
+    """MPICH's hostfiles look otherwise, so the hosts are named in the line."""
+    slots = {job.s_host: 1}
+    for host in job.r_hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
+    return f"{mpiexec} -hosts {hosts} -bind-to numa -n 1 {job.s_line} \\\n  : -n {job.num_r_workers} {job.r_line}"
+
+
+def srun_line(job: JobShape) -> str:
+    """A job of its own; a lost rank ends it."""
+    hosts = f" --nodelist={job.s_host}" if job.named else ""
+    return (
+        f"srun --mpi=pmix --kill-on-bad-exit=1 --nodes=1 --ntasks=1{hosts} {job.s_line} \\\n"
+        f"  : {_r_nodes(job)} --cpu-bind=ldoms {job.r_line}"
+    )
+
+
+def slurm_script(job: JobShape) -> str:
+    """A heterogeneous job: one node with the GPU, and the hosts of R-workers."""
+    hosts = f" --nodelist={job.s_host}" if job.named else ""
+    lines = (
+        "#!/bin/bash",
+        "#SBATCH --job-name=fastdecode",
+        f"#SBATCH --nodes=1 --ntasks=1{hosts} --gpus-per-node=1",
+        "#SBATCH hetjob",
+        f"#SBATCH {_r_nodes(job)} --exclusive",
+        f"srun --mpi=pmix --kill-on-bad-exit=1 --het-group=0 {job.s_line} \\",
+        f"  : --het-group=1 --cpu-bind=ldoms {job.r_line}",
+    )
+    return "\n".join(lines)
+
+
+def ssh_commands(job: JobShape, key_file: str) -> Iterator[tuple[str, str]]:
+    """Host and command of every R-worker: over TCP they listen, one port after another, and no MPI is needed.
+
+    Each binds itself to a NUMA node of its host, or to the whole host where it is alone there.
+    """
+    for host in job.r_hosts:
+        for index in range(host.slots):
+            bind = f"numactl --cpunodebind={index} --membind={index} " if host.slots > 1 else ""
+            listen = f"--listen 'tcp://*:{FIRST_PORT + index}' --key-file {key_file}"
+            yield host.name, f"{bind}{R_COMMAND} {listen}{job.r_flags}"
+
+
+def ssh_s_line(job: JobShape, key_file: str) -> str:
+    """The S-worker's command for R-workers that listen."""
+    addresses = ",".join(f"{host.name}:{FIRST_PORT + index}" for host in job.r_hosts for index in range(host.slots))
+    return f"{job.s_command} --r-workers {addresses} --key-file {key_file}"
+
+
+def _r_nodes(job: JobShape) -> str:
+    hosts = f" --nodelist={','.join(host.name for host in job.r_hosts)}" if job.named else ""
+    return f"--nodes={len(job.r_hosts)} --ntasks={job.num_r_workers}{hosts}"

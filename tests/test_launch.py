@@ -1,0 +1,134 @@
+"""``fastdecode launch``: hostfiles, the lines for every launcher, and a job that starts from them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import mpi_jobs
+import pytest
+import r_workers
+
+from fastdecode.cli.hostfile import HostSlots, read_hostfile, split_roles
+from fastdecode.cli.launch import FORMATS
+from fastdecode.cli.main import main
+from fastdecode.errors import ConfigError
+from fastdecode.machine import usable_cores
+
+HOSTS = """
+# the GPU's host, then the others
+gpu-1 slots=1
+node.a slots = 2   # two NUMA nodes
+node-b
+"""
+S_COMMAND = ["bench", "throughput", "--model", "a model"]
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    return write(tmp_path, HOSTS)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "hosts"
+    path.write_text(text)
+    return path
+
+
+def printed(capsys: pytest.CaptureFixture[str], hostfile: Path, form: str, *arguments: str) -> str:
+    assert main(["launch", "--hostfile", str(hostfile), "--print", "--format", form, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_hostfile_is_read(hostfile: Path) -> None:
+    hosts = read_hostfile(str(hostfile))
+    assert hosts == [HostSlots("gpu-1", 1), HostSlots("node.a", 2), HostSlots("node-b", 1)]
+    assert split_roles(hosts) == ("gpu-1", tuple(hosts[1:]))
+    assert split_roles([HostSlots("one", 3)]) == ("one", (HostSlots("one", 2),))
+
+
+def test_every_bad_line_is_one_sentence(tmp_path: Path) -> None:
+    path = write(tmp_path, "a slots=0\nb slots=2\n-rf slots=1\nb slots=1\nc; rm slots=2\nd slots=x\n")
+    with pytest.raises(ConfigError) as caught:
+        read_hostfile(str(path))
+    problems = str(caught.value).removeprefix("hostfile: ").split("; " + str(path))
+    assert [re.search(r":(\d+): ", problem).group(1) for problem in problems] == list("13456")  # type: ignore[union-attr]
+    assert "slots must be 1 to 4096, not 0" in problems[0] and "b was named before" in problems[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no host"),
+        ("# nothing\n", "names no host"),
+        ("alone\n", "alone has one slot, which the S-worker takes"),
+    ],
+)
+def test_too_few_hosts_are_said(text: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--hostfile", str(write(tmp_path, text)), "--print"]) == 2
+    assert message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_lines_are_shell_and_hold_the_job(form: str, hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three R-workers on two hosts; flags of both sides where they belong."""
+    text = printed(capsys, hostfile, form, "--kv-cache-memory", "4GiB", *S_COMMAND)
+    script = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    assert script.returncode == 0, script.stderr
+    words = shlex.split(text.replace("\\\n", ""), comments=True)
+    assert "a model" in words and "gpu-1" not in " ".join(words[-3:])
+    if form == "ssh":
+        assert [words[i + 2] for i, word in enumerate(words) if word == "ssh"] == ["node.a", "node.a", "node-b"]
+        assert "node.a:5580,node.a:5581,node-b:5580" in words
+        assert text.count("--kv-cache-memory 4GiB") == 3
+    else:
+        assert text.rstrip().endswith("fastdecode r-worker --transport mpi --kv-cache-memory 4GiB")
+        assert text.count("--r-workers mpi") == 1
+        assert "-n 3 fastdecode" in text or "--nodes=2 --ntasks=3" in text
+
+
+def test_root_is_told_to_open_mpi_and_nobody_else(hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, hostfile, "openmpi")
+    assert text.startswith("OMPI_ALLOW_RUN_AS_ROOT=1 " if os.geteuid() == 0 else "mpirun ")
+    assert "--bind-to numa" in text
+    assert printed(capsys, hostfile, "mpich").startswith("mpiexec -hosts gpu-1:1,node.a:2,node-b:1 -bind-to numa -n 1 ")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("a slots=2", ["--print", "--format", "slurm"], "a must have one slot"),
+        (HOSTS, ["--format", "slurm"], "format slurm is for a shell: give --print"),
+        (HOSTS, ["--print", "generate", "--r-workers", "mpi"], "--r-workers is what launch adds"),
+    ],
+)
+def test_what_cannot_work_is_said(
+    text: str, arguments: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--hostfile", str(write(tmp_path, text)), *arguments]) == 2
+    assert message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("slots", [2, len(usable_cores()) + 1])
+def test_it_starts_the_job(slots: int, tmp_path: Path) -> None:
+    """On this machine, with as many processes as cores and with more; nothing is set for it from outside."""
+    hosts = write(tmp_path, f"localhost slots={slots}\n")
+    small = ["--max-model-len", "64", "--num-prompts", "2", "--random-input-len", "8", "--random-output-len", "4"]
+    command = [
+        r_workers.FASTDECODE,
+        "launch",
+        "--hostfile",
+        str(hosts),
+        *r_workers.SMALL,
+        "bench",
+        "throughput",
+        *small,
+    ]
+    job = subprocess.run(
+        command, capture_output=True, text=True, timeout=mpi_jobs.PATIENCE_SECONDS, check=False, cwd=tmp_path
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert f"{slots - 1} R-worker(s) of 1 thread(s)" in job.stdout

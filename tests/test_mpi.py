@@ -1,0 +1,208 @@
+"""``--r-workers mpi``: the contract and the engine under a real mpirun, and how a job ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import mpi_jobs
+import pytest
+import r_workers
+import test_spawn
+
+from fastdecode.binding import mend_binding
+from fastdecode.machine import usable_cores
+
+TESTS = Path(__file__).parent
+PYTHON = sys.executable
+BENCH = [r_workers.FASTDECODE, "bench", "throughput", "--r-workers", "mpi", "--max-model-len", "128"]
+BENCH += ["--num-prompts", "4", "--random-input-len", "16", "--random-output-len", "8", "--max-num-seqs", "8"]
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers() -> Iterator[None]:
+    """Open MPI leaves segments behind where it is killed."""
+    before = segments()
+    yield
+    for name in segments() - before:
+        if name.startswith("sm_segment."):
+            (Path("/dev/shm") / name).unlink(missing_ok=True)
+
+
+def script(code: str) -> list[str]:
+    """An S-worker that does this, beside the tests' own helpers."""
+    return [PYTHON, "-c", f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n" + textwrap.dedent(code)]
+
+
+def test_the_contract_of_backends_holds() -> None:
+    """The same tests as of every other transport, run by the first rank; then the R-workers end by themselves."""
+    before = segments()
+    tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "test_backends.py")]
+    job = mpi_jobs.run((1, tests), (2, mpi_jobs.R_WORKER), FASTDECODE_TEST_BACKENDS="mpi")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert " passed" in job.stdout and "failed" not in job.stdout
+    assert "MPI rank 1, cores" in job.stdout and "MPI rank 2, cores" in job.stdout
+    assert segments() <= before
+
+
+def test_the_benchmark_runs_and_the_job_ends_with_0(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    job = mpi_jobs.run((1, [*BENCH, "--output-json", str(result)]), (2, mpi_jobs.R_WORKER))
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "2 R-worker(s) of 1 thread(s)" in job.stdout
+    assert json.loads(result.read_text())["total_output_tokens"] == 4 * 8
+
+
+def test_a_killed_rank_ends_the_job_within_five_seconds() -> None:
+    """kill -9 in mid-step: not zero, with the rank's number, and nothing is left."""
+    before = segments()
+    s_worker = script("""
+        import os, time
+        import test_backends as contract
+        backend = contract.MpiBackend(contract.BLOCK_SIZE)
+        backend.open(contract.LAYOUT)
+        contract.run(backend, contract.FIRST)
+        backend.begin_step(contract.plan([([(9, 0, 50, 1)], [])]))
+        print("in a step", flush=True)
+        time.sleep(1000)
+    """)
+    command = mpi_jobs.command((1, s_worker), (2, mpi_jobs.R_WORKER))
+    job = subprocess.Popen(
+        command, env=mpi_jobs.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while job.stdout and "in a step" not in job.stdout.readline():
+            assert job.poll() is None
+        victim = sorted(pid for pid in children(job.pid) if "r-worker" in cmdline(pid))[-1]
+        others = children(job.pid)
+        killed = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        output = "".join(job.communicate(timeout=30))
+        assert time.monotonic() - killed < 5
+    finally:
+        job.kill()
+        job.communicate()
+    assert job.returncode != 0
+    assert "rank 2" in output
+    assert not any(test_spawn.alive(pid) for pid in others)
+    assert segments() <= before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--no-such-flag"], "unrecognized arguments"),
+        (["--schedule", "sls", "--max-num-seqs", "0"], "max_num_seqs must be a whole number"),
+        (["--model", "/no/such/folder"], "no such folder"),
+    ],
+)
+def test_an_s_worker_that_fails_takes_the_r_workers_with_it(arguments: list[str], message: str) -> None:
+    """Before it has joined the job, and after."""
+    start = time.monotonic()
+    job = mpi_jobs.run((1, [*BENCH, *arguments]), (2, mpi_jobs.R_WORKER))
+    assert job.returncode != 0 and message in job.stderr
+    assert time.monotonic() - start < 30
+
+
+def test_an_s_worker_that_does_not_close_takes_the_r_workers_with_it() -> None:
+    """An exception in a step, of a program that cleans up nothing."""
+    s_worker = script("""
+        import test_backends as contract
+        backend = contract.MpiBackend(contract.BLOCK_SIZE)
+        backend.open(contract.LAYOUT)
+        backend.begin_step(contract.plan([([(9, 0, 50, 1)], [])]))
+        raise RuntimeError("out of ideas")
+    """)
+    job = mpi_jobs.run((1, s_worker), (2, mpi_jobs.R_WORKER))
+    assert job.returncode != 0 and "out of ideas" in job.stderr
+
+
+def test_an_r_worker_that_fails_ends_the_job() -> None:
+    """In its arguments, and in mid-step."""
+    job = mpi_jobs.run((1, BENCH), (1, mpi_jobs.R_WORKER), (1, [*mpi_jobs.R_WORKER, "--cores", "9999"]))
+    assert job.returncode != 0 and "cores: this process may not use [9999]" in job.stderr
+    failing = script("""
+        from fastdecode.cluster.session import Session
+        def fail(self, frame):
+            raise RuntimeError("a worn-out R-worker")
+        Session._end = fail
+        from fastdecode.cli.main import main
+        main(["r-worker", "--transport", "mpi", "--kv-cache-memory", "64MiB", "--threads", "1"])
+    """)
+    job = mpi_jobs.run((1, BENCH), (1, mpi_jobs.R_WORKER), (1, failing))
+    assert job.returncode != 0
+    assert "MPI rank 2: this R-worker failed: RuntimeError: a worn-out R-worker" in job.stderr
+
+
+@pytest.mark.parametrize("command", [BENCH, mpi_jobs.R_WORKER], ids=["s-worker", "r-worker"])
+def test_a_process_alone_is_told_how(command: list[str]) -> None:
+    """With and without mpirun."""
+    for job in (mpi_jobs.run((1, command)), subprocess.run(command, capture_output=True, text=True, check=False)):
+        assert job.returncode == 2
+        assert "this process is alone" in job.stderr
+        assert ": mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker" in job.stderr
+
+
+def test_ranks_in_the_wrong_order_are_told() -> None:
+    job = mpi_jobs.run((1, mpi_jobs.R_WORKER), (1, BENCH))
+    assert job.returncode != 0
+    assert "the first rank is the S-worker's" in job.stderr or "two S-workers in one job" in job.stderr
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="binding needs two cores")
+def test_a_binding_to_one_core_is_mended() -> None:
+    """Open MPI's own, of a job of two ranks; and only that."""
+    job = mpi_jobs.run((1, [PYTHON, "-c", "import os; print('before', len(os.sched_getaffinity(0)))"]))
+    bound = "before 1" in job.stdout
+    job = mpi_jobs.run((1, BENCH), (1, mpi_jobs.R_WORKER))
+    assert job.returncode == 0, job.stderr
+    assert ("mpirun bound this process to core" in job.stderr) == bound
+    every = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(every)})
+        assert mend_binding({"OMPI_COMM_WORLD_SIZE": "3"}) == mend_binding({}) == ""
+        assert os.sched_getaffinity(0) == {min(every)}
+        assert "to core" in mend_binding({"OMPI_COMM_WORLD_SIZE": "2"})
+        assert os.sched_getaffinity(0) >= every
+    finally:
+        os.sched_setaffinity(0, every)
+
+
+def test_an_r_worker_never_imports_torch() -> None:
+    """Not even after a session."""
+    r_worker = script("""
+        from fastdecode.cli.main import main
+        status = main(["r-worker", "--transport", "mpi", "--kv-cache-memory", "64MiB", "--threads", "1"])
+        print("found", status, sorted({"torch", "transformers", "greenlet", "zmq"} & set(sys.modules)))
+    """)
+    s_worker = script("""
+        import numpy as np
+        from fastdecode.cluster.mpi_backend import MpiBackend
+        from fastdecode.types import KVLayout, LayerLayout
+        backend = MpiBackend(16)
+        print(backend.open(KVLayout((LayerLayout(1, 1, 8, 8, 1.0),), "float32", "float32")))
+        backend.close()
+    """)
+    job = mpi_jobs.run((1, s_worker), (1, r_worker))
+    assert "found 0 []" in job.stdout, job.stdout + job.stderr
+
+
+def children(pid: int) -> list[int]:
+    """All processes below ``pid``."""
+    found = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    return found + [below for child in found for below in children(child)]
+
+
+def cmdline(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
