@@ -79,6 +79,8 @@ class Admission:
         sequence = self._queue.head()
         if sequence is None or not self._is_open or not self._has_seats(sequence):
             return None
+        if self._policy.stabilizes_load and not self.load_control.affords(self._prompt(sequence)):
+            return None
         hits = self._residents.prefix_cache.hits(sequence)
         for worker in self._workers(hits):
             hit = hits.get(worker)
@@ -110,7 +112,7 @@ class Admission:
     def _may_start(self, prompt: Prompt) -> bool:
         if not self._policy.stabilizes_load:
             return True
-        if not self.load_control.may_start(prompt, self.forecast):
+        if not self.load_control.fits(prompt, self.forecast):
             return False
         self.load_control.started(prompt)
         if self._forecast is not None:

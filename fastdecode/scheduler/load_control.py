@@ -92,12 +92,14 @@ class LoadControl:
         self._earned = enough if is_idle else min(self._earned + self.limit, enough)
         self._spending = self._earned >= enough
 
-    def may_start(self, prompt: Prompt, forecast: Callable[[], LoadForecast]) -> bool:
-        """Whether ``prompt`` may start in this step on its worker."""
+    def affords(self, prompt: Prompt) -> bool:
+        """Whether enough was earned for ``prompt`` to start in this step, on whichever worker."""
+        return not self._crowded or (self._spending and self._earned >= kv_area(prompt))
+
+    def fits(self, prompt: Prompt, forecast: Callable[[], LoadForecast]) -> bool:
+        """Whether ``prompt``'s worker stays within its limit with it."""
         if self.limit is None or (not self._crowded and not self.is_strict):
             return True
-        if self._crowded and not (self._spending and self._earned >= kv_area(prompt)):
-            return False
         return forecast().peak_with(prompt) <= self.limits[prompt.worker]
 
     def started(self, prompt: Prompt) -> None:
