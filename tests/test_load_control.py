@@ -252,6 +252,7 @@ def test_the_balance_is_found_from_the_first_decode_steps() -> None:
         assert (found is None) == (step < NUM_STEPS - 1)
     assert found == pytest.approx(8000, rel=0.1)
     assert finder.observe(127, (1,), 1.0, (1.0,)) is None
+    assert finder.observe(128, (5, 5), 0.010, (0.0, 0.0)) is None
     again = [finder.observe(128, (4000,), 0.010, (0.004,)) for _ in range(NUM_STEPS)]
     assert again[:-1] == [None] * (NUM_STEPS - 1) and again[-1] == pytest.approx(10_000)
 

@@ -25,9 +25,9 @@ class BalanceFinder:
         """
         if num_rows >= 2 * self._num_rows:
             self._begin(num_rows)
-        if len(self._s_seconds) == NUM_STEPS:
-            return None
         busiest = int(np.argmax(r_seconds))
+        if len(self._s_seconds) == NUM_STEPS or r_seconds[busiest] <= 0:  # nobody was seen at work
+            return None
         self._s_seconds.append(s_seconds)
         self._kv_loads.append(kv_loads[busiest])
         self._r_seconds.append(r_seconds[busiest])
