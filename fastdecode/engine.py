@@ -126,12 +126,14 @@ class LLMEngine:
     def score(self, token_ids: list[int]) -> np.ndarray:
         """Natural-log probability of every token after the first, given those before it: float32 [len - 1].
 
-        All attention runs on R-worker 0, over the cache as it stores keys and values. The engine must be idle.
+        All attention runs on the first R-worker that is left, over the cache as it stores keys and values. The engine
+        must be idle.
         """
         if self.has_unfinished_requests():
             raise RequestError("score needs an idle engine: finish or abort its requests first")
         read_prompt(token_ids, None, self.s_model.vocab_size, self.s_model.max_model_len + 1)
-        chunk = Chunk(next(self._ids), 0, 0, token_ids, scored=True)
+        worker = next(i for i, num_blocks in enumerate(self.scheduler.ledger.num_blocks) if num_blocks)
+        chunk = Chunk(next(self._ids), worker, 0, token_ids, scored=True)
         nothing = tuple(() for _ in self.r_workers)
         step = ScheduledStep((MiniBatch.of([chunk]),), nothing)
         self.backend.begin_step(step.to_step_plan())
@@ -139,10 +141,7 @@ class LLMEngine:
             logprobs = self._s_worker.score(step).numpy()
         finally:
             self.backend.abandon_step()
-        self.backend.begin_step(self.scheduler.schedule().to_step_plan())
-        if lost := self.backend.end_step().lost:
-            for worker in lost:
-                self.scheduler.lost(worker)
+        if self._empty_step():
             raise WorkerLostError("an R-worker was lost while it scored: score once more on those that are left")
         return logprobs
 
@@ -242,9 +241,15 @@ class LLMEngine:
         """When nothing runs, tell the R-workers of the last releases, so that an idle engine holds no blocks."""
         if self.scheduler.has_unfinished or not self.scheduler.has_controls:
             return
+        self._empty_step()
+
+    def _empty_step(self) -> tuple[int, ...]:
+        """Tell idle R-workers what the scheduler has for them, and it which of them are lost; returns those."""
         self.backend.begin_step(self.scheduler.schedule().to_step_plan())
-        for worker in self.backend.end_step().lost:
+        lost = self.backend.end_step().lost
+        for worker in lost:
             self.scheduler.lost(worker)
+        return lost
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
         seconds = self.clock.snapshot()

@@ -96,6 +96,15 @@ def test_losing_the_last_one_is_one_clear_error(folder: Path) -> None:
                 llm.engine.step()
 
 
+def test_scoring_goes_to_a_worker_that_is_left(folder: Path) -> None:
+    """The first of two is lost: the same log-probabilities from the second."""
+    prompts = model_zoo.prompts(NAME)
+    with make_llm(folder, r_workers="spawn:2") as llm:
+        wanted = llm.engine.score(prompts[0])
+        run_and_kill(llm, prompts[:4], 20, 0)
+        assert (llm.engine.score(prompts[0]) == wanted).all()
+
+
 def test_what_no_remaining_worker_can_hold_ends_alone() -> None:
     """The large request ran on the only worker that had room for it; the small ones end as they should."""
     limits = Limits(8, 64, 1, 1000, 200, 4, (4, 40), (1.0, 1.0), prefix_caching=False)

@@ -40,7 +40,7 @@ class Admission:
         members = 1 + len(sequence.siblings)
         if members > self._limits.max_num_seqs:
             raise RequestError(f"n is {members}, and max_num_seqs is {self._limits.max_num_seqs}")
-        blocks = max(self._blocks(sequence), self._ledger.blocks_for(sequence.max_cached))
+        blocks = self._most_blocks(sequence)
         largest = max(self._ledger.num_blocks)
         if blocks > largest:
             raise RequestError(
@@ -52,12 +52,7 @@ class Admission:
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
         """Whether some R-worker could still run ``sequence`` by itself."""
-        blocks = max(self._blocks(sequence), self._ledger.blocks_for(sequence.max_cached))
-        longest = _longest(sequence)
-        return any(
-            blocks <= num_blocks and (not self._policy.stabilizes_load or self.load_control.holds(worker, longest))
-            for worker, num_blocks in enumerate(self._ledger.num_blocks)
-        )
+        return any(self._could_hold(sequence, worker) for worker in range(len(self._ledger.num_blocks)))
 
     def begin_step(self) -> None:
         """The running sequences of this step are known; look at everybody anew."""
@@ -127,17 +122,25 @@ class Admission:
     def _has_seats(self, sequence: Sequence) -> bool:
         return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs
 
+    def _could_hold(self, sequence: Sequence, worker: int) -> bool:
+        """Whether ``sequence`` could run to its end on ``worker``, were it alone there."""
+        if self._most_blocks(sequence) > self._ledger.num_blocks[worker]:
+            return False
+        return not self._policy.stabilizes_load or self.load_control.holds(worker, _longest(sequence))
+
     def _has_room(self, sequence: Sequence, worker: int, hit: tuple[int, Chain] | None) -> bool:
         """Its blocks, and one more for each sequence there already, so that none is preempted at once."""
-        if self._ledger.blocks_for(sequence.max_cached) > self._ledger.num_blocks[worker]:
-            return False
-        if self._policy.stabilizes_load and not self.load_control.holds(worker, _longest(sequence)):
+        if not self._could_hold(sequence, worker):
             return False
         taken_over = hit[1].blocks[: hit[0]] if hit else []
         needed = self._blocks(sequence) - len(taken_over)
         needed += sum(block.num_sequences == 0 for block in taken_over)  # no longer there for the asking
         spare = 0 if self._policy.reserves_longest else self._residents.num_on(worker)
         return needed + spare <= self._ledger.available(worker)
+
+    def _most_blocks(self, sequence: Sequence) -> int:
+        """Blocks that it takes at its start, with its siblings, or by itself at its end, whichever are more."""
+        return max(self._blocks(sequence), self._ledger.blocks_for(sequence.max_cached))
 
     def _blocks(self, sequence: Sequence) -> int:
         """Blocks that ``sequence`` holds from its start, its siblings' copies of a partial block included."""
