@@ -22,10 +22,13 @@ from fastdecode.cluster.frames import FRAME_LIMIT, HEADER
 from fastdecode.cluster.keys import derive_key
 from fastdecode.errors import BackendError, FrameError
 
-SILENCE_SECONDS = 10.0
-"""A peer whose machine answers no heartbeat for so long is gone; one whose process ends is noticed at once."""
+SILENCE_SECONDS = 1.5
+"""An R-worker that answers no heartbeat for so long is lost; one whose process ends is noticed at once."""
 
-HEARTBEAT_SECONDS = 0.5
+PATIENCE_SECONDS = 30.0
+"""How long an R-worker waits for an S-worker that answers none: nobody else needs it meanwhile."""
+
+HEARTBEAT_SECONDS = 0.3
 MAX_QUEUED = 256
 """Messages each way that wait for the other side, most of them parts of a few hundred KiB."""
 
@@ -41,7 +44,8 @@ log = logging.getLogger("fastdecode.r_worker")
 class _Socket:
     """What both ends share: limits, heartbeats, a monitor of the connections, and reading a message part by part."""
 
-    def __init__(self, kind: int) -> None:
+    def __init__(self, kind: int, silence_seconds: float) -> None:
+        """``kind``: ZeroMQ's; a peer that answers no heartbeat for ``silence_seconds`` is disconnected."""
         self.context = zmq.Context()
         self.socket: zmq.Socket = self.context.socket(kind)
         for option, value in (
@@ -49,9 +53,9 @@ class _Socket:
             (zmq.SNDHWM, MAX_QUEUED),
             (zmq.RCVHWM, MAX_QUEUED),
             (zmq.LINGER, 200),
-            (zmq.SNDTIMEO, int(SILENCE_SECONDS * 3000)),
+            (zmq.SNDTIMEO, int(PATIENCE_SECONDS * 1000)),
             (zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000)),
-            (zmq.HEARTBEAT_TIMEOUT, int(SILENCE_SECONDS * 1000)),
+            (zmq.HEARTBEAT_TIMEOUT, int(silence_seconds * 1000)),
         ):
             self.socket.setsockopt(option, value)
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED
@@ -113,7 +117,7 @@ class ZmqChannel:
     """``Channel`` of an S-worker to the R-worker at ``address`` ("host:port")."""
 
     def __init__(self, address: str, secret: bytes | None) -> None:
-        self._socket = _Socket(zmq.DEALER)
+        self._socket = _Socket(zmq.DEALER, SILENCE_SECONDS)
         self._address = address
         self._connected = False
         if secret is not None:
@@ -167,7 +171,7 @@ class ZmqListener:
 
     def __init__(self, host: str, port: int, secret: bytes | None) -> None:
         """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible."""
-        self.socket = _Socket(zmq.ROUTER)
+        self.socket = _Socket(zmq.ROUTER, PATIENCE_SECONDS)
         self.on_stranger: Callable[[PeerChannel], None] = lambda peer: None
         self._authenticator: Any = None
         self._logged = False
