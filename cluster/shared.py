@@ -47,7 +47,8 @@ class SharedPath:
         rings = [Ring(head[start : start + Ring.NUM_BYTES]) for start in (0, HEAD_BYTES // 2)]
         self._outbox, self._inbox = rings if is_s_worker else reversed(rings)
         beats = head[-8:].view(np.uint64)
-        self._pulse, self._heart = (Pulse(beats), None) if is_s_worker else (None, Heart(beats))
+        self._pulse = Pulse(beats) if is_s_worker else None
+        self._heart = None if is_s_worker else Heart(beats)
         self._memory = np.zeros(0, np.uint8)
         self._slots: PayloadSlots | None = None
 

@@ -2,7 +2,8 @@
 
 from fastdecode.scheduler.limits import Limits
 from fastdecode.scheduler.policy import POLICIES, Policy
-from fastdecode.scheduler.scheduler import Scheduler, SchedulerStatistics
+from fastdecode.scheduler.scheduler import Scheduler
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.statistics import SchedulerStatistics
 
 __all__ = ["POLICIES", "Limits", "Policy", "Scheduler", "SchedulerStatistics", "Sequence"]
