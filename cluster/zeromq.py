@@ -35,6 +35,10 @@ MAX_QUEUED = 256
 DEPARTURE_SECONDS = 2.0
 """How long after any connection's end the listener asks whether it was the served one's."""
 
+S_WORKER, R_WORKER = "s-worker", "r-worker"
+"""The two sides of every connection, each with a key of its own."""
+
+_OTHER_ROLE = {S_WORKER: R_WORKER, R_WORKER: S_WORKER}
 _ZAP_DOMAIN = "fastdecode"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -114,15 +118,16 @@ class _Socket:
 
 
 class ZmqChannel:
-    """``Channel`` of an S-worker to the R-worker at ``address`` ("host:port")."""
+    """``Channel`` of an S-worker to the R-worker at ``address`` ("host:port"), or the other way round."""
 
-    def __init__(self, address: str, secret: bytes | None) -> None:
+    def __init__(self, address: str, secret: bytes | None, role: str = S_WORKER) -> None:
+        """``role``: this side's."""
         self._socket = _Socket(zmq.DEALER, SILENCE_SECONDS)
         self._address = address
         self._connected = False
         if secret is not None:
-            _use_curve(self._socket.socket, secret, "s-worker")
-            self._socket.socket.curve_serverkey = _keys(secret, "r-worker")[0]
+            _use_curve(self._socket.socket, secret, role)
+            self._socket.socket.curve_serverkey = _keys(secret, _OTHER_ROLE[role])[0]
         self.read_into, self.close = self._socket.read_into, self._socket.close
         try:
             self._socket.socket.connect(f"tcp://{address}")
@@ -164,13 +169,17 @@ class ZmqChannel:
 
 
 class ZmqListener:
-    """Where an R-worker waits for S-workers, of which it serves one at a time.
+    """Where an R-worker waits for S-workers, of which it serves one at a time; or an S-worker for those who would join.
 
     ``on_stranger`` is called with whoever else speaks while one is served, and with the header of what it said.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes | None) -> None:
-        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible."""
+    def __init__(self, host: str, port: int, secret: bytes | None, role: str = R_WORKER) -> None:
+        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible.
+
+        ``role``: this side's; only the other one is let in.
+        """
+        self.is_guarded = secret is not None
         self.socket = _Socket(zmq.ROUTER, PATIENCE_SECONDS)
         self.on_stranger: Callable[[PeerChannel], None] = lambda peer: None
         self._authenticator: Any = None
@@ -178,7 +187,7 @@ class ZmqListener:
         self.socket.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             if secret is not None:
-                self._authenticate(secret)
+                self._authenticate(secret, role)
             self.socket.socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
             self.close()
@@ -210,14 +219,14 @@ class ZmqListener:
             self._authenticator = None
         self.socket.close()
 
-    def _authenticate(self, secret: bytes) -> None:
-        """Serve only who holds the S-worker's key; who does not know this R-worker's cannot even ask."""
-        _use_curve(self.socket.socket, secret, "r-worker")
+    def _authenticate(self, secret: bytes, role: str) -> None:
+        """Serve only who holds the other role's key; who does not know this one's cannot even ask."""
+        _use_curve(self.socket.socket, secret, role)
         self.socket.socket.curve_server = True
         self.socket.socket.zap_domain = _ZAP_DOMAIN.encode()
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self.socket.context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneClient(_keys(secret, "s-worker")[0]))
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneClient(_keys(secret, _OTHER_ROLE[role])[0]))
 
 
 class PeerChannel:
