@@ -58,7 +58,7 @@ def test_a_header_is_read_as_it_was_written() -> None:
         (header()[:-1], "header has 55 bytes, not 56"),
         (b"", "header has 0 bytes"),
         (header(magic=b"HTTP"), "not FastDecode's"),
-        (header(version=2), "version 2; this side speaks 1"),
+        (header(version=VERSION + 1), f"version {VERSION + 1}; this side speaks {VERSION}"),
         (header(kind=0), "unknown kind 0"),
         (header(kind=999), "unknown kind 999"),
         (header(v=FRAME_LIMIT + 1), "announces 268,435,457 bytes"),
