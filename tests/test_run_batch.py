@@ -104,7 +104,7 @@ def test_requests_that_cannot_run_are_answered_with_the_reason(
     assert good["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
     assert found["ids"]["body"]["choices"][0]["finish_reason"] == "length"
     for name, message in {
-        "long": "prompt has 1000 tokens, and max_model_len is 256",
+        "long": "prompt has 1001 tokens, and max_model_len is 256",
         "chat": "the model's tokenizer has no chat template",
         "unknown": "best_of is not understood; known are frequency_penalty",
         "wrong": "temperature",
