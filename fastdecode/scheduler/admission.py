@@ -74,11 +74,15 @@ class Admission:
         sequence = self._queue.head()
         if sequence is None or not self._is_open or not self._has_seats(sequence):
             return None
-        if self._policy.stabilizes_load and not self.load_control.affords(self._prompt(sequence)):
+        alone = self._prompt(sequence)
+        if self._policy.stabilizes_load and not self.load_control.affords(alone):
             return None
         hits = self._residents.prefix_cache.hits(sequence)
+        able = self._able(sequence, alone)
         for worker in self._workers(hits):
             hit = hits.get(worker)
+            if hit is None and not able[worker]:
+                continue
             prompt = self._prompt(sequence, worker, hit)
             if self._has_room(sequence, worker, hit) and rows_for(prompt.num_left) and self._may_start(prompt):
                 self._queue.pop()
@@ -103,6 +107,19 @@ class Admission:
             for sequence in self._residents.prompts.values():
                 self._forecast.add(self._prompt_of(sequence, sequence.worker, not sequence.uses_scratch))
         return self._forecast
+
+    def _able(self, sequence: Sequence, prompt: Prompt) -> np.ndarray:
+        """R-workers that have room and load to spare for ``sequence`` and all of its ``prompt``: bool [num_workers].
+
+        What the loop over R-workers asks of one, of hundreds at once.
+        """
+        ledger = self._ledger
+        spare = 0 if self._policy.reserves_longest else self._residents.counts()
+        able = self._blocks(sequence) + spare <= np.add(ledger.free, ledger.cached)
+        able &= self._most_blocks(sequence) <= np.array(ledger.num_blocks)
+        if self._policy.stabilizes_load:
+            able &= self.load_control.fits_where(prompt, self.forecast)
+        return able
 
     def _may_start(self, prompt: Prompt) -> bool:
         if not self._policy.stabilizes_load:

@@ -8,7 +8,11 @@ from operator import itemgetter
 import numpy as np
 
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.step import CHUNK, MiniBatch
+from fastdecode.step import CHUNK, MiniBatch, joined
+
+
+GONE = -1
+"""In place of the id of a sequence that was removed."""
 
 
 class DecodeTable:
@@ -26,7 +30,7 @@ class DecodeTable:
             "num_blocks": np.zeros(0, np.int64),
             "outputs": np.zeros(0, object),
         }
-        self._here = np.zeros(0, bool)
+        self._ids = np.zeros(0, np.int64)
         self._added: list[Sequence] = []
 
     @property
@@ -58,24 +62,26 @@ class DecodeTable:
         if sequence in self._added:
             self._added.remove(sequence)
             return
-        (row,) = np.flatnonzero((self.chunks["sequence_id"] == sequence.sequence_id) & self._here)
-        self._here[row] = False
+        (row,) = np.flatnonzero(self._ids == sequence.sequence_id)
+        self._ids[row] = GONE
         sequence.num_cached = int(self.chunks["context_len"][row])
         sequence.num_blocks = int(self.num_blocks[row])
 
     def refresh(self) -> None:
         """Drop the rows of those removed, append those added, and restore the order."""
-        if self._added or not self._here.all():
-            columns, here = self._rows_of(self._added), np.flatnonzero(self._here)
+        here = np.flatnonzero(self._ids != GONE)
+        if self._added or len(here) < len(self._ids):
+            added = self._rows_of(self._added)
             for name, column in self._columns.items():
-                self._columns[name] = np.concatenate([column.take(here), columns[name]])
+                join = joined if name == "chunks" else np.concatenate
+                self._columns[name] = join([column.take(here), added[name]])
             self._added.clear()
         key = (self.chunks["worker"] << 40) - self.chunks["context_len"]
         if (key[1:] < key[:-1]).any():
             order = np.argsort(key, kind="stable")  # nearly sorted: linear
             for name, column in self._columns.items():
                 self._columns[name] = column.take(order)
-        self._here = np.ones(len(self.chunks), bool)
+        self._ids = self.chunks["sequence_id"].copy()
 
     def advance(self, rows: np.ndarray) -> None:
         """The next tokens of ``rows`` are cached, and each has one output token more."""

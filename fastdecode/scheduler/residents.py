@@ -64,6 +64,10 @@ class Residents:
         """Sequences of one R-worker, siblings to come not counted."""
         return self._num_on[worker]
 
+    def counts(self) -> np.ndarray:
+        """The same for every R-worker: int64 [num_workers]."""
+        return np.array(self._num_on)
+
     def on(self, worker: int) -> list[Sequence]:
         """The sequences of one R-worker, oldest first."""
         here = [s for group in (self.prompts, self.decoding) for s in group.values() if s.worker == worker]
