@@ -78,10 +78,10 @@ class Admission:
         if self._policy.stabilizes_load and not self.load_control.affords(alone):
             return None
         hits = self._residents.prefix_cache.hits(sequence)
-        able = self._able(sequence, alone)
+        able: np.ndarray | None = None
         for worker in self._workers(hits):
             hit = hits.get(worker)
-            if hit is None and not able[worker]:
+            if able is not None and hit is None and not able[worker]:
                 continue
             prompt = self._prompt(sequence, worker, hit)
             if self._has_room(sequence, worker, hit) and rows_for(prompt.num_left) and self._may_start(prompt):
@@ -89,6 +89,7 @@ class Admission:
                 self._residents.start(sequence, worker, hit, self._blocks(sequence))
                 self._kv_loads[worker] += sequence.num_prefill
                 return sequence
+            able = self._able(sequence, alone) if able is None else able
         return None
 
     def forecast(self) -> LoadForecast:
@@ -111,11 +112,11 @@ class Admission:
     def _able(self, sequence: Sequence, prompt: Prompt) -> np.ndarray:
         """R-workers that have room and load to spare for ``sequence`` and all of its ``prompt``: bool [num_workers].
 
-        What the loop over R-workers asks of one, of hundreds at once.
+        What the loop over R-workers asks of one, of hundreds at once, when the best of them cannot.
         """
         ledger = self._ledger
         spare = 0 if self._policy.reserves_longest else self._residents.counts()
-        able = self._blocks(sequence) + spare <= np.add(ledger.free, ledger.cached)
+        able = self._blocks(sequence) + spare <= ledger.available_each()
         able &= self._most_blocks(sequence) <= np.array(ledger.num_blocks)
         if self._policy.stabilizes_load:
             able &= self.load_control.fits_where(prompt, self.forecast)
@@ -132,7 +133,7 @@ class Admission:
         return True
 
     def _workers(self, hits: dict[int, tuple[int, Chain]]) -> list[int]:
-        available = [self._ledger.available(worker) for worker in range(len(self._ledger.num_blocks))]
+        available = self._ledger.available_each()
         depths = {worker: hit[0] for worker, hit in hits.items()}
         return workers_by_preference(self._kv_loads, self._limits.bandwidths, available, depths)
 
