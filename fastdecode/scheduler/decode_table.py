@@ -10,7 +10,6 @@ import numpy as np
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.step import CHUNK, MiniBatch, joined
 
-
 GONE = -1
 """In place of the id of a sequence that was removed."""
 
