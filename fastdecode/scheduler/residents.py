@@ -19,13 +19,13 @@ class Residents:
     ``table`` has their progress.
     """
 
-    def __init__(self, ledger: BlockLedger, prefix_cache: PrefixCache, scratch_tokens: int) -> None:
+    def __init__(self, ledger: BlockLedger, prefix_cache: PrefixCache, scratch_tokens: int, max_num_seqs: int) -> None:
         self.ledger = ledger
         self.prefix_cache = prefix_cache
         self.scratch_free = scratch_tokens
         self.prompts: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
-        self.table = DecodeTable()
+        self.table = DecodeTable(max_num_seqs)
         self._unborn = 0
         self._num_on = [0] * len(ledger.num_blocks)
         self._controls: list[list[Control]] = [[] for _ in ledger.num_blocks]

@@ -32,6 +32,19 @@ class Sequence:
     shared: list[Block] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     chain_id: int | None = None
+    _last_token: memoryview | None = None
+
+    def append(self, token_id: int) -> None:
+        """One more output token."""
+        self.output_token_ids.append(token_id)
+        if self._last_token is not None:
+            self._last_token[0] = token_id
+
+    def keep_last_token(self, place: memoryview | None) -> None:
+        """From here on the last output token is also written to ``place``, int64 [1]."""
+        self._last_token = place
+        if place is not None and self.output_token_ids:
+            place[0] = self.output_token_ids[-1]
 
     @property
     def num_tokens(self) -> int:

@@ -154,7 +154,7 @@ def test_outputs_that_are_only_counted_are_scheduled_as_lists_of_tokens_are(poli
         listed.append((step.num_tokens, tuple(step.kv_loads), step.is_decode))
         scheduler.commit(step)
         for sequence in (sequences[i] for mini_batch in step.mini_batches for i in mini_batch.sampled_ids):
-            sequence.output_token_ids.append(0)
+            sequence.append(0)
             if len(sequence.output_token_ids) == sequence.max_tokens:
                 scheduler.finish(sequence, "length")
     assert [(step.num_tokens, step.kv_loads, step.is_decode) for step in counted] == listed
