@@ -58,7 +58,7 @@ class DecodeTable:
     def add(self, sequence: Sequence) -> None:
         """``sequence`` decodes from the next refresh on."""
         slot = self._slots[sequence.sequence_id] = self._free_slots.pop()
-        sequence.keep_last_token(memoryview(self._last_tokens)[slot : slot + 1])
+        sequence.keep_last_token(self._last_tokens[slot : slot + 1])
         self._added.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
