@@ -307,7 +307,7 @@ class Run:
             grown = [parent, *parent.siblings]
             self.scheduler.fork_siblings(parent)
             for member in grown:
-                member.output_token_ids.append(OUTPUT_TOKEN)
+                member.append(OUTPUT_TOKEN)
                 number, index = divmod(member.sequence_id, 100)
                 if len(member.output_token_ids) == self.jobs[number].lengths[index]:
                     cut = len(member.output_token_ids) == member.max_tokens

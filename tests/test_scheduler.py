@@ -149,7 +149,7 @@ def test_how_each_policy_mixes_prompts_and_decodes(policy: str) -> None:
         plans.append(sorted(chunks_of(step)))
         scheduler.commit(step)
         for sequence_id in (i for part in step.mini_batches for i in part.sampled_ids):
-            waiting[sequence_id].output_token_ids.append(9)
+            waiting[sequence_id].append(9)
     assert plans == SCHEDULES[policy]
 
 
@@ -168,7 +168,7 @@ def test_a_large_request_at_the_head_is_not_overtaken() -> None:
     step = scheduler.schedule()
     scheduler.commit(step)
     assert chunks_of(step) == [(0, 0, 8)]
-    running.output_token_ids.append(9)
+    running.append(9)
     scheduler.finish(running)
     step = scheduler.schedule()
     assert chunks_of(step) == [(1, 0, 38)]

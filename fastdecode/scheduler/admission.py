@@ -95,17 +95,22 @@ class Admission:
         sequence = self._queue.head()
         if sequence is None or not self._is_open or not self._has_seats(sequence):
             return None
-        if self._policy.stabilizes_load and not self.load_control.affords(self._prompt(sequence)):
+        alone = self._prompt(sequence)
+        if self._policy.stabilizes_load and not self.load_control.affords(alone):
             return None
         hits = self._residents.prefix_cache.hits(sequence)
+        able: np.ndarray | None = None
         for worker in self._workers(sequence, hits):
             hit = hits.get(worker)
+            if able is not None and hit is None and not able[worker]:
+                continue
             prompt = self._prompt(sequence, worker, hit)
             if self._has_room(sequence, worker, hit) and rows_for(prompt.num_left) and self._may_start(prompt):
                 self._queue.pop()
                 self._residents.start(sequence, worker, hit, self.blocks_for(sequence))
                 self._kv_loads[worker] += sequence.num_prefill
                 return sequence
+            able = self._able(sequence, alone) if able is None else able
         return None
 
     def forecast(self) -> LoadForecast:
@@ -125,6 +130,19 @@ class Admission:
                 self._forecast.add(self._prompt_of(sequence, sequence.worker, not sequence.uses_scratch))
         return self._forecast
 
+    def _able(self, sequence: Sequence, prompt: Prompt) -> np.ndarray:
+        """R-workers that have room and load to spare for ``sequence`` and all of its ``prompt``: bool [num_workers].
+
+        What the loop over R-workers asks of one, of hundreds at once, when the best of them cannot.
+        """
+        ledger = self._ledger
+        spare = 0 if self._policy.reserves_longest else self._residents.counts()
+        able = self.blocks_for(sequence) + spare <= ledger.available_each()
+        able &= self._most_blocks(sequence) <= np.array(ledger.num_blocks)
+        if self._policy.stabilizes_load:
+            able &= self.load_control.fits_where(prompt, self.forecast)
+        return able
+
     def _may_start(self, prompt: Prompt) -> bool:
         if not self._policy.stabilizes_load:
             return True
@@ -137,7 +155,7 @@ class Admission:
 
     def _workers(self, sequence: Sequence, hits: dict[int, tuple[int, Chain]]) -> list[int]:
         """Where ``sequence`` may start, best first; on R-workers that drain only if it could never run elsewhere."""
-        available = [self._ledger.available(worker) for worker in range(self._ledger.num_workers)]
+        available = self._ledger.available_each()
         depths = {worker: hit[0] for worker, hit in hits.items()}
         workers = workers_by_preference(self._kv_loads, self._fleet.bandwidths, available, depths)
         if self._fleet.draining and self.fits_elsewhere(sequence):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(eq=False, slots=True)
 class Block:
@@ -50,6 +52,10 @@ class BlockLedger:
     def available(self, worker: int) -> int:
         """Blocks that are free or would be, were the prefix cache emptied."""
         return self.free[worker] + self.cached[worker]
+
+    def available_each(self) -> np.ndarray:
+        """The same for every R-worker: int64 [num_workers]."""
+        return np.add(self.free, self.cached)
 
     def take(self, worker: int, count: int) -> None:
         """Free blocks become somebody's own."""

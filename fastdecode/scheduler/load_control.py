@@ -108,6 +108,12 @@ class LoadControl:
             return True
         return forecast().peak_with(prompt) <= self.limits[prompt.worker]
 
+    def fits_where(self, prompt: Prompt, forecast: Callable[[], LoadForecast]) -> np.ndarray:
+        """The same for every R-worker, were ``prompt`` there: bool [num_workers]."""
+        if self.limit is None or (not self._crowded and not self.is_strict):
+            return np.ones(len(self._shares), bool)
+        return forecast().peaks_with(prompt) <= self.limits
+
     def started(self, prompt: Prompt) -> None:
         """``prompt`` starts in this step."""
         if self._crowded:

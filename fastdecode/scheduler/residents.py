@@ -19,13 +19,13 @@ class Residents:
     ``table`` has their progress.
     """
 
-    def __init__(self, ledger: BlockLedger, prefix_cache: PrefixCache, scratch_tokens: int) -> None:
+    def __init__(self, ledger: BlockLedger, prefix_cache: PrefixCache, scratch_tokens: int, max_num_seqs: int) -> None:
         self.ledger = ledger
         self.prefix_cache = prefix_cache
         self.scratch_free = scratch_tokens
         self.prompts: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
-        self.table = DecodeTable()
+        self.table = DecodeTable(max_num_seqs)
         self._unborn = 0
         self._num_on = [0] * len(ledger.num_blocks)
         self._controls: list[list[Control]] = [[] for _ in ledger.num_blocks]
@@ -63,6 +63,10 @@ class Residents:
     def num_on(self, worker: int) -> int:
         """Sequences of one R-worker, siblings to come not counted."""
         return self._num_on[worker]
+
+    def counts(self) -> np.ndarray:
+        """The same for every R-worker: int64 [num_workers]."""
+        return np.array(self._num_on)
 
     def on(self, worker: int) -> list[Sequence]:
         """The sequences of one R-worker, oldest first."""

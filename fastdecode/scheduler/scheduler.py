@@ -39,7 +39,7 @@ class Scheduler:
         self.limits = limits
         self.ledger = BlockLedger(limits.num_blocks, limits.block_size)
         self.prefix_cache = PrefixCache(self.ledger, limits.prefix_caching and not policy.reserves_longest)
-        self.residents = Residents(self.ledger, self.prefix_cache, limits.scratch_tokens)
+        self.residents = Residents(self.ledger, self.prefix_cache, limits.scratch_tokens, limits.max_num_seqs)
         self.queue = WaitingQueue(self.prefix_cache)
         self.fleet = Fleet(limits.bandwidths)
         self.admission = Admission(policy, limits, self.residents, self.queue, self.fleet)
