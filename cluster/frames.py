@@ -28,6 +28,9 @@ FRAME_LIMIT = 1 << 28
 
 MAX_PARTS = 3
 
+MOST_SKIPPED = 1 << 16
+"""Numbers that a frame may be ahead of the one before it; one from farther off would make all that follow late."""
+
 
 class Kind(IntEnum):
     """What a frame is, with its parts; S: sent by the S-worker, R: by the R-worker."""
@@ -51,6 +54,10 @@ class Kind(IntEnum):
     DATA = 17  # either: the next bytes of a sequence
     REFUSED = 18  # R: reason (JSON)
     BYE = 19  # S: the session is over
+    CHALLENGE = 32  # S, before HELLO: its nonce (see proof.py)
+    CHALLENGED = 33  # R: its nonce and its proof
+    PROOF = 34  # S: its proof
+    PROVEN = 35  # R: HELLO may come
 
 
 _KINDS = frozenset(Kind)
@@ -118,6 +125,10 @@ class Conversation:
         if frame.sequence < self._least_received:
             raise FrameError(
                 f"a {frame.kind.name} frame that came before: number {frame.sequence}, not {self._least_received}"
+            )
+        if frame.sequence - self._least_received > MOST_SKIPPED:
+            raise FrameError(
+                f"a {frame.kind.name} frame from far ahead: number {frame.sequence}, not {self._least_received}"
             )
         self._least_received = frame.sequence + 1
         return frame

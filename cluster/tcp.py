@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from fastdecode.cluster.frames import Conversation
-from fastdecode.cluster.keys import read_secret
+from fastdecode.cluster.keys import Security, read_security
 from fastdecode.cluster.path import FramePath
 from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.proof import prove
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.zeromq import ZmqChannel
 
@@ -16,13 +17,23 @@ from fastdecode.cluster.zeromq import ZmqChannel
 class TcpBackend(PoolBackend):
     """``AttentionBackend`` over R-workers that listen at ``addresses`` ("host:port").
 
-    ``key_file``: the secret both sides hold, else connections are neither authenticated nor encrypted.
+    ``key_file``: the secret both sides hold, else connections are neither authenticated nor encrypted. ``security``:
+    "encrypt" (None, too) or "authenticate", after which the data is clear.
     """
 
-    def __init__(self, addresses: Sequence[str], block_size: int, key_file: str | None = None) -> None:
-        secret = read_secret(key_file) if key_file else None
-        super().__init__([RemoteWorker(each, partial(_connect, each, secret), block_size) for each in addresses])
+    def __init__(
+        self, addresses: Sequence[str], block_size: int, key_file: str | None = None, security: str | None = None
+    ) -> None:
+        both = read_security(key_file, security)
+        super().__init__([RemoteWorker(each, partial(_connect, each, both), block_size) for each in addresses])
 
 
-def _connect(address: str, secret: bytes | None) -> FramePath:
-    return FramePath(Conversation(ZmqChannel(address, secret)))
+def _connect(address: str, security: Security) -> FramePath:
+    channel = ZmqChannel(address, security.curve_secret)
+    try:
+        if security.proof_key is not None:
+            prove(channel, security.proof_key, address)
+    except BaseException:
+        channel.close()
+        raise
+    return FramePath(Conversation(channel))

@@ -13,7 +13,7 @@ def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
     if spec.kind == "tcp":
         from fastdecode.cluster.tcp import TcpBackend
 
-        return TcpBackend(spec.addresses, config.block_size, config.key_file)
+        return TcpBackend(spec.addresses, config.block_size, config.key_file, config.security)
 
     if spec.kind == "mpi":
         from fastdecode.cluster.mpi_backend import MpiBackend

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastdecode.addresses import RWorkerSpec, check_key, parse_r_workers, split_address
+from fastdecode.addresses import RWorkerSpec, check_key, check_security, parse_r_workers, split_address
 from fastdecode.errors import ConfigError
 from fastdecode.machine import total_memory_bytes, usable_cores
 
@@ -61,6 +61,7 @@ class EngineConfig:
     s_cores: str | None = None
     r_cores: str | None = None
     key_file: str | None = None
+    security: str | None = None
     seed: int = 0
     trace: str | None = None
 
@@ -114,6 +115,7 @@ class EngineConfig:
                     f"{name}: R-workers that this process does not start have their own; "
                     f"give it to `fastdecode r-worker`"
                 )
+        check_security(self.security, self.key_file)
         if spec.kind != "tcp" and self.key_file:
             raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {self.r_workers}")
 

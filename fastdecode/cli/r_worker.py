@@ -6,8 +6,8 @@ import argparse
 import signal
 from typing import Any
 
-from fastdecode.addresses import check_key, split_address
-from fastdecode.cli.flags import add_common_flags, say_mended
+from fastdecode.addresses import check_key, check_security, describe_security, split_address
+from fastdecode.cli.flags import add_common_flags, add_security_flag, say_mended
 from fastdecode.config import MAX_THREADS, parse_bytes, parse_cores
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
@@ -29,6 +29,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
     )
+    add_security_flag(parser)
     parser.add_argument("--join", metavar="HOST:PORT", help="(not in this version)")
     parser.add_argument("--transport", default="tcp", choices=["tcp", "mpi"], help="mpi: a rank of an mpirun job (tcp)")
     for name in ("--control-fd", "--memory-fd", "--parent"):  # of --r-workers spawn:N, which starts this
@@ -51,9 +52,10 @@ def run(args: argparse.Namespace) -> int:
         return _serve_job(cores, threads, kv_cache_bytes)
     host, port = _address(args.listen)
     check_key("listen", [host], args.key_file)
+    check_security(args.security, args.key_file)
     signal.signal(signal.SIGTERM, _end)
     try:
-        _listen(host, port, args.key_file, cores, threads, kv_cache_bytes)
+        _listen(args, host, port, cores, threads, kv_cache_bytes)
     except SystemExit:
         print("fastdecode r-worker: ended", flush=True)
     return 0
@@ -98,20 +100,25 @@ def _serve_job(cores: list[int] | None, threads: int | None, kv_cache_bytes: int
 
 
 def _listen(
-    host: str, port: int, key_file: str | None, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None
+    args: argparse.Namespace,
+    host: str,
+    port: int,
+    cores: list[int] | None,
+    threads: int | None,
+    kv_cache_bytes: int | None,
 ) -> None:
     from fastdecode.cluster.host import take_host
-    from fastdecode.cluster.keys import read_secret
+    from fastdecode.cluster.keys import read_security
     from fastdecode.cluster.serve import Server
     from fastdecode.cluster.zeromq import ZmqListener
 
-    secret = read_secret(key_file) if key_file else None
-    listener = ZmqListener(host, port, secret)
+    security = read_security(args.key_file, args.security)
+    listener = ZmqListener(host, port, security.curve_secret)
     try:
         machine = take_host(cores, threads, kv_cache_bytes)
-        guard = "CURVE, authenticated and encrypted" if secret else "loopback, not encrypted"
+        guard = describe_security(args.security, args.key_file)
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)
-        Server(listener, machine).run()
+        Server(listener, machine, security.proof_key).run()
     finally:
         listener.close()
 
