@@ -148,7 +148,9 @@ def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: in
 
 def encode_refusal(error: str, message: str) -> bytes:
     """``error``: "capacity" (too little memory), "busy" (serving another), "key", "frame" or "refused"."""
-    shown = "".join(each if each.isprintable() else "?" for each in message[:MAX_TEXT])
+    shown = message[:MAX_TEXT]
+    if not shown.isprintable():
+        shown = "".join(each if each.isprintable() else "?" for each in shown)
     return _canonical({"error": error, "message": shown})
 
 
