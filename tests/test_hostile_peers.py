@@ -33,9 +33,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokeniz
 class Stranger:
     """Another connection, with the R-worker's key or without."""
 
-    def __init__(self, address: str, key: Path | None) -> None:
+    def __init__(self, address: str, key: Path | None, **options: int) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
+        for name, value in options.items():
+            setattr(self.socket, name, value)
         if key:
             encode = zmq.utils.z85.encode
             private, theirs = (encode(derive_key(read_secret(str(key)), role)) for role in ("s-worker", "r-worker"))
@@ -143,11 +145,10 @@ def test_who_does_not_read_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("fastdecode.cluster.remote.process_name", lambda: "x" * 4000)
     with r_workers.listening() as (_, address):
         served = test_security.opened(address, None)
-        stranger = Stranger(address, None)
-        stranger.socket.rcvhwm, stranger.socket.rcvbuf = 1, 4096
-        stranger.socket.connect(f"tcp://{address}")
+        stranger = Stranger(address, None, rcvhwm=1, rcvbuf=4096)
         for _ in range(6000):
             stranger.socket.send_multipart(frame(Kind.HELLO, HELLO))
+        time.sleep(1)  # until its answers no longer fit
         start = time.monotonic()
         assert works(served)
         assert time.monotonic() - start < 10
