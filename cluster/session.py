@@ -37,7 +37,7 @@ TICK_SECONDS = 0.2
 CHUNK_BYTES = 1 << 22
 """Bytes of a sequence in one DATA frame."""
 
-PAYLOAD_LIMIT = 4 * FRAME_LIMIT
+PAYLOAD_LIMIT = 8 * FRAME_LIMIT
 """Most bytes of q, k, v and o of all mini-batches of a step, one layer of each."""
 
 IMPORT = struct.Struct("<qqq")
