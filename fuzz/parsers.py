@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import struct
@@ -161,7 +162,7 @@ def _value(provider: Any) -> Any:
     choice = provider.ConsumeIntInRange(0, 3)
     if choice == 0:
         return provider.ConsumeIntInRange(-2, 600)
-    return provider.ConsumeUnicode(8) if choice == 1 else provider.PickValueInList(ODD)
+    return provider.ConsumeUnicode(8) if choice == 1 else copy.deepcopy(provider.PickValueInList(ODD))
 
 
 def _sign(value: Any) -> None:
