@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -54,10 +54,11 @@ class Kind(IntEnum):
     DATA = 17  # either: the next bytes of a sequence
     REFUSED = 18  # R: reason (JSON)
     BYE = 19  # S: the session is over
-    CHALLENGE = 32  # S, before HELLO: its nonce (see proof.py)
-    CHALLENGED = 33  # R: its nonce and its proof
-    PROOF = 34  # S: its proof
-    PROVEN = 35  # R: HELLO may come
+    JOIN = 20  # R, outside a session: where it listens (JSON)
+    CHALLENGE = 21  # S, before HELLO: its nonce (see proof.py)
+    CHALLENGED = 22  # R: its nonce and its proof
+    PROOF = 23  # S: its proof
+    PROVEN = 24  # R: HELLO may come
 
 
 _KINDS = frozenset(Kind)

@@ -7,6 +7,7 @@ from functools import partial
 
 from fastdecode.cluster.frames import Conversation, Kind, decode
 from fastdecode.cluster.host import Host
+from fastdecode.cluster.joining import Joiner
 from fastdecode.cluster.messages import Hello, encode_refusal
 from fastdecode.cluster.path import FramePath
 from fastdecode.cluster.proof import BOTH_SIDES, Gate
@@ -23,26 +24,43 @@ log = logging.getLogger("fastdecode.r_worker")
 class Server:
     """Serves whoever asks first, frees everything when it goes, and serves the next.
 
-    ``proof_key``: what an S-worker must prove to hold before; None where the connection says so, or nothing does.
+    ``joiner``: asks for somebody to serve. ``proof_key``: what an S-worker must prove to hold before; None where the
+    connection says so, or nothing does.
     """
 
-    def __init__(self, listener: ZmqListener, host: Host, proof_key: bytes | None = None) -> None:
-        self._listener, self._host = listener, host
+    def __init__(
+        self, listener: ZmqListener, host: Host, joiner: Joiner | None = None, proof_key: bytes | None = None
+    ) -> None:
+        self._listener, self._host, self._joiner = listener, host, joiner
         self._gate = None if proof_key is None else Gate(proof_key)
+        self._session: Session | None = None
+        self._is_leaving = False
         self._serving = ""
         self._logged: set[bytes] = set()
         listener.on_stranger = self._refuse_stranger
 
     def run(self) -> None:
-        """Does not return."""
-        while True:
+        """Return once this R-worker was asked to leave and nobody needs it any more."""
+        while not self._is_leaving:
+            if self._joiner:
+                self._joiner.ask()
             channel = self._listener.accept(TICK_SECONDS)
             if channel is None:
                 continue
             if self._admits(channel):
-                Session(FramePath(Conversation(channel)), self._host, partial(self._on_open, channel)).run()
+                self._session = Session(FramePath(Conversation(channel)), self._host, partial(self._on_open, channel))
+                self._session.run()
+                self._session = None
                 log.info("free")
             channel.close()
+
+    def leave(self) -> bool:
+        """Have whoever is served move its sequences away, and then end; False where that is not to be waited for:
+        nobody is served, or this was asked before."""
+        if self._session is None or self._is_leaving:
+            return False
+        self._is_leaving = self._session.leaving = True
+        return True
 
     def _admits(self, peer: PeerChannel) -> bool:
         """True when ``peer`` may open a session; reads its message only where it must prove something first."""

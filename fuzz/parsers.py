@@ -14,6 +14,7 @@ import atheris
 import numpy as np
 
 from fastdecode.cluster import frames, messages, proof, stream
+from fastdecode.cluster.frames import Kind
 from fastdecode.cluster.local import RWorkerSize, make_rworker
 from fastdecode.cluster.messages import Hello, Welcome
 from fastdecode.cluster.pool_worker import StepTimes
@@ -63,6 +64,13 @@ def refusal(data: bytes) -> None:
         "".join(found).encode()
 
 
+def join(data: bytes) -> None:
+    """What is read can be said again."""
+    with suppress(FrameError):
+        found = messages.decode_join(_json(data, messages.encode_join("10.0.0.1:5580")))
+        _require(messages.decode_join(messages.encode_join(found)) == found)
+
+
 def plan(data: bytes) -> None:
     """A plan is its bytes, all of them."""
     with suppress(FrameError):
@@ -79,7 +87,7 @@ def gate(data: bytes) -> None:
     """Nobody without the key is admitted, whatever they say, and little is kept of them."""
     door, provider = proof.Gate(KEY), atheris.FuzzedDataProvider(data)
     while provider.remaining_bytes():
-        kind = provider.PickValueInList([32, 32, 34, 34, 1, 19, 77])
+        kind = provider.PickValueInList([*[Kind.CHALLENGE, Kind.PROOF] * 2, Kind.HELLO, Kind.BYE, 77])
         body = provider.ConsumeBytes(provider.PickValueInList([32, 32, 0, 31, 33]))
         length = provider.PickValueInList([len(body), len(body), 32, frames.FRAME_LIMIT, 1 << 63])
         head = frames.HEADER.pack(
@@ -181,6 +189,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "hello": hello,
     "welcome": welcome,
     "refusal": refusal,
+    "join": join,
     "plan": plan,
     "report": report,
     "gate": gate,
@@ -193,6 +202,7 @@ SEEDS: dict[str, list[bytes]] = {
     "hello": [messages.encode_hello(HELLO), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
     "welcome": [messages.encode_welcome(WELCOME), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
     "refusal": [messages.encode_refusal("busy", "it serves another"), b"\x01" + bytes(40)],
+    "join": [messages.encode_join("10.0.0.1:5580"), messages.encode_join("*:1"), b"\x01" + bytes(40)],
     "plan": [messages.encode_plan(PLAN), struct.pack("<QQ", 0, 0)],
     "report": [messages.encode_report(REPORT)],
     "gate": [bytes(200), bytes(range(256))],

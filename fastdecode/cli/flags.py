@@ -77,9 +77,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         from fastdecode.backends import join_job
 
         join_job()
-    if config.r_worker_spec.kind == "tcp":
+    elif config.r_worker_spec.kind == "tcp" or config.pool_listen:
+        where = f"that join at {config.pool_listen}" if config.pool_listen else f"at {config.r_workers}"
         guard = describe_security(config.security, config.key_file)
-        print(f"fastdecode: R-workers at {config.r_workers} ({guard})", file=sys.stderr, flush=True)
+        print(f"fastdecode: R-workers {where} ({guard})", file=sys.stderr, flush=True)
     return config
 
 
@@ -163,6 +164,9 @@ def _add_worker_flags(group: Any) -> None:
         help="inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers; "
         "mpi, the other ranks of this mpirun (inproc)",
     )  # fmt: skip
+    group.add_argument(
+        "--pool-listen", metavar="HOST:PORT", help="where R-workers may join while the job runs (nowhere)"
+    )
     group.add_argument("--key-file", metavar="FILE", help="secret shared with R-workers at host:port, mode 0600")
     add_security_flag(group)
     group.add_argument("--r-threads", type=int, metavar="N", help="per R-worker (its cores)")

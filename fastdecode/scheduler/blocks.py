@@ -28,6 +28,17 @@ class BlockLedger:
         self.free = list(self.num_blocks)
         self.cached = [0] * len(self.num_blocks)
 
+    @property
+    def num_workers(self) -> int:
+        """R-workers that are or were here."""
+        return len(self.num_blocks)
+
+    def join(self, num_blocks: int) -> None:
+        """One more R-worker, with all its blocks free."""
+        self.num_blocks.append(num_blocks)
+        self.free.append(num_blocks)
+        self.cached.append(0)
+
     def lose(self, worker: int) -> None:
         """``worker`` is gone; whoever held its blocks holds them no more."""
         self.num_blocks[worker] = self.free[worker] = self.cached[worker] = 0

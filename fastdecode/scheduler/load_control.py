@@ -58,7 +58,13 @@ class LoadControl:
 
     def balance_at(self, kv_tokens: int) -> None:
         """R time was found to equal S time when each R-worker attends ``kv_tokens`` times its part of the speed."""
-        self.limit = max(kv_tokens * len(self._shares), self._longest)
+        self.limit = max(kv_tokens * int(np.count_nonzero(self._shares)), self._longest)
+
+    def join(self, share: float) -> None:
+        """One more R-worker, ``share`` times as fast as all others together: they keep their limits."""
+        self._shares = np.append(self._shares, share) / (1 + share)
+        if self.limit is not None:
+            self.limit = int(self.limit * (1 + share))
 
     def lose(self, worker: int) -> None:
         """``worker`` is gone: the others keep their limits, and the total falls by its share."""

@@ -126,11 +126,27 @@ class Residents:
         self._take_out(sequence)
         if keep:
             self._controls[sequence.worker] += self.prefix_cache.retain(sequence)
-        self.ledger.give_back(sequence.worker, sequence.num_own_blocks)
-        self.ledger.drop(sequence.worker, sequence.shared)
-        if sequence.num_cached:
-            self._controls[sequence.worker].append((int(Verb.RELEASE), sequence.sequence_id, 0, 0))
+        self._give_up_blocks(sequence)
         _forget_cache(sequence)
+
+    def move(self, sequence: Sequence, target: int, num_blocks: int) -> None:
+        """The cache of ``sequence``, which decodes, is on ``target`` now, in blocks of its own."""
+        self._take_out(sequence)
+        self._give_up_blocks(sequence)
+        num_cached = sequence.num_cached
+        _forget_cache(sequence)
+        sequence.worker, sequence.num_cached, sequence.num_blocks = target, num_cached, num_blocks
+        self.ledger.take(target, sequence.num_blocks)
+        self.decoding[sequence.sequence_id] = sequence
+        self.table.add(sequence)
+        self._num_on[target] += 1
+
+    def join(self, num_blocks: int) -> None:
+        """One more R-worker."""
+        self.ledger.join(num_blocks)
+        self.prefix_cache.join()
+        self._num_on.append(0)
+        self._controls.append([])
 
     def lose(self, worker: int) -> list[Sequence]:
         """``worker`` is gone; returns the sequences that it held, oldest first."""
@@ -143,6 +159,12 @@ class Residents:
         self.ledger.lose(worker)
         self._controls[worker].clear()
         return lost
+
+    def _give_up_blocks(self, sequence: Sequence) -> None:
+        self.ledger.give_back(sequence.worker, sequence.num_own_blocks)
+        self.ledger.drop(sequence.worker, sequence.shared)
+        if sequence.num_cached:
+            self._controls[sequence.worker].append((int(Verb.RELEASE), sequence.sequence_id, 0, 0))
 
     def _take_out(self, sequence: Sequence) -> None:
         """``sequence`` runs no more; what it holds is still to be given up."""
