@@ -272,7 +272,7 @@ def test_a_report_is_read_as_it_was_written() -> None:
         (Kind.PONG, struct.pack("<d", float("nan")), "it sent a PONG frame with nan"),
         (Kind.EXPORTED, struct.pack("<q", -1), "it exports -1 bytes, and its cache holds"),
         (Kind.EXPORTED, struct.pack("<q", 1 << 62), "it exports 4,611,686,018,427,387,904 bytes, and its cache holds"),
-        (Kind.REPORT, bytes(9), "REPORT: 9 bytes, not 16"),
+        (Kind.REPORT, bytes(9), "REPORT: 9 bytes, not 24"),
         (Kind.REFUSED, b"no", "REFUSED: not valid JSON"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fastdecode.cli.main import main
 from fastdecode.cluster import proof
 from fastdecode.cluster.frames import HEADER, Kind
 from fastdecode.cluster.keys import read_security
-from fastdecode.cluster.tcp import TcpBackend
+from fastdecode.cluster.tcp import TcpBackend, make_lobby
 from fastdecode.config import EngineConfig
 from fastdecode.errors import BackendError, ConfigError
 
@@ -65,6 +66,25 @@ def test_it_serves_one_after_another(guarded: tuple[Any, str], key_file: Path) -
         for each in (backend, local):
             each.end_step()
             each.close()
+
+
+def test_one_that_joins_proves_its_key_as_well(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    """And one that would encrypt where the pool does not is not let in."""
+    lobby = make_lobby("127.0.0.1:0", contract.BLOCK_SIZE, str(key_file), "authenticate")
+    backend = TcpBackend([], contract.BLOCK_SIZE)
+    backend.extend_from(lobby)
+    backend.open(contract.LAYOUT)
+    level = ["--key-file", str(key_file), "--security"]
+    with r_workers.joining(lobby.address, *level, "encrypt") as (other, _):
+        with r_workers.joining(lobby.address, *level, "authenticate") as (_, address):
+            deadline, joined = time.monotonic() + PATIENCE_SECONDS, []
+            while not (joined and "asked to join and cannot" in caplog.text) and time.monotonic() < deadline:
+                joined += backend.admit()
+                time.sleep(0.02)
+            assert [info.name for info in joined] == [address] and "do not agree on a key" in caplog.text
+            assert works(backend)
+            backend.close()
+        assert "another --security" in log_of(other)
 
 
 def test_both_sides_say_what_is_in_force(key_file: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
@@ -177,7 +197,7 @@ def test_only_a_fresh_proof_opens_a_session(guarded: tuple[Any, str], key_file: 
         if busy:
             assert works(served)
             served.close()
-            worker_tests.time.sleep(0.5)
+            time.sleep(0.5)
         for peer in peers:
             peer.close()
     assert log_of(process).count("refused: a peer that does not prove") == 1
