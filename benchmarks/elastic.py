@@ -31,12 +31,15 @@ def main() -> None:
     """Print each phase's rate; exits 1 if any token differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=32, help="(32)")
-    parser.add_argument("--prompt-len", type=int, default=2000, help="(2000)")
+    parser.add_argument("--prompt-len", type=int, default=1000, help="(1000)")
     parser.add_argument("--hidden", type=int, default=256, help="(256)")
-    parser.add_argument("--layers", type=int, default=4, help="(4)")
+    parser.add_argument("--heads", type=int, default=32, help="of 64 dims, each with its own keys and values (32)")
+    parser.add_argument("--layers", type=int, default=2, help="(2)")
     parser.add_argument("--steps", type=int, default=40, help="decode steps of each phase (40)")
     args = parser.parse_args()
-    folder = llama_folder(args.hidden, args.layers, group=1, intermediate=args.hidden, initializer_range=0.2)
+    folder = llama_folder(
+        args.hidden, args.layers, group=1, intermediate=args.hidden, initializer_range=0.2, heads=args.heads
+    )
     wanted = Job(folder, args).run(lambda job: None)
     job = Job(folder, args)
     job.run(_join_and_leave)
@@ -61,7 +64,7 @@ class Job:
             r_threads=1,
             s_cores=str(first),
             r_cores=str(last),
-            kv_cache_memory="2GiB",
+            kv_cache_memory="3GiB",
             pool_listen="127.0.0.1:0",
         )
         self.args, self.core = args, first
@@ -108,7 +111,7 @@ class Job:
 def _join_and_leave(job: Job) -> None:
     job.phase("one R-worker")
     pool = job.engine.backend._lobby.address  # type: ignore[attr-defined]
-    command = [*R_WORKER, "--join", pool, "--cores", str(job.core), "--kv-cache-memory", "2GiB"]
+    command = [*R_WORKER, "--join", pool, "--cores", str(job.core), "--kv-cache-memory", "3GiB"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as newcomer:
         job.step_until(lambda: len(job.engine.r_workers) == 2)
         job.phase("moving")

@@ -21,12 +21,14 @@ def llama_folder(
     group: int = 4,
     intermediate: int | None = None,
     initializer_range: float = 0.02,
+    heads: int | None = None,
 ) -> str:
     """A folder with only a config.json: Llama's proportions at ``hidden``, heads of 64, ``group`` per KV head.
 
+    ``heads``: more than fit ``hidden`` make attention dear beside the rest.
     ``initializer_range``: of the random weights; with 0.2 greedy tokens depend on all that came before.
     """
-    heads = hidden // 64
+    heads = heads or hidden // 64
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
