@@ -163,6 +163,8 @@ class RemoteWorker:
         filled = 0
         while filled < data.nbytes:
             frame = self._answer(Kind.DATA)
+            if frame.lengths[0] == 0:
+                raise self._lose("it sent an empty DATA frame")
             with self._losses as path:
                 path.conversation.channel.read_into(data[filled : filled + frame.lengths[0]])
             filled += frame.lengths[0]
