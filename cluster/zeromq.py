@@ -32,6 +32,9 @@ HEARTBEAT_SECONDS = 0.3
 MAX_QUEUED = 256
 """Messages each way that wait for the other side, most of them parts of a few hundred KiB."""
 
+LOOK_SECONDS = 0.02
+"""Between two looks for room in a full queue."""
+
 DEPARTURE_SECONDS = 2.0
 """How long after any connection's end the listener asks whether it was the served one's."""
 
@@ -137,10 +140,16 @@ class ZmqChannel:
 
     def send(self, parts: Sequence[Any]) -> None:
         """See ``Channel.send``."""
-        try:
-            self._socket.send(parts)
-        except zmq.Again:
-            raise ConnectionError("it takes no more messages") from None
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                self._socket.send(parts, zmq.NOBLOCK)
+                return
+            except zmq.Again:  # the queue is full, or there is none since the other side would not have us
+                self._look_at_connection()
+            if time.monotonic() > deadline:
+                raise ConnectionError("it takes no more messages")
+            self._socket.poll(LOOK_SECONDS)
 
     def receive(self, timeout_seconds: float) -> bytes | None:
         """See ``Channel.receive``. An empty message only asks whether anybody listens."""
