@@ -99,6 +99,7 @@ class Worker {
     const MiniBatch& mini_batch_at(std::int64_t index) const;
     void finish(std::int64_t mini_batch);
     bool idle() const;
+    void unwrite(const MiniBatch& mini_batch) const;
     void check_all_done() const;
 
     KVCache cache_;

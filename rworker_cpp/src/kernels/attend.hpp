@@ -8,6 +8,7 @@
 #include "kernels/merge.hpp"
 #include "kernels/products.hpp"
 #include "kernels/scores_int.hpp"
+#include "kernels/transpose.hpp"
 #include "kernels/values_int.hpp"
 
 namespace {
@@ -76,7 +77,8 @@ struct RowBlock {
     const AttendArgs& args;
     const int64_t first_row;
     const int rows;
-    const bool last;  // of the blocks
+    const bool last;          // of the blocks
+    uint8_t* const open_keys;  // those of a last tile that is not full, in lanes
     const int query_stride = round_up16(args.key_dim), padded_dim = round_up16(args.value_dim);
     const int key_lines = (args.key_dim + S::pack - 1) / S::pack;
     float* const queries = args.scratch;
@@ -86,11 +88,12 @@ struct RowBlock {
     int64_t ends[kBlockRows];  // one past the last token a row sees
     int64_t begin = args.end, end = 0;
 
-    RowBlock(const AttendArgs& call, int64_t row, int64_t rows_left)
+    RowBlock(const AttendArgs& call, uint8_t* open_keys_in_lanes, int64_t row, int64_t rows_left)
         : args(call),
           first_row(row),
           rows(int(rows_left < kBlockRows ? rows_left : kBlockRows)),
-          last(rows_left <= kBlockRows) {}
+          last(rows_left <= kBlockRows),
+          open_keys(open_keys_in_lanes) {}
 
     static int value_lines(int tokens) { return (tokens + S::pack - 1) / S::pack; }
     int64_t begin_of(int row) const { return args.window && ends[row] > args.window ? ends[row] - args.window : 0; }
@@ -157,6 +160,7 @@ struct RowBlock {
     void find_tiles(int64_t chunk, Range seen, Tile* tiles) const {
         for (int i = seen.begin / kTileTokens; i * kTileTokens < seen.end; ++i) {
             tiles[i] = tile_of(args.view, chunk / kTileTokens + i);
+            if (chunk + (i + 1) * kTileTokens > args.end) tiles[i].keys = open_keys;
             tiles[i].next_keys = keys_after(chunk / kTileTokens + i, tiles[i].keys);
             const int tokens = seen.end - i * kTileTokens < kTileTokens ? seen.end - i * kTileTokens : kTileTokens;
             tiles[i].values_step = (value_lines(tokens) * padded_dim * S::lane_bytes + key_lines - 1) / key_lines;
@@ -164,10 +168,26 @@ struct RowBlock {
     }
 };
 
+/// The keys of the last tile, which is not full, from rows to lanes: in the scratch, behind what a RowBlock uses.
+template <class L, DType D>
+uint8_t* turn_open_keys(const AttendArgs& args) {
+    using S = Stored<L, D>;
+    using Word = StoredWord<S::lane_bytes>;
+    const uint8_t* const open = tile_of(args.view, args.end / kTileTokens).keys;
+    uint8_t* const tile = reinterpret_cast<uint8_t*>(args.scratch + rworker::open_tile_offset(args.key_dim));
+    int header = 0;
+    if constexpr (is_quantized(D)) header = header_bytes<D>(args.key_dim);
+    __builtin_memcpy(tile, open, size_t(header));
+    rows_to_lanes(reinterpret_cast<const Word*>(open + header), int(args.end % kTileTokens),
+                  (args.key_dim + S::pack - 1) / S::pack, reinterpret_cast<Word*>(tile + header));
+    return tile;
+}
+
 template <class L, DType D>
 void attend(const AttendArgs& args) {
+    uint8_t* const open_keys = args.end % kTileTokens != 0 ? turn_open_keys<L, D>(args) : nullptr;
     const int64_t rows = args.num_tokens * args.group;
-    for (int64_t row = 0; row < rows; row += kBlockRows) RowBlock<L, D>(args, row, rows - row).run();
+    for (int64_t row = 0; row < rows; row += kBlockRows) RowBlock<L, D>(args, open_keys, row, rows - row).run();
 }
 
 }  // namespace
