@@ -18,14 +18,13 @@ using rworker::kBlockRows;
 using rworker::TokenRow;
 
 /// Scores of one row to weights exp(score - max), 0 for what it does not see; returns the factor for its old output.
-/// Only the tiles that `all` rows together touch are worked on: no other weight is used, and zeros add nothing.
+/// Only `worked_on`, whole vectors that all rows together touch, is set: no other weight is used, and zeros add nothing.
 template <class L>
-float soften(float* scores, Range all, Range seen, float soft_cap, float& max, float& sum) {
-    const Range tiles = whole_tiles(all);
+float soften(float* scores, Range worked_on, Range seen, float soft_cap, float& max, float& sum) {
     using vec = typename L::vec;
     const vec begin = L::set1(float(seen.begin)), end = L::set1(float(seen.end)), minus_inf = L::set1(-kInfinity);
     vec top = minus_inf;
-    for (int t = tiles.begin; t < tiles.end; t += L::width) {
+    for (int t = worked_on.begin; t < worked_on.end; t += L::width) {
         vec score = L::load(scores + t);
         if (soft_cap != 0.0f) score = L::mul(L::set1(soft_cap), tanh<L>(L::div(score, L::set1(soft_cap))));
         if (seen.begin > t || seen.end < t + L::width) {
@@ -39,7 +38,7 @@ float soften(float* scores, Range all, Range seen, float soft_cap, float& max, f
     const float base = new_max == -kInfinity ? 0.0f : new_max;  // -inf - -inf would be NaN
     const float keep = exp_nonpositive_one<L>(max - base);
     vec total = L::set1(0.0f);
-    for (int t = tiles.begin; t < tiles.end; t += L::width) {
+    for (int t = worked_on.begin; t < worked_on.end; t += L::width) {
         const vec weight = exp_nonpositive<L>(L::sub(L::load(scores + t), L::set1(base)));
         L::store(scores + t, weight);
         total = L::add(total, weight);
@@ -100,9 +99,9 @@ struct RowBlock {
 
     void prepare() {
         const int64_t row_floats = rworker::partial_floats(args.value_dim);
-        for (int r = 0; r < rows; ++r) {
-            const TokenRow& token = args.tokens[(first_row + r) / args.group];
-            const int64_t head = (first_row + r) % args.group;
+        int64_t index = first_row / args.group, head = first_row % args.group;
+        for (int r = 0; r < rows; ++r, head = head + 1 < args.group ? head + 1 : (++index, 0)) {
+            const TokenRow& token = args.tokens[index];
             const int64_t query = token.payload_row * args.token_stride + head * args.key_dim;
             widen_row<L>(args.dtype, element(args.dtype, args.queries, query), args.key_dim,
                          S::pair_dot ? 1.0f : args.scale, queries + r * query_stride);
@@ -140,6 +139,7 @@ struct RowBlock {
 
     void attend_chunk(int64_t chunk, Range seen) {
         Tile tiles[kChunkTiles];
+        const Range worked_on = is_quantized(D) ? whole_tiles(seen) : round_out(seen, L::width);
         find_tiles(chunk, seen, tiles);
         for_row_groups<L>(rows, [&]<int R>(int r) {
             score_rows<L, D, R>(tiles, seen, r == 0, queries + r * query_stride, query_stride, key_lines,
@@ -148,7 +148,7 @@ struct RowBlock {
         for (int r = 0; r < rows; ++r) {
             if constexpr (S::pair_dot) scale_scores<L>(scores + r * kChunkTokens, args.scale);
             const Partial partial(outputs[r] - 16);
-            keep[r] = soften<L>(scores + r * kChunkTokens, seen, clip(begin_of(r), ends[r], chunk), args.soft_cap,
+            keep[r] = soften<L>(scores + r * kChunkTokens, worked_on, clip(begin_of(r), ends[r], chunk), args.soft_cap,
                                 *partial.max, *partial.sum);
             if constexpr (S::pair_dot) pack_all_pairs<L>(scores + r * kChunkTokens, kChunkTokens);
         }
