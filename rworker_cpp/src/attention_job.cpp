@@ -155,10 +155,11 @@ void AttentionJob::prefetch_append(const Piece& piece) const {
     const std::uint8_t* const block = view.base + span.blocks[position / block_size] * view.block_stride_bytes;
     const std::int64_t token = position % kTileTokens, row_bytes = view.key_tile_bytes / kTileTokens;
     const bool fills = token + 1 == kTileTokens;
-    prefetch_to_write(block + tile * view.key_tile_bytes + (fills ? 0 : token * row_bytes), fills ? view.key_tile_bytes : row_bytes);
-    prefetch_to_write(block + view.values_offset_bytes + tile * view.value_tile_bytes +
-                          token / 2 * (view.value_tile_bytes / 8),
-                      view.value_tile_bytes / 8);
+    prefetch_to_write(block + tile * view.key_tile_bytes + (fills ? 0 : token * row_bytes),
+                      fills ? view.key_tile_bytes : row_bytes);
+    prefetch_to_write(
+        block + view.values_offset_bytes + tile * view.value_tile_bytes + token / 2 * (view.value_tile_bytes / 8),
+        view.value_tile_bytes / 8);
 }
 
 }  // namespace rworker

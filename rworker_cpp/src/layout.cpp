@@ -95,7 +95,8 @@ std::int64_t scale_words(DType dtype, std::int64_t dim) {
 }
 
 void turn_keys_to_rows(DType dtype, std::uint8_t* tile, std::int64_t key_dim) {
-    const std::int64_t pack = pack_of(dtype), lines = (key_dim + pack - 1) / pack, lane_bytes = pack * bits_of(dtype) / 8;
+    const std::int64_t pack = pack_of(dtype), lines = (key_dim + pack - 1) / pack,
+                       lane_bytes = pack * bits_of(dtype) / 8;
     std::uint8_t* const keys = tile + kTileTokens * scale_bytes(dtype, key_dim);
     const std::vector<std::uint8_t> lanes(keys, keys + lines * kTileTokens * lane_bytes);
     for (std::int64_t line = 0; line < lines; ++line)

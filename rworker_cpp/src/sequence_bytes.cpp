@@ -80,11 +80,12 @@ void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens,
     while (std::int64_t(target.blocks.size()) < blocks_for(num_tokens)) target.blocks.push_back(pool_.take());
     target.length = target.pending_length = num_tokens;
     for (const std::int32_t block : target.blocks) clear_block(block);
-    walk_bytes(target, data.data(),
-               [](const TokenCodec& codec, const TokenPlace& place, const std::uint8_t* key, const std::uint8_t* value) {
-                   codec.write_key(place, key);
-                   codec.write_value(place, value);
-               });
+    walk_bytes(
+        target, data.data(),
+        [](const TokenCodec& codec, const TokenPlace& place, const std::uint8_t* key, const std::uint8_t* value) {
+            codec.write_key(place, key);
+            codec.write_value(place, value);
+        });
 }
 
 void KVCache::check_import(std::int64_t sequence_id, std::int64_t num_tokens, std::int64_t num_bytes) const {

@@ -64,7 +64,8 @@ void TokenCodec::write_key(const TokenPlace& place, const std::uint8_t* data) co
 }
 
 void TokenCodec::write_value(const TokenPlace& place, const std::uint8_t* data) const {
-    write_row(dtype_, place.value_tile, place.token, layer_.value_dim, [&](auto d) { return value_at(place, d); }, data);
+    write_row(
+        dtype_, place.value_tile, place.token, layer_.value_dim, [&](auto d) { return value_at(place, d); }, data);
 }
 
 ElementPlace TokenCodec::key_at(const TokenPlace& place, std::int64_t dim) const {

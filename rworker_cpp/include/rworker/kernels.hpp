@@ -23,8 +23,8 @@ constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 s
 
 constexpr int64_t groups_of(int64_t dim) { return (dim + kGroupDims - 1) / kGroupDims; }
 
-/// Keys and values of one sequence in one layer and KV head, through its block table. The keys of the last tile, until it
-/// is full, are rows; see layout.hpp.
+/// Keys and values of one sequence in one layer and KV head, through its block table. The keys of the last tile, until
+/// it is full, are rows; see layout.hpp.
 struct HeadView {
     uint8_t* base;          // block 0 of this layer and head
     const int32_t* blocks;  // block ids of the sequence

@@ -18,7 +18,8 @@ using rworker::kBlockRows;
 using rworker::TokenRow;
 
 /// Scores of one row to weights exp(score - max), 0 for what it does not see; returns the factor for its old output.
-/// Only `worked_on`, whole vectors that all rows together touch, is set: no other weight is used, and zeros add nothing.
+/// Only `worked_on`, whole vectors that all rows together touch, is set: no other weight is used, and zeros add
+/// nothing.
 template <class L>
 float soften(float* scores, Range worked_on, Range seen, float soft_cap, float& max, float& sum) {
     using vec = typename L::vec;
@@ -76,7 +77,7 @@ struct RowBlock {
     const AttendArgs& args;
     const int64_t first_row;
     const int rows;
-    const bool last;          // of the blocks
+    const bool last;           // of the blocks
     uint8_t* const open_keys;  // those of a last tile that is not full, in lanes
     const int query_stride = round_up16(args.key_dim), padded_dim = round_up16(args.value_dim);
     const int key_lines = (args.key_dim + S::pack - 1) / S::pack;
@@ -137,13 +138,20 @@ struct RowBlock {
         return theirs * kTileTokens < args.next->end ? tile_of(args.next->view, theirs).keys : own;
     }
 
+    /// Of keys to ask for. Those of 16 bits come a little faster to one row alone where the hardware follows its four
+    /// streams unaided; wider ones, codes, and several rows want them asked for (docs/performance.md).
+    int64_t next_key_tile_bytes() const {
+        constexpr bool half = D == DType::float16 || D == DType::bfloat16;
+        return half && rows == 1 ? 0 : args.view.key_tile_bytes;
+    }
+
     void attend_chunk(int64_t chunk, Range seen) {
         Tile tiles[kChunkTiles];
         const Range worked_on = is_quantized(D) ? whole_tiles(seen) : round_out(seen, L::width);
         find_tiles(chunk, seen, tiles);
         for_row_groups<L>(rows, [&]<int R>(int r) {
-            score_rows<L, D, R>(tiles, seen, r == 0, queries + r * query_stride, query_stride, key_lines,
-                                scores + r * kChunkTokens);
+            score_rows<L, D, R>(tiles, seen, r == 0 ? args.view.value_tile_bytes : 0, queries + r * query_stride,
+                                query_stride, key_lines, scores + r * kChunkTokens);
         });
         for (int r = 0; r < rows; ++r) {
             if constexpr (S::pair_dot) scale_scores<L>(scores + r * kChunkTokens, args.scale);
@@ -153,7 +161,8 @@ struct RowBlock {
             if constexpr (S::pair_dot) pack_all_pairs<L>(scores + r * kChunkTokens, kChunkTokens);
         }
         for_row_groups<L>(rows, [&]<int R>(int r) {
-            add_value_rows<L, D, R>(tiles, seen, r == 0, scores + r * kChunkTokens, keep + r, outputs + r, padded_dim);
+            add_value_rows<L, D, R>(tiles, seen, r == 0 ? next_key_tile_bytes() : 0, scores + r * kChunkTokens,
+                                    keep + r, outputs + r, padded_dim);
         });
     }
 
@@ -162,6 +171,7 @@ struct RowBlock {
             tiles[i] = tile_of(args.view, chunk / kTileTokens + i);
             if (chunk + (i + 1) * kTileTokens > args.end) tiles[i].keys = open_keys;
             tiles[i].next_keys = keys_after(chunk / kTileTokens + i, tiles[i].keys);
+            if constexpr (is_quantized(D)) continue;
             const int tokens = seen.end - i * kTileTokens < kTileTokens ? seen.end - i * kTileTokens : kTileTokens;
             tiles[i].values_step = (value_lines(tokens) * padded_dim * S::lane_bytes + key_lines - 1) / key_lines;
         }

@@ -82,7 +82,8 @@ template <class L, class S, int Rows, int Vectors, int From, int To, class Addre
     }
 }
 
-/// scores[row][token] of `Rows` queries and `Vectors` vectors of tokens from a tile's first on. Meanwhile the tiles' values are on their way, if `ask`.
+/// scores[row][token] of `Rows` queries and `Vectors` vectors of tokens from a tile's first on. Meanwhile the tiles'
+/// values are on their way, if `ask`.
 /// A function of its own: inlined among its siblings, compilers let sums spill.
 template <class L, DType D, int Rows, int Vectors>
 [[gnu::noinline]] void score_tiles(const Tile* tiles, bool ask, const float* queries, int query_stride, int lines,
@@ -126,9 +127,10 @@ template <class L, DType D, int Rows, int Vectors>
     }
 }
 
-/// Scores of `Rows` queries with the tiles of a chunk that `seen` touches.
+/// Scores of `Rows` queries with the tiles of a chunk that `seen` touches. `ask_bytes` of each one's values, or none,
+/// are asked for; so are, by add_value_rows, those of the next keys.
 template <class L, DType D, int Rows>
-void score_rows(const Tile* tiles, Range seen, bool ask, const float* queries, int query_stride, int lines,
+void score_rows(const Tile* tiles, Range seen, int64_t ask_bytes, const float* queries, int query_stride, int lines,
                 float* scores) {
     constexpr int tile_vectors = kTileTokens / L::width, fit = L::accumulators / (Rows * tile_vectors);
     constexpr int together = fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
@@ -136,13 +138,14 @@ void score_rows(const Tile* tiles, Range seen, bool ask, const float* queries, i
     // The last tile may be seen no further than its first vector.
     const int end = (seen.end + kTileTokens - 1 - L::width) / kTileTokens;
     for (; tile + together <= end; tile += together)
-        score_tiles<L, D, Rows, together * tile_vectors>(tiles + tile, ask, queries, query_stride, lines,
+        score_tiles<L, D, Rows, together * tile_vectors>(tiles + tile, ask_bytes != 0, queries, query_stride, lines,
                                                          scores + tile * kTileTokens);
     for (; tile < end; ++tile)
-        score_tiles<L, D, Rows, tile_vectors>(tiles + tile, ask, queries, query_stride, lines,
+        score_tiles<L, D, Rows, tile_vectors>(tiles + tile, ask_bytes != 0, queries, query_stride, lines,
                                               scores + tile * kTileTokens);
     if (tile * kTileTokens < seen.end)
-        score_tiles<L, D, Rows, 1>(tiles + tile, ask, queries, query_stride, lines, scores + tile * kTileTokens);
+        score_tiles<L, D, Rows, 1>(tiles + tile, ask_bytes != 0, queries, query_stride, lines,
+                                   scores + tile * kTileTokens);
 }
 
 /// outputs[row][lane..] = output * keep + weights x values, over the tokens in `seen` and nothing beyond: what lies
@@ -197,16 +200,16 @@ template <class L, DType D, int Rows, int Vectors>
 }
 
 template <class L, DType D, int Rows>
-void add_value_rows(const Tile* tiles, Range seen, bool ask, const float* weights, const float* keep,
+void add_value_rows(const Tile* tiles, Range seen, int64_t ask_bytes, const float* weights, const float* keep,
                     float* const* outputs, int padded_dim) {
     constexpr int least = kTileTokens / L::width;  // vectors in 16 dims
     constexpr int fit = L::accumulators / Rows < 8 ? L::accumulators / Rows : 8;
     constexpr int together = fit > least ? fit / least * least : least;
     int lane = 0;
     for (; lane + together * L::width <= padded_dim; lane += together * L::width)
-        add_values<L, D, Rows, together>(tiles, seen, ask, weights, keep, lane, outputs, padded_dim);
+        add_values<L, D, Rows, together>(tiles, seen, ask_bytes != 0, weights, keep, lane, outputs, padded_dim);
     for (; lane < padded_dim; lane += kTileTokens)
-        add_values<L, D, Rows, least>(tiles, seen, ask, weights, keep, lane, outputs, padded_dim);
+        add_values<L, D, Rows, least>(tiles, seen, ask_bytes != 0, weights, keep, lane, outputs, padded_dim);
 }
 
 }  // namespace

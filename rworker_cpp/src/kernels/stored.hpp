@@ -57,7 +57,7 @@ using StoredWord = typename WordOf<LaneBytes>::type;
 struct Tile {
     uint8_t *keys, *values;
     uint8_t* next_keys;  // what will be read a chunk later
-    int values_step;     // bytes of its values to ask for with each line of its keys
+    int values_step;     // bytes of its values to ask for with each line of its keys, if these are floats
 };
 
 inline Tile tile_of(const HeadView& view, int64_t tile) {

@@ -22,7 +22,8 @@ using rworker::kTileTokens;
 /// 4 x 4 words: four rows, `stride` words apart, become four lines, 16 words apart.
 inline void transpose_square(const uint32_t* const (&rows)[4], uint32_t* out) {
     using quad = uint32_t __attribute__((vector_size(16), aligned(4), may_alias));
-    const quad a = *(const quad*)rows[0], b = *(const quad*)rows[1], c = *(const quad*)rows[2], d = *(const quad*)rows[3];
+    const quad a = *(const quad*)rows[0], b = *(const quad*)rows[1], c = *(const quad*)rows[2],
+               d = *(const quad*)rows[3];
     const quad ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
     const quad cd_low = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
     *(quad*)(out) = __builtin_shufflevector(ab_low, cd_low, 0, 1, 4, 5);
