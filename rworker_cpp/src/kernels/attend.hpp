@@ -190,6 +190,7 @@ uint8_t* turn_open_keys(const AttendArgs& args) {
     __builtin_memcpy(tile, open, size_t(header));
     rows_to_lanes(reinterpret_cast<const Word*>(open + header), int(args.end % kTileTokens),
                   (args.key_dim + S::pack - 1) / S::pack, reinterpret_cast<Word*>(tile + header));
+    __asm__ volatile("" ::: "memory");  // what is stored as words will be loaded as floats
     return tile;
 }
 

@@ -6,8 +6,6 @@
 
 #include "rworker/kernels.hpp"
 
-#define RWORKER_UNROLL _Pragma("GCC unroll 16")
-
 namespace {
 
 using rworker::kTileTokens;
@@ -19,7 +17,7 @@ using rworker::kTileTokens;
 #endif
 
 #ifdef RWORKER_SHUFFLES
-/// 4 x 4 words: four rows, `stride` words apart, become four lines, 16 words apart.
+/// 4 x 4 words: four rows become four lanes of four lines, which lie 16 words apart.
 inline void transpose_square(const uint32_t* const (&rows)[4], uint32_t* out) {
     using quad = uint32_t __attribute__((vector_size(16), aligned(4), may_alias));
     const quad a = *(const quad*)rows[0], b = *(const quad*)rows[1], c = *(const quad*)rows[2],
@@ -35,13 +33,8 @@ inline void transpose_square(const uint32_t* const (&rows)[4], uint32_t* out) {
 
 template <class Word>
 inline void transpose_square(const Word* const (&rows)[4], Word* out) {
-    RWORKER_UNROLL
-    for (int line = 0; line < 4; ++line) {
-        RWORKER_UNROLL
-        for (int token = 0; token < 4; ++token) {
-            out[line * kTileTokens + token] = rows[token][line];
-        }
-    }
+    for (int line = 0; line < 4; ++line)
+        for (int token = 0; token < 4; ++token) out[line * kTileTokens + token] = rows[token][line];
 }
 
 /// out[line][token] = rows[token][line] of `tokens` rows of `lines` words. What lies in other lanes is anybody's.
