@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -51,6 +51,7 @@ class Kind(IntEnum):
     DATA = 17  # either: the next bytes of a sequence
     REFUSED = 18  # R: reason (JSON)
     BYE = 19  # S: the session is over
+    JOIN = 20  # R, outside a session: where it listens (JSON)
 
 
 _KINDS = frozenset(Kind)

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from fastdecode.addresses import split_address
 from fastdecode.cluster.pool_worker import StepTimes
-from fastdecode.errors import FrameError
+from fastdecode.errors import ConfigError, FrameError
 from fastdecode.types import CONTROL, KV_BITS, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, WorkerPlan
 
 MAX_JSON_BYTES = 1 << 24
@@ -24,7 +25,7 @@ MAX_HEAD_DIM = 512
 MAX_ROWS = 1 << 24
 
 _COUNTS = struct.Struct("<QQ")
-_REPORT = struct.Struct("<qq")
+_REPORT = struct.Struct("<qqQ")
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ def decode_plan(data: bytes | bytearray) -> WorkerPlan:
 
 
 def encode_report(times: StepTimes) -> bytes:
-    """Bytes read and blocks free, then busy starts and ends as float64."""
-    head = _REPORT.pack(times.bytes_read, times.blocks_free)
+    """Bytes read, blocks free and whether it would leave (1), then busy starts and ends as float64."""
+    head = _REPORT.pack(times.bytes_read, times.blocks_free, times.leaving)
     return head + times.busy_start.astype("<f8").tobytes() + times.busy_end.astype("<f8").tobytes()
 
 
@@ -131,9 +132,26 @@ def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: in
     wanted = _REPORT.size + 16 * num_mini_batches * num_layers
     if len(data) != wanted:
         raise FrameError(f"REPORT: {len(data)} bytes, not {wanted}")
-    bytes_read, blocks_free = _REPORT.unpack_from(data)
+    bytes_read, blocks_free, leaving = _REPORT.unpack_from(data)
+    if leaving > 1:
+        raise FrameError(f"REPORT: leaving must be 0 or 1, not {leaving}")
     busy = np.frombuffer(data, "<f8", offset=_REPORT.size).reshape(2, num_mini_batches, num_layers)
-    return StepTimes(busy[0].copy(), busy[1].copy(), bytes_read, blocks_free)
+    return StepTimes(busy[0].copy(), busy[1].copy(), bytes_read, blocks_free, bool(leaving))
+
+
+def encode_join(address: str) -> bytes:
+    """``address``: "host:port" at which an R-worker listens."""
+    return _canonical({"address": address})
+
+
+def decode_join(data: bytes | bytearray) -> str:
+    """The address; FrameError when it is none."""
+    address = _text(_object(data, "JOIN"), "address")
+    try:
+        split_address("JOIN", address)
+    except ConfigError as error:
+        raise FrameError(str(error)) from None
+    return address
 
 
 def encode_refusal(error: str, message: str) -> bytes:

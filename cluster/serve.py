@@ -7,6 +7,7 @@ import logging
 
 from fastdecode.cluster.frames import Conversation, Kind, decode
 from fastdecode.cluster.host import Host
+from fastdecode.cluster.joining import Joiner
 from fastdecode.cluster.messages import Hello, encode_refusal
 from fastdecode.cluster.path import FramePath
 from fastdecode.cluster.session import TICK_SECONDS, Session
@@ -22,20 +23,35 @@ log = logging.getLogger("fastdecode.r_worker")
 class Server:
     """Serves whoever asks first, frees everything when it goes, and serves the next."""
 
-    def __init__(self, listener: ZmqListener, host: Host) -> None:
-        self._listener, self._host = listener, host
+    def __init__(self, listener: ZmqListener, host: Host, joiner: Joiner | None = None) -> None:
+        """``joiner``: asks for somebody to serve."""
+        self._listener, self._host, self._joiner = listener, host, joiner
+        self._session: Session | None = None
+        self._is_leaving = False
         self._serving = ""
         self._logged: set[bytes] = set()
         listener.on_stranger = self._refuse_stranger
 
     def run(self) -> None:
-        """Does not return."""
-        while True:
+        """Return once this R-worker was asked to leave and nobody needs it any more."""
+        while not self._is_leaving:
+            if self._joiner:
+                self._joiner.ask()
             channel = self._listener.accept(TICK_SECONDS)
             if channel is not None:
-                Session(FramePath(Conversation(channel)), self._host, self._on_open).run()
+                self._session = Session(FramePath(Conversation(channel)), self._host, self._on_open)
+                self._session.run()
+                self._session = None
                 channel.close()
                 log.info("free")
+
+    def leave(self) -> bool:
+        """Have whoever is served move its sequences away, and then end; False where that is not to be waited for:
+        nobody is served, or this was asked before."""
+        if self._session is None or self._is_leaving:
+            return False
+        self._is_leaving = self._session.leaving = True
+        return True
 
     def _on_open(self, hello: Hello) -> None:
         self._serving = hello.name

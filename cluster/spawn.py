@@ -22,6 +22,9 @@ from fastdecode.cluster.stream import StreamChannel
 END_SECONDS = 10.0
 """How long an R-worker may take to end once it was told to; then it is killed."""
 
+EXIT_SECONDS = 0.1
+"""From a process's closing its socket to its end."""
+
 
 class SpawnBackend(PoolBackend):
     """``AttentionBackend`` over one process per entry of ``sizes``; payload goes through shared memory."""
@@ -53,11 +56,13 @@ class _SpawnedPath(SharedPath):
             )
 
     def next(self, timeout_seconds: float) -> Frame | None:
-        """See ``Path.next``; how the process ended is said where it did."""
+        """See ``Path.next``; how the process ended is said where it did. One that is lost never speaks again."""
         try:
             return super().next(timeout_seconds)
         except ConnectionError as error:
-            raise ConnectionError(self._how_it_ended() or str(error)) from None
+            how_it_ended = self._how_it_ended()
+            self._process.kill()
+            raise ConnectionError(how_it_ended or str(error)) from None
 
     def close(self) -> None:
         """See ``Path.close``; the process ends, for it sees its socket close."""
@@ -70,7 +75,7 @@ class _SpawnedPath(SharedPath):
 
     def _how_it_ended(self) -> str:
         try:
-            status = self._process.wait(1.0)
+            status = self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return ""
         return f"its process was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with {status}"

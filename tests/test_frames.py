@@ -58,7 +58,7 @@ def test_a_header_is_read_as_it_was_written() -> None:
         (header()[:-1], "header has 55 bytes, not 56"),
         (b"", "header has 0 bytes"),
         (header(magic=b"HTTP"), "not FastDecode's"),
-        (header(version=2), "version 2; this side speaks 1"),
+        (header(version=VERSION + 1), f"version {VERSION + 1}; this side speaks {VERSION}"),
         (header(kind=0), "unknown kind 0"),
         (header(kind=999), "unknown kind 999"),
         (header(v=FRAME_LIMIT + 1), "announces 268,435,457 bytes"),
@@ -187,11 +187,11 @@ def test_any_bytes_are_refused_by_every_reader(data: bytes) -> None:
 
 
 def test_a_report_is_read_as_it_was_written() -> None:
-    times = StepTimes(np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) + 1, 123, 45)
+    times = StepTimes(np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) + 1, 123, 45, leaving=True)
     found = messages.decode_report(messages.encode_report(times), 2, 3)
-    assert (found.bytes_read, found.blocks_free) == (123, 45)
+    assert (found.bytes_read, found.blocks_free, found.leaving) == (123, 45, True)
     assert found.busy_start.tolist() == times.busy_start.tolist() and found.busy_end.tolist() == times.busy_end.tolist()
-    with pytest.raises(FrameError, match="112 bytes, not 80"):
+    with pytest.raises(FrameError, match="120 bytes, not 88"):
         messages.decode_report(messages.encode_report(times), 1, 4)
 
 

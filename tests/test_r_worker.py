@@ -131,7 +131,9 @@ def test_it_never_imports_torch() -> None:
         (["--cores", "x"], 2, "cores must be a list of cores"),
         (["--listen", "tcp://127.0.0.1:0", "--kv-cache-memory", "90TiB"], 1, "are more than the"),
         (["--kv-cache-memory", "none"], 2, "kv_cache_memory must be a positive number of bytes"),
-        (["--join", "host:1"], 2, "join is not available in this version"),
+        (["--join", "host"], 2, "join: an address is host:port"),
+        (["--join", "h:1", "--transport", "mpi"], 2, "join: an MPI job has the ranks it was started with"),
+        (["--join", "10.1.2.3:1", "--listen", "tcp://127.0.0.1:0"], 2, "join: 10.1.2.3 is reached over a network"),
         (["--transport", "mpi", "--cores", "100000"], 2, "cores: this process may not use [100000]"),
     ],
 )

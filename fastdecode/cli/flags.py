@@ -150,6 +150,9 @@ def _add_worker_flags(group: Any) -> None:
         help="inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers; "
         "mpi, the other ranks of this mpirun (inproc)",
     )  # fmt: skip
+    group.add_argument(
+        "--pool-listen", metavar="HOST:PORT", help="where R-workers may join while the job runs (nowhere)"
+    )
     group.add_argument("--key-file", metavar="FILE", help="secret shared with R-workers at host:port, mode 0600")
     group.add_argument("--r-threads", type=int, metavar="N", help="per R-worker (its cores)")
     group.add_argument("--s-threads", type=int, metavar="N", help="(its cores)")
