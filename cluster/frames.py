@@ -28,6 +28,9 @@ FRAME_LIMIT = 1 << 28
 
 MAX_PARTS = 3
 
+MOST_SKIPPED = 1 << 16
+"""Numbers that a frame may be ahead of the one before it; one from farther off would make all that follow late."""
+
 
 class Kind(IntEnum):
     """What a frame is, with its parts; S: sent by the S-worker, R: by the R-worker."""
@@ -52,6 +55,10 @@ class Kind(IntEnum):
     REFUSED = 18  # R: reason (JSON)
     BYE = 19  # S: the session is over
     JOIN = 20  # R, outside a session: where it listens (JSON)
+    CHALLENGE = 21  # S, before HELLO: its nonce (see proof.py)
+    CHALLENGED = 22  # R: its nonce and its proof
+    PROOF = 23  # S: its proof
+    PROVEN = 24  # R: HELLO may come
 
 
 _KINDS = frozenset(Kind)
@@ -119,6 +126,10 @@ class Conversation:
         if frame.sequence < self._least_received:
             raise FrameError(
                 f"a {frame.kind.name} frame that came before: number {frame.sequence}, not {self._least_received}"
+            )
+        if frame.sequence - self._least_received > MOST_SKIPPED:
+            raise FrameError(
+                f"a {frame.kind.name} frame from far ahead: number {frame.sequence}, not {self._least_received}"
             )
         self._least_received = frame.sequence + 1
         return frame

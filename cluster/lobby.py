@@ -22,6 +22,11 @@ MOST_MEMBERS = 4096
 
 MOST_JOIN_BYTES = 1 << 12
 
+MOST_AT_ONCE = 64
+"""Questions that are heard between two steps: whoever asks without end does not hold up the job."""
+
+MOST_LOGGED = 100
+
 log = logging.getLogger(__name__)
 
 
@@ -43,6 +48,7 @@ class Lobby:
         """``connect``: the path to an R-worker at "host:port"."""
         self._listener, self._connect, self._block_size = listener, connect, block_size
         self._known: set[str] = set()
+        self._refused: set[str] = set()
         self._opened: queue.SimpleQueue[Newcomer] = queue.SimpleQueue()
         self._layout: KVLayout | None = None
 
@@ -57,7 +63,9 @@ class Lobby:
 
     def newcomers(self) -> list[Newcomer]:
         """Those that are ready since the last call; never waits."""
-        while self._layout and (channel := self._listener.accept(0.0)):
+        for _ in range(MOST_AT_ONCE):
+            if self._layout is None or (channel := self._listener.accept(0.0)) is None:
+                break
             conversation = Conversation(channel)
             try:
                 frame = conversation.receive(0.0)
@@ -65,7 +73,7 @@ class Lobby:
                     raise FrameError("it sent something else than JOIN")
                 self._ask_in(decode_join(conversation.body(frame, MOST_JOIN_BYTES)), self._layout)
             except FrameError as error:
-                log.warning("refused to let an R-worker join: %s", error)
+                self._log_once(str(error))
             channel.close()
         return [self._opened.get_nowait() for _ in range(self._opened.qsize())]
 
@@ -79,6 +87,11 @@ class Lobby:
         self._listener.close()
         while not self._opened.empty():
             self._opened.get_nowait().worker.close()
+
+    def _log_once(self, reason: str) -> None:
+        if reason not in self._refused and len(self._refused) < MOST_LOGGED:
+            self._refused.add(reason)
+            log.warning("refused to let an R-worker join: %s", reason)
 
     def _ask_in(self, address: str, layout: KVLayout) -> None:
         if address in self._known:

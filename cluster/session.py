@@ -40,6 +40,9 @@ IDLE_SECONDS = 1.0
 CHUNK_BYTES = 1 << 22
 """Bytes of a sequence in one DATA frame."""
 
+PAYLOAD_LIMIT = 8 * FRAME_LIMIT
+"""Most bytes of q, k, v and o of all mini-batches of a step, one layer of each."""
+
 IMPORT = struct.Struct("<qqq")
 EXPORT = struct.Struct("<q")
 CLOCK = struct.Struct("<d")
@@ -111,7 +114,7 @@ class Session:
         except (CapacityError, MemoryError) as error:
             self._refuse("capacity", str(error) or "out of memory")
         except (ValueError, KeyError) as error:
-            self._refuse("refused", str(error.args[0]))
+            self._refuse("refused", str(error.args[0] if error.args else error))
 
     def _handler(self, frame: Frame) -> Callable[[Frame], None]:
         handler = self._handlers.get(frame.kind)
@@ -149,8 +152,11 @@ class Session:
     def _plan(self, frame: Frame) -> None:
         plan = decode_plan(self._path.conversation.body(frame))
         slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
-        if slots.largest_part > FRAME_LIMIT:
-            raise FrameError(f"a plan whose payload has parts of {slots.largest_part:,} bytes; {FRAME_LIMIT:,} at most")
+        if slots.largest_part > FRAME_LIMIT or slots.num_bytes > PAYLOAD_LIMIT:
+            raise FrameError(
+                f"a plan whose payload has {slots.num_bytes:,} bytes, in parts of up to {slots.largest_part:,}; "
+                f"{PAYLOAD_LIMIT:,} and {FRAME_LIMIT:,} at most"
+            )
         begin_step(self._open_worker, plan)
         try:
             self._path.place(slots)

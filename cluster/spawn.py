@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
-from fastdecode.cluster.frames import Frame
+from fastdecode.cluster.frames import Frame, Kind
 from fastdecode.cluster.local import RWorkerSize
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.remote import RemoteWorker
@@ -60,9 +61,14 @@ class _SpawnedPath(SharedPath):
         try:
             return super().next(timeout_seconds)
         except ConnectionError as error:
-            how_it_ended = self._how_it_ended()
-            self._process.kill()
-            raise ConnectionError(how_it_ended or str(error)) from None
+            raise self._gone(error) from None
+
+    def send(self, kind: Kind, *parts: Any) -> None:
+        """See ``Path.send`` and ``next``."""
+        try:
+            super().send(kind, *parts)
+        except ConnectionError as error:
+            raise self._gone(error) from None
 
     def close(self) -> None:
         """See ``Path.close``; the process ends, for it sees its socket close."""
@@ -72,6 +78,11 @@ class _SpawnedPath(SharedPath):
             return
         self._process.kill()
         self._process.wait()
+
+    def _gone(self, error: ConnectionError) -> ConnectionError:
+        how_it_ended = self._how_it_ended()
+        self._process.kill()
+        return ConnectionError(how_it_ended or str(error))
 
     def _how_it_ended(self) -> str:
         try:

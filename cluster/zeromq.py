@@ -100,12 +100,12 @@ class _Socket:
         """True while the message at hand has parts to read."""
         return bool(self.socket.getsockopt(zmq.RCVMORE))
 
-    def send(self, parts: Sequence[Any]) -> None:
+    def send(self, parts: Sequence[Any], flags: int = 0) -> None:
         """One message; large parts are not copied. Where Ctrl-C cuts it short it is ended: the next is whole again."""
         try:
             for part in parts[:-1]:
-                self.socket.send(part, zmq.SNDMORE, copy=False)
-            self.socket.send(parts[-1], copy=False)
+                self.socket.send(part, zmq.SNDMORE | flags, copy=False)
+            self.socket.send(parts[-1], flags, copy=False)
         except KeyboardInterrupt:
             self.socket.send(b"")
             raise
@@ -163,7 +163,9 @@ class ZmqChannel:
         events = self._socket.events()
         self._connected = self._connected or bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if not self._connected and events & _FAILED:
-            raise ConnectionError("the two sides do not agree on a key: the same --key-file, or none, must be on both")
+            raise ConnectionError(
+                "the two sides do not agree on a key: the same --key-file and --security, or neither, must be on both"
+            )
         if self._connected and events & zmq.EVENT_DISCONNECTED and not self._socket.poll(0):
             raise ConnectionError("the connection is closed")
 
@@ -207,10 +209,10 @@ class ZmqListener:
         return PeerChannel(self, identity, self.socket.part() if self.socket.more else b"")
 
     def log_failures(self, events: int) -> None:
-        """Say once that somebody without the key knocked."""
+        """Say once that somebody without the key, or with it used otherwise, knocked."""
         if events & _FAILED and not self._logged:
             self._logged = True
-            log.warning("refused: a peer that does not hold this R-worker's key")
+            log.warning("refused: a peer that does not hold this R-worker's key, or has another --security")
 
     def close(self) -> None:
         """May be called twice."""
@@ -230,20 +232,26 @@ class ZmqListener:
 
 
 class PeerChannel:
-    """``Channel`` of an R-worker to one S-worker; others who speak meanwhile are refused."""
+    """``Channel`` of an R-worker to one S-worker; others who speak meanwhile are refused.
+
+    Until ``waits`` is set, what does not fit into the queue to this peer is dropped: nobody who is not served, and does
+    not read what it is told, holds up who is.
+    """
 
     def __init__(self, listener: ZmqListener, identity: bytes, first_header: bytes | None = None) -> None:
         self._listener, self._socket = listener, listener.socket
         self.identity, self.first_header = identity, first_header
         self._probe_until = 0.0
+        self.waits = False
         self.read_into = self._socket.read_into
 
     def send(self, parts: Sequence[Any]) -> None:
         """See ``Channel.send``."""
         try:
-            self._socket.send([self.identity, *parts])
+            self._socket.send([self.identity, *parts], 0 if self.waits else zmq.NOBLOCK)
         except zmq.Again:
-            raise ConnectionError("it takes no more messages") from None
+            if self.waits:
+                raise ConnectionError("it takes no more messages") from None
         except zmq.ZMQError as error:
             raise ConnectionError(error.strerror) from None
 
@@ -265,8 +273,8 @@ class PeerChannel:
                 continue
             if peer.identity == self.identity:
                 return peer.first_header
-            self._socket.skip()
             self._listener.on_stranger(peer)
+            self._socket.skip()
 
     def close(self) -> None:
         """See ``Channel.close``; the listener goes on."""

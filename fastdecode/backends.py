@@ -21,7 +21,7 @@ def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
     if config.pool_listen:
         from fastdecode.cluster.tcp import make_lobby
 
-        lobby = make_lobby(config.pool_listen, config.block_size, config.key_file)
+        lobby = make_lobby(config.pool_listen, config.block_size, config.key_file, config.security)
         logger.info("R-workers may join at %s", lobby.address)
         pool.extend_from(lobby)
     return pool
@@ -32,7 +32,7 @@ def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
     if spec.kind == "tcp":
         from fastdecode.cluster.tcp import TcpBackend
 
-        return TcpBackend(spec.addresses, config.block_size, config.key_file)
+        return TcpBackend(spec.addresses, config.block_size, config.key_file, config.security)
 
     if spec.kind == "mpi":
         from fastdecode.cluster.mpi_backend import MpiBackend

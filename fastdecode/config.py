@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastdecode.addresses import RWorkerSpec, check_key, parse_r_workers, split_address
+from fastdecode.addresses import RWorkerSpec, check_key, check_security, parse_r_workers, split_address
 from fastdecode.errors import ConfigError
 from fastdecode.machine import total_memory_bytes, usable_cores
 
@@ -62,6 +62,7 @@ class EngineConfig:
     r_cores: str | None = None
     pool_listen: str | None = None
     key_file: str | None = None
+    security: str | None = None
     seed: int = 0
     trace: str | None = None
 
@@ -115,6 +116,7 @@ class EngineConfig:
                     f"{name}: R-workers that this process does not start have their own; "
                     f"give it to `fastdecode r-worker`"
                 )
+        check_security(self.security, self.key_file)
         if self.pool_listen is not None:
             check_key("pool_listen", [split_address("pool_listen", self.pool_listen, 0)[0]], self.key_file)
             if spec.kind == "mpi":

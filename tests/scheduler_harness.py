@@ -64,6 +64,7 @@ class Run:
     num_moves: int = field(default=0, init=False, repr=False)
     kv_loads: list[list[int]] = field(default_factory=list, init=False, repr=False)
     starts: list[tuple[int, int]] = field(default_factory=list, init=False, repr=False)
+    has_preempted: bool = field(default=False, init=False, repr=False)
     _started: set[int] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -112,7 +113,9 @@ class Run:
 
     def step(self, fails: bool = False) -> ScheduledStep:
         """One step, checked."""
+        num_preemptions = self.scheduler.num_preemptions
         step = self.scheduler.schedule()
+        self.has_preempted = self.scheduler.num_preemptions > num_preemptions
         chunks = [chunk for mini_batch in step.mini_batches for chunk in mini_batch]
         assert chunks, "nothing runs although somebody waits"
         self.kv_loads.append(step.kv_loads)
@@ -250,6 +253,8 @@ class Run:
         head, policy = next(iter(self.scheduler.queue), None), POLICIES[self.policy]
         if head is None or policy.stabilizes_load or policy.waves or self.limits.prefix_caching:
             return
+        if policy.prompts is Prompts.FIRST and self.has_preempted:
+            return  # its blocks came free after the prompts were looked at
         members, ledger = 1 + len(head.siblings), self.scheduler.ledger
         partial = head.num_tokens % self.limits.block_size
         rows_left = self.limits.max_num_batched_tokens - step.num_tokens

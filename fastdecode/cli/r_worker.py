@@ -8,8 +8,8 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.addresses import check_key, split_address
-from fastdecode.cli.flags import add_common_flags, say_mended
+from fastdecode.addresses import check_key, check_security, describe_security, split_address
+from fastdecode.cli.flags import add_common_flags, add_security_flag, say_mended
 from fastdecode.config import MAX_THREADS, parse_bytes, parse_cores
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
@@ -38,6 +38,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
     )
+    add_security_flag(parser)
     parser.add_argument(
         "--join", metavar="HOST:PORT", help="ask the S-worker with this --pool-listen to take it into its running job"
     )
@@ -108,7 +109,7 @@ def _serve_job(cores: list[int] | None, threads: int | None, kv_cache_bytes: int
 def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None) -> None:
     from fastdecode.cluster.host import take_host
     from fastdecode.cluster.joining import Joiner, local_address
-    from fastdecode.cluster.keys import read_secret
+    from fastdecode.cluster.keys import read_security
     from fastdecode.cluster.serve import Server
     from fastdecode.cluster.zeromq import ZmqListener
 
@@ -117,14 +118,16 @@ def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | No
     check_key("listen", [host], args.key_file)
     if args.join:
         check_key("join", [split_address("join", args.join)[0]], args.key_file)
-    secret = read_secret(args.key_file) if args.key_file else None
-    listener = ZmqListener(host, port, secret)
+    check_security(args.security, args.key_file)
+    security = read_security(args.key_file, args.security)
+    listener = ZmqListener(host, port, security.curve_secret)
     try:
         machine = take_host(cores, threads, kv_cache_bytes)
-        guard = "CURVE, authenticated and encrypted" if secret else "loopback, not encrypted"
+        guard = describe_security(args.security, args.key_file)
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)
         mine = f"{towards if host == '*' else host}:{listener.address.rpartition(':')[2]}"
-        server = Server(listener, machine, Joiner(args.join, mine, secret) if args.join else None)
+        joiner = Joiner(args.join, mine, security.secret) if args.join else None
+        server = Server(listener, machine, joiner, security.proof_key)
         signal.signal(signal.SIGTERM, partial(_end, server))
         server.run()
     finally:
