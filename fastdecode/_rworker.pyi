@@ -181,7 +181,7 @@ class RWorker:
 
     def read_tokens(self, sequence_id: int, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Cached keys [length, num_kv_heads, Dk] and values [length, num_kv_heads, Dv], as float32 whatever the
-        KV dtype, for oracles."""
+        KV dtype, for oracles. ValueError while a step is open."""
 
     def export(self, sequence_id: int) -> npt.NDArray[np.uint8]:
         """The committed tokens of a sequence as bytes, uint8 [bytes]: what ``import_`` takes.

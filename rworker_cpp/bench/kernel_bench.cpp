@@ -34,58 +34,83 @@ double best_seconds(const std::function<void()>& call, int repeats) {
     return *std::min_element(seconds.begin(), seconds.end());
 }
 
+/// Sequences of one KV head, each of kContext tokens.
+class FilledCache {
+  public:
+    FilledCache(const Kernels& kernels, DType dtype, int group, std::int64_t num_sequences)
+        : kernels_(kernels),
+          dtype_(dtype),
+          layer_{group, 1, kHeadDim, kHeadDim, 0.09f, 0, 0.0f, {}},
+          layout_(layer_, dtype, kBlockSize, 0),
+          arena_(layout_.block_bytes * kBlocksEach * num_sequences),
+          blocks_(kBlocksEach * num_sequences),
+          queries_(group * kHeadDim, 0.01f),
+          partials_(group * partial_floats(kHeadDim)),
+          scratch_(scratch_floats(kHeadDim, kHeadDim)) {
+        std::iota(blocks_.begin(), blocks_.end(), 0);
+        const std::vector<float> rows(kContext * kHeadDim, 0.5f);
+        for (std::int64_t i = 0; i < num_sequences; ++i)
+            kernels.append[int(dtype)]({view(i), DType::float32, rows.data(), rows.data(), kHeadDim, kHeadDim, 0,
+                                        kContext, kHeadDim, kHeadDim});
+    }
+
+    /// The last token's rows to all of it, split by split.
+    void attend_all() {
+        for (std::int64_t i = 0; i < std::int64_t(blocks_.size()) / kBlocksEach; ++i)
+            for (std::int64_t begin = 0; begin < kContext; begin += kSplitTokens) attend(i, begin);
+    }
+
+  private:
+    static constexpr std::int64_t kBlocksEach = kContext / kBlockSize;
+
+    HeadView view(std::int64_t sequence) const {
+        return {arena_.data(),
+                blocks_.data() + sequence * kBlocksEach,
+                layout_.block_bytes,
+                layout_.values_offset_bytes,
+                layout_.key_tile_bytes,
+                layout_.value_tile_bytes,
+                2};
+    }
+
+    void attend(std::int64_t sequence, std::int64_t begin) {
+        const TokenRow token{kContext - 1, 0, 0, 0};
+        const std::int64_t following = sequence * kContext + begin + kSplitTokens;
+        const NextKeys next{view(following % std::int64_t(blocks_.size() * kBlockSize) / kContext),
+                            following % kContext, kContext};
+        kernels_.attend[int(dtype_)]({.view = view(sequence),
+                                      .dtype = DType::float32,
+                                      .queries = queries_.data(),
+                                      .tokens = &token,
+                                      .num_tokens = 1,
+                                      .token_stride = 0,
+                                      .group = int(layer_.group()),
+                                      .split = begin / kSplitTokens,
+                                      .end = begin + kSplitTokens,
+                                      .window = 0,
+                                      .scale = 0.09f,
+                                      .soft_cap = 0.0f,
+                                      .key_dim = kHeadDim,
+                                      .value_dim = kHeadDim,
+                                      .partials = partials_.data(),
+                                      .partial_stride = 0,
+                                      .next = &next,
+                                      .scratch = scratch_.data()});
+    }
+
+    const Kernels& kernels_;
+    DType dtype_;
+    LayerSpec layer_;
+    LayerLayout layout_;
+    Arena arena_;
+    std::vector<std::int32_t> blocks_;
+    std::vector<float> queries_, partials_, scratch_;
+};
+
 /// Cached tokens per second of attending over `num_sequences` sequences of one KV head.
 double attend_rate(const Kernels& kernels, DType dtype, int group, std::int64_t num_sequences, int repeats) {
-    const LayerSpec layer{group, 1, kHeadDim, kHeadDim, 0.09f, 0, 0.0f, {}};
-    const LayerLayout layout(layer, dtype, kBlockSize, 0);
-    const std::int64_t blocks_each = kContext / kBlockSize;
-    const Arena arena(layout.block_bytes * blocks_each * num_sequences);
-    std::vector<std::int32_t> blocks(blocks_each * num_sequences);
-    std::iota(blocks.begin(), blocks.end(), 0);
-    std::vector<float> queries(group * kHeadDim, 0.01f), rows(kContext * kHeadDim, 0.5f);
-    std::vector<float> partials(group * partial_floats(kHeadDim)), scratch(scratch_floats(kHeadDim, kHeadDim));
-    const TokenRow token{kContext - 1, 0, 0, 0};
-    const auto view = [&](std::int64_t i) {
-        return HeadView{arena.data(),
-                        blocks.data() + i * blocks_each,
-                        layout.block_bytes,
-                        layout.values_offset_bytes,
-                        layout.key_tile_bytes,
-                        layout.value_tile_bytes,
-                        2};
-    };
-    for (std::int64_t i = 0; i < num_sequences; ++i)
-        kernels.append[int(dtype)](
-            {view(i), DType::float32, rows.data(), rows.data(), kHeadDim, kHeadDim, 0, kContext, kHeadDim, kHeadDim});
-    const auto attend = [&](std::int64_t i, std::int64_t begin) {
-        const std::int64_t following = i * kContext + begin + kSplitTokens;
-        const NextKeys next{view(following / kContext % num_sequences), following % kContext, kContext};
-        kernels.attend[int(dtype)]({.view = view(i),
-                                    .dtype = DType::float32,
-                                    .queries = queries.data(),
-                                    .tokens = &token,
-                                    .num_tokens = 1,
-                                    .token_stride = 0,
-                                    .group = group,
-                                    .split = begin / kSplitTokens,
-                                    .end = begin + kSplitTokens,
-                                    .window = 0,
-                                    .scale = 0.09f,
-                                    .soft_cap = 0.0f,
-                                    .key_dim = kHeadDim,
-                                    .value_dim = kHeadDim,
-                                    .partials = partials.data(),
-                                    .partial_stride = 0,
-                                    .next = &next,
-                                    .scratch = scratch.data()});
-    };
-    const double seconds = best_seconds(
-        [&] {
-            for (std::int64_t i = 0; i < num_sequences; ++i)
-                for (std::int64_t begin = 0; begin < kContext; begin += kSplitTokens) attend(i, begin);
-        },
-        repeats);
-    return double(num_sequences * kContext) / seconds;
+    FilledCache cache(kernels, dtype, group, num_sequences);
+    return double(num_sequences * kContext) / best_seconds([&] { cache.attend_all(); }, repeats);
 }
 
 double read_rate(const Kernels& kernels, std::int64_t bytes, int repeats) {

@@ -159,6 +159,7 @@ void PyRWorker::abandon_step() {
 }
 
 py::tuple PyRWorker::read_tokens(std::int64_t sequence_id, std::int64_t layer) const {
+    if (worker().in_step()) throw Error("read_tokens: a step is open; end_step or abandon_step comes first");
     const rworker::KVCache& cache = worker().cache();
     if (layer < 0 || layer >= std::int64_t(cache.layers().size()))
         throw Error("layer is " + std::to_string(layer) + "; there are " + std::to_string(cache.layers().size()));

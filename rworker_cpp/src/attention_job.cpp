@@ -144,8 +144,8 @@ NextKeys AttentionJob::keys_of(const Piece& piece) const {
             std::min(span.end(), split_begin + kSplitTokens)};
 }
 
-/// A new token goes into one lane of every line of a key tile, and into a line or two of values: lines that would
-/// otherwise be fetched only once they are written.
+/// A new token is a row of a key tile, or the last one, with which all of it is written; and a line or two of values:
+/// lines that would otherwise be fetched only once they are written.
 void AttentionJob::prefetch_append(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t position = std::max(span.context_len, piece.unit->split * kSplitTokens);
@@ -153,10 +153,13 @@ void AttentionJob::prefetch_append(const Piece& piece) const {
     const HeadView view = worker_.cache_.view(layer_, piece.head, span.blocks);
     const std::int64_t block_size = worker_.cache_.block_size(), tile = position % block_size / kTileTokens;
     const std::uint8_t* const block = view.base + span.blocks[position / block_size] * view.block_stride_bytes;
-    prefetch_to_write(block + tile * view.key_tile_bytes, view.key_tile_bytes);
-    prefetch_to_write(block + view.values_offset_bytes + tile * view.value_tile_bytes +
-                          position % kTileTokens / 2 * (view.value_tile_bytes / 8),
-                      view.value_tile_bytes / 8);
+    const std::int64_t token = position % kTileTokens, row_bytes = view.key_tile_bytes / kTileTokens;
+    const bool fills = token + 1 == kTileTokens;
+    prefetch_to_write(block + tile * view.key_tile_bytes + (fills ? 0 : token * row_bytes),
+                      fills ? view.key_tile_bytes : row_bytes);
+    prefetch_to_write(
+        block + view.values_offset_bytes + tile * view.value_tile_bytes + token / 2 * (view.value_tile_bytes / 8),
+        view.value_tile_bytes / 8);
 }
 
 }  // namespace rworker

@@ -44,7 +44,7 @@ KVCache::KVCache(std::vector<LayerSpec> layers, DType dtype, std::int64_t block_
 }
 
 void KVCache::begin_step(std::span<const Control> controls, std::span<const Span> spans) {
-    before_.clear(), copies_.clear(), grown_.clear();
+    before_.clear(), edits_.clear(), grown_.clear();
     pool_.forget_log();
     try {
         for (const Control& control : controls) apply(control);
@@ -59,7 +59,11 @@ void KVCache::begin_step(std::span<const Control> controls, std::span<const Span
         }
         throw;
     }
-    for (const auto& [from, to] : copies_) copy_block(from, to);
+    for (const auto& [from, to, tile] : edits_) {
+        if (from != to) copy_block(from, to);
+        for (std::int64_t layer = 0; tile >= 0 && layer < std::int64_t(layers_.size()); ++layer)
+            turn_to_rows(layer, to, tile);
+    }
 }
 
 void KVCache::commit_step() {
@@ -107,7 +111,7 @@ void KVCache::fork(const Control& control) {
     for (const std::int32_t block : copy.blocks) pool_.add_reference(block);
     if (control.num_tokens % block_size_ != 0) {
         copy.blocks.push_back(pool_.take());
-        copies_.emplace_back(source.blocks[num_full], copy.blocks.back());
+        edits_.push_back({source.blocks[num_full], copy.blocks.back(), tile_cut(control.num_tokens, source.length)});
     }
     remember(control.sequence_id);
     sequences_.emplace(control.sequence_id, std::move(copy));
@@ -124,11 +128,13 @@ void KVCache::truncate(const Control& control) {
         pool_.drop_reference(kept.blocks.back());
         kept.blocks.pop_back();
     }
-    if (control.num_tokens % block_size_ != 0 && pool_.shared(kept.blocks.back())) {
-        const std::int32_t shared = kept.blocks.back();
-        kept.blocks.back() = pool_.take();
-        copies_.emplace_back(shared, kept.blocks.back());
-        pool_.drop_reference(shared);
+    if (control.num_tokens % block_size_ != 0) {
+        const std::int32_t last = kept.blocks.back();
+        if (pool_.shared(last)) {
+            kept.blocks.back() = pool_.take();
+            pool_.drop_reference(last);
+        }
+        edits_.push_back({last, kept.blocks.back(), tile_cut(control.num_tokens, length)});
     }
     kept.length = kept.pending_length = control.num_tokens;
 }
@@ -180,6 +186,29 @@ void KVCache::copy_block(std::int32_t from, std::int32_t to) const {
     }
 }
 
+void KVCache::unwrite(std::int64_t layer, const std::int32_t* blocks, std::int64_t context_len,
+                      std::int64_t end) const {
+    const std::int64_t tile = tile_cut(context_len, end);
+    if (tile >= 0) turn_to_rows(layer, blocks[context_len / block_size_], tile);
+}
+
+void KVCache::turn_to_rows(std::int64_t layer, std::int32_t block, std::int64_t tile) const {
+    for (std::int64_t head = 0; head < layers_[layer].num_kv_heads; ++head) {
+        const HeadView head_view = view(layer, head, nullptr);
+        turn_keys_to_rows(dtype_,
+                          head_view.base + block * head_view.block_stride_bytes + tile * head_view.key_tile_bytes,
+                          layers_[layer].key_dim);
+    }
+}
+
+/// The tile, in its block, that is the last and not full once a sequence of `length` tokens has `num_tokens`, and was
+/// full before; -1: none.
+std::int64_t KVCache::tile_cut(std::int64_t num_tokens, std::int64_t length) const {
+    const std::int64_t first = num_tokens / kTileTokens * kTileTokens;
+    if (first == num_tokens || key_order(first, length) == KeyOrder::rows) return -1;
+    return first % block_size_ / kTileTokens;
+}
+
 const Sequence& KVCache::sequence(std::int64_t sequence_id) const {
     const auto found = sequences_.find(sequence_id);
     if (found == sequences_.end())
@@ -203,25 +232,6 @@ HeadView KVCache::view(std::int64_t layer, std::int64_t kv_head, const std::int3
             layout.key_tile_bytes,
             layout.value_tile_bytes,
             std::countr_zero(std::uint64_t(block_size_ / kTileTokens))};
-}
-
-void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* keys, float* values) const {
-    const Sequence& source = sequence(sequence_id);
-    const LayerSpec& spec = layers_[layer];
-    for (std::int64_t position = 0; position < source.length; ++position) {
-        const std::int64_t tile = position % block_size_ / kTileTokens, token = position % kTileTokens;
-        for (std::int64_t head = 0; head < spec.num_kv_heads; ++head) {
-            const HeadView head_view = view(layer, head, source.blocks.data());
-            const std::uint8_t* block =
-                head_view.base + source.blocks[position / block_size_] * head_view.block_stride_bytes;
-            const std::uint8_t* key_tile = block + tile * head_view.key_tile_bytes;
-            const std::uint8_t* value_tile = block + head_view.values_offset_bytes + tile * head_view.value_tile_bytes;
-            for (std::int64_t dim = 0; dim < spec.key_dim; ++dim)
-                *keys++ = load_key(dtype_, key_tile, token, dim, spec.key_dim);
-            for (std::int64_t dim = 0; dim < spec.value_dim; ++dim)
-                *values++ = load_value(dtype_, value_tile, token, dim, spec.value_dim);
-        }
-    }
 }
 
 }  // namespace rworker

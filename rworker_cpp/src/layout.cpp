@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <vector>
 
 namespace rworker {
 namespace {
@@ -93,8 +94,20 @@ std::int64_t scale_words(DType dtype, std::int64_t dim) {
     return dtype == DType::int4 ? groups_of(dim) : dtype == DType::int8 ? 1 : 0;
 }
 
-ElementPlace key_place(DType dtype, std::int64_t token, std::int64_t dim, std::int64_t key_dim) {
-    const std::int64_t pack = pack_of(dtype), lane = dim / pack * kTileTokens + token;
+void turn_keys_to_rows(DType dtype, std::uint8_t* tile, std::int64_t key_dim) {
+    const std::int64_t pack = pack_of(dtype), lines = (key_dim + pack - 1) / pack,
+                       lane_bytes = pack * bits_of(dtype) / 8;
+    std::uint8_t* const keys = tile + kTileTokens * scale_bytes(dtype, key_dim);
+    const std::vector<std::uint8_t> lanes(keys, keys + lines * kTileTokens * lane_bytes);
+    for (std::int64_t line = 0; line < lines; ++line)
+        for (std::int64_t token = 0; token < kTileTokens; ++token)
+            std::memcpy(keys + (token * lines + line) * lane_bytes,
+                        lanes.data() + (line * kTileTokens + token) * lane_bytes, lane_bytes);
+}
+
+ElementPlace key_place(DType dtype, KeyOrder order, std::int64_t token, std::int64_t dim, std::int64_t key_dim) {
+    const std::int64_t pack = pack_of(dtype), lines = (key_dim + pack - 1) / pack, line = dim / pack;
+    const std::int64_t lane = order == KeyOrder::lanes ? line * kTileTokens + token : token * lines + line;
     return place_in_lane(dtype, lane, dim % pack, kTileTokens * scale_bytes(dtype, key_dim));
 }
 
@@ -103,8 +116,9 @@ ElementPlace value_place(DType dtype, std::int64_t token, std::int64_t dim, std:
     return place_in_lane(dtype, lane, token % pack, kTileTokens * scale_bytes(dtype, value_dim));
 }
 
-float load_key(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, std::int64_t key_dim) {
-    return load_element(dtype, tile, key_place(dtype, token, dim, key_dim), token, dim);
+float load_key(DType dtype, KeyOrder order, const std::uint8_t* tile, std::int64_t token, std::int64_t dim,
+               std::int64_t key_dim) {
+    return load_element(dtype, tile, key_place(dtype, order, token, dim, key_dim), token, dim);
 }
 
 float load_value(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, std::int64_t value_dim) {

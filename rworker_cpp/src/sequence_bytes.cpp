@@ -1,4 +1,5 @@
-// A sequence as token-major bytes, the same whatever the block size and instruction set: how it moves between caches.
+// A sequence token by token: as floats, and as bytes that are the same whatever the block size and instruction set,
+// which is how it moves between caches.
 #include <cstring>
 #include <string>
 
@@ -8,12 +9,12 @@
 namespace rworker {
 namespace {
 
-TokenPlace place_of(const HeadView& view, std::int64_t position) {
+TokenPlace place_of(const HeadView& view, std::int64_t position, std::int64_t length) {
     const std::int64_t tile = position / kTileTokens, tiles_per_block = std::int64_t(1) << view.log2_tiles_per_block;
     std::uint8_t* block = view.base + view.blocks[tile / tiles_per_block] * view.block_stride_bytes;
     const std::int64_t within = tile % tiles_per_block;
     return {block + within * view.key_tile_bytes, block + view.values_offset_bytes + within * view.value_tile_bytes,
-            position % kTileTokens};
+            key_order(tile * kTileTokens, length), position % kTileTokens};
 }
 
 void require(bool holds, const std::string& message) {
@@ -28,22 +29,47 @@ std::int64_t KVCache::sequence_bytes(std::int64_t num_tokens) const {
     return bytes;
 }
 
-void KVCache::export_sequence(std::int64_t sequence_id, std::uint8_t* out) const {
-    const Sequence& source = sequence(sequence_id);
-    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-        const TokenCodec codec(dtype_, layers_[layer]);
-        const std::int64_t num_heads = layers_[layer].num_kv_heads;
-        for (std::int64_t head = 0; head < num_heads; ++head) {
-            const HeadView head_view = view(std::int64_t(layer), head, source.blocks.data());
-            std::uint8_t* token = out;
-            for (std::int64_t position = 0; position < source.length; ++position, token += codec.token_bytes()) {
-                const TokenPlace place = place_of(head_view, position);
-                codec.read_key(place, token + head * codec.key_bytes());
-                codec.read_value(place, token + num_heads * codec.key_bytes() + head * codec.value_bytes());
-            }
-        }
-        out += source.length * codec.token_bytes();
+/// Calls f(position, KV head, where the token lies) for all committed tokens.
+template <class F>
+void KVCache::for_each_token(const Sequence& sequence, std::int64_t layer, F f) const {
+    for (std::int64_t head = 0; head < layers_[layer].num_kv_heads; ++head) {
+        const HeadView head_view = view(layer, head, sequence.blocks.data());
+        for (std::int64_t position = 0; position < sequence.length; ++position)
+            f(position, head, place_of(head_view, position, sequence.length));
     }
+}
+
+void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* keys, float* values) const {
+    const LayerSpec& spec = layers_[layer];
+    for_each_token(sequence(sequence_id), layer, [&](std::int64_t position, std::int64_t head, const TokenPlace& at) {
+        const std::int64_t row = position * spec.num_kv_heads + head;
+        for (std::int64_t dim = 0; dim < spec.key_dim; ++dim)
+            keys[row * spec.key_dim + dim] = load_key(dtype_, at.key_order, at.key_tile, at.token, dim, spec.key_dim);
+        for (std::int64_t dim = 0; dim < spec.value_dim; ++dim)
+            values[row * spec.value_dim + dim] = load_value(dtype_, at.value_tile, at.token, dim, spec.value_dim);
+    });
+}
+
+/// Calls f(codec, where the token lies, where its key and its value lie in `bytes`) for all tokens of all layers.
+template <class Bytes, class F>
+void KVCache::walk_bytes(const Sequence& sequence, Bytes* bytes, F f) const {
+    for (std::int64_t layer = 0; layer < std::int64_t(layers_.size()); ++layer) {
+        const TokenCodec codec(dtype_, layers_[layer]);
+        const std::int64_t keys = layers_[layer].num_kv_heads * codec.key_bytes();
+        for_each_token(sequence, layer, [&](std::int64_t position, std::int64_t head, const TokenPlace& place) {
+            Bytes* const token = bytes + position * codec.token_bytes();
+            f(codec, place, token + head * codec.key_bytes(), token + keys + head * codec.value_bytes());
+        });
+        bytes += sequence.length * codec.token_bytes();
+    }
+}
+
+void KVCache::export_sequence(std::int64_t sequence_id, std::uint8_t* out) const {
+    walk_bytes(sequence(sequence_id), out,
+               [](const TokenCodec& codec, const TokenPlace& place, std::uint8_t* key, std::uint8_t* value) {
+                   codec.read_key(place, key);
+                   codec.read_value(place, value);
+               });
 }
 
 void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, std::span<const std::uint8_t> data) {
@@ -54,21 +80,12 @@ void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens,
     while (std::int64_t(target.blocks.size()) < blocks_for(num_tokens)) target.blocks.push_back(pool_.take());
     target.length = target.pending_length = num_tokens;
     for (const std::int32_t block : target.blocks) clear_block(block);
-    const std::uint8_t* from = data.data();
-    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-        const TokenCodec codec(dtype_, layers_[layer]);
-        const std::int64_t num_heads = layers_[layer].num_kv_heads;
-        for (std::int64_t head = 0; head < num_heads; ++head) {
-            const HeadView head_view = view(std::int64_t(layer), head, target.blocks.data());
-            const std::uint8_t* token = from;
-            for (std::int64_t position = 0; position < num_tokens; ++position, token += codec.token_bytes()) {
-                const TokenPlace place = place_of(head_view, position);
-                codec.write_key(place, token + head * codec.key_bytes());
-                codec.write_value(place, token + num_heads * codec.key_bytes() + head * codec.value_bytes());
-            }
-        }
-        from += num_tokens * codec.token_bytes();
-    }
+    walk_bytes(
+        target, data.data(),
+        [](const TokenCodec& codec, const TokenPlace& place, const std::uint8_t* key, const std::uint8_t* value) {
+            codec.write_key(place, key);
+            codec.write_value(place, value);
+        });
 }
 
 void KVCache::check_import(std::int64_t sequence_id, std::int64_t num_tokens, std::int64_t num_bytes) const {

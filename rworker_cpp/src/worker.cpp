@@ -219,8 +219,17 @@ void Worker::abandon_step() {
     require(in_step_, "abandon_step: no step is open; begin_step comes first");
     for (std::size_t i = 0; i < mini_batches_.size(); ++i)
         if (mini_batches_[i].outstanding) jobs_[i]->wait();
+    for (const MiniBatch& mini_batch : mini_batches_) unwrite(mini_batch);
     cache_.abandon_step();
     in_step_ = false;
+}
+
+void Worker::unwrite(const MiniBatch& mini_batch) const {
+    for (std::size_t layer = 0; layer < mini_batch.submitted.size(); ++layer) {
+        if (!mini_batch.submitted[layer]) continue;
+        for (const PlannedSpan& span : mini_batch.lists[shape_of_layer_[layer]]->spans)
+            cache_.unwrite(std::int64_t(layer), span.blocks, span.context_len, span.end());
+    }
 }
 
 std::int64_t Worker::export_bytes(std::int64_t sequence_id) const {

@@ -70,13 +70,15 @@ def test_chunked_equals_row_by_row(context: int, name: str, dtype: str, kv_dtype
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_fork_and_truncate_leave_the_bits(isa: str) -> None:
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
+def test_fork_and_truncate_leave_the_bits(dtype: str, kv_dtype: str, isa: str) -> None:
+    options = {"model_dtype": dtype, "kv_dtype": kv_dtype, "isa": isa}
     layer, rng = LAYERS["gqa"], np.random.default_rng(6)
     prompt, rows = random_rows(rng, layer, 75), random_rows(rng, layer, 1)
-    first = Harness(layer, {"isa": isa})
+    first = Harness(layer, options)
     first.step({0: Rows(prompt.q[:70], prompt.k[:70], prompt.v[:70])}, append_only=(0,))
     want = first.step({0: rows})[0]
-    second = Harness(layer, {"isa": isa})
+    second = Harness(layer, options)
     second.step({0: prompt}, append_only=(0,))
     second.lengths |= {1: 70, 2: 70}
     got = second.step({1: rows, 2: rows}, controls=[(0, 1, 0, 70), (0, 2, 0, 75), (1, 2, 0, 70)])

@@ -74,7 +74,12 @@ class Caches(RuleBasedStateMachine):
     def grow(self, place: tuple[int, int], count: int) -> None:
         self.append(place, count)
 
-    def append(self, place: tuple[int, int], count: int) -> bool:
+    @rule(place=sequences, count=st.integers(1, 100))
+    def write_and_abandon(self, place: tuple[int, int], count: int) -> None:
+        """Rows of a step that nobody commits leave nothing behind."""
+        self.append(place, count, commit=False)
+
+    def append(self, place: tuple[int, int], count: int, commit: bool = True) -> bool:
         worker, sequence_id = place
         old = self.tokens[worker].get(sequence_id, [])
         new = [self.next_token + i for i in range(count)]
@@ -90,9 +95,12 @@ class Caches(RuleBasedStateMachine):
         none = np.zeros((0, 2, 8), np.float32)
         self.workers[worker].submit(0, 0, none, keys, values, none)
         self.workers[worker].wait(0)
-        self.workers[worker].end_step()
-        self.tokens[worker][sequence_id] = old + new
         self.next_token += count
+        if commit:
+            self.workers[worker].end_step()
+            self.tokens[worker][sequence_id] = old + new
+        else:
+            self.workers[worker].abandon_step()
         return True
 
     @rule(target=sequences, place=sequences, part=st.floats(0, 1))

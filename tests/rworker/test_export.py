@@ -152,6 +152,8 @@ def test_unknown_sequence_and_open_step_are_refused() -> None:
     worker.begin_step(table([]), [table([(1, 20, 4, 1)])])
     with pytest.raises(ValueError, match="export: a step is open; end_step or abandon_step comes first"):
         worker.export(1)
+    with pytest.raises(ValueError, match="read_tokens: a step is open"):
+        worker.read_tokens(1, 0)
     with pytest.raises(ValueError, match="import: a step is open"):
         worker.import_(2, 20, data)
     worker.abandon_step()

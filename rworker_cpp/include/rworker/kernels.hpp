@@ -23,7 +23,8 @@ constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 s
 
 constexpr int64_t groups_of(int64_t dim) { return (dim + kGroupDims - 1) / kGroupDims; }
 
-/// Keys and values of one sequence in one layer and KV head, through its block table.
+/// Keys and values of one sequence in one layer and KV head, through its block table. The keys of the last tile, until
+/// it is full, are rows; see layout.hpp.
 struct HeadView {
     uint8_t* base;          // block 0 of this layer and head
     const int32_t* blocks;  // block ids of the sequence
@@ -33,7 +34,8 @@ struct HeadView {
     int log2_tiles_per_block;
 };
 
-/// Store tokens [begin, end): rows of `key_dim` and `value_dim` elements of `dtype`, `*_stride` elements apart.
+/// Store tokens [begin, end): rows of `key_dim` and `value_dim` elements of `dtype`, `*_stride` elements apart. A tile
+/// that is full with them, or that they end in, is in order afterwards.
 struct AppendArgs {
     HeadView view;
     DType dtype;
@@ -43,10 +45,15 @@ struct AppendArgs {
     int key_dim, value_dim;
 };
 
+/// Floats of a thread's scratch before those of the keys of an unfilled tile.
+constexpr int64_t open_tile_offset(int64_t key_dim) {
+    return kBlockRows * ((key_dim + 15) / 16 * 16 + kChunkTokens + 1);
+}
+
 /// Floats a thread lends to attend and merge.
 constexpr int64_t scratch_floats(int64_t key_dim, int64_t value_dim) {
-    const int64_t keys = (key_dim + 15) / 16 * 16, values = (value_dim + 15) / 16 * 16;
-    const int64_t attend = kBlockRows * (keys + kChunkTokens + 1);
+    const int64_t open_tile = kTileTokens * ((key_dim + 15) / 16 * 16 + groups_of(key_dim));
+    const int64_t attend = open_tile_offset(key_dim) + open_tile, values = (value_dim + 15) / 16 * 16;
     return attend > values ? attend : values;
 }
 
@@ -77,7 +84,7 @@ struct AttendArgs {
     const TokenRow* tokens;
     int64_t num_tokens, token_stride;  // stride in elements
     int group;
-    int64_t split, end;  // tokens from split * kSplitTokens to end
+    int64_t split, end;  // tokens from split * kSplitTokens to end, which is the split's or the sequence's
     int64_t window;      // 0: all
     float scale, soft_cap;
     int key_dim, value_dim;

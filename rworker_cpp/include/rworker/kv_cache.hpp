@@ -44,6 +44,8 @@ class KVCache {
     void commit_step();
     /// Back to what the controls left: blocks taken for rows return, sequences born in the step vanish.
     void abandon_step();
+    /// Before that, for each span and layer whose rows are written: the tile they filled up has rows again.
+    void unwrite(std::int64_t layer, const std::int32_t* blocks, std::int64_t context_len, std::int64_t end) const;
 
     /// Throws UnknownSequence.
     const Sequence& sequence(std::int64_t sequence_id) const;
@@ -71,6 +73,12 @@ class KVCache {
     void grow(const Span& span);
     void remember(std::int64_t sequence_id);
     void copy_block(std::int32_t from, std::int32_t to) const;
+    void turn_to_rows(std::int64_t layer, std::int32_t block, std::int64_t tile) const;
+    std::int64_t tile_cut(std::int64_t num_tokens, std::int64_t length) const;
+    template <class F>
+    void for_each_token(const Sequence& sequence, std::int64_t layer, F f) const;
+    template <class Bytes, class F>
+    void walk_bytes(const Sequence& sequence, Bytes* bytes, F f) const;
     std::int64_t blocks_for(std::int64_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
 
     std::vector<LayerSpec> layers_;
@@ -81,10 +89,16 @@ class KVCache {
     Arena arena_;
     std::unordered_map<std::int64_t, Sequence> sequences_;
 
-    // Of the open step. Blocks are copied only once the whole step is known to be good: until then a block that a
+    /// What happens to a block's data: a copy of another, unless it is its own; then a tile's keys turned to rows.
+    struct BlockEdit {
+        std::int32_t from, to;
+        std::int64_t tile;  // -1: none
+    };
+
+    // Of the open step. Blocks are edited only once the whole step is known to be good: until then a block that a
     // control freed still holds its data, and undoing is a matter of tables.
     std::vector<std::pair<std::int64_t, std::optional<Sequence>>> before_;  // sequences the controls touched
-    std::vector<std::pair<std::int32_t, std::int32_t>> copies_;             // (from, to)
+    std::vector<BlockEdit> edits_;                                          // in their order
     std::vector<std::int64_t> grown_;                                       // sequence ids of the spans
     std::size_t log_size_after_controls_ = 0;
 };

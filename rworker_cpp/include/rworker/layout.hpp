@@ -4,6 +4,8 @@
 //   keys           lanes are tokens, so that a query element is broadcast and no sum runs across lanes
 //     float32, float16   [tile of 16 tokens][key_dim][16]
 //     bfloat16           [tile][ceil(key_dim / 2)][16][2 dims]      the operand of a bfloat16 dot product
+//   Keys of a sequence's last tile, until it is full, have tokens and lines the other way round, [16][lines], in every
+//   dtype: a new token is then one row, not a lane of every line. Nobody else holds such a tile.
 //   values         lanes are dims, padded to a multiple of 16
 //     float32, float16   [token][value_dim16]
 //     bfloat16           [token pair][value_dim16][2 tokens]
@@ -44,7 +46,18 @@ struct ElementPlace {
     int shift;
 };
 
-ElementPlace key_place(DType dtype, std::int64_t token, std::int64_t dim, std::int64_t key_dim);
+/// Which way round the keys of a tile lie, behind their scales.
+enum class KeyOrder { lanes, rows };
+
+/// Of the tile that begins with token `first`, in a sequence of `length` tokens.
+inline KeyOrder key_order(std::int64_t first, std::int64_t length) {
+    return first + kTileTokens <= length ? KeyOrder::lanes : KeyOrder::rows;
+}
+
+/// Turns the keys of one tile from lanes to rows.
+void turn_keys_to_rows(DType dtype, std::uint8_t* tile, std::int64_t key_dim);
+
+ElementPlace key_place(DType dtype, KeyOrder order, std::int64_t token, std::int64_t dim, std::int64_t key_dim);
 ElementPlace value_place(DType dtype, std::int64_t token, std::int64_t dim, std::int64_t value_dim);
 
 /// Words of 4 bytes that hold the scales of one token's keys, or values, of `dim` elements.
@@ -54,7 +67,8 @@ std::int64_t scale_words(DType dtype, std::int64_t dim);
 inline std::int64_t scale_place(std::int64_t word, std::int64_t token) { return (word * kTileTokens + token) * 4; }
 
 /// One stored element of a key tile, dequantised.
-float load_key(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, std::int64_t key_dim);
+float load_key(DType dtype, KeyOrder order, const std::uint8_t* tile, std::int64_t token, std::int64_t dim,
+               std::int64_t key_dim);
 
 /// The same of a value tile.
 float load_value(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, std::int64_t value_dim);

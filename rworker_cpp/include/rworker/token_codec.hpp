@@ -3,13 +3,14 @@
 
 #include <cstdint>
 
-#include "rworker/types.hpp"
+#include "rworker/layout.hpp"
 
 namespace rworker {
 
 /// The tiles a token lies in, and which of their tokens it is.
 struct TokenPlace {
     std::uint8_t *key_tile, *value_tile;
+    KeyOrder key_order;
     std::int64_t token;
 };
 
@@ -32,6 +33,8 @@ class TokenCodec {
 
   private:
     std::int64_t row_bytes(std::int64_t dim) const;
+    ElementPlace key_at(const TokenPlace& place, std::int64_t dim) const;
+    ElementPlace value_at(const TokenPlace& place, std::int64_t dim) const;
 
     DType dtype_;
     const LayerSpec& layer_;

@@ -69,8 +69,8 @@ class Worker {
     /// key_dim] into out [attending rows, num_heads, value_dim]. Returns at once, or when all is done if that takes
     /// no longer than waking a thread would; the buffers are in use until wait.
     void submit(std::int64_t mini_batch, std::int64_t layer, const Payload& payload);
-    /// Submit and wait in one, on the calling thread with the pool's helpers: no thread is woken to lead. Nothing may be
-    /// under way.
+    /// Submit and wait in one, on the calling thread with the pool's helpers: no thread is woken to lead. Nothing may
+    /// be under way.
     void run(std::int64_t mini_batch, std::int64_t layer, const Payload& payload);
     bool ready(std::int64_t mini_batch) const;
     void wait(std::int64_t mini_batch);
@@ -99,6 +99,7 @@ class Worker {
     const MiniBatch& mini_batch_at(std::int64_t index) const;
     void finish(std::int64_t mini_batch);
     bool idle() const;
+    void unwrite(const MiniBatch& mini_batch) const;
     void check_all_done() const;
 
     KVCache cache_;

@@ -39,9 +39,11 @@ struct Ahead {
     }
 };
 
-inline Ahead run_ahead(const Tile* tiles, Range tokens, uint8_t* Tile::* part, int64_t tile_bytes, bool ask) {
-    return {part, tiles + tokens.begin / kTileTokens, tiles + tokens.end / kTileTokens - 1, tile_bytes,
-            ask ? kCacheLineBytes : 0};
+/// `tile_bytes` of each tile; 0: nothing.
+inline Ahead run_ahead(const Tile* tiles, Range tokens, uint8_t* Tile::* part, int64_t tile_bytes) {
+    const int step = tile_bytes != 0 ? kCacheLineBytes : 0;
+    return {part, tiles + tokens.begin / kTileTokens, tiles + tokens.end / kTileTokens - 1,
+            step ? tile_bytes : kCacheLineBytes, step};
 }
 
 }  // namespace

@@ -1,69 +1,90 @@
-// Writing new tokens straight into the transposed layout.
+// Writing new tokens into the cache.
 #pragma once
 
 #include "kernels/stored.hpp"
+#include "kernels/transpose.hpp"
 
 namespace {
 
 using rworker::AppendArgs;
 
-/// A row of the payload as it will be stored: element i is `bits[i]`, zeros after the last.
+/// A row of the payload in the cache's dtype, up to a multiple of 16 elements: zeros after the last.
 template <class L, DType D>
-void convert_row(DType dtype, const void* row, int n, float* floats, uint32_t* bits) {
-    widen_row<L>(dtype, row, n, 1.0f, floats);
-    alignas(64) uint32_t narrowed[16];
-    for (int i = 0; i < round_up16(n); i += L::width) {
-        narrow<L>(D, L::load(floats + i), narrowed, 0);
-        for (int j = 0; j < L::width; ++j) bits[i + j] = Stored<L, D>::bits(narrowed, j);
-    }
-}
-
-/// Keys: one lane of every line. A bfloat16 line takes two dims at once, the second 0 after an odd last one.
-template <class L, DType D>
-void store_key(const uint32_t* bits, int key_dim, int lane, uint8_t* tile) {
-    if constexpr (D == DType::float32) {
-        for (int d = 0; d < key_dim; ++d) reinterpret_cast<uint32_t*>(tile)[d * kTileTokens + lane] = bits[d];
-    } else if constexpr (D == DType::float16) {
-        for (int d = 0; d < key_dim; ++d) reinterpret_cast<uint16_t*>(tile)[d * kTileTokens + lane] = uint16_t(bits[d]);
+void convert_row(DType dtype, const void* row, int n, void* converted) {
+    if (dtype == D) {
+        copy_elements(D, row, converted, n);
     } else {
-        for (int d = 0; d < key_dim; d += 2)
-            reinterpret_cast<uint32_t*>(tile)[d / 2 * kTileTokens + lane] = bits[d] | bits[d + 1] << 16;
+        alignas(64) float floats[rworker::kMaxHeadDim];
+        widen_row<L>(dtype, row, n, 1.0f, floats);
+        narrow_row<L>(D, floats, n, converted);
     }
+    __builtin_memset(const_cast<void*>(element(D, converted, n)), 0, size_t(round_up16(n) - n) * item_bytes(D));
 }
 
 /// Values: one line, padding included. The first token of a bfloat16 pair clears its partner, which is stale.
-template <class L, DType D>
-void store_value(const uint32_t* bits, int padded_dim, int token, uint8_t* tile) {
-    if constexpr (D == DType::float32) {
-        uint32_t* line = reinterpret_cast<uint32_t*>(tile) + token * padded_dim;
-        for (int d = 0; d < padded_dim; ++d) line[d] = bits[d];
-    } else if constexpr (D == DType::float16) {
-        uint16_t* line = reinterpret_cast<uint16_t*>(tile) + token * padded_dim;
-        for (int d = 0; d < padded_dim; ++d) line[d] = uint16_t(bits[d]);
-    } else {
+template <DType D>
+void store_value(const void* row, int padded_dim, int token, uint8_t* tile) {
+    if constexpr (D == DType::bfloat16) {
+        const uint16_t* bits = static_cast<const uint16_t*>(row);
         uint32_t* line = reinterpret_cast<uint32_t*>(tile) + token / 2 * padded_dim;
         if (token % 2 == 0)
             for (int d = 0; d < padded_dim; ++d) line[d] = bits[d];
         else
-            for (int d = 0; d < padded_dim; ++d) line[d] = (line[d] & 0xffff) | bits[d] << 16;
+            for (int d = 0; d < padded_dim; ++d) line[d] = (line[d] & 0xffff) | uint32_t(bits[d]) << 16;
+    } else {
+        copy_elements(D, row, const_cast<void*>(element(D, tile, int64_t(token) * padded_dim)), padded_dim);
     }
+}
+
+/// Keys of the tokens [begin, end) of one tile of `lines` words, a row each from `write_row(token, row)`: as rows until
+/// the tile is full, then all of it as lanes.
+template <class Word, class WriteRow>
+[[gnu::always_inline]] inline void store_keys(int begin, int end, int lines, Word* tile, WriteRow write_row) {
+    if (end < kTileTokens) {
+        for (int token = begin; token < end; ++token) write_row(token, tile + token * lines);
+        return;
+    }
+    alignas(64) Word rows[kTileTokens * rworker::kMaxHeadDim];
+    __builtin_memcpy(rows, tile, size_t(begin) * lines * sizeof(Word));
+    for (int token = begin; token < end; ++token) write_row(token, rows + token * lines);
+    rows_to_lanes(rows, kTileTokens, lines, tile);
+}
+
+/// Calls f(tile, first token, one past the last) with the tokens of each tile; tokens count from the tile's first.
+template <class F>
+[[gnu::always_inline]] inline void for_tiles(const AppendArgs& args, F f) {
+    for (int64_t position = args.begin; position < args.end;) {
+        const int64_t first = position / kTileTokens * kTileTokens;
+        const int64_t end = first + kTileTokens < args.end ? first + kTileTokens : args.end;
+        f(tile_of(args.view, first / kTileTokens), first, int(position - first), int(end - first));
+        position = end;
+    }
+}
+
+inline const void* key_row(const AppendArgs& args, int64_t position) {
+    return element(args.dtype, args.keys, (position - args.begin) * args.key_stride);
+}
+
+inline const void* value_row(const AppendArgs& args, int64_t position) {
+    return element(args.dtype, args.values, (position - args.begin) * args.value_stride);
 }
 
 template <class L, DType D>
 void append(const AppendArgs& args) {
-    alignas(64) float floats[rworker::kMaxHeadDim];
-    alignas(64) uint32_t bits[rworker::kMaxHeadDim];
-    for (int64_t position = args.begin; position < args.end; ++position) {
-        const int64_t row = position - args.begin;
-        const int token = int(position % kTileTokens);
-        const Tile tile = tile_of(args.view, position / kTileTokens);
-        convert_row<L, D>(args.dtype, element(args.dtype, args.keys, row * args.key_stride), args.key_dim, floats,
-                          bits);
-        store_key<L, D>(bits, args.key_dim, token, tile.keys);
-        convert_row<L, D>(args.dtype, element(args.dtype, args.values, row * args.value_stride), args.value_dim, floats,
-                          bits);
-        store_value<L, D>(bits, round_up16(args.value_dim), token, tile.values);
-    }
+    using Word = StoredWord<Stored<L, D>::lane_bytes>;
+    constexpr int pack = Stored<L, D>::pack;
+    const int lines = (args.key_dim + pack - 1) / pack;
+    alignas(64) uint8_t row[rworker::kMaxHeadDim * 4];
+    for_tiles(args, [&](const Tile& tile, int64_t first, int begin, int end) {
+        store_keys(begin, end, lines, reinterpret_cast<Word*>(tile.keys), [&](int token, Word* words) {
+            convert_row<L, D>(args.dtype, key_row(args, first + token), args.key_dim, row);
+            __builtin_memcpy(words, row, size_t(lines) * sizeof(Word));
+        });
+        for (int token = begin; token < end; ++token) {
+            convert_row<L, D>(args.dtype, value_row(args, first + token), args.value_dim, row);
+            store_value<D>(row, round_up16(args.value_dim), token, tile.values);
+        }
+    });
 }
 
 }  // namespace

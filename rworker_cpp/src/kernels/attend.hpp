@@ -8,6 +8,7 @@
 #include "kernels/merge.hpp"
 #include "kernels/products.hpp"
 #include "kernels/scores_int.hpp"
+#include "kernels/transpose.hpp"
 #include "kernels/values_int.hpp"
 
 namespace {
@@ -17,14 +18,14 @@ using rworker::kBlockRows;
 using rworker::TokenRow;
 
 /// Scores of one row to weights exp(score - max), 0 for what it does not see; returns the factor for its old output.
-/// Only the tiles that `all` rows together touch are worked on: no other weight is used, and zeros add nothing.
+/// Only `worked_on`, whole vectors that all rows together touch, is set: no other weight is used, and zeros add
+/// nothing.
 template <class L>
-float soften(float* scores, Range all, Range seen, float soft_cap, float& max, float& sum) {
-    const Range tiles = whole_tiles(all);
+float soften(float* scores, Range worked_on, Range seen, float soft_cap, float& max, float& sum) {
     using vec = typename L::vec;
     const vec begin = L::set1(float(seen.begin)), end = L::set1(float(seen.end)), minus_inf = L::set1(-kInfinity);
     vec top = minus_inf;
-    for (int t = tiles.begin; t < tiles.end; t += L::width) {
+    for (int t = worked_on.begin; t < worked_on.end; t += L::width) {
         vec score = L::load(scores + t);
         if (soft_cap != 0.0f) score = L::mul(L::set1(soft_cap), tanh<L>(L::div(score, L::set1(soft_cap))));
         if (seen.begin > t || seen.end < t + L::width) {
@@ -38,7 +39,7 @@ float soften(float* scores, Range all, Range seen, float soft_cap, float& max, f
     const float base = new_max == -kInfinity ? 0.0f : new_max;  // -inf - -inf would be NaN
     const float keep = exp_nonpositive_one<L>(max - base);
     vec total = L::set1(0.0f);
-    for (int t = tiles.begin; t < tiles.end; t += L::width) {
+    for (int t = worked_on.begin; t < worked_on.end; t += L::width) {
         const vec weight = exp_nonpositive<L>(L::sub(L::load(scores + t), L::set1(base)));
         L::store(scores + t, weight);
         total = L::add(total, weight);
@@ -76,7 +77,8 @@ struct RowBlock {
     const AttendArgs& args;
     const int64_t first_row;
     const int rows;
-    const bool last;  // of the blocks
+    const bool last;           // of the blocks
+    uint8_t* const open_keys;  // those of a last tile that is not full, in lanes
     const int query_stride = round_up16(args.key_dim), padded_dim = round_up16(args.value_dim);
     const int key_lines = (args.key_dim + S::pack - 1) / S::pack;
     float* const queries = args.scratch;
@@ -86,20 +88,21 @@ struct RowBlock {
     int64_t ends[kBlockRows];  // one past the last token a row sees
     int64_t begin = args.end, end = 0;
 
-    RowBlock(const AttendArgs& call, int64_t row, int64_t rows_left)
+    RowBlock(const AttendArgs& call, uint8_t* open_keys_in_lanes, int64_t row, int64_t rows_left)
         : args(call),
           first_row(row),
           rows(int(rows_left < kBlockRows ? rows_left : kBlockRows)),
-          last(rows_left <= kBlockRows) {}
+          last(rows_left <= kBlockRows),
+          open_keys(open_keys_in_lanes) {}
 
     static int value_lines(int tokens) { return (tokens + S::pack - 1) / S::pack; }
     int64_t begin_of(int row) const { return args.window && ends[row] > args.window ? ends[row] - args.window : 0; }
 
     void prepare() {
         const int64_t row_floats = rworker::partial_floats(args.value_dim);
-        for (int r = 0; r < rows; ++r) {
-            const TokenRow& token = args.tokens[(first_row + r) / args.group];
-            const int64_t head = (first_row + r) % args.group;
+        int64_t index = first_row / args.group, head = first_row % args.group;
+        for (int r = 0; r < rows; ++r, head = head + 1 < args.group ? head + 1 : (++index, 0)) {
+            const TokenRow& token = args.tokens[index];
             const int64_t query = token.payload_row * args.token_stride + head * args.key_dim;
             widen_row<L>(args.dtype, element(args.dtype, args.queries, query), args.key_dim,
                          S::pair_dot ? 1.0f : args.scale, queries + r * query_stride);
@@ -135,39 +138,67 @@ struct RowBlock {
         return theirs * kTileTokens < args.next->end ? tile_of(args.next->view, theirs).keys : own;
     }
 
+    /// Of keys to ask for. Those of 16 bits come a little faster to one row alone where the hardware follows its four
+    /// streams unaided; wider ones, codes, and several rows want them asked for (docs/performance.md).
+    int64_t next_key_tile_bytes() const {
+        constexpr bool half = D == DType::float16 || D == DType::bfloat16;
+        return half && rows == 1 ? 0 : args.view.key_tile_bytes;
+    }
+
     void attend_chunk(int64_t chunk, Range seen) {
         Tile tiles[kChunkTiles];
+        const Range worked_on = is_quantized(D) ? whole_tiles(seen) : round_out(seen, L::width);
         find_tiles(chunk, seen, tiles);
         for_row_groups<L>(rows, [&]<int R>(int r) {
-            score_rows<L, D, R>(tiles, seen, r == 0, queries + r * query_stride, query_stride, key_lines,
-                                scores + r * kChunkTokens);
+            score_rows<L, D, R>(tiles, seen, r == 0 ? args.view.value_tile_bytes : 0, queries + r * query_stride,
+                                query_stride, key_lines, scores + r * kChunkTokens);
         });
         for (int r = 0; r < rows; ++r) {
             if constexpr (S::pair_dot) scale_scores<L>(scores + r * kChunkTokens, args.scale);
             const Partial partial(outputs[r] - 16);
-            keep[r] = soften<L>(scores + r * kChunkTokens, seen, clip(begin_of(r), ends[r], chunk), args.soft_cap,
+            keep[r] = soften<L>(scores + r * kChunkTokens, worked_on, clip(begin_of(r), ends[r], chunk), args.soft_cap,
                                 *partial.max, *partial.sum);
             if constexpr (S::pair_dot) pack_all_pairs<L>(scores + r * kChunkTokens, kChunkTokens);
         }
         for_row_groups<L>(rows, [&]<int R>(int r) {
-            add_value_rows<L, D, R>(tiles, seen, r == 0, scores + r * kChunkTokens, keep + r, outputs + r, padded_dim);
+            add_value_rows<L, D, R>(tiles, seen, r == 0 ? next_key_tile_bytes() : 0, scores + r * kChunkTokens,
+                                    keep + r, outputs + r, padded_dim);
         });
     }
 
     void find_tiles(int64_t chunk, Range seen, Tile* tiles) const {
         for (int i = seen.begin / kTileTokens; i * kTileTokens < seen.end; ++i) {
             tiles[i] = tile_of(args.view, chunk / kTileTokens + i);
+            if (chunk + (i + 1) * kTileTokens > args.end) tiles[i].keys = open_keys;
             tiles[i].next_keys = keys_after(chunk / kTileTokens + i, tiles[i].keys);
+            if constexpr (is_quantized(D)) continue;
             const int tokens = seen.end - i * kTileTokens < kTileTokens ? seen.end - i * kTileTokens : kTileTokens;
             tiles[i].values_step = (value_lines(tokens) * padded_dim * S::lane_bytes + key_lines - 1) / key_lines;
         }
     }
 };
 
+/// The keys of the last tile, which is not full, from rows to lanes: in the scratch, behind what a RowBlock uses.
+template <class L, DType D>
+uint8_t* turn_open_keys(const AttendArgs& args) {
+    using S = Stored<L, D>;
+    using Word = StoredWord<S::lane_bytes>;
+    const uint8_t* const open = tile_of(args.view, args.end / kTileTokens).keys;
+    uint8_t* const tile = reinterpret_cast<uint8_t*>(args.scratch + rworker::open_tile_offset(args.key_dim));
+    int header = 0;
+    if constexpr (is_quantized(D)) header = header_bytes<D>(args.key_dim);
+    __builtin_memcpy(tile, open, size_t(header));
+    rows_to_lanes(reinterpret_cast<const Word*>(open + header), int(args.end % kTileTokens),
+                  (args.key_dim + S::pack - 1) / S::pack, reinterpret_cast<Word*>(tile + header));
+    __asm__ volatile("" ::: "memory");  // what is stored as words will be loaded as floats
+    return tile;
+}
+
 template <class L, DType D>
 void attend(const AttendArgs& args) {
+    uint8_t* const open_keys = args.end % kTileTokens != 0 ? turn_open_keys<L, D>(args) : nullptr;
     const int64_t rows = args.num_tokens * args.group;
-    for (int64_t row = 0; row < rows; row += kBlockRows) RowBlock<L, D>(args, row, rows - row).run();
+    for (int64_t row = 0; row < rows; row += kBlockRows) RowBlock<L, D>(args, open_keys, row, rows - row).run();
 }
 
 }  // namespace

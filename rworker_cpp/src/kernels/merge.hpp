@@ -34,16 +34,17 @@ inline void fold(float& max, float& sum, float* output, Partial<const float> par
     }
 }
 
-/// output <- output / sum. A sink is a score without a value: it only takes its share of the sum.
+/// output <- folded / sum. A sink is a score without a value: it only takes its share of the sum.
 template <class L>
-inline void finish(float max, float sum, const float* sink, float* output, int n) {
+inline void finish(float max, float sum, const float* sink, const float* folded, float* output, int n) {
+    float keep = 1.0f;
     if (sink) {
         const float new_max = max > *sink ? max : *sink;
-        const float keep = exp_nonpositive_one<L>(max - new_max);
+        keep = exp_nonpositive_one<L>(max - new_max);
         sum = sum * keep + exp_nonpositive_one<L>(*sink - new_max);
-        for (int d = 0; d < n; d += L::width) L::store(output + d, L::mul(L::load(output + d), L::set1(keep)));
     }
-    for (int d = 0; d < n; d += L::width) L::store(output + d, L::div(L::load(output + d), L::set1(sum)));
+    const auto factor = L::set1(keep / sum);
+    for (int d = 0; d < n; d += L::width) L::store(output + d, L::mul(L::load(folded + d), factor));
 }
 
 template <class L>
@@ -51,12 +52,18 @@ void merge(const MergeArgs& args) {
     const int padded_dim = round_up16(args.value_dim);
     for (int64_t token = 0; token < args.num_tokens; ++token)
         for (int head = 0; head < args.group; ++head) {
-            float max = -kInfinity, sum = 0.0f;
             const float* part = args.partials + token * args.num_partials * args.partial_stride +
                                 head * rworker::partial_floats(args.value_dim);
-            for (int64_t i = 0; i < args.num_partials; ++i, part += args.partial_stride)
-                fold<L>(max, sum, args.scratch, Partial(part), padded_dim);
-            finish<L>(max, sum, args.sinks ? args.sinks + head : nullptr, args.scratch, padded_dim);
+            const float* const sink = args.sinks ? args.sinks + head : nullptr;
+            if (args.num_partials == 1) {
+                const Partial only(part);
+                finish<L>(*only.max, *only.sum, sink, only.output, args.scratch, padded_dim);
+            } else {
+                float max = -kInfinity, sum = 0.0f;
+                for (int64_t i = 0; i < args.num_partials; ++i, part += args.partial_stride)
+                    fold<L>(max, sum, args.scratch, Partial(part), padded_dim);
+                finish<L>(max, sum, sink, args.scratch, args.scratch, padded_dim);
+            }
             const int64_t out = token * args.token_stride + head * args.value_dim;
             narrow_row<L>(args.dtype, args.scratch, args.value_dim,
                           const_cast<void*>(element(args.dtype, args.out, out)));

@@ -28,10 +28,13 @@ inline Range clip(int64_t begin, int64_t end, int64_t chunk) {
     return range.begin < range.end ? range : Range{0, 0};
 }
 
-/// Tokens of the tiles that `seen` touches.
-inline Range whole_tiles(Range seen) {
-    return {seen.begin / kTileTokens * kTileTokens, (seen.end + kTileTokens - 1) / kTileTokens * kTileTokens};
+/// `seen`, with a first and an end that are multiples of `count`.
+inline Range round_out(Range seen, int count) {
+    return {seen.begin / count * count, (seen.end + count - 1) / count * count};
 }
+
+/// Tokens of the tiles that `seen` touches.
+inline Range whole_tiles(Range seen) { return round_out(seen, kTileTokens); }
 
 /// sum[row][v] += factors[row][part] * line[v][part]: one line of the cache for all rows, whether keys (a line is a dim
 /// of 16 tokens) or values (a token of some dims). Whichever is fewer, factors or lines, stays in registers.
@@ -79,36 +82,37 @@ template <class L, class S, int Rows, int Vectors, int From, int To, class Addre
     }
 }
 
-/// scores[row][token] of `Rows` queries and `Tiles` tiles. Meanwhile the tiles' values are on their way, if `ask`.
+/// scores[row][token] of `Rows` queries and `Vectors` vectors of tokens from a tile's first on. Meanwhile the tiles'
+/// values are on their way, if `ask`.
 /// A function of its own: inlined among its siblings, compilers let sums spill.
-template <class L, DType D, int Rows, int Tiles>
+template <class L, DType D, int Rows, int Vectors>
 [[gnu::noinline]] void score_tiles(const Tile* tiles, bool ask, const float* queries, int query_stride, int lines,
                                    float* scores) {
     using S = Stored<L, D>;
-    constexpr int tile_vectors = kTileTokens / L::width, vectors = Tiles * tile_vectors;
+    constexpr int tile_vectors = kTileTokens / L::width, num_tiles = (Vectors + tile_vectors - 1) / tile_vectors;
     constexpr int line_bytes = kTileTokens * S::lane_bytes;
-    typename L::vec sum[Rows][vectors];
+    typename L::vec sum[Rows][Vectors];
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL
-        for (int v = 0; v < vectors; ++v) {
+        for (int v = 0; v < Vectors; ++v) {
             sum[r][v] = L::set1(0.0f);
         }
     }
-    const uint8_t* coming[Tiles];
-    int steps[Tiles];
+    const uint8_t* coming[num_tiles];
+    int steps[num_tiles];
     RWORKER_UNROLL
-    for (int i = 0; i < Tiles; ++i) {
+    for (int i = 0; i < num_tiles; ++i) {
         coming[i] = tiles[i].values;
         steps[i] = ask ? tiles[i].values_step : 0;
     }
     for (int line = 0; line < lines; ++line) {
         RWORKER_UNROLL
-        for (int i = 0; i < Tiles; ++i) {
+        for (int i = 0; i < num_tiles; ++i) {
             prefetch(coming[i]);
             coming[i] += steps[i];
         }
-        add_line<L, S, Rows, vectors, 0, S::pack>(
+        add_line<L, S, Rows, Vectors, 0, S::pack>(
             [&](int v) {
                 return tiles[v / tile_vectors].keys + line * line_bytes + v % tile_vectors * L::width * S::lane_bytes;
             },
@@ -117,24 +121,31 @@ template <class L, DType D, int Rows, int Tiles>
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL
-        for (int v = 0; v < vectors; ++v) {
+        for (int v = 0; v < Vectors; ++v) {
             L::store(scores + r * kChunkTokens + v * L::width, sum[r][v]);
         }
     }
 }
 
-/// Scores of `Rows` queries with the tiles of a chunk that `seen` touches.
+/// Scores of `Rows` queries with the tiles of a chunk that `seen` touches. `ask_bytes` of each one's values, or none,
+/// are asked for; so are, by add_value_rows, those of the next keys.
 template <class L, DType D, int Rows>
-void score_rows(const Tile* tiles, Range seen, bool ask, const float* queries, int query_stride, int lines,
+void score_rows(const Tile* tiles, Range seen, int64_t ask_bytes, const float* queries, int query_stride, int lines,
                 float* scores) {
-    constexpr int fit = L::accumulators * L::width / (Rows * kTileTokens);
+    constexpr int tile_vectors = kTileTokens / L::width, fit = L::accumulators / (Rows * tile_vectors);
     constexpr int together = fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
     int tile = seen.begin / kTileTokens;
-    const int end = (seen.end + kTileTokens - 1) / kTileTokens;
+    // The last tile may be seen no further than its first vector.
+    const int end = (seen.end + kTileTokens - 1 - L::width) / kTileTokens;
     for (; tile + together <= end; tile += together)
-        score_tiles<L, D, Rows, together>(tiles + tile, ask, queries, query_stride, lines, scores + tile * kTileTokens);
+        score_tiles<L, D, Rows, together * tile_vectors>(tiles + tile, ask_bytes != 0, queries, query_stride, lines,
+                                                         scores + tile * kTileTokens);
     for (; tile < end; ++tile)
-        score_tiles<L, D, Rows, 1>(tiles + tile, ask, queries, query_stride, lines, scores + tile * kTileTokens);
+        score_tiles<L, D, Rows, tile_vectors>(tiles + tile, ask_bytes != 0, queries, query_stride, lines,
+                                              scores + tile * kTileTokens);
+    if (tile * kTileTokens < seen.end)
+        score_tiles<L, D, Rows, 1>(tiles + tile, ask_bytes != 0, queries, query_stride, lines,
+                                   scores + tile * kTileTokens);
 }
 
 /// outputs[row][lane..] = output * keep + weights x values, over the tokens in `seen` and nothing beyond: what lies
@@ -189,16 +200,16 @@ template <class L, DType D, int Rows, int Vectors>
 }
 
 template <class L, DType D, int Rows>
-void add_value_rows(const Tile* tiles, Range seen, bool ask, const float* weights, const float* keep,
+void add_value_rows(const Tile* tiles, Range seen, int64_t ask_bytes, const float* weights, const float* keep,
                     float* const* outputs, int padded_dim) {
     constexpr int least = kTileTokens / L::width;  // vectors in 16 dims
     constexpr int fit = L::accumulators / Rows < 8 ? L::accumulators / Rows : 8;
     constexpr int together = fit > least ? fit / least * least : least;
     int lane = 0;
     for (; lane + together * L::width <= padded_dim; lane += together * L::width)
-        add_values<L, D, Rows, together>(tiles, seen, ask, weights, keep, lane, outputs, padded_dim);
+        add_values<L, D, Rows, together>(tiles, seen, ask_bytes != 0, weights, keep, lane, outputs, padded_dim);
     for (; lane < padded_dim; lane += kTileTokens)
-        add_values<L, D, Rows, least>(tiles, seen, ask, weights, keep, lane, outputs, padded_dim);
+        add_values<L, D, Rows, least>(tiles, seen, ask_bytes != 0, weights, keep, lane, outputs, padded_dim);
 }
 
 }  // namespace

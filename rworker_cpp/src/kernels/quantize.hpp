@@ -1,11 +1,10 @@
 // Writing new tokens as int8 or int4 codes: a token touches its own bytes, nibbles and scales, nothing else.
 #pragma once
 
+#include "kernels/append.hpp"
 #include "kernels/codes.hpp"
 
 namespace {
-
-using rworker::AppendArgs;
 
 constexpr float kLeastScale = 0x1p-126f;  // below, quotients would lose their bits: such a row counts as zeros
 constexpr float kNaN = __builtin_nanf("");
@@ -73,22 +72,21 @@ inline void quantize_row(float* floats, int dim, uint8_t* codes, uint32_t* heade
     }
 }
 
+/// One word to each header line; behind them lie the codes.
 template <DType D>
-inline uint8_t* store_header(const uint32_t* header, int dim, int token, uint8_t* tile) {
-    const int lines = header_bytes<D>(dim) / kHeaderLineBytes;
-    for (int i = 0; i < lines; ++i) reinterpret_cast<uint32_t*>(tile)[i * kTileTokens + token] = header[i];
-    return tile + lines * kHeaderLineBytes;
+inline void store_header(const uint32_t* header, int dim, int token, uint8_t* tile) {
+    for (int i = 0; i < header_bytes<D>(dim) / kHeaderLineBytes; ++i)
+        reinterpret_cast<uint32_t*>(tile)[i * kTileTokens + token] = header[i];
 }
 
-/// Keys: one 4-byte lane of every line.
+/// Keys: a row of 4-byte words.
 template <DType D>
-inline void store_key_codes(const uint8_t* codes, int key_dim, int token, uint8_t* lines) {
-    constexpr int pack = D == DType::int8 ? 4 : 8;
-    for (int d = 0; d < key_dim; d += pack) {
-        uint8_t* lane = lines + (d / pack * kTileTokens + token) * 4;
-        for (int j = 0; j < 4; ++j)
-            lane[j] = D == DType::int8 ? codes[d + j] : uint8_t(codes[d + j] | codes[d + 4 + j] << 4);
-    }
+inline void pack_key_codes(const uint8_t* codes, int lines, uint8_t* row) {
+    if constexpr (D == DType::int8)
+        __builtin_memcpy(row, codes, size_t(lines) * 4);
+    else
+        for (int line = 0; line < lines; ++line)
+            for (int j = 0; j < 4; ++j) row[line * 4 + j] = uint8_t(codes[line * 8 + j] | codes[line * 8 + 4 + j] << 4);
 }
 
 /// Values: one byte or nibble of every lane of a line; the others are other tokens'.
@@ -107,22 +105,26 @@ inline void store_value_codes(const uint8_t* codes, int padded_dim, int token, u
 
 template <class L, DType D>
 void append_codes(const AppendArgs& args) {
+    constexpr int pack = Stored<L, D>::pack;
+    const int lines = (args.key_dim + pack - 1) / pack, padded_dim = round_up16(args.value_dim);
     alignas(64) float floats[rworker::kMaxHeadDim];
     alignas(64) uint8_t codes[rworker::kMaxHeadDim];
     uint32_t header[groups_of(rworker::kMaxHeadDim)];
-    for (int64_t position = args.begin; position < args.end; ++position) {
-        const int64_t row = position - args.begin;
-        const int token = int(position % kTileTokens);
-        const Tile tile = tile_of(args.view, position / kTileTokens);
-        widen_row<L>(args.dtype, element(args.dtype, args.keys, row * args.key_stride), args.key_dim, 1.0f, floats);
-        quantize_row<L, D>(floats, args.key_dim, codes, header);
-        store_key_codes<D>(codes, args.key_dim, token, store_header<D>(header, args.key_dim, token, tile.keys));
-        widen_row<L>(args.dtype, element(args.dtype, args.values, row * args.value_stride), args.value_dim, 1.0f,
-                     floats);
-        quantize_row<L, D>(floats, args.value_dim, codes, header);
-        store_value_codes<D>(codes, round_up16(args.value_dim), token,
-                             store_header<D>(header, args.value_dim, token, tile.values));
-    }
+    for_tiles(args, [&](const Tile& tile, int64_t first, int begin, int end) {
+        uint32_t* const keys = reinterpret_cast<uint32_t*>(tile.keys + header_bytes<D>(args.key_dim));
+        store_keys(begin, end, lines, keys, [&](int token, uint32_t* row) {
+            widen_row<L>(args.dtype, key_row(args, first + token), args.key_dim, 1.0f, floats);
+            quantize_row<L, D>(floats, args.key_dim, codes, header);
+            store_header<D>(header, args.key_dim, token, tile.keys);
+            pack_key_codes<D>(codes, lines, reinterpret_cast<uint8_t*>(row));
+        });
+        for (int token = begin; token < end; ++token) {
+            widen_row<L>(args.dtype, value_row(args, first + token), args.value_dim, 1.0f, floats);
+            quantize_row<L, D>(floats, args.value_dim, codes, header);
+            store_header<D>(header, args.value_dim, token, tile.values);
+            store_value_codes<D>(codes, padded_dim, token, tile.values + header_bytes<D>(args.value_dim));
+        }
+    });
 }
 
 }  // namespace

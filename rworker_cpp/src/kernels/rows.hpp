@@ -23,12 +23,14 @@ inline void narrow(DType dtype, typename L::vec x, void* row, int64_t i) {
     dtype == DType::float16 ? L::store_half(half, x) : L::store_bfloat(half, x);
 }
 
+constexpr int64_t item_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+
 inline void copy_elements(DType dtype, const void* from, void* to, int count) {
-    if (count > 0) __builtin_memcpy(to, from, size_t(count) * (dtype == DType::float32 ? 4 : 2));
+    if (count > 0) __builtin_memcpy(to, from, size_t(count * item_bytes(dtype)));
 }
 
 inline const void* element(DType dtype, const void* data, int64_t index) {
-    return static_cast<const uint8_t*>(data) + index * (dtype == DType::float32 ? 4 : 2);
+    return static_cast<const uint8_t*>(data) + index * item_bytes(dtype);
 }
 
 /// floats[0..round_up16(n)) = row[0..n) * scale, then zeros.

@@ -1,4 +1,4 @@
-// Lines of the cache, per dtype: how they are read into lanes and how a token is written into them.
+// Lines of the cache, per dtype, and how they are read into lanes.
 #pragma once
 
 #include "kernels/rows.hpp"
@@ -18,7 +18,6 @@ struct Stored<L, DType::float32> {
     static constexpr int pack = 1, lane_bytes = 4;
     static constexpr bool pair_dot = false;
     static typename L::vec load(const uint8_t* line, int) { return L::load(reinterpret_cast<const float*>(line)); }
-    static uint32_t bits(const void* row, int i) { return static_cast<const uint32_t*>(row)[i]; }
 };
 
 template <class L>
@@ -28,7 +27,6 @@ struct Stored<L, DType::float16> {
     static typename L::vec load(const uint8_t* line, int) {
         return L::load_half(reinterpret_cast<const uint16_t*>(line));
     }
-    static uint32_t bits(const void* row, int i) { return static_cast<const uint16_t*>(row)[i]; }
 };
 
 template <class L>
@@ -39,14 +37,27 @@ struct Stored<L, DType::bfloat16> {
         const uint32_t* pairs = reinterpret_cast<const uint32_t*>(line);
         return part == 0 ? L::load_pair_low(pairs) : L::load_pair_high(pairs);
     }
-    static uint32_t bits(const void* row, int i) { return static_cast<const uint16_t*>(row)[i]; }
 };
+
+/// What one lane of a line holds.
+template <int LaneBytes>
+struct WordOf {
+    using type = uint32_t;
+};
+
+template <>
+struct WordOf<2> {
+    using type = uint16_t;
+};
+
+template <int LaneBytes>
+using StoredWord = typename WordOf<LaneBytes>::type;
 
 /// Where a tile of 16 tokens of one sequence lies.
 struct Tile {
     uint8_t *keys, *values;
     uint8_t* next_keys;  // what will be read a chunk later
-    int values_step;     // bytes of its values to ask for with each line of its keys
+    int values_step;     // bytes of its values to ask for with each line of its keys, if these are floats
 };
 
 inline Tile tile_of(const HeadView& view, int64_t tile) {

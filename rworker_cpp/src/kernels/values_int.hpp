@@ -85,11 +85,10 @@ inline void for_lanes(int lane, int end, F f) {
 /// output = output * keep + weights x values over the tokens in `seen`.
 template <class L, DType D, int Rows>
     requires(is_quantized(D))
-void add_value_rows(const Tile* tiles, Range seen, bool ask, const float* weights, const float* keep,
+void add_value_rows(const Tile* tiles, Range seen, int64_t ask_bytes, const float* weights, const float* keep,
                     float* const* outputs, int padded_dim) {
     const Range tokens = whole_tiles(seen);
-    const int tile_bytes = header_bytes<D>(padded_dim) + padded_dim * kTileTokens * 4 / Stored<L, D>::pack;
-    Ahead ahead = run_ahead(tiles, tokens, &Tile::next_keys, tile_bytes, ask);
+    Ahead ahead = run_ahead(tiles, tokens, &Tile::next_keys, ask_bytes);
     if constexpr (D == DType::int8) {
         PairWeights shrunk[Rows];
         for (int r = 0; r < Rows; ++r) shrink_weights<L>(tiles, tokens, weights + r * kChunkTokens, shrunk[r]);
