@@ -114,8 +114,8 @@ def backends(core: int) -> Iterator[dict[str, PoolBackend]]:
 def listening(core: int, *arguments: str) -> Iterator[str]:
     """An R-worker's "host:port"."""
     program = str(Path(sys.executable).with_name("fastdecode"))
-    command = [program, "r-worker", "--listen", "tcp://127.0.0.1:0", "--cores", str(core), *arguments]
-    command += ["--threads", "1", "--kv-cache-memory", str(CACHE_BYTES)]
+    command = [program, "r-worker", "--listen", "tcp://127.0.0.1:0", "--cores", str(core)]
+    command += ["--threads", "1", "--kv-cache-memory", str(CACHE_BYTES), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline() if process.stdout else ""
