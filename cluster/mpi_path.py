@@ -1,7 +1,8 @@
 """Frames and payload between two ranks of an MPI job.
 
 Words give the order: one says that a control frame follows, or that q, k, v or o of a layer are there. Payload travels
-beside them, straight between arrays: both sides know its sizes from the step's plan and expect it before it is sent.
+beside them, q, k, v as one message, for each costs both sides: they know its size from the step's plan and expect it
+before it is sent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from fastdecode.cluster.frames import HEADER, Conversation, Frame, Kind
 from fastdecode.cluster.mpi_progress import Progress
 from fastdecode.cluster.payload import PayloadSlots, aligned_memory
+from fastdecode.cluster.spin import Spin
 from fastdecode.cluster.stream import PartChannel
 from fastdecode.errors import FrameError
 
@@ -77,6 +79,7 @@ class MpiPath:
         self._channel = MpiChannel(peer)
         self.conversation = Conversation(self._channel)
         self._peer, self._progress = peer, progress
+        self._spin = Spin()
         self._memory = aligned_memory(0)
         self._slots: PayloadSlots | None = None
         self._expected: dict[int, list[Any]] = {}
@@ -119,11 +122,13 @@ class MpiPath:
         for. Ctrl-C in the midst of this loses the R-worker."""
         if self._slots is None:
             raise ValueError(f"a {kind.name}, and no step is open")
+        part = arrays[0]
         if self._progress:
-            self._slots.check(mini_batch, layer, arrays)
+            self._slots.fill(mini_batch, layer, arrays)
+            part = self._slots.stretch(mini_batch, layer)
         self._expect(self._slots, mini_batch, layer if self._progress else layer + 1)
         self._cut = True
-        sent = [self._peer.send(array, _PAYLOAD_TAG + mini_batch) for array in arrays if array.nbytes]
+        sent = [self._peer.send(part, _PAYLOAD_TAG + mini_batch)] if part.nbytes else []
         self._sent[mini_batch] = [*sent, self._peer.send_word(mini_batch << 32 | layer)]
         self._cut = False
         if self._progress:
@@ -171,13 +176,13 @@ class MpiPath:
 
     def _expect(self, slots: PayloadSlots, mini_batch: int, layer: int) -> None:
         if layer < slots.num_layers:
-            views = slots.views(mini_batch, layer)
-            arrays = views[3:] if self._progress else views[:3]
-            tag = _PAYLOAD_TAG + mini_batch
-            self._expected[mini_batch] = [self._peer.receive(array, tag) for array in arrays if array.nbytes]
+            part = slots.views(mini_batch, layer)[3] if self._progress else slots.stretch(mini_batch, layer)
+            received = [self._peer.receive(part, _PAYLOAD_TAG + mini_batch)] if part.nbytes else []
+            self._expected[mini_batch] = received
 
     def _finish(self, requests: list[Any]) -> None:
-        if not self._peer.wait(requests, MESSAGE_SECONDS):
+        done = self._spin.until(lambda: self._peer.wait(requests, 0.0)) or self._peer.wait(requests, MESSAGE_SECONDS)
+        if not done:
             raise ConnectionError(f"payload did not come within {MESSAGE_SECONDS:g} s")
 
     def _withdraw(self) -> None:

@@ -10,6 +10,9 @@ from typing import Protocol
 PROGRESS_SECONDS = 200e-6
 """Between two looks, while a layer is under way: about a hundredth of the core that the S-worker computes on."""
 
+LOOKED_AFTER_SECONDS = 1e-3
+"""Between two looks while somebody else looks all the time, whom this thread only disturbs."""
+
 LINGER_SECONDS = 5e-3
 """How long the thread stays awake between layers: to wake it takes longer than most of them."""
 
@@ -20,8 +23,8 @@ SWITCH_SECONDS = 1e-4
 class Mover(Protocol):
     """What has messages to move on."""
 
-    looking: bool
-    """Somebody does so already."""
+    last_look: float
+    """When somebody did so last, in seconds of ``time.monotonic``."""
 
     def move_on(self) -> None:
         """Move them on a little."""
@@ -79,11 +82,12 @@ class Progress:
 
     def _look_after(self, until: float) -> None:
         while not self._stopped and (now := time.monotonic()) < until:
+            looked_after = now - self._mover.last_look < PROGRESS_SECONDS
             if self._under_way():
                 until = now + LINGER_SECONDS
-                if not self._mover.looking:
+                if not looked_after:
                     self._mover.move_on()
-            time.sleep(PROGRESS_SECONDS)
+            time.sleep(LOOKED_AFTER_SECONDS if looked_after else PROGRESS_SECONDS)
 
     def _under_way(self) -> bool:
         return any(path.under_way for path in self._watched)

@@ -40,9 +40,9 @@ def test_what_comes_is_found_and_nothing_is_waited_for_longer_than_asked() -> No
 
 def test_a_core_that_others_use_is_left_alone(one_core: int) -> None:
     """Beside a process that computes on its core a spin ends long before its time, and the next does not begin."""
-    burner = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{one_core}]); print(flush=True)\nwhile 1: pass"]
+    program = f"import os; os.sched_setaffinity(0, [{one_core}]); print(flush=True)\nwhile 1: pass"
     spin, looks = Spin(LONG_SECONDS), []
-    with subprocess.Popen(burner, stdout=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
             assert process.stdout and process.stdout.readline()
             start = time.perf_counter()
