@@ -41,7 +41,7 @@ SETTLE_SECONDS = 1.2
 
 
 class ContextFiller:
-    """Stands in for an engine's S-worker while prompts last: random keys and values, no model, token 1 for everybody."""
+    """Stands in for an engine's S-worker while prompts last: random keys and values, no model, token 1 for all."""
 
     def __init__(self, s_worker: SWorker) -> None:
         self._s_worker = s_worker
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="decode steps of a turn (8)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each (9)")
     args = parser.parse_args()
-    if SPARE_TOKENS < args.steps * (args.rounds + 1) + 2:
+    if args.steps * (args.rounds + 1) > SPARE_TOKENS // 2:
         parser.error(f"contexts may grow by {SPARE_TOKENS} tokens: fewer steps or rounds")
     mend_binding()
     cores = sorted(os.sched_getaffinity(0))
@@ -91,8 +91,10 @@ def main() -> None:
     with mock.patch.object(fastdecode.engine, "SModel", lambda config: model):  # one copy of the weights for all
         for transport in args.transports.split(","):
             with (
-                engine("inproc", settings, args, cores[-1]) as inproc,
-                engine(transport, settings, args, cores[-1]) as other,
+                config_for("inproc", settings, cores[-1]) as here,
+                config_for(transport, settings, cores[-1]) as there,
+                engine(here, args) as inproc,
+                engine(there, args) as other,
             ):
                 compare(transport, inproc, other, args)
 
@@ -128,22 +130,29 @@ def decode_steps(engine: LLMEngine, num_steps: int) -> list[StepRecord]:
 
 
 @contextlib.contextmanager
-def engine(transport: str, settings: dict, args: argparse.Namespace, core: int) -> Iterator[LLMEngine]:
-    """An engine over ``transport`` with its R-worker on ``core``, all contexts filled."""
-    here = {"r_threads": 1, "r_cores": str(core), "kv_cache_memory": settings["kv_cache_memory"]}
+def config_for(transport: str, settings: dict, core: int) -> Iterator[EngineConfig]:
+    """One R-worker on ``core``, over TCP a process that lives as long as this; to be made while all cores are ours."""
+    memory = settings["kv_cache_memory"]
     rest = {name: value for name, value in settings.items() if name != "kv_cache_memory"}
-    with contextlib.ExitStack() as cleanup:
-        if transport == "tcp":
-            memory = ("--kv-cache-memory", str(settings["kv_cache_memory"]))
-            config = EngineConfig(**rest, r_workers=cleanup.enter_context(listening(core, *memory)))
-        elif transport == "mpi":
-            config = EngineConfig(**rest, r_workers="mpi")
-        else:
-            config = EngineConfig(**rest, **here, r_workers={"spawn": "spawn:1"}.get(transport, transport))
-        made = LLMEngine(config)
-        cleanup.callback(made.close)
+    if transport == "tcp":
+        with listening(core, "--kv-cache-memory", str(memory)) as address:
+            yield EngineConfig(**rest, r_workers=address)
+    elif transport == "mpi":
+        yield EngineConfig(**rest, r_workers="mpi")
+    else:
+        spec = {"spawn": "spawn:1"}.get(transport, transport)
+        yield EngineConfig(**settings, r_workers=spec, r_threads=1, r_cores=str(core))
+
+
+@contextlib.contextmanager
+def engine(config: EngineConfig, args: argparse.Namespace) -> Iterator[LLMEngine]:
+    """An engine with all contexts filled."""
+    made = LLMEngine(config)
+    try:
         fill_contexts(made, args)
         yield made
+    finally:
+        made.close()
 
 
 def fill_contexts(engine: LLMEngine, args: argparse.Namespace) -> None:
@@ -185,9 +194,10 @@ def _describe(steps: list[StepRecord]) -> str:
     def median_ms(values: Iterator[float]) -> str:
         return f"{statistics.median(values) * 1e3:.1f}"
 
+    host = median_ms(step.host_seconds for step in steps)
     return (
         f"step {median_ms(step.wall_seconds for step in steps)} ms: S {median_ms(step.s_seconds for step in steps)}, "
-        f"waiting {median_ms(step.wait_seconds for step in steps)}, host {median_ms(step.host_seconds for step in steps)}; "
+        f"waiting {median_ms(step.wait_seconds for step in steps)}, host {host}; "
         f"R {median_ms(step.r_seconds[0] for step in steps)}, "
         f"transfer {median_ms(step.transfer_seconds[0] for step in steps)}"
     )
