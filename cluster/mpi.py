@@ -24,33 +24,26 @@ NAP_SECONDS, IDLE_NAP_SECONDS = 20e-6, 1e-3
 IDLE_SECONDS = 1.0
 """A rank that has heard nothing for so long sleeps longer."""
 
-_WORD_TAG, _NO_TAG = 0, 1
+_WORD_TAG = 0
 _WORD = struct.Struct("=Q")
 _PR_SET_TIMERSLACK = 29
 
 
 class MpiJob:
-    """All ranks of this mpirun. Calls of MPI take turns; ``last_look``: when somebody who waits looked, which moves
-    messages on, in seconds of ``time.monotonic``."""
+    """All ranks of this mpirun. Calls of MPI take turns."""
 
     def __init__(self) -> None:
         self._world = MPI.COMM_WORLD
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
         self.lock = threading.Lock()
-        self.last_look = 0.0
         self._peers: dict[int, MpiPeer] = {}
         _sleep_precisely()
 
     def peer(self, rank: int) -> MpiPeer:
         """The way to ``rank``, the same object each time."""
         if rank not in self._peers:
-            self._peers[rank] = MpiPeer(self, self._world, rank)
+            self._peers[rank] = MpiPeer(self._world, rank, self.lock)
         return self._peers[rank]
-
-    def move_on(self) -> None:
-        """Look into MPI, which moves large messages on only while somebody does."""
-        with self.lock:
-            self._world.Iprobe(self.rank, _NO_TAG)
 
     def abort(self, reason: str) -> None:
         """End the whole job now, with status 1; does not return."""
@@ -61,9 +54,9 @@ class MpiJob:
 class MpiPeer:
     """Words and messages to and from one other rank; ConnectionError where MPI fails."""
 
-    def __init__(self, job: MpiJob, world: Any, rank: int) -> None:
+    def __init__(self, world: Any, rank: int, lock: threading.Lock) -> None:
         self.rank = rank
-        self._job, self._world, self._lock = job, world, job.lock
+        self._world, self._lock = world, lock
         self._idle_since: float | None = None
         self._word = bytearray(_WORD.size)
         self._arrival: Any = self.receive(self._word, _WORD_TAG)
@@ -108,7 +101,7 @@ class MpiPeer:
 
     def wait(self, requests: Sequence[Any], timeout_seconds: float) -> bool:
         """False when they are not done in time. Sleeps between looks."""
-        done = self._done(requests) or (timeout_seconds > 0 and self._sleep_until_done(requests, timeout_seconds))
+        done = self.done(requests) or (timeout_seconds > 0 and self._sleep_until_done(requests, timeout_seconds))
         if done:
             self._idle_since = None
         return done
@@ -119,7 +112,7 @@ class MpiPeer:
             self._idle_since = start
         while now < start + timeout_seconds:
             time.sleep(NAP_SECONDS if now - self._idle_since < IDLE_SECONDS else IDLE_NAP_SECONDS)
-            if self._done(requests):
+            if self.done(requests):
                 return True
             now = time.monotonic()
         return False
@@ -136,9 +129,8 @@ class MpiPeer:
         """Expect no more words; MPI must not end while one is expected."""
         self.cancel([self._arrival])
 
-    def _done(self, requests: Sequence[Any]) -> bool:
-        """One that is done stays so."""
-        self._job.last_look = time.monotonic()
+    def done(self, requests: Sequence[Any]) -> bool:
+        """Whether they are, as of now; one that is done stays so. Any thread may ask."""
         try:
             with self._lock:
                 for request in requests:  # noqa: SIM110 - twice as fast as all(), and this is done all the time

@@ -53,7 +53,7 @@ class MpiChannel(PartChannel):
 
     def send(self, parts: Sequence[Any]) -> None:
         """See ``Channel.send``."""
-        self._sent = [each for each in self._sent if not self._peer.wait([each], 0.0)]
+        self._sent = [each for each in self._sent if not self._peer.done([each])]
         self._sent += [self._peer.send(part, _CONTROL_TAG) for part in parts if memoryview(part).nbytes]
 
     def close(self) -> None:
@@ -94,10 +94,9 @@ class MpiPath:
         """True once the S-worker has said that the job is over."""
         return self._last_word == OVER
 
-    @property
-    def under_way(self) -> bool:
-        """True while an o is expected."""
-        return bool(self._expected)
+    def move_on(self) -> bool:
+        """See ``Watched.move_on``."""
+        return not all([self._peer.done(requests) for requests in list(self._sent.values())])
 
     def place(self, slots: PayloadSlots) -> None:
         """See ``Path.place``. An R-worker expects the first layer of every mini-batch from now on."""
@@ -131,7 +130,7 @@ class MpiPath:
         sent = [self._peer.send(part, _PAYLOAD_TAG + mini_batch)] if part.nbytes else []
         self._sent[mini_batch] = [*sent, self._peer.send_word(mini_batch << 32 | layer)]
         self._cut = False
-        if self._progress:
+        if self._progress and not self._peer.done(self._sent[mini_batch]):
             self._progress.nudge()
 
     def next(self, timeout_seconds: float) -> Frame | None:
@@ -181,7 +180,7 @@ class MpiPath:
             self._expected[mini_batch] = received
 
     def _finish(self, requests: list[Any]) -> None:
-        done = self._spin.until(lambda: self._peer.wait(requests, 0.0)) or self._peer.wait(requests, MESSAGE_SECONDS)
+        done = self._spin.until(lambda: self._peer.done(requests)) or self._peer.wait(requests, MESSAGE_SECONDS)
         if not done:
             raise ConnectionError(f"payload did not come within {MESSAGE_SECONDS:g} s")
 
