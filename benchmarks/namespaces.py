@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (7)")
     args = parser.parse_args()
     rates = [float(rate) for rate in args.gbit.split(",")]
-    if SPARE_TOKENS < len(rates) * len(MODES) * args.steps * (args.rounds + 1) + 2:
+    if len(rates) * len(MODES) * args.steps * (args.rounds + 1) > SPARE_TOKENS - 32:
         parser.error(f"contexts may grow by {SPARE_TOKENS} tokens: fewer rates, steps or rounds")
     try:
         enter_namespace()
