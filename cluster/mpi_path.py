@@ -96,7 +96,8 @@ class MpiPath:
 
     def move_on(self) -> bool:
         """See ``Watched.move_on``."""
-        return not all([self._peer.done(requests) for requests in list(self._sent.values())])
+        sent = [request for requests in list(self._sent.values()) for request in requests]
+        return not self._peer.done(sent)
 
     def place(self, slots: PayloadSlots) -> None:
         """See ``Path.place``. An R-worker expects the first layer of every mini-batch from now on."""

@@ -63,4 +63,5 @@ class Progress:
                 time.sleep(PROGRESS_SECONDS)
 
     def _move_on(self) -> bool:
-        return any([path.move_on() for path in self._watched])
+        moved = [path.move_on() for path in self._watched]
+        return any(moved)
