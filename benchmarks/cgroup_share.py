@@ -2,7 +2,7 @@
 
 Two spawned R-workers of one thread each are bound to the last core, in cgroups with CPU weights 2:1; the S-worker has
 one thread on the first. Nobody is told of the weights. Sequences come and go, and the KV load should settle at 2:1,
-with steps that take as long as those of one R-worker that has the core to itself, measured in turns, A B A B.
+with steps that take as long as those of one R-worker that has both shares, measured in turns, A B A B.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Churn:
 def main() -> None:
     """Print how the load moves, then step times beside those of one R-worker alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt (1024)")
-    parser.add_argument("--sequences", type=int, default=64, help="in flight (64)")
-    parser.add_argument("--hidden", type=int, default=512, help="(512)")
-    parser.add_argument("--intermediate", type=int, default=512, help="(512)")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of each prompt (2048)")
+    parser.add_argument("--sequences", type=int, default=128, help="in flight (128)")
+    parser.add_argument("--hidden", type=int, default=256, help="(256)")
+    parser.add_argument("--intermediate", type=int, default=64, help="few: R is to be what takes time (64)")
     parser.add_argument("--layers", type=int, default=4, help="(4)")
     parser.add_argument("--settle", type=int, default=400, help="decode steps before measuring (400)")
     parser.add_argument("--steps", type=int, default=20, help="decode steps of a turn (20)")
@@ -80,14 +80,16 @@ def main() -> None:
         sys.exit("cgroup_share: needs two cores")
     settings = settings_for(args, cores[0]) | {"r_threads": 1, "r_cores": str(cores[-1])}
     with contextlib.ExitStack() as cleanup:
-        groups = [cleanup.enter_context(cgroup(index, weight)) for index, weight in enumerate(WEIGHTS)]
+        weights = (*WEIGHTS, sum(WEIGHTS))
+        *groups, whole = (cleanup.enter_context(cgroup(index, weight)) for index, weight in enumerate(weights))
         configs = [EngineConfig(**settings, r_workers=spec) for spec in ("spawn:1", "spawn:2")]
         alone = LLMEngine(configs[0])
         cleanup.callback(alone.close)
+        _enter(whole, *_newest_r_workers(1))
         shared = LLMEngine(configs[1])
         cleanup.callback(shared.close)
         for group, process in zip(groups, _newest_r_workers(2), strict=True):
-            (group / "cgroup.procs").write_text(str(process.pid))
+            _enter(group, process)
         _compare(Churn(alone, args), Churn(shared, args), args)
 
 
@@ -137,6 +139,10 @@ def cgroup(index: int, weight: int) -> Iterator[Path]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             _remove(folder)
+
+
+def _enter(folder: Path, process: psutil.Process) -> None:
+    (folder / "cgroup.procs").write_text(str(process.pid))
 
 
 def _remove(folder: Path) -> None:

@@ -17,6 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -58,6 +59,10 @@ class ContextFiller:
                 attending = int(chunks.chunks["num_rows"][chunks.chunks["attends"]].sum())
                 self._append(mini_batch, attending, len(chunks.token_ids))
         return {sequence_id: [SampledToken(1)] * len(rows) for sequence_id, rows in sampling.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the S-worker's."""
+        return getattr(self._s_worker, name)
 
     def _append(self, mini_batch: int, attending: int, every: int) -> None:
         backend = self._s_worker.backend

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +17,7 @@ from fastdecode.cluster.inproc import InprocBackend, InprocSettings
 from fastdecode.scheduler.speeds import WorkerSpeeds
 from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, WorkerPlan
 
-NUM_BURNERS, NUM_SEQUENCES, CONTEXT = 3, 16, 1000
+NUM_SEQUENCES, CONTEXT, NUM_STEPS = 16, 1000, 10
 
 
 def seconds_on_one_core(work: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -43,8 +42,9 @@ def test_speeds_are_as_seen_and_else_as_memory_was() -> None:
 @pytest.mark.parametrize("policy", ["sls", "stall-free"])
 def test_two_on_one_core_are_loaded_in_proportion_to_their_weights(policy: str) -> None:
     """Nobody is told of the weights, 2:1, and equal loads look like 1.33:1; yet newcomers settle at 2:1."""
-    limits = replace(AMPLE, max_num_seqs=60, num_blocks=(9999, 9999), bandwidths=(1.0, 1.0))
-    jobs = [Job([1] * 20, 40, [40], arrives=number // 6 * 4) for number in range(600)]
+    limits = replace(AMPLE, max_num_seqs=200, num_blocks=(9999, 9999), bandwidths=(1.0, 1.0))
+    lengths = np.random.default_rng(0).integers(20, 60, 900).tolist()
+    jobs = [Job([1] * 100, length, [length], number // 4 * 2) for number, length in enumerate(lengths)]
     run = Run(policy, limits, jobs, recounts=False)
     while run.step_number < 390:
         run.arrive_and_abort()
@@ -54,7 +54,7 @@ def test_two_on_one_core_are_loaded_in_proportion_to_their_weights(policy: str) 
             run.scheduler.observe(step.num_tokens, step.kv_loads, 1e-3, busy.tolist())
         run.step_number += 1
     loads = np.array(run.kv_loads).T
-    assert loads[0, :10].sum() == pytest.approx(loads[1, :10].sum(), rel=0.2)
+    assert loads[0, 1] == loads[1, 1] > 0
     assert loads[0, -60:].sum() / loads[1, -60:].sum() == pytest.approx(2.0, rel=0.1)
 
 
@@ -69,30 +69,34 @@ def busy_seconds(backend: InprocBackend, context: int, num_rows: int) -> list[fl
 
 
 @pytest.fixture
-def crowded_core() -> Iterator[int]:
-    """A core on which others compute all the time, each in a session and so a scheduling group of its own."""
+def burnt_core() -> Iterator[int]:
+    """A core on which another process of this session computes all the time."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("needs two cores")
     program = f"import os; os.sched_setaffinity(0, [{cores[-1]}])\nwhile 1: pass"
-    with ExitStack() as burners:
-        for _ in range(NUM_BURNERS):
-            process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-            burners.callback(process.wait)
-            burners.callback(process.kill)
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
         yield cores[-1]
+        process.kill()
 
 
-def test_an_r_worker_whose_core_others_use_is_seen_to_be_slow(crowded_core: int) -> None:
-    """Two real R-workers with the same load, one beside three processes that burn its core."""
+def be_humble(core: int) -> None:
+    """Let this process's threads that are bound to ``core`` alone give way to the session's others."""
+    for thread in map(int, os.listdir("/proc/self/task")):
+        if os.sched_getaffinity(thread) == {core}:
+            os.setpriority(os.PRIO_PROCESS, thread, 19)
+
+
+def test_an_r_worker_whose_core_others_use_is_seen_to_be_slow(burnt_core: int) -> None:
+    """Two real R-workers with the same load, one on a core of which it gets what another process leaves."""
     layer = LayerLayout(8, 8, 64, 64, 0.1)
-    other = min(os.sched_getaffinity(0))
-    backend = InprocBackend(InprocSettings(2, 1 << 28, 32, 1, (other, crowded_core)))
+    backend = InprocBackend(InprocSettings(2, 1 << 28, 32, 1, (min(os.sched_getaffinity(0)), burnt_core)))
     try:
         backend.open(KVLayout((layer,), "float32", "float32"))
         speeds = WorkerSpeeds([1.0, 1.0])
         busy_seconds(backend, context=0, num_rows=CONTEXT)
-        for step in range(20):
+        be_humble(burnt_core)
+        for step in range(NUM_STEPS):
             speeds.observe([1, 1], busy_seconds(backend, context=CONTEXT + step, num_rows=1))
         assert speeds.relative[0] > 1.5 * speeds.relative[1]
     finally:
