@@ -61,10 +61,11 @@ def main() -> None:
     """Print a row per rate and mode."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gbit", default="1,10", metavar="LIST", help="rates of each link, Gbit/s (1,10)")
-    parser.add_argument("--context", type=int, default=256, help="tokens cached for each sequence (256)")
-    parser.add_argument("--sequences", type=int, default=384, help="(384)")
-    parser.add_argument("--hidden", type=int, default=512, help="heads of 64, as many for keys as queries (512)")
-    parser.add_argument("--intermediate", type=int, default=512, help="sets S time (512)")
+    parser.add_argument("--context", type=int, default=160, help="tokens cached for each sequence (160)")
+    parser.add_argument("--sequences", type=int, default=768, help="(768)")
+    parser.add_argument("--hidden", type=int, default=256, help="heads of 64, as many for keys as queries (256)")
+    parser.add_argument("--intermediate", type=int, default=64, help="sets S time (64)")
+    parser.add_argument("--security", metavar="LEVEL", help="as `fastdecode r-worker --security` (CURVE)")
     parser.add_argument("--layers", type=int, default=12, help="(12)")
     parser.add_argument("--steps", type=int, default=4, help="decode steps of a turn (4)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (7)")
@@ -85,9 +86,12 @@ def _measure(args: argparse.Namespace, rates: list[float]) -> None:
     memory = settings.pop("kv_cache_memory")
     with contextlib.ExitStack() as cleanup:
         key = _key_file(Path(cleanup.enter_context(tempfile.TemporaryDirectory())))
-        workers = [cleanup.enter_context(_r_worker(index, cores[-1], memory, key)) for index in range(NUM_R_WORKERS)]
-        addresses = ",".join(address for _, address in workers)
-        engine = LLMEngine(EngineConfig(**settings, num_mini_batches=3, r_workers=addresses, key_file=str(key)))
+        flags = ["--key-file", str(key), "--kv-cache-memory", str(memory), "--cores", str(cores[-1]), "--threads", "1"]
+        flags += ["--security", args.security] if args.security else []
+        workers = [cleanup.enter_context(_r_worker(index, flags)) for index in range(NUM_R_WORKERS)]
+        settings |= {"r_workers": ",".join(address for _, address in workers), "key_file": str(key)}
+        settings |= {"security": args.security} if args.security else {}
+        engine = LLMEngine(EngineConfig(**settings, num_mini_batches=3))
         cleanup.callback(engine.close)
         fill_contexts(engine, args)
         print("| Gbit/s | overlapping | step ms (least to most) | S | R | transfer | step / largest |")
@@ -129,11 +133,10 @@ def _print_rows(rate: float, found: dict[int, list[Figures]]) -> None:
 
 
 @contextlib.contextmanager
-def _r_worker(index: int, core: int, memory_bytes: int, key: Path) -> Iterator[tuple]:
+def _r_worker(index: int, flags: list[str]) -> Iterator[tuple]:
     """The process and its "host:port"."""
     program = str(Path(sys.executable).with_name("fastdecode"))
-    command = [program, "r-worker", "--listen", f"tcp://10.213.{index}.2:{PORT}", "--key-file", str(key)]
-    command += ["--cores", str(core), "--threads", "1", "--kv-cache-memory", str(memory_bytes)]
+    command = [program, "r-worker", "--listen", f"tcp://10.213.{index}.2:{PORT}", *flags]
     with linked(index, command) as (process, address):
         line = process.stdout.readline() if process.stdout else ""
         if "tcp://" not in line:
