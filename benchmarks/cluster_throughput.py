@@ -33,6 +33,7 @@ from fastdecode.sampling_params import SamplingParams
 from fastdecode.step import ScheduledStep
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
+from fastdecode.types import ITEM_BYTES
 
 SPARE_TOKENS = 256
 """By which contexts may grow."""
@@ -67,9 +68,10 @@ class ContextFiller:
     def _append(self, mini_batch: int, attending: int, every: int) -> None:
         backend = self._s_worker.backend
         for index, layer in enumerate(self._s_worker.layout.layers):
-            normal = self._random.standard_normal((every, layer.num_kv_heads, layer.key_head_dim), np.float32)
-            keys = (normal.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16
-            queries = np.zeros((attending, layer.num_heads, layer.key_head_dim), np.uint16)
+            keys = self._random.standard_normal((every, layer.num_kv_heads, layer.key_head_dim), np.float32)
+            if self._s_worker.layout.model_dtype == "bfloat16":
+                keys = (keys.view(np.uint32) >> 16).astype(np.uint16)
+            queries = np.zeros((attending, layer.num_heads, layer.key_head_dim), keys.dtype)
             backend.submit(mini_batch, index, queries, keys, keys)
             backend.collect(mini_batch)
 
@@ -171,7 +173,7 @@ def fill_contexts(engine: LLMEngine, args: argparse.Namespace) -> None:
         outputs = len(engine.step())
 
 
-def settings_for(args: argparse.Namespace, s_core: int) -> dict:
+def settings_for(args: argparse.Namespace, s_core: int, dtype: str = "bfloat16") -> dict:
     """Engine settings for a model and cache of these sizes; ``kv_cache_memory`` is what one R-worker needs for all."""
     longest = args.context + SPARE_TOKENS
     blocks = args.sequences * -(-longest // 32)
@@ -179,13 +181,13 @@ def settings_for(args: argparse.Namespace, s_core: int) -> dict:
         "model": llama_folder(args.hidden, args.layers, group=1, intermediate=args.intermediate),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "max_model_len": longest,
         "max_num_seqs": args.sequences,
         "max_num_batched_tokens": 8192,
         "schedule": "fcfs",
         "enable_prefix_caching": False,
-        "kv_cache_memory": (blocks + 1) * 32 * args.layers * 2 * args.hidden * 2,
+        "kv_cache_memory": (blocks + 1) * 32 * args.layers * 2 * args.hidden * ITEM_BYTES[dtype],
         "s_threads": 1,
         "s_cores": str(s_core),
     }
