@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def burnt_core() -> Iterator[int]:
 
 def be_humble(core: int) -> None:
     """Let this process's threads that are bound to ``core`` alone give way to the session's others."""
-    for thread in map(int, os.listdir("/proc/self/task")):
+    for thread in (int(each.name) for each in Path("/proc/self/task").iterdir()):
         if os.sched_getaffinity(thread) == {core}:
             os.setpriority(os.PRIO_PROCESS, thread, 19)
 
