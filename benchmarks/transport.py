@@ -5,7 +5,6 @@
       -n 1 fastdecode r-worker --transport mpi --cores 1 --threads 1 --kv-cache-memory 1GiB     # with MPI as well
 
 The S side runs on the first core, one R-worker with one thread on the last. ``--pause-us`` is how long the S side is
-<<<<<<< HEAD
 away between layers, as it is when it computes. Transports take turns, and every turn measures all; TCP is on loopback:
 without a key, with a proven one and clear data (``--security authenticate``), and with CURVE. Within a step both sides
 spin unless others use their cores, which an MPI rank that waits does, a little: measure that by itself.
