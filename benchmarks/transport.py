@@ -5,9 +5,9 @@
       -n 1 fastdecode r-worker --transport mpi --cores 1 --threads 1 --kv-cache-memory 1GiB     # with MPI as well
 
 The S side runs on the first core, one R-worker with one thread on the last. ``--pause-us`` is how long the S side is
-away between layers, as it is when it computes: after a pause of more than the ring's 20 µs of spinning the R-worker
-must be woken. Transports take turns, and every turn measures all; TCP is on loopback: without a key, with a proven one
-and clear data (``--security authenticate``), and with CURVE.
+away between layers, as it is when it computes. Transports take turns, and every turn measures all; TCP is on loopback:
+without a key, with a proven one and clear data (``--security authenticate``), and with CURVE. Within a step both sides
+spin unless others use their cores, which an MPI rank that waits does, a little: measure that by itself.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--payload-kb", default="1,64,1024", metavar="LIST", help="of q, k and v together")
     parser.add_argument("--pause-us", default="0,500", metavar="LIST")
+    parser.add_argument("--transports", metavar="LIST", help="some of those in the table (all there are)")
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
     mend_binding()
     cores = sorted(os.sched_getaffinity(0))
     with backends(cores[-1]) as transports:
         os.sched_setaffinity(0, cores[:1])
+        if args.transports:
+            transports = {name: transports[name] for name in args.transports.split(",")}
         for backend in transports.values():
             backend.open(LAYOUT)
         print("| payload KB | pause µs | transport | µs p10 | p50 | p90 |\n|---|---|---|---|---|---|")
@@ -114,8 +117,8 @@ def backends(core: int) -> Iterator[dict[str, PoolBackend]]:
 def listening(core: int, *arguments: str) -> Iterator[str]:
     """An R-worker's "host:port"."""
     program = str(Path(sys.executable).with_name("fastdecode"))
-    command = [program, "r-worker", "--listen", "tcp://127.0.0.1:0", "--cores", str(core), *arguments]
-    command += ["--threads", "1", "--kv-cache-memory", str(CACHE_BYTES)]
+    command = [program, "r-worker", "--listen", "tcp://127.0.0.1:0", "--cores", str(core)]
+    command += ["--threads", "1", "--kv-cache-memory", str(CACHE_BYTES), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline() if process.stdout else ""

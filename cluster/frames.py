@@ -41,7 +41,7 @@ class Kind(IntEnum):
     PONG = 4  # R: its clock (float64 seconds)
     PLAN = 5  # S: controls and spans of a step
     READY = 6  # R: the plan is in force, or the import may be sent
-    PAYLOAD = 7  # S: q, k, v of a layer of a mini-batch
+    PAYLOAD = 7  # S: q, k, v of a layer of a mini-batch, one after another as `payload.py` lays them out
     OUTPUT = 8  # R: its o
     END = 9  # S
     REPORT = 10  # R: busy times, bytes read, blocks free

@@ -7,7 +7,6 @@ bytes that are always expected and say what is there, and *messages*, whose size
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 import sys
 import threading
@@ -17,48 +16,34 @@ from typing import Any
 
 import mpi4py
 
-from fastdecode.errors import ConfigError
-from fastdecode.machine import usable_cores
-
 mpi4py.rc.thread_level = "serialized"  # one thread at a time, which costs nothing; MULTIPLE is slow in Open MPI
 
 from mpi4py import MPI  # noqa: E402
-
-SPINS_VARIABLE = "FASTDECODE_MPI_SPINS"
-SPINS, SPINS_ON_FEW_CORES, FEW_CORES = 300, 20, 4
-"""How often a wait looks again before it sleeps: on few cores these are turns that somebody else could use."""
 
 NAP_SECONDS, IDLE_NAP_SECONDS = 20e-6, 1e-3
 IDLE_SECONDS = 1.0
 """A rank that has heard nothing for so long sleeps longer."""
 
-_WORD_TAG, _NO_TAG = 0, 1
+_WORD_TAG = 0
 _WORD = struct.Struct("=Q")
 _PR_SET_TIMERSLACK = 29
 
 
 class MpiJob:
-    """All ranks of this mpirun. Calls of MPI take turns; ``looking``: somebody waits, and so moves messages on."""
+    """All ranks of this mpirun. Calls of MPI take turns."""
 
     def __init__(self) -> None:
         self._world = MPI.COMM_WORLD
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
         self.lock = threading.Lock()
-        self.spins = _spins()
-        self.looking = False
         self._peers: dict[int, MpiPeer] = {}
         _sleep_precisely()
 
     def peer(self, rank: int) -> MpiPeer:
         """The way to ``rank``, the same object each time."""
         if rank not in self._peers:
-            self._peers[rank] = MpiPeer(self, self._world, rank)
+            self._peers[rank] = MpiPeer(self._world, rank, self.lock)
         return self._peers[rank]
-
-    def move_on(self) -> None:
-        """Look into MPI, which moves large messages on only while somebody does."""
-        with self.lock:
-            self._world.Iprobe(self.rank, _NO_TAG)
 
     def abort(self, reason: str) -> None:
         """End the whole job now, with status 1; does not return."""
@@ -69,9 +54,9 @@ class MpiJob:
 class MpiPeer:
     """Words and messages to and from one other rank; ConnectionError where MPI fails."""
 
-    def __init__(self, job: MpiJob, world: Any, rank: int) -> None:
+    def __init__(self, world: Any, rank: int, lock: threading.Lock) -> None:
         self.rank = rank
-        self._job, self._world, self._lock = job, world, job.lock
+        self._world, self._lock = world, lock
         self._idle_since: float | None = None
         self._word = bytearray(_WORD.size)
         self._arrival: Any = self.receive(self._word, _WORD_TAG)
@@ -115,11 +100,8 @@ class MpiPeer:
         return False
 
     def wait(self, requests: Sequence[Any], timeout_seconds: float) -> bool:
-        """False when they are not done in time. Looks a few times more at once, then sleeps between looks."""
-        spins = self._job.spins if timeout_seconds else 0
-        while not (done := self._done(requests)) and spins:
-            spins -= 1
-        done = done or (timeout_seconds > 0 and self._sleep_until_done(requests, timeout_seconds))
+        """False when they are not done in time. Sleeps between looks."""
+        done = self.done(requests) or (timeout_seconds > 0 and self._sleep_until_done(requests, timeout_seconds))
         if done:
             self._idle_since = None
         return done
@@ -128,16 +110,12 @@ class MpiPeer:
         start = now = time.monotonic()
         if self._idle_since is None:
             self._idle_since = start
-        self._job.looking = True
-        try:
-            while now < start + timeout_seconds:
-                time.sleep(NAP_SECONDS if now - self._idle_since < IDLE_SECONDS else IDLE_NAP_SECONDS)
-                if self._done(requests):
-                    return True
-                now = time.monotonic()
-            return False
-        finally:
-            self._job.looking = False
+        while now < start + timeout_seconds:
+            time.sleep(NAP_SECONDS if now - self._idle_since < IDLE_SECONDS else IDLE_NAP_SECONDS)
+            if self.done(requests):
+                return True
+            now = time.monotonic()
+        return False
 
     def cancel(self, requests: Sequence[Any]) -> None:
         """Expect these messages no longer."""
@@ -151,8 +129,8 @@ class MpiPeer:
         """Expect no more words; MPI must not end while one is expected."""
         self.cancel([self._arrival])
 
-    def _done(self, requests: Sequence[Any]) -> bool:
-        """One that is done stays so."""
+    def done(self, requests: Sequence[Any]) -> bool:
+        """Whether they are, as of now; one that is done stays so. Any thread may ask."""
         try:
             with self._lock:
                 for request in requests:  # noqa: SIM110 - twice as fast as all(), and this is done all the time
@@ -165,15 +143,6 @@ class MpiPeer:
 
 def _lost(error: MPI.Exception) -> ConnectionError:
     return ConnectionError(f"MPI: {error.Get_error_string()}")
-
-
-def _spins() -> int:
-    given = os.environ.get(SPINS_VARIABLE)
-    if given is None:
-        return SPINS if len(usable_cores()) >= FEW_CORES else SPINS_ON_FEW_CORES
-    if not given.isdigit():
-        raise ConfigError(f"{SPINS_VARIABLE} must be a whole number of at least 0, not {given!r}")
-    return int(given)
 
 
 def _sleep_precisely() -> None:

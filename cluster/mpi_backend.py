@@ -55,7 +55,7 @@ def join_as_s_worker() -> tuple[MpiJob, Progress]:
         )
     if job.rank != S_RANK:
         job.abort(f"two S-workers in one job, or not the first: {RIGHT_LINE}")
-    progress = Progress(job)
+    progress = Progress()
     atexit.register(_leave, job, progress)
     return job, progress
 

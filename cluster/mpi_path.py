@@ -1,7 +1,8 @@
 """Frames and payload between two ranks of an MPI job.
 
 Words give the order: one says that a control frame follows, or that q, k, v or o of a layer are there. Payload travels
-beside them, straight between arrays: both sides know its sizes from the step's plan and expect it before it is sent.
+beside them, q, k, v as one message, for each costs both sides: they know its size from the step's plan and expect it
+before it is sent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from fastdecode.cluster.frames import HEADER, Conversation, Frame, Kind
 from fastdecode.cluster.mpi_progress import Progress
 from fastdecode.cluster.payload import PayloadSlots, aligned_memory
+from fastdecode.cluster.spin import Spin
 from fastdecode.cluster.stream import PartChannel
 from fastdecode.errors import FrameError
 
@@ -51,7 +53,7 @@ class MpiChannel(PartChannel):
 
     def send(self, parts: Sequence[Any]) -> None:
         """See ``Channel.send``."""
-        self._sent = [each for each in self._sent if not self._peer.wait([each], 0.0)]
+        self._sent = [each for each in self._sent if not self._peer.done([each])]
         self._sent += [self._peer.send(part, _CONTROL_TAG) for part in parts if memoryview(part).nbytes]
 
     def close(self) -> None:
@@ -77,6 +79,7 @@ class MpiPath:
         self._channel = MpiChannel(peer)
         self.conversation = Conversation(self._channel)
         self._peer, self._progress = peer, progress
+        self._spin = Spin()
         self._memory = aligned_memory(0)
         self._slots: PayloadSlots | None = None
         self._expected: dict[int, list[Any]] = {}
@@ -91,10 +94,10 @@ class MpiPath:
         """True once the S-worker has said that the job is over."""
         return self._last_word == OVER
 
-    @property
-    def under_way(self) -> bool:
-        """True while an o is expected."""
-        return bool(self._expected)
+    def move_on(self) -> bool:
+        """See ``Watched.move_on``."""
+        sent = [request for requests in list(self._sent.values()) for request in requests]
+        return not self._peer.done(sent)
 
     def place(self, slots: PayloadSlots) -> None:
         """See ``Path.place``. An R-worker expects the first layer of every mini-batch from now on."""
@@ -119,14 +122,16 @@ class MpiPath:
         for. Ctrl-C in the midst of this loses the R-worker."""
         if self._slots is None:
             raise ValueError(f"a {kind.name}, and no step is open")
+        part = arrays[0]
         if self._progress:
-            self._slots.check(mini_batch, layer, arrays)
+            self._slots.fill(mini_batch, layer, arrays)
+            part = self._slots.stretch(mini_batch, layer)
         self._expect(self._slots, mini_batch, layer if self._progress else layer + 1)
         self._cut = True
-        sent = [self._peer.send(array, _PAYLOAD_TAG + mini_batch) for array in arrays if array.nbytes]
+        sent = [self._peer.send(part, _PAYLOAD_TAG + mini_batch)] if part.nbytes else []
         self._sent[mini_batch] = [*sent, self._peer.send_word(mini_batch << 32 | layer)]
         self._cut = False
-        if self._progress:
+        if self._progress and not self._peer.done(self._sent[mini_batch]):
             self._progress.nudge()
 
     def next(self, timeout_seconds: float) -> Frame | None:
@@ -171,13 +176,13 @@ class MpiPath:
 
     def _expect(self, slots: PayloadSlots, mini_batch: int, layer: int) -> None:
         if layer < slots.num_layers:
-            views = slots.views(mini_batch, layer)
-            arrays = views[3:] if self._progress else views[:3]
-            tag = _PAYLOAD_TAG + mini_batch
-            self._expected[mini_batch] = [self._peer.receive(array, tag) for array in arrays if array.nbytes]
+            part = slots.views(mini_batch, layer)[3] if self._progress else slots.stretch(mini_batch, layer)
+            received = [self._peer.receive(part, _PAYLOAD_TAG + mini_batch)] if part.nbytes else []
+            self._expected[mini_batch] = received
 
     def _finish(self, requests: list[Any]) -> None:
-        if not self._peer.wait(requests, MESSAGE_SECONDS):
+        done = self._spin.until(lambda: self._peer.done(requests)) or self._peer.wait(requests, MESSAGE_SECONDS)
+        if not done:
             raise ConnectionError(f"payload did not come within {MESSAGE_SECONDS:g} s")
 
     def _withdraw(self) -> None:

@@ -8,42 +8,29 @@ import time
 from typing import Protocol
 
 PROGRESS_SECONDS = 200e-6
-"""Between two looks, while a layer is under way: about a hundredth of the core that the S-worker computes on."""
-
-LINGER_SECONDS = 5e-3
-"""How long the thread stays awake between layers: to wake it takes longer than most of them."""
+"""Between two looks while q, k, v are under way. Each takes some 50 µs from the S-worker, whose core it runs on."""
 
 SWITCH_SECONDS = 1e-4
 """How long one thread may keep the other from Python; its default of 5 ms is the time of several layers."""
 
 
-class Mover(Protocol):
-    """What has messages to move on."""
-
-    looking: bool
-    """Somebody does so already."""
-
-    def move_on(self) -> None:
-        """Move them on a little."""
-        ...
-
-
 class Watched(Protocol):
     """What may have messages under way."""
 
-    @property
-    def under_way(self) -> bool:
-        """True while it has."""
+    def move_on(self) -> bool:
+        """Move them on a little; True while they have not arrived."""
         ...
 
 
 class Progress:
-    """Looks into MPI while anything watched is under way, and sleeps otherwise."""
+    """Looks into MPI while anything that was sent is under way, and sleeps otherwise.
 
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
+    An answer is not looked after: the S-worker's own thread does that whenever it has sent something or waits.
+    """
+
+    def __init__(self) -> None:
         self._watched: list[Watched] = []
-        self._stopped = self._awake = False
+        self._stopped = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fastdecode-mpi", daemon=True)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
@@ -59,8 +46,7 @@ class Progress:
 
     def nudge(self) -> None:
         """Something is under way."""
-        if not self._awake:
-            self._wake.set()
+        self._wake.set()
 
     def stop(self) -> None:
         """End the thread: MPI must not end under it."""
@@ -71,19 +57,11 @@ class Progress:
     def _run(self) -> None:
         while not self._stopped:
             self._wake.wait()
-            self._awake = True
-            self._look_after(time.monotonic() + LINGER_SECONDS)
-            self._awake = False
-            if not self._under_way():  # what came under way before _awake was False did not wake this
-                self._wake.clear()
+            self._wake.clear()
+            time.sleep(PROGRESS_SECONDS)  # by then most have arrived
+            while not self._stopped and self._move_on():
+                time.sleep(PROGRESS_SECONDS)
 
-    def _look_after(self, until: float) -> None:
-        while not self._stopped and (now := time.monotonic()) < until:
-            if self._under_way():
-                until = now + LINGER_SECONDS
-                if not self._mover.looking:
-                    self._mover.move_on()
-            time.sleep(PROGRESS_SECONDS)
-
-    def _under_way(self) -> bool:
-        return any(path.under_way for path in self._watched)
+    def _move_on(self) -> bool:
+        moved = [path.move_on() for path in self._watched]
+        return any(moved)

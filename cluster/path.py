@@ -46,7 +46,7 @@ class Path(Protocol):
 
 
 class FramePath:
-    """Payload as parts of frames, received straight into their arrays."""
+    """Payload as frames: q, k, v as one part, since every part costs both sides, and o, each received in its place."""
 
     def __init__(self, conversation: Conversation) -> None:
         self.conversation = conversation
@@ -54,24 +54,33 @@ class FramePath:
         self.next = conversation.receive
         self.close = conversation.channel.close
         self._memory = aligned_memory(0)
+        self._slots: PayloadSlots | None = None
 
     def place(self, slots: PayloadSlots) -> None:
         """See ``Path.place``."""
         if slots.num_bytes > self._memory.nbytes:
             self._memory = aligned_memory(slots.num_bytes)
         slots.place(self._memory)
+        self._slots = slots
 
     def send_arrays(self, kind: Kind, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
         """See ``Path.send_arrays``."""
-        self.conversation.send(kind, *arrays, mini_batch=mini_batch, layer=layer)
+        if self._slots is None:
+            raise ValueError(f"a {kind.name}, and no step is open")
+        part = arrays[0]
+        if kind is Kind.PAYLOAD:
+            self._slots.fill(mini_batch, layer, arrays)
+            part = self._slots.stretch(mini_batch, layer)
+        self.conversation.send(kind, part, mini_batch=mini_batch, layer=layer)
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
         """See ``Path.load``."""
-        sizes = [array.nbytes for array in arrays]
-        if list(frame.lengths) != sizes + [0] * (len(frame.lengths) - len(sizes)):
+        part = arrays[0]
+        if frame.kind is Kind.PAYLOAD and self._slots:
+            part = self._slots.stretch(frame.mini_batch, frame.layer)
+        if frame.lengths != (part.nbytes, 0, 0):
             raise FrameError(
                 f"a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer} with parts of "
-                f"{frame.lengths} bytes, and the plan has {sizes}"
+                f"{frame.lengths} bytes, and the plan has {part.nbytes}"
             )
-        for array in arrays:
-            self.conversation.channel.read_into(array)
+        self.conversation.channel.read_into(part)

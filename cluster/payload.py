@@ -60,12 +60,23 @@ class PayloadSlots:
 
     def check(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
         """ValueError unless these are the q, k, v that the plan has there."""
-        places = self.views(mini_batch, layer)[:3]
-        if [(each.shape, each.dtype) for each in arrays] != [(each.shape, each.dtype) for each in places]:
-            raise ValueError(
-                f"a PAYLOAD of mini-batch {mini_batch}, layer {layer} with shapes {[each.shape for each in arrays]}, "
-                f"and the plan has {[each.shape for each in places]}"
-            )
+        for place, array in zip(self.views(mini_batch, layer), arrays, strict=False):
+            if array.shape != place.shape or array.dtype != place.dtype:
+                raise ValueError(
+                    f"a PAYLOAD of mini-batch {mini_batch}, layer {layer} with an array of shape {array.shape}, "
+                    f"{array.dtype}, and the plan has {place.shape}, {place.dtype}"
+                )
+
+    def fill(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
+        """Put q, k, v in their places; ValueError as ``check``."""
+        self.check(mini_batch, layer, arrays)
+        for place, array in zip(self.views(mini_batch, layer), arrays, strict=False):
+            np.copyto(place, array)
+
+    def stretch(self, mini_batch: int, layer: int) -> np.ndarray:
+        """The bytes from the first of q to the last of v, uint8 [num_bytes], with what little lies between them."""
+        first, _, last, _ = self._starts[mini_batch]
+        return self._memory[first : last + self.views(mini_batch, layer)[2].nbytes]
 
     def _make_views(self, mini_batch: int, layer: LayerLayout) -> Views:
         shapes = _shapes(layer, self._rows[mini_batch])

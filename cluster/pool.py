@@ -176,9 +176,11 @@ class PoolBackend:
 
     def _on(self, index: int, method: str, *arguments: Any) -> Any:
         """What a worker answers, or, once it is lost, what stands in its place does."""
+        worker = self.workers[index]
         try:
-            with self._refusals(self.workers[index], REFUSED.get(method, "a layer")):
-                return getattr(self.workers[index], method)(*arguments)
+            return getattr(worker, method)(*arguments)
+        except (ValueError, KeyError) as error:
+            raise _refusal(worker, REFUSED.get(method, "a layer"), error) from error
         except WorkerLostError as error:
             self._lose(index, error)
             return getattr(self.workers[index], method)(*arguments)
@@ -215,7 +217,7 @@ class PoolBackend:
         try:
             yield
         except (ValueError, KeyError) as error:
-            raise BackendError(f"R-worker {worker.name} refused {what}: {error.args[0]}") from error
+            raise _refusal(worker, what, error) from error
 
     def _report(self, index: int) -> WorkerReport:
         times = self._on(index, "ended")
@@ -239,3 +241,7 @@ class PoolBackend:
         if shape not in rows.outputs:
             rows.outputs[shape] = np.empty((num_rows, *shape), dtype=self._o_dtype)
         return rows.outputs[shape]
+
+
+def _refusal(worker: PoolWorker, what: str, error: ValueError | KeyError) -> BackendError:
+    return BackendError(f"R-worker {worker.name} refused {what}: {error.args[0]}")

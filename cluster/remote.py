@@ -30,6 +30,7 @@ from fastdecode.cluster.path import Path
 from fastdecode.cluster.payload import PayloadSlots
 from fastdecode.cluster.pool_worker import StepTimes
 from fastdecode.cluster.session import CHUNK_BYTES, CLOCK, EXPORT, IMPORT
+from fastdecode.cluster.spin import Spin
 from fastdecode.errors import BackendError, CapacityError, FrameError, WorkerLostError
 from fastdecode.interrupts import interrupts_deferred
 from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan
@@ -60,6 +61,7 @@ class RemoteWorker:
         self._path: Path | None = None
         self._lost = ""
         self._losses = _Losses(self)
+        self._spin = Spin()
         self._in_step = False
         self._room_bytes = 0
         self._offset_seconds = 0.0
@@ -120,7 +122,8 @@ class RemoteWorker:
     def wait(self, mini_batch: int) -> None:
         """See ``PoolWorker.wait``."""
         while mini_batch in self._outputs:
-            self._take(TICK_SECONDS)
+            if not self._spin.until(lambda: self._take(0.0)):
+                self._take(TICK_SECONDS)
 
     @interrupts_deferred()
     def end_step(self) -> None:
@@ -211,7 +214,7 @@ class RemoteWorker:
         """The next frame, which must be ``kind``; with ``discard`` whatever comes before it is dropped."""
         deadline = time.monotonic() + most_seconds
         while True:
-            frame = self._next(TICK_SECONDS, discard)
+            frame = self._spin.until(lambda: self._next(0.0, discard)) or self._next(TICK_SECONDS, discard)
             if frame is None and time.monotonic() > deadline:
                 raise self._lose(f"it did not answer within {most_seconds:g} s")
             if frame is not None and frame.kind is kind:

@@ -29,6 +29,7 @@ from fastdecode.cluster.messages import (
 from fastdecode.cluster.path import Path
 from fastdecode.cluster.payload import PayloadSlots
 from fastdecode.cluster.pool_worker import StepTimes
+from fastdecode.cluster.spin import Spin
 from fastdecode.errors import CapacityError, FrameError
 
 TICK_SECONDS = 0.2
@@ -71,6 +72,7 @@ class Session:
         self.leaving = False
         self._path, self._host, self._on_open = path, host, on_open
         self._idle_seconds = 0.0
+        self._spin = Spin()
         self._worker: _rworker.RWorker | None = None
         self._slots: PayloadSlots | None = None
         self._incoming: _Incoming | None = None
@@ -103,7 +105,7 @@ class Session:
     def _turn(self) -> None:
         """Obey the next frame, if one comes."""
         try:
-            frame = self._path.next(TICK_SECONDS)
+            frame = self._next()
             self._idle_seconds = 0.0 if frame else self._idle_seconds + TICK_SECONDS
             if frame is not None:
                 self._handler(frame)(frame)
@@ -115,6 +117,11 @@ class Session:
             self._refuse("capacity", str(error) or "out of memory")
         except (ValueError, KeyError) as error:
             self._refuse("refused", str(error.args[0] if error.args else error))
+
+    def _next(self) -> Frame | None:
+        """The next frame, None when none came for a while. Within a step the next layer is never far."""
+        frame = self._spin.until(lambda: self._path.next(0.0)) if self._slots else None
+        return frame or self._path.next(TICK_SECONDS)
 
     def _handler(self, frame: Frame) -> Callable[[Frame], None]:
         handler = self._handlers.get(frame.kind)

@@ -73,7 +73,9 @@ class SharedPath:
     def send_arrays(self, kind: Kind, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
         """See ``Path.send_arrays``. An R-worker's o is in its place already."""
         if kind is Kind.PAYLOAD:
-            self._copy(mini_batch, layer, arrays)
+            if self._slots is None:
+                raise ValueError("a PAYLOAD, and no step is open")
+            self._slots.fill(mini_batch, layer, arrays)
         self._outbox.push(mini_batch << 32 | layer)
 
     def next(self, timeout_seconds: float) -> Frame | None:
@@ -103,13 +105,6 @@ class SharedPath:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def _copy(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        if self._slots is None:
-            raise ValueError("a PAYLOAD, and no step is open")
-        self._slots.check(mini_batch, layer, arrays)
-        for place, array in zip(self._slots.views(mini_batch, layer), arrays, strict=False):
-            np.copyto(place, array)
 
 
 def _map(descriptor: int, num_bytes: int, start: int) -> np.ndarray:

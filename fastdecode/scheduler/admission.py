@@ -157,7 +157,7 @@ class Admission:
         """Where ``sequence`` may start, best first; on R-workers that drain only if it could never run elsewhere."""
         available = self._ledger.available_each()
         depths = {worker: hit[0] for worker, hit in hits.items()}
-        workers = workers_by_preference(self._kv_loads, self._fleet.bandwidths, available, depths)
+        workers = workers_by_preference(self._kv_loads, self._fleet.speeds, available, depths)
         if self._fleet.draining and self.fits_elsewhere(sequence):
             return [worker for worker in workers if worker not in self._fleet.draining]
         return workers

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from fastdecode.scheduler.speeds import WorkerSpeeds
 
 
 class Fleet:
-    """How fast each R-worker is, in any unit, and which take sequences. A worker keeps its index when it is gone."""
+    """How fast each R-worker is and which take sequences. A worker keeps its index when it is gone.
+
+    ``bandwidths``: what memory gave each at its start, in any unit.
+    """
 
     def __init__(self, bandwidths: Iterable[float]) -> None:
         self.bandwidths = list(bandwidths)
+        self._speeds = WorkerSpeeds(self.bandwidths)
         self._draining: set[int] = set()
         self._gone: set[int] = set()
+
+    @property
+    def speeds(self) -> np.ndarray:
+        """How fast each attends as far as is known, in any unit; float64 [num_workers]."""
+        return self._speeds.relative
+
+    def observe(self, kv_loads: Sequence[int], r_seconds: Sequence[float]) -> None:
+        """One decode step: KV tokens attended and busy seconds of each."""
+        self._speeds.observe(kv_loads, r_seconds)
 
     @property
     def draining(self) -> list[int]:
@@ -30,9 +47,10 @@ class Fleet:
 
     def join(self, bandwidth: float) -> float:
         """One more; returns how fast it is beside all others together."""
-        others = sum(self.bandwidths[worker] for worker in self.present)
+        others = self.present
         self.bandwidths.append(bandwidth)
-        return bandwidth / others
+        self._speeds.join(bandwidth)
+        return float(self.speeds[-1] / self.speeds[others].sum())
 
     def drain(self, worker: int) -> None:
         """``worker`` takes no more sequences; no effect on one that is gone."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Limits:
     """``max_num_batched_tokens``: token budget of a whole step. ``scratch_tokens``: prompt tokens whose keys and values
-    the S-worker can hold. ``num_blocks`` and ``bandwidths``: KV blocks, and speed in any unit, of each R-worker.
-    ``kv_load_limit``: KV tokens attended per step over all R-workers, None while unknown. ``micro_batch_interval``:
-    steps between micro-batches, None for a 32nd of an output."""
+    the S-worker can hold. ``num_blocks`` and ``bandwidths``: of each R-worker, KV blocks, and speed in any unit before
+    any was observed. ``kv_load_limit``: KV tokens attended per step over all R-workers, None while unknown.
+    ``micro_batch_interval``: steps between micro-batches, None for a 32nd of an output."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -47,24 +47,33 @@ class LoadControl:
 
     def check(self, longest: int) -> None:
         """RequestError when a sequence of ``longest`` cached tokens can never run; a limit that is not strict grows."""
-        needed = int(np.ceil(longest / self._shares.max()))
         if self.is_strict and longest > self.limits.max():
+            needed = int(np.ceil(longest / self._shares.max()))
             raise RequestError(
                 f"a sequence of {longest} cached tokens exceeds the largest R-worker's share, {int(self.limits.max())} "
                 f"tokens, of the KV load limit {self.limit}: give a kv_load_limit of at least {needed}"
             )
-        self._longest = max(self._longest, needed)
-        self.limit = self.limit and max(self.limit, needed)
+        self._longest = max(self._longest, longest)
+        self._hold_longest()
 
     def balance_at(self, kv_tokens: int) -> None:
         """R time was found to equal S time when each R-worker attends ``kv_tokens`` times its part of the speed."""
-        self.limit = max(kv_tokens * int(np.count_nonzero(self._shares)), self._longest)
+        self.limit = kv_tokens * int(np.count_nonzero(self._shares))
+        self._hold_longest()
 
     def join(self, share: float) -> None:
         """One more R-worker, ``share`` times as fast as all others together: they keep their limits."""
         self._shares = np.append(self._shares, share) / (1 + share)
         if self.limit is not None:
             self.limit = int(self.limit * (1 + share))
+
+    def follow(self, speeds: np.ndarray) -> None:
+        """Share the limit in proportion to ``speeds``, float64 [num_workers]. A strict limit keeps its shares: what
+        was let in because it fits one of them must fit in the end."""
+        if not self.is_strict:
+            shares = np.where(self._shares > 0, speeds, 0.0)
+            self._shares = shares / shares.sum()
+            self._hold_longest()
 
     def lose(self, worker: int) -> None:
         """``worker`` is gone: the others keep their limits, and the total falls by its share."""
@@ -73,6 +82,7 @@ class LoadControl:
         self._shares /= kept
         if self.limit is not None:
             self.limit = int(self.limit * kept)
+            self._hold_longest()
 
     def holds(self, worker: int, longest: int) -> bool:
         """Whether a sequence that may reach ``longest`` cached tokens can be on ``worker`` at all."""
@@ -118,6 +128,11 @@ class LoadControl:
         """``prompt`` starts in this step."""
         if self._crowded:
             self._earned -= kv_area(prompt)
+
+    def _hold_longest(self) -> None:
+        """A limit that is not strict holds whatever may come, on the fastest R-worker."""
+        if self.limit is not None and not self.is_strict:
+            self.limit = max(self.limit, int(np.ceil(self._longest / self._shares.max())))
 
     def _exceeds(self, waiting: list[Prompt], forecast: LoadForecast) -> bool:
         """Whether all of ``waiting``, started now, would ever exceed the limit."""

@@ -71,8 +71,8 @@ class Migration:
         accepting = self._fleet.accepting
         source = max(accepting, key=lambda worker: relative[worker], default=0)
         target = min(accepting, key=lambda worker: relative[worker], default=0)
-        bandwidths = self._fleet.bandwidths
-        most = (relative[source] - relative[target]) / (1 / bandwidths[source] + 1 / bandwidths[target])
+        speeds = self._fleet.speeds
+        most = (relative[source] - relative[target]) / (1 / speeds[source] + 1 / speeds[target])
         movable = [s for s in self._leaving(source) if s.num_tokens <= most]
         fitting = [s for s in movable if self._admission.has_room_to_move(s, target)]
         if not fitting:
@@ -89,4 +89,4 @@ class Migration:
     def _relative_loads(self) -> np.ndarray:
         """Cached tokens over speed, float64 [num_workers]."""
         self._residents.table.refresh()
-        return self._residents.kv_loads() / np.asarray(self._fleet.bandwidths)
+        return self._residents.kv_loads() / self._fleet.speeds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -11,14 +11,15 @@ CROWDED = 1.25
 
 
 def workers_by_preference(
-    kv_loads: np.ndarray, bandwidths: Sequence[float], available: np.ndarray, hit_blocks: Mapping[int, int]
+    kv_loads: np.ndarray, speeds: np.ndarray, available: np.ndarray, hit_blocks: Mapping[int, int]
 ) -> list[int]:
     """Workers, best first: the one that holds most of the prefix unless it is crowded, then the least loaded.
 
-    ``kv_loads``: float64 [num_workers], cached tokens; ``available``: int64 [num_workers], blocks. A load counts in
-    proportion to the worker's bandwidth. Among equals the one with most blocks available comes first.
+    ``kv_loads``, ``speeds``: float64 [num_workers], cached tokens, and how fast each attends to them, in any unit: a
+    load counts as the time it takes. ``available``: int64 [num_workers], blocks. Among equals the one with most blocks
+    available comes first.
     """
-    relative = kv_loads / np.asarray(bandwidths)
+    relative = kv_loads / speeds
     order = np.lexsort((-available, relative)).tolist()
     if hit_blocks:
         home = max(hit_blocks, key=lambda worker: (hit_blocks[worker], -relative[worker]))

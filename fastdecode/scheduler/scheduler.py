@@ -75,10 +75,12 @@ class Scheduler:
         return SchedulerStatistics(cache.num_queries, cache.num_hit_tokens, self.num_preemptions)
 
     def observe(self, num_rows: int, kv_loads: PySequence[int], s_seconds: float, r_seconds: PySequence[float]) -> None:
-        """How long a decode step took: where no load limit is given, it is found from such steps.
+        """How long a decode step took: each R-worker's part of the load, and the limit where none is given, follow.
 
         ``kv_loads`` and ``r_seconds`` (busy) are per R-worker.
         """
+        self.fleet.observe(kv_loads, r_seconds)
+        self.admission.load_control.follow(self.fleet.speeds)
         if self.seeks_balance:
             balanced = self._balance.observe(num_rows, kv_loads, s_seconds, r_seconds)
             if balanced is not None:
