@@ -16,6 +16,7 @@ class Heart:
 
     def __init__(self, word: np.ndarray) -> None:
         self._word = word
+        self._word += np.uint64(1)
         self._stopped = threading.Event()
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
 

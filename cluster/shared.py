@@ -25,8 +25,8 @@ HEAD_BYTES = 1 << 16
 CONTROL = 1 << 63
 """The word that says: a frame is on the control socket. Others are mini-batch << 32 | layer."""
 
-FRAME_SECONDS = 30.0
-"""A frame that was announced is there, or is being written."""
+FRAME_SECONDS = 5.0
+"""A frame that was announced is there, or is being written, unless its writer stands still."""
 
 
 def make_memory() -> int:
@@ -88,9 +88,15 @@ class SharedPath:
                     self._pulse.check(timeout_seconds)
             return None
         if word == CONTROL:
-            return self.conversation.receive(FRAME_SECONDS)
+            return self._announced()
         kind = Kind.OUTPUT if self._is_s_worker else Kind.PAYLOAD
         return Frame(kind, self.conversation.epoch, 0, word >> 32, word & 0xFFFFFFFF, (0, 0, 0))
+
+    def _announced(self) -> Frame:
+        frame = self.conversation.receive(FRAME_SECONDS)
+        if frame is None:
+            raise ConnectionError(f"a frame that it announced did not come within {FRAME_SECONDS:g} s")
+        return frame
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
         """See ``Path.load``. An R-worker reads q, k, v where they lie."""

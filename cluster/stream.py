@@ -53,6 +53,10 @@ class PartChannel:
         raise NotImplementedError
 
 
+PART_SECONDS = 5.0
+"""Most time between two pieces of one frame: its writer has begun, and is on this machine."""
+
+
 class StreamChannel(PartChannel):
     """``Channel`` over one end of a socket pair: both ends know each other, and nobody else can speak."""
 
@@ -89,6 +93,8 @@ class StreamChannel(PartChannel):
     def _fill(self, buffer: Any) -> None:
         view = memoryview(buffer).cast("B")
         while len(view):
+            if not self._poll.poll(PART_SECONDS * 1000):
+                raise ConnectionError(f"a frame that it began did not go on within {PART_SECONDS:g} s")
             try:
                 received = self._socket.recv_into(view)
             except OSError as error:
