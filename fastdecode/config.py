@@ -61,6 +61,7 @@ class EngineConfig:
     s_cores: str | None = None
     r_cores: str | None = None
     key_file: str | None = None
+    profile: str | None = None
     seed: int = 0
     trace: str | None = None
 

@@ -21,7 +21,18 @@ FLOORS = [
     | {"outputs", "rounding", "sampling_params", "metrics"},
     {"scheduler", "perfmodel", "_rworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
-    {"engine", "backends", "in_flight", "request", "resources", "scheduling", "prompts", "text", "trace"},
+    {
+        "engine",
+        "backends",
+        "in_flight",
+        "live_profile",
+        "request",
+        "resources",
+        "scheduling",
+        "prompts",
+        "text",
+        "trace",
+    },
     {"cli", "server", "llm", "bench"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""
