@@ -36,9 +36,12 @@ class OfflineRun:
         return self.simulated_seconds / self.measured_seconds - 1.0
 
 
-def run_offline(config: EngineConfig, profile: HardwareProfile, spec: WorkloadSpec = SPEC) -> OfflineRun:
-    """Fixed lengths, the load-stabilizing schedule within the load limit of ``profile``, S and R in turn."""
-    cores = len(usable_cores())
+def run_offline(
+    config: EngineConfig, profile: HardwareProfile, spec: WorkloadSpec = SPEC, threads: int | None = None
+) -> OfflineRun:
+    """Fixed lengths, the load-stabilizing schedule within the load limit of ``profile``, S and R in turn, both with
+    ``threads`` (all cores)."""
+    cores = threads or len(usable_cores())
     config = replace(
         measuring(config), hf_overrides={**config.hf_overrides, "num_hidden_layers": NUM_LAYERS}, schedule="sls",
         max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=256, num_mini_batches=1, s_threads=cores, r_threads=cores,
