@@ -32,13 +32,18 @@ class DecodeRig:
     def decode(
         self, batch_size: int, context_len: int, num_steps: int, s_threads: int | None = None
     ) -> list[StepRecord]:
-        """``num_steps`` decode steps of ``batch_size`` sequences, the first over about ``context_len`` tokens each."""
+        """``num_steps`` decode steps of ``batch_size`` sequences, the last over ``context_len`` tokens each.
+
+        As many tokens less as a model of so short a reach demands, or more where there is no room for the steps.
+        """
         engine = self.engine
         records: list[StepRecord] = []
         if s_threads is not None:
             set_threads(s_threads)
         engine.on_step = records.append
-        ids = self._add(batch_size, max(context_len - WARM_UP_STEPS - 1, 1), num_steps + WARM_UP_STEPS + 2)
+        context_len = min(context_len, engine.s_model.max_model_len - 1)
+        before = num_steps + WARM_UP_STEPS + 1  # the prompts' stand-in decodes once, too
+        ids = self._add(batch_size, max(context_len - before, 1), before + 1)
         try:
             with engine.computed_by(RandomPrompts):
                 while not records or not records[-1].is_decode:

@@ -26,7 +26,7 @@ SAMPLE_STEPS = 4
 BETWEEN_LAYERS_SECONDS = 5e-4
 """An S-worker computes between two calls, so R-workers have gone to sleep when the next one comes."""
 
-ANCHOR_ROWS, ANCHOR_SEQUENCES, ANCHOR_CONTEXT = 64, 32, 512
+ANCHOR_ROWS, ANCHOR_SEQUENCES, ANCHOR_CONTEXT, ANCHOR_STEPS = 64, 64, 512, 16
 
 
 def measuring(config: EngineConfig) -> EngineConfig:
@@ -90,4 +90,4 @@ def s_anchor_seconds(rig: DecodeRig, threads: int) -> float:
 def r_anchor_seconds(rig: AttentionRig) -> float:
     """One layer over ANCHOR_SEQUENCES sequences of ANCHOR_CONTEXT tokens."""
     rig.rewind(ANCHOR_CONTEXT)
-    return float(np.median([np.mean(rig.step().busy_seconds) for _ in range(2 * SAMPLE_STEPS)]))
+    return float(np.median([np.mean(rig.step().busy_seconds) for _ in range(ANCHOR_STEPS)]))

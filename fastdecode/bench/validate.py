@@ -204,9 +204,7 @@ def validation(config: EngineConfig, profile: HardwareProfile) -> Iterator[Valid
 def _steps(rig: DecodeRig, configuration: Configuration) -> np.ndarray:
     """[NUM_STEPS, 5]: seconds of the step, of S, of all R-workers on the busiest core, of the host; KV load."""
     deployment = configuration.deployment
-    steps = rig.decode(
-        configuration.batch_size, configuration.context_len - NUM_STEPS // 2, NUM_STEPS, deployment.s_threads
-    )
+    steps = rig.decode(configuration.batch_size, configuration.context_len, NUM_STEPS, deployment.s_threads)
     sharing = deployment.r_workers_per_core
     return np.array(
         [
