@@ -55,11 +55,14 @@ class Anchor:
 
 
 def steadily(anchors: Sequence[Anchor], sample: Callable[[], np.ndarray], most_tries: int = 3) -> list[Steadied]:
-    """``sample``'s rows, [num_samples, num_columns], between looks at the anchors: one answer per anchor.
+    """``sample``'s rows, [num_samples, num_columns], between looks at the anchors: one answer per anchor, and one of
+    drift 1 where there is none.
 
     Taken again, up to ``most_tries`` times, while an anchor moved by more than ``MOST_DRIFT`` meanwhile; the steadiest
     try counts.
     """
+    if not anchors:
+        return [Steadied(sample(), 1.0, 0.0, 1)]
     best: list[Steadied] = []
     before = [anchor.drift() for anchor in anchors]
     for tries in range(1, most_tries + 1):
@@ -85,4 +88,4 @@ def summary(seconds: np.ndarray) -> Measured:
 
 
 def _most_moved(found: Sequence[Steadied]) -> float:
-    return max((each.moved for each in found), default=0.0)
+    return max(each.moved for each in found)

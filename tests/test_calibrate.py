@@ -8,12 +8,18 @@ from pathlib import Path
 import model_zoo
 import numpy as np
 import pytest
+import r_workers
 
-from fastdecode.bench.calibrate import CalibrationPlan, Calibrator
+from fastdecode.bench.attention_rig import AttentionRig
+from fastdecode.bench.calibrate import Calibrator
+from fastdecode.bench.calibration_plan import CalibrationPlan
+from fastdecode.bench.decode_rig import DecodeRig
 from fastdecode.bench.offline_run import run_offline
+from fastdecode.bench.samples import measuring, r_worker_config
 from fastdecode.bench.throughput import run_throughput
 from fastdecode.bench.validate import Configuration, Validation
 from fastdecode.bench.workload import WorkloadSpec, make_workload
+from fastdecode.cli.calibrate import summary_lines
 from fastdecode.cli.main import main
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
@@ -24,8 +30,9 @@ from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.sworker.loader import model_shape
 
 PLAN = CalibrationPlan(
-    batch_sizes=(16, 64), threads=(1,), kv_dtypes=("float32",), groups=(1, 4), r_shapes=((4, 32), (4, 256)),
-    links=("inproc", "spawn"), message_rows=(4, 16), rounds=1, most_tries=1,
+    batch_sizes=(16, 64), s_threads=(1,), r_threads=(1,), kv_dtypes=("float32",), groups=(1, 4),
+    r_shapes=((4, 32), (4, 256)),
+    links=("inproc", "spawn"), message_rows=(4, 16), contended=((1, 1),), rounds=1, most_tries=1,
 )  # fmt: skip
 
 
@@ -72,6 +79,7 @@ def test_everything_is_measured(profile: HardwareProfile) -> None:
     }
     timed = [p.seconds for points in (profile.r_part, profile.host, profile.plans, profile.anchors) for p in points]
     assert min(timed) > 0 and min(p.layer_seconds for p in profile.s_part) > 0
+    assert any(line.startswith("T(B) of a layer, 1 thread(s), ms: 16: ") for line in summary_lines(profile))
     assert len(profile.contention) == 1 and {p.part for p in profile.anchors} == {"s", "r"}
 
 
@@ -153,3 +161,66 @@ def test_an_offline_run_has_the_simulations_schedule(folder: str, profile: Hardw
     spec = WorkloadSpec(random_input_len=16, random_output_len=24, num_prompts=12)
     found = run_offline(config, profile, spec, threads.pop())
     assert found.same_schedule and found.num_steps >= 24 and found.simulated_seconds > 0
+
+
+def test_r_workers_elsewhere_are_measured_one_by_one(folder: str) -> None:
+    """Over TCP; they serve one session at a time, and the machine's own R-workers are not in the profile."""
+    config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
+    with r_workers.listening("--threads", "1", "--kv-cache-memory", "64MiB") as (_, address):
+        plan = dataclasses.replace(PLAN, batch_sizes=(16,), links=(address,), contended=(), groups=(4,))
+        found = Calibrator(config, model_shape(config), plan, lambda: None).run()
+    assert {point.r_worker for point in (*found.r_part, *found.links, *found.plans)} == {address}
+    assert (
+        found.machine.r_worker == address and found.measured_r_part("float32", r_worker=address).seconds_per_token > 0
+    )
+
+
+def test_a_rig_decodes_at_the_size_asked_for(folder: str) -> None:
+    """Its caches are full though no prompt was computed, and it is empty again afterwards."""
+    config = measuring(EngineConfig(folder, device="cpu", max_model_len=256, kv_cache_memory="16MiB"))
+    rig = DecodeRig(config)
+    try:
+        for batch_size, context_len in ((3, 100), (5, 40)):
+            steps = rig.decode(batch_size, context_len, 4)
+            assert [step.kv_load for step in steps] == [batch_size * (context_len - left) for left in (3, 2, 1, 0)]
+            assert all(step.is_decode and step.num_tokens == batch_size and step.kv_bytes_read for step in steps)
+        assert not rig.engine.has_unfinished_requests() and rig.engine.backend.blocks_used == 0  # type: ignore[attr-defined]
+    finally:
+        rig.close()
+
+
+def test_attention_is_rewound(folder: str) -> None:
+    """Steps add a token to each sequence, and rewinding takes them away."""
+    config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
+    layout = model_shape(config).kv_layout("int8")
+    rig = AttentionRig(r_worker_config(measuring(config), "here", 1, 4 * 128 * layout.kv_bytes_per_token), layout)
+    try:
+        rig.fill(4, 30)
+        for _ in range(2):
+            steps = [rig.step() for _ in range(4)]
+            assert all(step.busy_seconds.shape == (len(layout.layers),) and step.plan_seconds > 0 for step in steps)
+            assert rig.backend.blocks_used == 4 * 2  # type: ignore[attr-defined]
+            rig.rewind(30)
+            assert rig.backend.blocks_used == 4  # type: ignore[attr-defined]
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--r-workers", "mpi"], "ranks of an MPI job not yet"),
+        (["--output", "/no/such/folder/profile.json"], "there is no such folder"),
+        (["--model", "/no/such/model"], "no such folder"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_said(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", *arguments]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_validation_needs_a_profile_and_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--validate"]) == 2
+    assert "validate needs --profile" in capsys.readouterr().err

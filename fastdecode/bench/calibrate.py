@@ -1,13 +1,15 @@
-"""Calibration: which shapes are measured, on which threads, and how they become a hardware profile."""
+"""Calibration: real engines and R-workers measured shape by shape into a hardware profile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from fastdecode.bench.attention_rig import AttentionRig
+from fastdecode.bench.calibration_plan import CalibrationPlan
 from fastdecode.bench.contention import measure_contention
 from fastdecode.bench.decode_rig import DecodeRig
 from fastdecode.bench.instant import InstantBackend
@@ -28,8 +30,7 @@ from fastdecode.bench.samples import (
     s_samples,
     with_layers,
 )
-from fastdecode.config import KV_CACHE_DTYPES, EngineConfig
-from fastdecode.machine import usable_cores
+from fastdecode.config import EngineConfig
 from fastdecode.perfmodel.calibration import Anchor, steadily
 from fastdecode.perfmodel.identity import this_machine
 from fastdecode.perfmodel.model_shape import ModelShape
@@ -47,79 +48,6 @@ from fastdecode.perfmodel.profile import (
 from fastdecode.types import KVLayout
 
 
-@dataclass(frozen=True)
-class CalibrationPlan:
-    """What is measured. ``threads``: of S-worker and R-workers here, each apart. ``r_shapes``: (sequences, context).
-    ``links``: "inproc", "spawn" or "host:port". ``rounds``: of each measurement, which is
-    repeated up to ``most_tries`` times while its anchor moves."""
-
-    batch_sizes: tuple[int, ...]
-    threads: tuple[int, ...]
-    kv_dtypes: tuple[str, ...]
-    groups: tuple[int, ...]
-    r_shapes: tuple[tuple[int, int], ...]
-    links: tuple[str, ...]
-    message_rows: tuple[int, ...]
-    rounds: int
-    most_tries: int
-
-    @property
-    def num_measurements(self) -> int:
-        """Ticks of the progress bar."""
-        r_workers = len(self.r_workers)
-        r_part = r_workers * len(self.kv_dtypes) * len(self.r_shapes) * (len(self.threads) if self.is_here else 1)
-        links = len(self.links) * len(self.message_rows)
-        return len(self.threads) * len(self.batch_sizes) + r_part + links + len(self.contended)
-
-    @property
-    def is_here(self) -> bool:
-        """True where the R-workers run on this machine."""
-        return "inproc" in self.links
-
-    @property
-    def r_workers(self) -> tuple[str, ...]:
-        """As the profile calls them."""
-        return (HERE,) if self.is_here else self.links
-
-    @property
-    def contended(self) -> tuple[tuple[int, int], ...]:
-        """(S threads, R threads) measured beside each other, on cores of their own."""
-        half = len(usable_cores()) // 2
-        return ((half, half),) if self.is_here and half in self.threads else ()
-
-
-def full_plan(shape: ModelShape, links: tuple[str, ...]) -> CalibrationPlan:
-    """Everything that ``plan``, ``simulate`` and ``plan --validate`` may ask of this machine."""
-    cores = len(usable_cores())
-    groups = tuple(sorted({shape.group, *(group for group in (1, 4, 8) if shape.num_heads % group == 0)}))
-    return CalibrationPlan(
-        batch_sizes=(16, 32, 64, 128, 160, 256, 512),
-        threads=tuple(sorted({max(1, cores // 2), cores})),
-        kv_dtypes=KV_CACHE_DTYPES[1:],
-        groups=groups,
-        r_shapes=((16, 128), (128, 128), (16, 1024), (32, 1024), (8, 4096)),
-        links=links,
-        message_rows=(16, 64, 256, 1024),
-        rounds=5,
-        most_tries=3,
-    )
-
-
-def quick_plan(shape: ModelShape, kv_dtype: str, links: tuple[str, ...]) -> CalibrationPlan:
-    """The model as it is, on all cores, in less than a minute."""
-    return CalibrationPlan(
-        batch_sizes=(16, 64, 256),
-        threads=(len(usable_cores()),),
-        kv_dtypes=(kv_dtype,),
-        groups=(shape.group,),
-        r_shapes=((64, 128), (16, 1024)),
-        links=links[:1],
-        message_rows=(16, 256),
-        rounds=2,
-        most_tries=1,
-    )
-
-
 class Calibrator:
     """Carries a plan out; ``advance`` is called after each measurement."""
 
@@ -135,7 +63,9 @@ class Calibrator:
         """Measure everything."""
         with ExitStack() as cleanup:
             few, many = (cleanup.enter_context(self._s_rig(layers)) for layers in (FEW_LAYERS, MANY_LAYERS))
-            s_anchors = {threads: Anchor.of(partial(s_anchor_seconds, many, threads)) for threads in self.plan.threads}
+            s_anchors = {
+                threads: Anchor.of(partial(s_anchor_seconds, many, threads)) for threads in self.plan.s_threads
+            }
             device_name = many.engine.s_model.device_name
             s_part, host = self._s_part(few, many, s_anchors)
         r_part, r_anchors = self._r_part()
@@ -166,26 +96,29 @@ class Calibrator:
                 steadied = steadily([anchor], sample, self.plan.most_tries)[0]
                 layer, head, engine = (steadied.measured(column) for column in range(3))
                 s_part.append(SPartPoint(batch_size, layer.seconds, max(head.seconds, 0.0), layer.spread, threads))
-                if threads == self.plan.threads[-1]:
+                if threads == self.plan.s_threads[-1]:
                     host.append(HostPoint(batch_size, engine.seconds, engine.spread))
                 self._advance()
         return tuple(s_part), tuple(host)
 
     def _r_part(self) -> tuple[tuple[RPartPoint, ...], dict[int, Anchor]]:
+        if not self.plan.is_here:
+            elsewhere = product(self.plan.r_workers, self.plan.kv_dtypes)
+            return tuple(point for each in elsewhere for point in self._r_points(*each, None, ())), {}
         points: list[RPartPoint] = []
         anchors: dict[int, Anchor] = {}
-        for r_worker in self.plan.r_workers:
-            for threads in self.plan.threads if r_worker == HERE else (None,):
-                with self._r_anchor(r_worker, threads) as rig:
-                    anchor = Anchor.of(partial(r_anchor_seconds, rig))
-                    if r_worker == HERE and threads:
-                        anchors[threads] = anchor
-                    for kv_dtype in self.plan.kv_dtypes:
-                        points += self._r_points(r_worker, threads, kv_dtype, anchor)
+        for threads in self.plan.r_threads:
+            with self._r_anchor(threads) as anchor:
+                anchors[threads] = anchor
+                for kv_dtype in self.plan.kv_dtypes:
+                    points += self._r_points(HERE, kv_dtype, threads, (anchor,))
         return tuple(points), anchors
 
-    def _r_points(self, r_worker: str, threads: int | None, kv_dtype: str, anchor: Anchor) -> Iterator[RPartPoint]:
-        shapes = [replace(self.shape, num_kv_heads=self.shape.num_heads // group) for group in self.plan.groups]
+    def _r_points(
+        self, r_worker: str, kv_dtype: str, threads: int | None, anchors: tuple[Anchor, ...]
+    ) -> Iterator[RPartPoint]:
+        """One R-worker serves one at a time, so those elsewhere have no anchor beside what is measured."""
+        shapes = [self.shape.with_kv_heads(self.shape.num_heads // group) for group in self.plan.groups]
         layers = tuple(shape.layer_layout for shape in shapes for _ in range(R_LAYERS))
         layout = KVLayout(layers, self.shape.dtype, kv_dtype)
         tokens = max(batch * (context + 128) for batch, context in self.plan.r_shapes)
@@ -193,9 +126,8 @@ class Calibrator:
             for batch_size, context_len in self.plan.r_shapes:
                 rig.fill(batch_size, context_len)
                 rig.step()
-                steadied = steadily(
-                    [anchor], partial(r_samples, rig, len(shapes), 2 * self.plan.rounds), self.plan.most_tries
-                )[0]
+                sample = partial(r_samples, rig, len(shapes), 2 * self.plan.rounds)
+                steadied = steadily(anchors, sample, self.plan.most_tries)[0]
                 for column, shape in enumerate(shapes):
                     found = steadied.measured(column)
                     yield RPartPoint(
@@ -236,21 +168,20 @@ class Calibrator:
             rig.close()
 
     @contextmanager
-    def _r_anchor(self, r_worker: str, threads: int | None) -> Iterator[AttentionRig]:
+    def _r_anchor(self, threads: int) -> Iterator[Anchor]:
         layout = replace(self.shape, num_layers=R_LAYERS).kv_layout(self.shape.dtype)
         tokens = ANCHOR_SEQUENCES * (ANCHOR_CONTEXT + 128)
-        with self._attention_rig(r_worker, threads, layout, tokens) as rig:
-            self._isa = rig.r_workers[0].isa
+        with self._attention_rig(HERE, threads, layout, tokens) as rig:
             rig.fill(ANCHOR_SEQUENCES, ANCHOR_CONTEXT)
-            yield rig
+            yield Anchor.of(partial(r_anchor_seconds, rig))
 
     @contextmanager
     def _attention_rig(
         self, r_worker: str, threads: int | None, layout: KVLayout, num_tokens: int
     ) -> Iterator[AttentionRig]:
-        rig = AttentionRig(
-            r_worker_config(self.config, r_worker, threads, num_tokens * layout.kv_bytes_per_token), layout
-        )
+        config = r_worker_config(self.config, r_worker, threads, num_tokens * layout.kv_bytes_per_token)
+        rig = AttentionRig(config, layout)
+        self._isa = rig.r_workers[0].isa
         try:
             yield rig
         finally:

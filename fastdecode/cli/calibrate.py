@@ -41,13 +41,14 @@ def run(args: argparse.Namespace) -> int:
     if args.r_workers == "mpi":
         raise ConfigError("r_workers: calibrate measures inproc, spawn and host:port; ranks of an MPI job not yet")
     config = engine_config(args)
-    from fastdecode.bench.calibrate import Calibrator, full_plan, quick_plan
-    from fastdecode.sworker.loader import model_shape
+    from fastdecode.bench.calibrate import Calibrator
+    from fastdecode.bench.calibration_plan import full_plan, quick_plan
+    from fastdecode.sworker.loader import device_name, model_shape
 
     shape = model_shape(config)
     kv_dtype = shape.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    links = _links(config)
-    plan = quick_plan(shape, kv_dtype, links) if args.quick else full_plan(shape, links)
+    links, on_gpu = _links(config), bool(device_name(config))
+    plan = quick_plan(shape, kv_dtype, links, on_gpu) if args.quick else full_plan(shape, links, on_gpu)
     with tqdm(total=plan.num_measurements, disable=None if sys.stderr.isatty() else True) as bar:
         profile = Calibrator(config, shape, plan, bar.update).run()
     Path(args.output).write_text(write_profile(profile))

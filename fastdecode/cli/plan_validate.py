@@ -55,17 +55,22 @@ def run_validation(args: argparse.Namespace) -> int:
 
 
 def _checked_config(args: argparse.Namespace, profile: HardwareProfile) -> EngineConfig:
-    """The profile's model on its S-worker."""
+    """The profile's model, its S-worker on the CPU."""
     from fastdecode import _rworker
-    from fastdecode.sworker.loader import device_name, model_shape
+    from fastdecode.sworker.loader import model_shape
 
     if args.validate is not None and args.validate < 0:
         raise ConfigError(f"validate: a number of configurations, not {args.validate}")
     config = EngineConfig(
-        model=args.model, dtype=profile.shape.dtype, load_format="dummy", skip_tokenizer_init=True, seed=args.seed
+        model=args.model,
+        dtype=profile.shape.dtype,
+        device="cpu",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        seed=args.seed,
     )
     isa = _rworker.supported_isas()[-1]
-    check_own(profile, this_machine(device_name(config), profile.machine.r_worker, isa))
+    check_own(profile, this_machine("", profile.machine.r_worker, isa))
     check_alike(profile, replace(model_shape(config), num_kv_heads=profile.shape.num_kv_heads))
     return config
 
