@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint sanitize sanitize-quick clean
+.PHONY: demo test lint sanitize sanitize-quick fuzz clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -48,6 +48,13 @@ sanitize sanitize-quick: $(STAMP)
 	  $(BIN)/cmake -S . -B out/$@/$$kind -DFASTDECODE_SANITIZE=$$kind -DFASTDECODE_BUILD_TESTS=ON \
 	    -DFASTDECODE_BUILD_BINDINGS=OFF $(FLAVOR) && \
 	  $(BIN)/cmake --build out/$@/$$kind -j && out/$@/$$kind/rworker_cpp/rworker_tests || exit 1; done
+
+# What R-workers and S-workers read from the wire, under libFuzzer; its inputs are kept in out/fuzz.
+FUZZ_RUNS ?= 1000000
+fuzz: $(STAMP)
+	$(BIN)/python -c 'import atheris' 2>/dev/null || \
+	  $(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[fuzz]'
+	$(BIN)/python fuzz/run.py --runs $(FUZZ_RUNS)
 
 clean:
 	rm -rf build dist out $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -15,10 +15,20 @@ from fastdecode.engine import LLMEngine
 
 
 def llama_folder(
-    hidden: int, num_layers: int, vocab: int = 4096, group: int = 4, intermediate: int | None = None
+    hidden: int,
+    num_layers: int,
+    vocab: int = 4096,
+    group: int = 4,
+    intermediate: int | None = None,
+    initializer_range: float = 0.02,
+    heads: int | None = None,
 ) -> str:
-    """A folder with only a config.json: Llama's proportions at ``hidden``, heads of 64, ``group`` per KV head."""
-    heads = hidden // 64
+    """A folder with only a config.json: Llama's proportions at ``hidden``, heads of 64, ``group`` per KV head.
+
+    ``heads``: more than fit ``hidden`` make attention dear beside the rest.
+    ``initializer_range``: of the random weights; with 0.2 greedy tokens depend on all that came before.
+    """
+    heads = heads or hidden // 64
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -31,6 +41,7 @@ def llama_folder(
         "head_dim": 64,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
+        "initializer_range": initializer_range,
         "dtype": "float32",
     }
     folder = Path(tempfile.mkdtemp(prefix="fastdecode-bench-"))

@@ -75,7 +75,7 @@ class Driver:
         for mini_batch in step.mini_batches:
             for sequence_id in mini_batch.sampled_ids:
                 sequence = self.sequences[sequence_id]
-                sequence.output_token_ids.append(1)
+                sequence.append(1)
                 if len(sequence.output_token_ids) == OUTPUT_LEN:
                     self.scheduler.finish(sequence, "length")
         starts = sum(len(mini_batch.prompts) for mini_batch in step.mini_batches)

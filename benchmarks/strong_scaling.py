@@ -3,12 +3,17 @@
 One A10 and 1 to 8 sockets of Epyc 7452 by preset, 100 Gb/s; sequences of S tokens after a prompt of one, twice as many
 as are in flight, under ``sls``. Efficiency is throughput over that of one socket times the sockets, between the first
 end of a sequence and the last start of one. ``--slack`` widens the schedule's load limit, which is kept on each socket
-by itself. Memory is left out: one socket could not hold the long sequences.
+by itself. Memory is left out, as in the paper, which ran fewer layers and scaled its figures up.
+
+The second efficiency takes R-workers that spend on every sequence, besides reading its cache, as long as on
+``--sequence-tokens`` cached tokens. The default is read off one point of the paper's figure, 13B with S = 128 on 8
+sockets; its other points are then predictions.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastdecode.metrics import StepRecord
@@ -17,7 +22,7 @@ from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS
 from fastdecode.perfmodel.r_part import host_r_part
 from fastdecode.perfmodel.s_part import GpuSPart
-from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
+from fastdecode.perfmodel.simulate import Machine, SimulatedRequest, Simulator, SplitMachine, StepCost
 from fastdecode.perfmodel.stabilized_load import default_interval_steps, peak_load_stabilized
 from fastdecode.perfmodel.transport import Transport
 from fastdecode.perfmodel.workload import Workload
@@ -27,6 +32,7 @@ PAPER = {("llama-7b", 1024, 8): 0.728, ("llama-13b", 1024, 8): 0.841}
 PAPER |= {("llama-13b", 128, 4): 0.759, ("llama-13b", 128, 8): 0.376}
 LINK_BYTES_PER_SECOND = 12.5e9
 BLOCK_SIZE = 32
+SEQUENCE_TOKENS = 180
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,24 @@ class Figures:
     r_busy: float
 
 
+@dataclass(frozen=True)
+class SlowStart:
+    """``machine`` with R-workers that spend on each sequence as long as on ``tokens`` cached tokens more."""
+
+    machine: Machine
+    tokens: float
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """The machine's."""
+        return self.machine.kv_bytes_per_token
+
+    def cost(self, num_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+        """Sequences are spread evenly."""
+        each = int(self.tokens * num_tokens / len(kv_loads))
+        return self.machine.cost(num_tokens, [load + each for load in kv_loads])
+
+
 def main() -> None:
     """Print a row per model, length and number of sockets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,20 +71,22 @@ def main() -> None:
     parser.add_argument("--models", default="llama-7b,llama-13b", metavar="LIST", help="(llama-7b,llama-13b)")
     parser.add_argument("--lengths", default="1024,128", metavar="LIST", help="tokens of a sequence (1024,128)")
     parser.add_argument("--sockets", default="1,2,4,8", metavar="LIST", help="(1,2,4,8)")
+    parser.add_argument("--sequence-tokens", type=float, default=SEQUENCE_TOKENS, help=f"({SEQUENCE_TOKENS})")
     args = parser.parse_args()
-    print("model, S | sockets | tokens/s | in flight | S busy | R busy | efficiency | paper")
+    print("model, S | sockets | in flight | tokens/s, S busy, R busy, efficiency | the same, slow start | paper")
     for model in args.models.split(","):
         for length in map(int, args.lengths.split(",")):
-            base = 0.0
+            bases: dict[float, float] = {}
             for sockets in map(int, args.sockets.split(",")):
-                found = measure(planner(model, length), length, sockets, args.in_flight, args.slack)
-                base = base or found.rate / sockets
-                print(
-                    f"{model}, {length} | {sockets} | {found.rate:.0f} | {found.in_flight:.0f} | {found.s_busy:.2f} | "
-                    f"{found.r_busy:.2f} | {found.rate / sockets / base:.3f} | "
-                    f"{PAPER.get((model, length, sockets), '')}",
-                    flush=True,
-                )
+                cells = []
+                for tokens in (0.0, args.sequence_tokens):
+                    machine = SlowStart(SplitMachine(planner(model, length).step_model(sockets)), tokens)
+                    found = measure(machine, length, sockets, args.in_flight, args.slack)
+                    base = bases.setdefault(tokens, found.rate / sockets)
+                    efficiency = found.rate / sockets / base
+                    cells.append(f"{found.rate:.0f}, {found.s_busy:.2f}, {found.r_busy:.2f}, {efficiency:.3f}")
+                cells.append(str(PAPER.get((model, length, sockets), "")))
+                print(f"{model}, {length} | {sockets} | {found.in_flight:.0f} | {' | '.join(cells)}", flush=True)
 
 
 def planner(model: str, length: int) -> Planner:
@@ -75,7 +101,7 @@ def planner(model: str, length: int) -> Planner:
     )
 
 
-def measure(machine: Planner, length: int, sockets: int, in_flight: int, slack: float) -> Figures:
+def measure(machine: Machine, length: int, sockets: int, in_flight: int, slack: float) -> Figures:
     """From the first end of a sequence to the last start of one."""
     interval = default_interval_steps(in_flight, length)
     limits = Limits(
@@ -91,7 +117,7 @@ def measure(machine: Planner, length: int, sockets: int, in_flight: int, slack: 
         prefix_caching=False,
     )
     steps: list[StepRecord] = []
-    simulator = Simulator(Scheduler(POLICIES["sls"], limits), SplitMachine(machine.step_model(sockets)), steps.append)
+    simulator = Simulator(Scheduler(POLICIES["sls"], limits), machine, steps.append)
     simulator.run([SimulatedRequest([0], length) for _ in range(2 * in_flight)])
     last_start = max(number for number, step in enumerate(steps) if not step.is_decode)
     steady = steps[length:last_start]

@@ -6,7 +6,8 @@
 
 The S side runs on the first core, one R-worker with one thread on the last. ``--pause-us`` is how long the S side is
 away between layers, as it is when it computes: after a pause of more than the ring's 20 µs of spinning the R-worker
-must be woken. Transports take turns, and every turn measures all; TCP is on loopback, with CURVE off and on.
+must be woken. Transports take turns, and every turn measures all; TCP is on loopback: without a key, with a proven one
+and clear data (``--security authenticate``), and with CURVE.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fastdecode.addresses import SECURITY_LEVELS
 from fastdecode.binding import mend_binding
 from fastdecode.cluster.inproc import InprocBackend, InprocSettings
 from fastdecode.cluster.local import RWorkerSize
@@ -97,10 +99,10 @@ def backends(core: int) -> Iterator[dict[str, PoolBackend]]:
             "inproc": InprocBackend(InprocSettings(1, CACHE_BYTES, BLOCK_SIZE, 1, (core,))),
             "spawn": SpawnBackend([RWorkerSize(CACHE_BYTES, 1, (core,))], BLOCK_SIZE),
             "tcp": TcpBackend([cleanup.enter_context(listening(core))], BLOCK_SIZE),
-            "tcp, CURVE": TcpBackend(
-                [cleanup.enter_context(listening(core, "--key-file", str(key)))], BLOCK_SIZE, str(key)
-            ),
         }
+        for level in SECURITY_LEVELS:
+            address = cleanup.enter_context(listening(core, "--key-file", str(key), "--security", level))
+            found[f"tcp, {level}"] = TcpBackend([address], BLOCK_SIZE, str(key), level)
         if os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
             found["mpi"] = MpiBackend(BLOCK_SIZE)
         for backend in found.values():

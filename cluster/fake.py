@@ -152,6 +152,13 @@ class FakeBackend:
         ]
         self.cached[sequence_id] = _Cached(num_tokens, [keys for keys, _ in parts], [values for _, values in parts])
 
+    def admit(self) -> list[RWorkerInfo]:
+        """See ``AttentionBackend.admit``: nobody joins."""
+        return []
+
+    def dismiss(self, worker: int) -> None:
+        """See ``AttentionBackend.dismiss``: its sequences are nobody's in particular."""
+
     def close(self) -> None:
         """See ``AttentionBackend.close``."""
         self.cached.clear()

@@ -20,13 +20,16 @@ from typing import Any, Protocol
 from fastdecode.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
 """Most bytes of one part; a peer that announces more is refused before anything is allocated."""
 
 MAX_PARTS = 3
+
+MOST_SKIPPED = 1 << 16
+"""Numbers that a frame may be ahead of the one before it; one from farther off would make all that follow late."""
 
 
 class Kind(IntEnum):
@@ -51,6 +54,11 @@ class Kind(IntEnum):
     DATA = 17  # either: the next bytes of a sequence
     REFUSED = 18  # R: reason (JSON)
     BYE = 19  # S: the session is over
+    JOIN = 20  # R, outside a session: where it listens (JSON)
+    CHALLENGE = 21  # S, before HELLO: its nonce (see proof.py)
+    CHALLENGED = 22  # R: its nonce and its proof
+    PROOF = 23  # S: its proof
+    PROVEN = 24  # R: HELLO may come
 
 
 _KINDS = frozenset(Kind)
@@ -118,6 +126,10 @@ class Conversation:
         if frame.sequence < self._least_received:
             raise FrameError(
                 f"a {frame.kind.name} frame that came before: number {frame.sequence}, not {self._least_received}"
+            )
+        if frame.sequence - self._least_received > MOST_SKIPPED:
+            raise FrameError(
+                f"a {frame.kind.name} frame from far ahead: number {frame.sequence}, not {self._least_received}"
             )
         self._least_received = frame.sequence + 1
         return frame

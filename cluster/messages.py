@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import reprlib
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -12,19 +12,27 @@ from typing import Any
 
 import numpy as np
 
+from fastdecode.addresses import split_address
 from fastdecode.cluster.pool_worker import StepTimes
-from fastdecode.errors import FrameError
+from fastdecode.config import BLOCK_SIZES
+from fastdecode.errors import ConfigError, FrameError
 from fastdecode.types import CONTROL, KV_BITS, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, WorkerPlan
 
-MAX_JSON_BYTES = 1 << 24
+MAX_JSON_BYTES = 1 << 22
+"""As Python objects JSON may take some thirty times its bytes; this keeps it below a frame's limit."""
+
 MAX_LAYERS = 4096
 MAX_MINI_BATCHES = 1024
-MAX_HEADS = 1 << 16
+MAX_HEADS = 1 << 12
 MAX_HEAD_DIM = 512
 MAX_ROWS = 1 << 24
+MAX_CORES = 1 << 12
+MAX_TEXT = 4096
+MAX_NUMBER = float(np.finfo(np.float32).max)
+"""R-workers compute with float32."""
 
 _COUNTS = struct.Struct("<QQ")
-_REPORT = struct.Struct("<qq")
+_REPORT = struct.Struct("<qqQ")
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,8 @@ def decode_hello(data: bytes | bytearray) -> Hello:
     cache = message.get("cache")
     if not isinstance(cache, dict):
         raise FrameError("HELLO: cache must be an object")
-    hello = Hello(_text(message, "name"), _layout(cache), _whole(cache, "block_size", 1, 1 << 20))
+    block_size = _whole(cache, "block_size", min(BLOCK_SIZES), max(BLOCK_SIZES))
+    hello = Hello(_text(message, "name"), _layout(cache), block_size)
     if message.get("fingerprint") != fingerprint(hello.layout, hello.block_size):
         raise FrameError("HELLO: the fingerprint is not that of its cache")
     return hello
@@ -81,13 +90,13 @@ def decode_welcome(data: bytes | bytearray) -> Welcome:
     """FrameError names the field that is wrong."""
     message = _object(data, "WELCOME")
     cores = message.get("cores")
-    if not isinstance(cores, list) or not all(type(core) is int and core >= 0 for core in cores):
-        raise FrameError("WELCOME: cores must be core numbers")
+    if not isinstance(cores, list) or not all(type(core) is int and 0 <= core < MAX_CORES for core in cores):
+        raise FrameError(f"WELCOME: cores must be core numbers below {MAX_CORES}")
     return Welcome(
         num_blocks=_whole(message, "num_blocks", 1, 1 << 31),
         num_threads=_whole(message, "num_threads", 1, 1 << 16),
         isa=_text(message, "isa"),
-        read_gb_per_s=_number(message, "read_gb_per_s"),
+        read_gb_per_s=_number(message, "read_gb_per_s", 0),
         cores=tuple(cores),
         host_id=_text(message, "host_id"),
         fingerprint=_text(message, "fingerprint"),
@@ -121,24 +130,46 @@ def decode_plan(data: bytes | bytearray) -> WorkerPlan:
 
 
 def encode_report(times: StepTimes) -> bytes:
-    """Bytes read and blocks free, then busy starts and ends as float64."""
-    head = _REPORT.pack(times.bytes_read, times.blocks_free)
+    """Bytes read, blocks free and whether it would leave (1), then busy starts and ends as float64."""
+    head = _REPORT.pack(times.bytes_read, times.blocks_free, times.leaving)
     return head + times.busy_start.astype("<f8").tobytes() + times.busy_end.astype("<f8").tobytes()
 
 
 def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: int) -> StepTimes:
-    """Times still on the R-worker's clock; FrameError for another length."""
+    """Times still on the R-worker's clock; FrameError for another length, times that are none, or negative counts."""
     wanted = _REPORT.size + 16 * num_mini_batches * num_layers
     if len(data) != wanted:
         raise FrameError(f"REPORT: {len(data)} bytes, not {wanted}")
-    bytes_read, blocks_free = _REPORT.unpack_from(data)
+    bytes_read, blocks_free, leaving = _REPORT.unpack_from(data)
+    if leaving > 1:
+        raise FrameError(f"REPORT: leaving must be 0 or 1, not {leaving}")
     busy = np.frombuffer(data, "<f8", offset=_REPORT.size).reshape(2, num_mini_batches, num_layers)
-    return StepTimes(busy[0].copy(), busy[1].copy(), bytes_read, blocks_free)
+    if min(bytes_read, blocks_free) < 0 or not np.isfinite(busy).all():
+        raise FrameError(f"REPORT: {bytes_read} bytes read, {blocks_free} blocks free, or times that are no numbers")
+    return StepTimes(busy[0].copy(), busy[1].copy(), bytes_read, blocks_free, bool(leaving))
+
+
+def encode_join(address: str) -> bytes:
+    """``address``: "host:port" at which an R-worker listens."""
+    return _canonical({"address": address})
+
+
+def decode_join(data: bytes | bytearray) -> str:
+    """The address; FrameError when it is none."""
+    address = _text(_object(data, "JOIN"), "address")
+    try:
+        split_address("JOIN", address)
+    except ConfigError as error:
+        raise FrameError(str(error)) from None
+    return address
 
 
 def encode_refusal(error: str, message: str) -> bytes:
-    """``error``: "capacity" (too little memory), "busy" (serving another), "frame" or "refused"."""
-    return _canonical({"error": error, "message": message})
+    """``error``: "capacity" (too little memory), "busy" (serving another), "key", "frame" or "refused"."""
+    shown = message[:MAX_TEXT]
+    if not shown.isprintable():
+        shown = "".join(each if each.isprintable() else "?" for each in shown)
+    return _canonical({"error": error, "message": shown})
 
 
 def decode_refusal(data: bytes | bytearray) -> tuple[str, str]:
@@ -158,7 +189,7 @@ def _cache_json(layout: KVLayout, block_size: int) -> dict[str, Any]:
 def _layout(cache: Mapping[str, Any]) -> KVLayout:
     for name, known in (("model_dtype", WIRE_DTYPE), ("kv_dtype", KV_BITS)):
         if cache.get(name) not in tuple(known):
-            raise FrameError(f"HELLO: {name} is {cache.get(name)!r}; known are {', '.join(known)}")
+            raise FrameError(f"HELLO: {name} is {reprlib.repr(cache.get(name))}; known are {', '.join(known)}")
     layers = cache.get("layers")
     if not isinstance(layers, list) or not 1 <= len(layers) <= MAX_LAYERS:
         raise FrameError(f"HELLO: layers must be a list of 1 to {MAX_LAYERS}")
@@ -185,7 +216,7 @@ def _layer(layer: Any) -> LayerLayout:
 
 def _object(data: bytes | bytearray, what: str) -> dict[str, Any]:
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
         raise FrameError(f"{what}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -193,22 +224,32 @@ def _object(data: bytes | bytearray, what: str) -> dict[str, Any]:
     return value
 
 
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two equal keys readers differ in which they believe."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key appears twice")
+    return found
+
+
 def _whole(message: Mapping[str, Any], name: str, low: int, high: int) -> int:
     value = message.get(name)
     if type(value) is not int or not low <= value <= high:
-        raise FrameError(f"{name} must be a whole number of {low} to {high}, not {value!r:.80}")
+        raise FrameError(f"{name} must be a whole number of {low} to {high}, not {reprlib.repr(value)}")
     return value
 
 
-def _number(message: Mapping[str, Any], name: str) -> float:
+def _number(message: Mapping[str, Any], name: str, low: float = -MAX_NUMBER) -> float:
+    """Compared and not converted: a whole number of JSON may be larger than any float."""
     value = message.get(name)
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise FrameError(f"{name} must be a finite number, not {value!r:.80}")
+    if type(value) not in (int, float) or not low <= value <= MAX_NUMBER:  # type: ignore[operator]
+        raise FrameError(f"{name} must be a number of {low:g} to {MAX_NUMBER:g}, not {reprlib.repr(value)}")
     return value  # type: ignore[return-value]
 
 
 def _text(message: Mapping[str, Any], name: str) -> str:
+    """For logs and terminals, so without line breaks, escape codes and halves of characters."""
     value = message.get(name)
-    if not isinstance(value, str) or len(value) > 4096:
-        raise FrameError(f"{name} must be a short text, not {value!r:.80}")
+    if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
+        raise FrameError(f"{name} must be a short text that can be printed, not {reprlib.repr(value)}")
     return value

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from fastdecode.types import (
     StepReport,
     WorkerReport,
 )
+
+if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
+    from fastdecode.cluster.lobby import Lobby
 
 REFUSED = {"begin_step": "the step's plan", "begun": "the step's plan", "ended": "the end of the step"}
 """What a worker refuses when it answers one of these with an error; a layer else."""
@@ -47,12 +50,18 @@ class PoolBackend:
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
         self.workers = list(workers)
+        self._lobby: Lobby | None = None
         self._lost: list[int] = []
+        self._leaving: list[int] = []
         self._layers: tuple[LayerLayout, ...] = ()
         self._o_dtype: np.dtype = np.dtype(np.float32)
         self._rows: list[_MiniBatchRows] = []
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
         self._blocks: dict[str, tuple[int, int]] = {}
+
+    def extend_from(self, lobby: Lobby) -> None:
+        """R-workers may join in ``lobby``, which this closes; before ``open``."""
+        self._lobby = lobby
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         """See ``AttentionBackend.open``."""
@@ -65,6 +74,8 @@ class PoolBackend:
             self.close()
             raise
         self._blocks = {info.name: (info.num_blocks, info.num_blocks) for info in infos}
+        if self._lobby:
+            self._lobby.open(layout)
         return infos
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -114,7 +125,8 @@ class PoolBackend:
             self._on(index, "end_step")
         reports = tuple(self._report(index) for index in range(len(self.workers)))
         lost, self._lost = tuple(self._lost), []
-        return StepReport(reports, lost)
+        leaving, self._leaving = tuple(self._leaving), []
+        return StepReport(reports, lost, leaving)
 
     def abandon_step(self) -> None:
         """See ``AttentionBackend.abandon_step``."""
@@ -133,8 +145,23 @@ class PoolBackend:
         with self._refusals(holder, "to import a sequence"):
             holder.import_(sequence_id, num_tokens, data)
 
+    def admit(self) -> list[RWorkerInfo]:
+        """See ``AttentionBackend.admit``."""
+        infos = []
+        for newcomer in self._lobby.newcomers() if self._lobby else ():
+            self.workers.append(newcomer.worker)
+            self._blocks[newcomer.info.name] = (newcomer.info.num_blocks,) * 2
+            infos.append(newcomer.info)
+        return infos
+
+    def dismiss(self, worker: int) -> None:
+        """See ``AttentionBackend.dismiss``."""
+        self._part_with(worker)
+
     def close(self) -> None:
         """See ``AttentionBackend.close``."""
+        if self._lobby:
+            self._lobby.close()
         for worker in self.workers:
             worker.close()
         self.workers = []
@@ -158,11 +185,11 @@ class PoolBackend:
 
     def _lose(self, index: int, error: WorkerLostError) -> None:
         """Go on without a worker; WorkerLostError when it was the last."""
-        lost = self.workers[index]
-        lost.close()
-        self.workers[index] = LostWorker(lost.name, self._submitted.shape)
-        self._blocks[lost.name] = (0, 0)
+        name = self.workers[index].name
+        self._part_with(index)
         self._lost.append(index)
+        if self._lobby:
+            self._lobby.forget(name)
         if all(isinstance(worker, LostWorker) for worker in self.workers):
             raise WorkerLostError(f"{error}, and no other R-worker is left") from error
         logger.warning("%s; its sequences are computed again on the others", error)
@@ -170,6 +197,12 @@ class PoolBackend:
             for busy, attending, _ in rows.busy:
                 if busy == index and rows.current is not None:
                     rows.current[attending] = 0
+
+    def _part_with(self, index: int) -> None:
+        gone = self.workers[index]
+        gone.close()
+        self.workers[index] = LostWorker(gone.name, self._submitted.shape)
+        self._blocks[gone.name] = (0, 0)
 
     def _worker(self, index: int, what: str) -> PoolWorker:
         if not 0 <= index < len(self.workers):
@@ -186,6 +219,8 @@ class PoolBackend:
 
     def _report(self, index: int) -> WorkerReport:
         times = self._on(index, "ended")
+        if times.leaving:
+            self._leaving.append(index)
         worker = self.workers[index]
         num_blocks = self._blocks[worker.name][0]
         self._blocks[worker.name] = (num_blocks, min(times.blocks_free, num_blocks))

@@ -12,12 +12,16 @@ from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a worker says at the end of a step; the arrays as in ``WorkerReport``, on the S-worker's clock."""
+    """What a worker says at the end of a step; the arrays as in ``WorkerReport``, on the S-worker's clock.
+
+    ``leaving``: it asks to be let go.
+    """
 
     busy_start: np.ndarray
     busy_end: np.ndarray
     bytes_read: int
     blocks_free: int
+    leaving: bool = False
 
 
 class PoolWorker(Protocol):

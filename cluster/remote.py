@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +61,7 @@ class RemoteWorker:
         self._lost = ""
         self._losses = _Losses(self)
         self._in_step = False
+        self._room_bytes = 0
         self._offset_seconds = 0.0
         self._outputs: dict[int, tuple[int, np.ndarray]] = {}
 
@@ -73,6 +76,7 @@ class RemoteWorker:
         welcome = decode_welcome(self._body(self._answer(Kind.WELCOME, OPEN_SECONDS), MAX_JSON_BYTES))
         if welcome.fingerprint != fingerprint(self._layout, self._block_size):
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
+        self._room_bytes = welcome.num_blocks * self._block_size * self._layout.kv_bytes_per_token
         self._offset_seconds = self._measure_offset()
         return RWorkerInfo(
             self.name,
@@ -127,7 +131,8 @@ class RemoteWorker:
     def ended(self) -> StepTimes:
         """See ``PoolWorker.ended``."""
         slots = self._slots
-        times = decode_report(self._body(self._answer(Kind.REPORT)), slots.num_mini_batches, slots.num_layers)
+        with self._losses:
+            times = decode_report(self._body(self._answer(Kind.REPORT)), slots.num_mini_batches, slots.num_layers)
         self._in_step = False
         for moments in (times.busy_start, times.busy_end):
             moments[moments != 0] -= self._offset_seconds
@@ -151,10 +156,15 @@ class RemoteWorker:
     def export(self, sequence_id: int) -> np.ndarray:
         """See ``PoolWorker.export``."""
         self._send(Kind.EXPORT, EXPORT.pack(sequence_id))
-        data = np.empty(self._number(self._answer(Kind.EXPORTED)), np.uint8)
+        num_bytes = self._number(self._answer(Kind.EXPORTED))
+        if not 0 <= num_bytes <= self._room_bytes:
+            raise self._lose(f"it exports {num_bytes:,} bytes, and its cache holds {self._room_bytes:,}")
+        data = np.empty(num_bytes, np.uint8)
         filled = 0
         while filled < data.nbytes:
             frame = self._answer(Kind.DATA)
+            if frame.lengths[0] == 0:
+                raise self._lose("it sent an empty DATA frame")
             with self._losses as path:
                 path.conversation.channel.read_into(data[filled : filled + frame.lengths[0]])
             filled += frame.lengths[0]
@@ -217,7 +227,8 @@ class RemoteWorker:
         return frame
 
     def _raise_refusal(self, frame: Frame) -> None:
-        error, message = decode_refusal(self._body(frame, MAX_JSON_BYTES))
+        with self._losses:
+            error, message = decode_refusal(self._body(frame, MAX_JSON_BYTES))
         if error == "capacity":
             raise CapacityError(f"R-worker {self.name}: {message}")
         if error == "refused":
@@ -232,11 +243,14 @@ class RemoteWorker:
         with self._losses as path:
             return path.conversation.body(frame, *most_bytes)
 
-    def _number(self, frame: Frame) -> int:
+    def _number(self, frame: Frame, form: struct.Struct = EXPORT) -> Any:
+        """The one number of ``frame``, which is packed as ``form``."""
         try:
-            (number,) = EXPORT.unpack(self._body(frame, EXPORT.size))
+            (number,) = form.unpack(self._body(frame, form.size))
         except struct.error:
             raise self._lose(f"it sent a {frame.kind.name} frame of {frame.lengths[0]} bytes") from None
+        if not math.isfinite(number):
+            raise self._lose(f"it sent a {frame.kind.name} frame with {number}")
         return number
 
     def _lose(self, reason: str) -> WorkerLostError:
@@ -249,7 +263,7 @@ class RemoteWorker:
         for _ in range(NUM_PINGS):
             asked = time.perf_counter()
             self._send(Kind.PING)
-            (theirs,) = CLOCK.unpack(self._body(self._answer(Kind.PONG), CLOCK.size))
+            theirs = self._number(self._answer(Kind.PONG), CLOCK)
             answered = time.perf_counter()
             rounds.append((answered - asked, theirs - (asked + answered) / 2))
         round_seconds, offset = min(rounds)

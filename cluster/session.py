@@ -34,8 +34,14 @@ from fastdecode.errors import CapacityError, FrameError
 TICK_SECONDS = 0.2
 """How long a wait lasts before signals and the connection are looked at again."""
 
+IDLE_SECONDS = 1.0
+"""An S-worker at work does not let so much time pass between two steps."""
+
 CHUNK_BYTES = 1 << 22
 """Bytes of a sequence in one DATA frame."""
+
+PAYLOAD_LIMIT = 8 * FRAME_LIMIT
+"""Most bytes of q, k, v and o of all mini-batches of a step, one layer of each."""
 
 IMPORT = struct.Struct("<qqq")
 EXPORT = struct.Struct("<q")
@@ -55,10 +61,16 @@ class _Incoming:
 
 
 class Session:
-    """Serves one S-worker. A frame that cannot be obeyed is refused, said so once in the log, and changes nothing."""
+    """Serves one S-worker. A frame that cannot be obeyed is refused, said so once in the log, and changes nothing.
+
+    Once ``leaving`` is set the S-worker is asked at the end of every step to let this R-worker go; if it takes none, it
+    has no sequences either, and this just ends.
+    """
 
     def __init__(self, path: Path, host: Host, on_open: Callable[[Hello], None] = lambda hello: None) -> None:
+        self.leaving = False
         self._path, self._host, self._on_open = path, host, on_open
+        self._idle_seconds = 0.0
         self._worker: _rworker.RWorker | None = None
         self._slots: PayloadSlots | None = None
         self._incoming: _Incoming | None = None
@@ -92,14 +104,17 @@ class Session:
         """Obey the next frame, if one comes."""
         try:
             frame = self._path.next(TICK_SECONDS)
+            self._idle_seconds = 0.0 if frame else self._idle_seconds + TICK_SECONDS
             if frame is not None:
                 self._handler(frame)(frame)
+            elif self.leaving and self._slots is None and self._idle_seconds > IDLE_SECONDS:
+                self._over = True
         except FrameError as error:
             self._refuse("frame", str(error))
         except (CapacityError, MemoryError) as error:
             self._refuse("capacity", str(error) or "out of memory")
         except (ValueError, KeyError) as error:
-            self._refuse("refused", str(error.args[0]))
+            self._refuse("refused", str(error.args[0] if error.args else error))
 
     def _handler(self, frame: Frame) -> Callable[[Frame], None]:
         handler = self._handlers.get(frame.kind)
@@ -137,8 +152,11 @@ class Session:
     def _plan(self, frame: Frame) -> None:
         plan = decode_plan(self._path.conversation.body(frame))
         slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
-        if slots.largest_part > FRAME_LIMIT:
-            raise FrameError(f"a plan whose payload has parts of {slots.largest_part:,} bytes; {FRAME_LIMIT:,} at most")
+        if slots.largest_part > FRAME_LIMIT or slots.num_bytes > PAYLOAD_LIMIT:
+            raise FrameError(
+                f"a plan whose payload has {slots.num_bytes:,} bytes, in parts of up to {slots.largest_part:,}; "
+                f"{PAYLOAD_LIMIT:,} and {FRAME_LIMIT:,} at most"
+            )
         begin_step(self._open_worker, plan)
         try:
             self._path.place(slots)
@@ -160,7 +178,7 @@ class Session:
         self._path.send_arrays(Kind.OUTPUT, mini_batch, layer, (o,))
 
     def _end(self, frame: Frame) -> None:
-        report = StepTimes(*self._open_worker.end_step())
+        report = StepTimes(*self._open_worker.end_step(), leaving=self.leaving)
         self._slots = None
         self._path.send(Kind.REPORT, encode_report(report))
 

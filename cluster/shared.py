@@ -15,11 +15,12 @@ import numpy as np
 from fastdecode._rworker import Ring
 from fastdecode.cluster.frames import Conversation, Frame, Kind
 from fastdecode.cluster.payload import PayloadSlots
+from fastdecode.cluster.pulse import Heart, Pulse
 from fastdecode.cluster.stream import StreamChannel
 from fastdecode.errors import FrameError
 
 HEAD_BYTES = 1 << 16
-"""Both rings, rounded to where a mapping may begin; the payload comes after."""
+"""Both rings, and the R-worker's pulse in the last word, rounded to where a mapping may begin; the payload follows."""
 
 CONTROL = 1 << 63
 """The word that says: a frame is on the control socket. Others are mini-batch << 32 | layer."""
@@ -45,6 +46,9 @@ class SharedPath:
         head = _map(descriptor, HEAD_BYTES, 0)
         rings = [Ring(head[start : start + Ring.NUM_BYTES]) for start in (0, HEAD_BYTES // 2)]
         self._outbox, self._inbox = rings if is_s_worker else reversed(rings)
+        beats = head[-8:].view(np.uint64)
+        self._pulse = Pulse(beats) if is_s_worker else None
+        self._heart = None if is_s_worker else Heart(beats)
         self._memory = np.zeros(0, np.uint8)
         self._slots: PayloadSlots | None = None
 
@@ -78,6 +82,8 @@ class SharedPath:
         if word is None:
             if timeout_seconds > 0:
                 self._channel.check()
+                if self._pulse:
+                    self._pulse.check(timeout_seconds)
             return None
         if word == CONTROL:
             return self.conversation.receive(FRAME_SECONDS)
@@ -91,6 +97,8 @@ class SharedPath:
 
     def close(self) -> None:
         """See ``Path.close``."""
+        if self._heart:
+            self._heart.stop()
         self._channel.close()
         if self._descriptor >= 0:
             os.close(self._descriptor)

@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
-from fastdecode.cluster.frames import Frame
+from fastdecode.cluster.frames import Frame, Kind
 from fastdecode.cluster.local import RWorkerSize
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.remote import RemoteWorker
@@ -21,6 +22,9 @@ from fastdecode.cluster.stream import StreamChannel
 
 END_SECONDS = 10.0
 """How long an R-worker may take to end once it was told to; then it is killed."""
+
+EXIT_SECONDS = 0.1
+"""From a process's closing its socket to its end."""
 
 
 class SpawnBackend(PoolBackend):
@@ -53,11 +57,18 @@ class _SpawnedPath(SharedPath):
             )
 
     def next(self, timeout_seconds: float) -> Frame | None:
-        """See ``Path.next``; how the process ended is said where it did."""
+        """See ``Path.next``; how the process ended is said where it did. One that is lost never speaks again."""
         try:
             return super().next(timeout_seconds)
         except ConnectionError as error:
-            raise ConnectionError(self._how_it_ended() or str(error)) from None
+            raise self._gone(error) from None
+
+    def send(self, kind: Kind, *parts: Any) -> None:
+        """See ``Path.send`` and ``next``."""
+        try:
+            super().send(kind, *parts)
+        except ConnectionError as error:
+            raise self._gone(error) from None
 
     def close(self) -> None:
         """See ``Path.close``; the process ends, for it sees its socket close."""
@@ -68,9 +79,14 @@ class _SpawnedPath(SharedPath):
         self._process.kill()
         self._process.wait()
 
+    def _gone(self, error: ConnectionError) -> ConnectionError:
+        how_it_ended = self._how_it_ended()
+        self._process.kill()
+        return ConnectionError(how_it_ended or str(error))
+
     def _how_it_ended(self) -> str:
         try:
-            status = self._process.wait(1.0)
+            status = self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return ""
         return f"its process was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with {status}"

@@ -22,16 +22,23 @@ from fastdecode.cluster.frames import FRAME_LIMIT, HEADER
 from fastdecode.cluster.keys import derive_key
 from fastdecode.errors import BackendError, FrameError
 
-SILENCE_SECONDS = 10.0
-"""A peer whose machine answers no heartbeat for so long is gone; one whose process ends is noticed at once."""
+SILENCE_SECONDS = 1.5
+"""An R-worker that answers no heartbeat for so long is lost; one whose process ends is noticed at once."""
 
-HEARTBEAT_SECONDS = 0.5
+PATIENCE_SECONDS = 30.0
+"""How long an R-worker waits for an S-worker that answers none: nobody else needs it meanwhile."""
+
+HEARTBEAT_SECONDS = 0.3
 MAX_QUEUED = 256
 """Messages each way that wait for the other side, most of them parts of a few hundred KiB."""
 
 DEPARTURE_SECONDS = 2.0
 """How long after any connection's end the listener asks whether it was the served one's."""
 
+S_WORKER, R_WORKER = "s-worker", "r-worker"
+"""The two sides of every connection, each with a key of its own."""
+
+_OTHER_ROLE = {S_WORKER: R_WORKER, R_WORKER: S_WORKER}
 _ZAP_DOMAIN = "fastdecode"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -41,7 +48,8 @@ log = logging.getLogger("fastdecode.r_worker")
 class _Socket:
     """What both ends share: limits, heartbeats, a monitor of the connections, and reading a message part by part."""
 
-    def __init__(self, kind: int) -> None:
+    def __init__(self, kind: int, silence_seconds: float) -> None:
+        """``kind``: ZeroMQ's; a peer that answers no heartbeat for ``silence_seconds`` is disconnected."""
         self.context = zmq.Context()
         self.socket: zmq.Socket = self.context.socket(kind)
         for option, value in (
@@ -49,9 +57,9 @@ class _Socket:
             (zmq.SNDHWM, MAX_QUEUED),
             (zmq.RCVHWM, MAX_QUEUED),
             (zmq.LINGER, 200),
-            (zmq.SNDTIMEO, int(SILENCE_SECONDS * 3000)),
+            (zmq.SNDTIMEO, int(PATIENCE_SECONDS * 1000)),
             (zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000)),
-            (zmq.HEARTBEAT_TIMEOUT, int(SILENCE_SECONDS * 1000)),
+            (zmq.HEARTBEAT_TIMEOUT, int(silence_seconds * 1000)),
         ):
             self.socket.setsockopt(option, value)
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED
@@ -92,12 +100,12 @@ class _Socket:
         """True while the message at hand has parts to read."""
         return bool(self.socket.getsockopt(zmq.RCVMORE))
 
-    def send(self, parts: Sequence[Any]) -> None:
+    def send(self, parts: Sequence[Any], flags: int = 0) -> None:
         """One message; large parts are not copied. Where Ctrl-C cuts it short it is ended: the next is whole again."""
         try:
             for part in parts[:-1]:
-                self.socket.send(part, zmq.SNDMORE, copy=False)
-            self.socket.send(parts[-1], copy=False)
+                self.socket.send(part, zmq.SNDMORE | flags, copy=False)
+            self.socket.send(parts[-1], flags, copy=False)
         except KeyboardInterrupt:
             self.socket.send(b"")
             raise
@@ -110,15 +118,16 @@ class _Socket:
 
 
 class ZmqChannel:
-    """``Channel`` of an S-worker to the R-worker at ``address`` ("host:port")."""
+    """``Channel`` of an S-worker to the R-worker at ``address`` ("host:port"), or the other way round."""
 
-    def __init__(self, address: str, secret: bytes | None) -> None:
-        self._socket = _Socket(zmq.DEALER)
+    def __init__(self, address: str, secret: bytes | None, role: str = S_WORKER) -> None:
+        """``role``: this side's."""
+        self._socket = _Socket(zmq.DEALER, SILENCE_SECONDS)
         self._address = address
         self._connected = False
         if secret is not None:
-            _use_curve(self._socket.socket, secret, "s-worker")
-            self._socket.socket.curve_serverkey = _keys(secret, "r-worker")[0]
+            _use_curve(self._socket.socket, secret, role)
+            self._socket.socket.curve_serverkey = _keys(secret, _OTHER_ROLE[role])[0]
         self.read_into, self.close = self._socket.read_into, self._socket.close
         try:
             self._socket.socket.connect(f"tcp://{address}")
@@ -154,27 +163,33 @@ class ZmqChannel:
         events = self._socket.events()
         self._connected = self._connected or bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if not self._connected and events & _FAILED:
-            raise ConnectionError("the two sides do not agree on a key: the same --key-file, or none, must be on both")
+            raise ConnectionError(
+                "the two sides do not agree on a key: the same --key-file and --security, or neither, must be on both"
+            )
         if self._connected and events & zmq.EVENT_DISCONNECTED and not self._socket.poll(0):
             raise ConnectionError("the connection is closed")
 
 
 class ZmqListener:
-    """Where an R-worker waits for S-workers, of which it serves one at a time.
+    """Where an R-worker waits for S-workers, of which it serves one at a time; or an S-worker for those who would join.
 
     ``on_stranger`` is called with whoever else speaks while one is served, and with the header of what it said.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes | None) -> None:
-        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible."""
-        self.socket = _Socket(zmq.ROUTER)
+    def __init__(self, host: str, port: int, secret: bytes | None, role: str = R_WORKER) -> None:
+        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible.
+
+        ``role``: this side's; only the other one is let in.
+        """
+        self.is_guarded = secret is not None
+        self.socket = _Socket(zmq.ROUTER, PATIENCE_SECONDS)
         self.on_stranger: Callable[[PeerChannel], None] = lambda peer: None
         self._authenticator: Any = None
         self._logged = False
         self.socket.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             if secret is not None:
-                self._authenticate(secret)
+                self._authenticate(secret, role)
             self.socket.socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
             self.close()
@@ -194,10 +209,10 @@ class ZmqListener:
         return PeerChannel(self, identity, self.socket.part() if self.socket.more else b"")
 
     def log_failures(self, events: int) -> None:
-        """Say once that somebody without the key knocked."""
+        """Say once that somebody without the key, or with it used otherwise, knocked."""
         if events & _FAILED and not self._logged:
             self._logged = True
-            log.warning("refused: a peer that does not hold this R-worker's key")
+            log.warning("refused: a peer that does not hold this R-worker's key, or has another --security")
 
     def close(self) -> None:
         """May be called twice."""
@@ -206,31 +221,37 @@ class ZmqListener:
             self._authenticator = None
         self.socket.close()
 
-    def _authenticate(self, secret: bytes) -> None:
-        """Serve only who holds the S-worker's key; who does not know this R-worker's cannot even ask."""
-        _use_curve(self.socket.socket, secret, "r-worker")
+    def _authenticate(self, secret: bytes, role: str) -> None:
+        """Serve only who holds the other role's key; who does not know this one's cannot even ask."""
+        _use_curve(self.socket.socket, secret, role)
         self.socket.socket.curve_server = True
         self.socket.socket.zap_domain = _ZAP_DOMAIN.encode()
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self.socket.context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneClient(_keys(secret, "s-worker")[0]))
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneClient(_keys(secret, _OTHER_ROLE[role])[0]))
 
 
 class PeerChannel:
-    """``Channel`` of an R-worker to one S-worker; others who speak meanwhile are refused."""
+    """``Channel`` of an R-worker to one S-worker; others who speak meanwhile are refused.
+
+    Until ``waits`` is set, what does not fit into the queue to this peer is dropped: nobody who is not served, and does
+    not read what it is told, holds up who is.
+    """
 
     def __init__(self, listener: ZmqListener, identity: bytes, first_header: bytes | None = None) -> None:
         self._listener, self._socket = listener, listener.socket
         self.identity, self.first_header = identity, first_header
         self._probe_until = 0.0
+        self.waits = False
         self.read_into = self._socket.read_into
 
     def send(self, parts: Sequence[Any]) -> None:
         """See ``Channel.send``."""
         try:
-            self._socket.send([self.identity, *parts])
+            self._socket.send([self.identity, *parts], 0 if self.waits else zmq.NOBLOCK)
         except zmq.Again:
-            raise ConnectionError("it takes no more messages") from None
+            if self.waits:
+                raise ConnectionError("it takes no more messages") from None
         except zmq.ZMQError as error:
             raise ConnectionError(error.strerror) from None
 
@@ -252,8 +273,8 @@ class PeerChannel:
                 continue
             if peer.identity == self.identity:
                 return peer.first_header
-            self._socket.skip()
             self._listener.on_stranger(peer)
+            self._socket.skip()
 
     def close(self) -> None:
         """See ``Channel.close``; the listener goes on."""

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from fastdecode.errors import ConfigError
 
+SECURITY_LEVELS = ("encrypt", "authenticate")
+"""What a key file is for: authenticated and encrypted connections, or authenticated ones that carry clear data."""
+
 
 @dataclass(frozen=True)
 class RWorkerSpec:
@@ -69,3 +72,18 @@ def check_key(name: str, hosts: list[str], key_file: str | None) -> None:
             f"{name}: {beyond[0]} is reached over a network, which takes a --key-file on both sides (32 random bytes "
             f"that only their owner can read: openssl rand -hex 32 > FILE; chmod 600 FILE)"
         )
+
+
+def check_security(level: str | None, key_file: str | None) -> None:
+    """ConfigError for a level that does not exist, or that has no key file to rest on."""
+    if level is not None and level not in SECURITY_LEVELS:
+        raise ConfigError(f"security must be one of {', '.join(SECURITY_LEVELS)}, not {level!r}")
+    if level is not None and not key_file:
+        raise ConfigError(f"security: {level} rests on a secret that both sides hold: give --key-file as well")
+
+
+def describe_security(level: str | None, key_file: str | None) -> str:
+    """What protects connections to R-workers, for people."""
+    if not key_file:
+        return "loopback, not encrypted"
+    return "authenticated, NOT encrypted" if level == "authenticate" else "CURVE, authenticated and encrypted"

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING
+
 from fastdecode.config import EngineConfig
 from fastdecode.protocols import AttentionBackend
 from fastdecode.resources import kv_cache_bytes
 
+if TYPE_CHECKING:
+    from fastdecode.cluster.pool import PoolBackend
+
+logger = logging.getLogger(__name__)
+
 
 def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
-    """R-workers where ``config.r_workers`` says; those of this machine on ``cores``."""
+    """R-workers where ``config.r_workers`` says, those of this machine on ``cores``; and more, where they may join."""
+    pool = _make_pool(config, cores)
+    if config.pool_listen:
+        from fastdecode.cluster.tcp import make_lobby
+
+        lobby = make_lobby(config.pool_listen, config.block_size, config.key_file, config.security)
+        logger.info("R-workers may join at %s", lobby.address)
+        pool.extend_from(lobby)
+    return pool
+
+
+def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
     spec = config.r_worker_spec
     if spec.kind == "tcp":
         from fastdecode.cluster.tcp import TcpBackend
 
-        return TcpBackend(spec.addresses, config.block_size, config.key_file)
+        return TcpBackend(spec.addresses, config.block_size, config.key_file, config.security)
 
     if spec.kind == "mpi":
         from fastdecode.cluster.mpi_backend import MpiBackend

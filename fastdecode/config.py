@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastdecode.addresses import RWorkerSpec, check_key, parse_r_workers, split_address
+from fastdecode.addresses import RWorkerSpec, check_key, check_security, parse_r_workers, split_address
 from fastdecode.errors import ConfigError
 from fastdecode.machine import total_memory_bytes, usable_cores
 
@@ -60,8 +60,10 @@ class EngineConfig:
     s_threads: int | None = None
     s_cores: str | None = None
     r_cores: str | None = None
+    pool_listen: str | None = None
     key_file: str | None = None
     profile: str | None = None
+    security: str | None = None
     seed: int = 0
     trace: str | None = None
 
@@ -115,7 +117,12 @@ class EngineConfig:
                     f"{name}: R-workers that this process does not start have their own; "
                     f"give it to `fastdecode r-worker`"
                 )
-        if spec.kind != "tcp" and self.key_file:
+        check_security(self.security, self.key_file)
+        if self.pool_listen is not None:
+            check_key("pool_listen", [split_address("pool_listen", self.pool_listen, 0)[0]], self.key_file)
+            if spec.kind == "mpi":
+                raise ConfigError("pool_listen: an MPI job has the ranks it was started with; use host:port or spawn:N")
+        elif spec.kind != "tcp" and self.key_file:
             raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {self.r_workers}")
 
     def _check_memory(self) -> None:

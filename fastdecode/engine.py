@@ -17,6 +17,7 @@ from fastdecode.errors import BackendError, RequestError, WorkerLostError
 from fastdecode.in_flight import InFlight
 from fastdecode.interrupts import interrupts_deferred
 from fastdecode.machine import usable_cores
+from fastdecode.membership import Membership
 from fastdecode.metrics import StepRecord, step_record
 from fastdecode.outputs import RequestOutput
 from fastdecode.prompts import Prompt, read_prompt
@@ -76,6 +77,7 @@ class LLMEngine:
         self.scheduler = make_scheduler(
             self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches
         )
+        self._membership = Membership(self.backend, self.scheduler, self.r_workers, self._tell)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, arrival_seconds: float | None = None
@@ -115,6 +117,8 @@ class LLMEngine:
         if not len(self._in_flight):
             return []
         try:
+            with interrupts_deferred():
+                self._membership.update()
             step = self._begin()
             sampled = self._compute(step)
             with interrupts_deferred():
@@ -122,6 +126,13 @@ class LLMEngine:
         except BaseException:
             self.backend.abandon_step()
             raise
+
+    def drain_r_worker(self, index: int) -> None:
+        """Let R-worker ``index`` of ``r_workers`` go once its sequences have moved to others, which takes some steps.
+
+        ConfigError where there is none. The last one goes on until another has joined.
+        """
+        self._membership.drain(index)
 
     def score(self, token_ids: list[int]) -> np.ndarray:
         """Natural-log probability of every token after the first, given those before it: float32 [len - 1].
@@ -132,8 +143,7 @@ class LLMEngine:
         if self.has_unfinished_requests():
             raise RequestError("score needs an idle engine: finish or abort its requests first")
         read_prompt(token_ids, None, self.s_model.vocab_size, self.s_model.max_model_len + 1)
-        worker = next(i for i, num_blocks in enumerate(self.scheduler.ledger.num_blocks) if num_blocks)
-        chunk = Chunk(next(self._ids), worker, 0, token_ids, scored=True)
+        chunk = Chunk(next(self._ids), self.scheduler.fleet.present[0], 0, token_ids, scored=True)
         nothing = tuple(() for _ in self.r_workers)
         step = ScheduledStep((MiniBatch.of([chunk]),), nothing)
         self.backend.begin_step(step.to_step_plan())
@@ -141,7 +151,7 @@ class LLMEngine:
             logprobs = self._s_worker.score(step).numpy()
         finally:
             self.backend.abandon_step()
-        if self._empty_step():
+        if self._tell():
             raise WorkerLostError("an R-worker was lost while it scored: score once more on those that are left")
         return logprobs
 
@@ -201,21 +211,19 @@ class LLMEngine:
         """Commit the step everywhere at once, and hand out what it made."""
         report = self.backend.end_step()
         self.scheduler.commit(step)
-        if report.lost:
-            self._lose(step, report.lost, sampled)
+        self._lose(report.lost, sampled)
+        self._membership.leaving(report.leaving)
         outputs = [request.output() for request in (*self._take(sampled), *self._ended_early)]
         self._ended_early.clear()
         self._settle()
         self._record(step, report, sum(map(len, sampled.values())))
         return outputs
 
-    def _lose(self, step: ScheduledStep, workers: Sequence[int], sampled: dict[int, list[SampledToken]]) -> None:
+    def _lose(self, workers: Sequence[int], sampled: dict[int, list[SampledToken]]) -> None:
         """What lost R-workers held is computed again elsewhere; the tokens they had a part in are not taken."""
-        for mini_batch in step.mini_batches:
-            chunks = mini_batch.chunks
-            for sequence_id in chunks["sequence_id"][np.isin(chunks["worker"], workers)].tolist():
-                sampled.pop(sequence_id, None)
-                self._s_worker.forget(sequence_id)
+        for sequence in (held for worker in workers for held in self.scheduler.residents.on(worker)):
+            sampled.pop(sequence.sequence_id, None)
+            self._s_worker.forget(sequence.sequence_id)
         for sequence in (hopeless for worker in workers for hopeless in self.scheduler.lost(worker)):
             request, completions = self._in_flight.family(sequence.sequence_id)
             for completion in completions:
@@ -252,16 +260,15 @@ class LLMEngine:
 
     def _settle(self) -> None:
         """When nothing runs, tell the R-workers of the last releases, so that an idle engine holds no blocks."""
-        if self.scheduler.has_unfinished or not self.scheduler.has_controls:
-            return
-        self._empty_step()
+        if self.scheduler.has_controls and not self.scheduler.has_unfinished:
+            self._tell()
 
-    def _empty_step(self) -> tuple[int, ...]:
-        """Tell idle R-workers what the scheduler has for them, and it which of them are lost; returns those."""
-        self.backend.begin_step(self.scheduler.schedule().to_step_plan())
+    def _tell(self) -> tuple[int, ...]:
+        """Tell R-workers what the scheduler has for them, and it which of them are lost; returns those."""
+        step = self.scheduler.controls_alone()
+        self.backend.begin_step(step.to_step_plan())
         lost = self.backend.end_step().lost
-        for worker in lost:
-            self.scheduler.lost(worker)
+        self._lose(lost, {})
         return lost
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:

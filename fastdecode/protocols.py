@@ -68,6 +68,17 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def admit(self) -> list[RWorkerInfo]:
+        """Between steps: R-workers that have joined since; from the next step on every plan lists them too, at its end.
+
+        Never waits. Empty where nobody can join.
+        """
+        ...
+
+    def dismiss(self, worker: int) -> None:
+        """Between steps: let R-worker ``worker`` go, with everything it holds; plans list it still, with no rows."""
+        ...
+
     def close(self) -> None:
         """Free everything; may be called twice."""
         ...

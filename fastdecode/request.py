@@ -31,7 +31,7 @@ class Completion:
             return
         token = sampled.token_id
         tokens = self.sequence.output_token_ids
-        tokens.append(token)
+        self.sequence.append(token)
         if sampled.logprob is not None:
             text = self.text.decode_one if self.text else lambda token: None
             self.logprobs.append({t: Logprob(*found, text(t)) for t, found in sampled.logprob.items()})

@@ -60,6 +60,14 @@ class Chunk:
         )
 
 
+def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """CHUNK records one after the other: as bytes, since numpy concatenates records field by field, ten times slower.
+
+    (For the same reason thousands of records are selected with ``take``, never with an index.)
+    """
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts]).view(CHUNK)
+
+
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
     """The chunks that one forward of the model computes, one after the other.
@@ -81,13 +89,13 @@ class MiniBatch:
     @staticmethod
     def sorted(parts: Sequence[MiniBatch]) -> MiniBatch:
         """The chunks of ``parts`` as one mini-batch, by R-worker with attending ones first, else in order."""
-        chunks = np.concatenate([part.chunks for part in parts])
+        chunks = joined([part.chunks for part in parts])
         tokens = np.concatenate([part.token_ids for part in parts])
         order = np.argsort(chunks["worker"] * 2 + ~chunks["attends"], kind="stable")
         counts = chunks["num_rows"][order]
         starts = (np.cumsum(chunks["num_rows"]) - chunks["num_rows"])[order]
         rows = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(len(tokens))
-        return MiniBatch(chunks[order], tokens[rows])
+        return MiniBatch(chunks.take(order), tokens[rows])
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -103,7 +111,7 @@ class MiniBatch:
     @property
     def prompts(self) -> np.ndarray:
         """The records of the chunks that hold prompt tokens."""
-        return self.chunks[~self.chunks["is_decode"]]
+        return self.chunks.take(np.flatnonzero(~self.chunks["is_decode"]))
 
     @property
     def sampled_ids(self) -> list[int]:
@@ -128,9 +136,9 @@ class ScheduledStep:
         """Cached tokens that each R-worker attends in this step, over its sequences, the new tokens included."""
         loads = np.zeros(len(self.controls))
         for mini_batch in self.mini_batches:
-            attending = mini_batch.chunks[mini_batch.chunks["attends"]]
-            tokens = attending["context_len"] + attending["num_rows"]
-            loads += np.bincount(attending["worker"], tokens, len(loads))
+            chunks = mini_batch.chunks
+            tokens = (chunks["context_len"] + chunks["num_rows"]) * chunks["attends"]
+            loads += np.bincount(chunks["worker"], tokens, len(loads))
         return loads.astype(int).tolist()
 
     @property

@@ -141,7 +141,11 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The reports of all R-workers for one step, in worker order; ``lost``: those that went away during it."""
+    """The reports of all R-workers for one step, in worker order.
+
+    ``lost``: those that went away during it. ``leaving``: those that ask to be let go.
+    """
 
     workers: tuple[WorkerReport, ...]
     lost: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()

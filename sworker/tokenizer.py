@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
 from fastdecode.config import EngineConfig
-from fastdecode.errors import ModelLoadError
+from fastdecode.errors import ModelLoadError, RequestError
 
 
 class HFTokenizer:
@@ -32,6 +32,22 @@ class HFTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
         return list(self.hf(text, verbose=False)["input_ids"])
+
+    def encode_chat(self, messages: Any) -> list[int]:
+        """Token ids of a conversation, [{"role": …, "content": …}], up to where the answer begins.
+
+        RequestError without a chat template, or for messages that it does not take.
+        """
+        if not getattr(self.hf, "chat_template", None):
+            raise RequestError("messages: the model's tokenizer has no chat template; send a prompt")
+        each_has_a_role = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
+        if not messages or not each_has_a_role:
+            raise RequestError('messages must be a list of {"role": …, "content": …}')
+        try:
+            text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever the model's own template raises
+            raise RequestError(f"messages: the model's chat template does not take them: {error}") from None
+        return list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:

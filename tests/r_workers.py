@@ -12,10 +12,22 @@ FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 SMALL = ("--kv-cache-memory", "64MiB", "--threads", "1")
 
 
-@contextlib.contextmanager
-def listening(*arguments: str, listen: str = "tcp://127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
+def listening(
+    *arguments: str, listen: str = "tcp://127.0.0.1:0"
+) -> contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]:
     """A started R-worker and its "host:port"; killed at the end. Its log is its stderr, kept for ``communicate``."""
-    command = [FASTDECODE, "r-worker", "--listen", listen, *SMALL, "--log-level", "info", *arguments]
+    return started("--listen", listen, *arguments)
+
+
+def joining(pool: str, *arguments: str) -> contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]:
+    """The same of an R-worker that asks to join ``pool``, "host:port"."""
+    return started("--join", pool, *arguments)
+
+
+@contextlib.contextmanager
+def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """See ``listening``."""
+    command = [FASTDECODE, "r-worker", *SMALL, "--log-level", "info", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline() if process.stdout else ""

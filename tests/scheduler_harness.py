@@ -33,6 +33,21 @@ class Held:
     blocks: list[object]
 
 
+@dataclass(frozen=True)
+class Join:
+    """An R-worker that joins a run."""
+
+    num_blocks: int
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Drain:
+    """An R-worker, by its number, that is to leave a run."""
+
+    worker: int
+
+
 @dataclass
 class Run:
     """One workload through one scheduler; without ``recounts`` only loads and starts are noted, for long runs."""
@@ -45,8 +60,11 @@ class Run:
     members: list[list[Sequence]] = field(default_factory=list, init=False, repr=False)
     alive: dict[int, Sequence] = field(default_factory=dict, init=False, repr=False)
     held: dict[int, Held] = field(default_factory=dict, init=False, repr=False)
+    left_behind: dict[tuple[int, int], Held] = field(default_factory=dict, init=False, repr=False)
+    num_moves: int = field(default=0, init=False, repr=False)
     kv_loads: list[list[int]] = field(default_factory=list, init=False, repr=False)
     starts: list[tuple[int, int]] = field(default_factory=list, init=False, repr=False)
+    has_preempted: bool = field(default=False, init=False, repr=False)
     _started: set[int] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -56,14 +74,25 @@ class Run:
             group[0].siblings = tuple(group[1:])
             self.members.append(group)
 
-    def to_the_end(self, fail_steps: frozenset[int] = frozenset(), losses: dict[int, int] | None = None) -> None:
-        """Every job arrives, is aborted or ends; then nothing is left anywhere. ``losses``: step → lost worker."""
+    def to_the_end(
+        self,
+        fail_steps: frozenset[int] = frozenset(),
+        losses: dict[int, int] | None = None,
+        changes: dict[int, Join | Drain] | None = None,
+        moves_per_step: int = 0,
+    ) -> None:
+        """Every job arrives, is aborted or ends; then nothing is left anywhere.
+
+        ``losses``: step → lost worker; ``changes``: step → who joins or drains then.
+        """
         while self.step_number <= max(job.arrives for job in self.jobs) or self.alive:
             self.arrive_and_abort()
             if self.alive:
                 self.step(fails=self.step_number in fail_steps)
                 if losses and self.step_number in losses:
                     self.lose(losses[self.step_number])
+            self._change((changes or {}).get(self.step_number))
+            self.move(moves_per_step)
             self.step_number += 1
             assert self.step_number < 5000, "the scheduler starves somebody"
         if self.recounts:
@@ -78,13 +107,15 @@ class Run:
         self.scheduler.reset_prefix_cache()
         self._apply(self.scheduler.schedule())
         assert self.held == {} and ledger.free == ledger.num_blocks and not any(ledger.cached)
-        assert not self.scheduler.has_unfinished and not self.scheduler.has_controls
+        assert not self.left_behind and not self.scheduler.has_unfinished and not self.scheduler.has_controls
         assert self.scheduler.residents.scratch_free == self.limits.scratch_tokens
         assert self.scheduler.prefix_cache._computing == {} and self.scheduler.queue._following == {}
 
     def step(self, fails: bool = False) -> ScheduledStep:
         """One step, checked."""
+        num_preemptions = self.scheduler.num_preemptions
         step = self.scheduler.schedule()
+        self.has_preempted = self.scheduler.num_preemptions > num_preemptions
         chunks = [chunk for mini_batch in step.mini_batches for chunk in mini_batch]
         assert chunks, "nothing runs although somebody waits"
         self.kv_loads.append(step.kv_loads)
@@ -122,11 +153,40 @@ class Run:
     def lose(self, worker: int) -> list[Sequence]:
         """An R-worker goes with all it held; returns the requests that no other could hold, which end."""
         self.held = {i: held for i, held in self.held.items() if held.worker != worker}
+        self.left_behind = {at: held for at, held in self.left_behind.items() if at[0] != worker}
         hopeless = self.scheduler.lost(worker)
         for parent in hopeless:
             for member in (parent, *parent.siblings):
                 self._finish(member, "error")
         return hopeless
+
+    def _change(self, change: Join | Drain | None) -> None:
+        if isinstance(change, Join):
+            self.scheduler.join(change.num_blocks, change.bandwidth)
+        elif change:
+            self.scheduler.drain(change.worker)
+
+    def move(self, most: int) -> None:
+        """At most so many sequences go to other R-workers; those that have nothing to do any more go away."""
+        for _ in range(most):
+            move = self.scheduler.next_move()
+            if move is None:
+                break
+            self._apply(self.scheduler.controls_alone())
+            sequence_id, source = move.sequence.sequence_id, move.sequence.worker
+            held, block_size = self.held[sequence_id], self.limits.block_size
+            assert held.worker == source != move.target and move.target in self.scheduler.fleet.accepting
+            assert len(held.tokens) == move.num_tokens
+            blocks = [object() for _ in range(-(-move.num_tokens // block_size))]
+            assert self._blocks_used()[move.target] + len(blocks) <= self.scheduler.ledger.num_blocks[move.target]
+            self.left_behind[source, sequence_id] = held
+            self.held[sequence_id] = Held(move.target, list(held.tokens), blocks)
+            self.scheduler.moved(move)
+            self.num_moves += 1
+        for worker in self.scheduler.drained():
+            self._apply(self.scheduler.controls_alone())
+            assert all(held.worker != worker for i, held in self.held.items() if i >= 0)
+            assert not self.lose(worker)
 
     def _apply(self, step: ScheduledStep) -> None:
         """The controls, in order, on naive R-workers that share full blocks and copy a partial one."""
@@ -145,7 +205,8 @@ class Run:
                     del held.tokens[num_tokens:], held.blocks[num_tokens // self.limits.block_size :]
                 else:
                     assert verb == Verb.RELEASE
-                    assert self.held.pop(sequence_id).worker == worker
+                    if not self.left_behind.pop((worker, sequence_id), None):
+                        assert self.held.pop(sequence_id).worker == worker
 
     def _check_order(self, step: ScheduledStep) -> None:
         ids = [chunk.sequence_id for mini_batch in step.mini_batches for chunk in mini_batch]
@@ -182,7 +243,7 @@ class Run:
             assert decoded == decoding
         else:
             total = sum(self.limits.bandwidths)
-            for load, bandwidth in zip(step.kv_loads, self.limits.bandwidths, strict=True):
+            for load, bandwidth in zip(step.kv_loads, self.scheduler.fleet.bandwidths, strict=True):
                 assert load <= self.limits.kv_load_limit * bandwidth / total
         in_scratch = {c.sequence_id for c in chunks if not c.attends}
         assert sum(self.alive[i].num_prefill for i in in_scratch) <= self.limits.scratch_tokens
@@ -192,6 +253,8 @@ class Run:
         head, policy = next(iter(self.scheduler.queue), None), POLICIES[self.policy]
         if head is None or policy.stabilizes_load or policy.waves or self.limits.prefix_caching:
             return
+        if policy.prompts is Prompts.FIRST and self.has_preempted:
+            return  # its blocks came free after the prompts were looked at
         members, ledger = 1 + len(head.siblings), self.scheduler.ledger
         partial = head.num_tokens % self.limits.block_size
         rows_left = self.limits.max_num_batched_tokens - step.num_tokens
@@ -219,8 +282,8 @@ class Run:
             assert used <= capacity - free <= capacity
 
     def _blocks_used(self) -> list[int]:
-        blocks: list[set[int]] = [set() for _ in self.limits.num_blocks]
-        for held in self.held.values():
+        blocks: list[set[int]] = [set() for _ in self.scheduler.ledger.num_blocks]
+        for held in (*self.held.values(), *self.left_behind.values()):
             blocks[held.worker] |= {id(block) for block in held.blocks}
         return [len(used) for used in blocks]
 
@@ -249,7 +312,7 @@ class Run:
             grown = [parent, *parent.siblings]
             self.scheduler.fork_siblings(parent)
             for member in grown:
-                member.output_token_ids.append(OUTPUT_TOKEN)
+                member.append(OUTPUT_TOKEN)
                 number, index = divmod(member.sequence_id, 100)
                 if len(member.output_token_ids) == self.jobs[number].lengths[index]:
                     cut = len(member.output_token_ids) == member.max_tokens

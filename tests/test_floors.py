@@ -21,19 +21,9 @@ FLOORS = [
     | {"outputs", "rounding", "sampling_params", "metrics"},
     {"scheduler", "perfmodel", "_rworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
-    {
-        "engine",
-        "backends",
-        "in_flight",
-        "live_profile",
-        "request",
-        "resources",
-        "scheduling",
-        "prompts",
-        "text",
-        "trace",
-    },
-    {"cli", "server", "llm", "bench"},
+    {"engine", "backends", "in_flight", "live_profile", "membership", "request", "resources", "scheduling", "prompts"}
+    | {"text", "trace"},
+    {"cli", "server", "llm", "bench", "batch"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from fastdecode.cluster import messages
 from fastdecode.cluster.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
+from fastdecode.cluster.path import FramePath
 from fastdecode.cluster.payload import PayloadSlots, aligned_memory
 from fastdecode.cluster.pool_worker import StepTimes
-from fastdecode.errors import FrameError
+from fastdecode.cluster.remote import NUM_PINGS, RemoteWorker
+from fastdecode.errors import FrameError, WorkerLostError
 from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan
 
 LAYOUT = KVLayout(
@@ -58,7 +61,7 @@ def test_a_header_is_read_as_it_was_written() -> None:
         (header()[:-1], "header has 55 bytes, not 56"),
         (b"", "header has 0 bytes"),
         (header(magic=b"HTTP"), "not FastDecode's"),
-        (header(version=2), "version 2; this side speaks 1"),
+        (header(version=VERSION + 1), f"version {VERSION + 1}; this side speaks {VERSION}"),
         (header(kind=0), "unknown kind 0"),
         (header(kind=999), "unknown kind 999"),
         (header(v=FRAME_LIMIT + 1), "announces 268,435,457 bytes"),
@@ -96,6 +99,10 @@ def test_frames_are_numbered_and_belong_to_one_session() -> None:
         with pytest.raises(FrameError, match=f"came before: number {number}, not 3"):
             receiver.receive(0)
     assert receiver.receive(0) is None
+    sender._next_sent = 1 << 40
+    sender.send(Kind.PING)
+    with pytest.raises(FrameError, match="from far ahead: number 1099511627776, not 3"):
+        receiver.receive(0)
     sender.epoch = 8
     sender.send(Kind.PING)
     with pytest.raises(FrameError, match="another session"):
@@ -137,7 +144,19 @@ def test_hello_carries_the_layout_and_its_fingerprint() -> None:
         (["cache", "layers"], [1] * 5000),
         (["cache", "model_dtype"], "int8"),
         (["cache", "kv_dtype"], ["float32"]),
+        (["cache", "layers", 0, "scale"], 10**400),
+        (["cache", "layers", 0, "scale"], 1e39),
+        (["cache", "layers", 0, "soft_cap"], float("nan")),
+        (["cache", "layers", 0, "window"], 1 << 63),
+        (["cache", "layers", 0, "num_heads"], 1 << 20),
         (["cache", "block_size"], -1),
+        (["cache", "block_size"], 8),
+        (["cache", "block_size"], 512),
+        (["cache", "block_size"], 32.0),
+        (["name"], "\ud800"),
+        (["name"], "a\nrefused: b"),
+        (["name"], "\x1b[2J"),
+        (["name"], "x" * 5000),
         (["cache"], []),
         (["name"], 5),
         (["fingerprint"], "0" * 64),
@@ -151,6 +170,49 @@ def test_a_lying_hello_is_refused(path: list[Any], value: Any) -> None:
     place[path[-1]] = value
     with pytest.raises(FrameError):
         messages.decode_hello(json.dumps(message).encode())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[" * 900 + "]" * 900, "block_size must be a whole number"),
+        ("[" * 100_000 + "]" * 100_000, "not valid JSON: maximum recursion"),
+        ("9" * 5000, "not valid JSON: Exceeds the limit"),
+        ("32, " + '"block_size": 32', "a key appears twice"),
+        ('{"a": "' + "x" * 1_000_000 + '"}', "block_size must be a whole number"),
+    ],
+)
+def test_json_that_is_hard_to_read_or_to_show_is_refused(value: str, message: str) -> None:
+    """In few words, for they go to the log and back."""
+    good = messages.encode_hello(messages.Hello("host:1", LAYOUT, 32)).decode()
+    with pytest.raises(FrameError, match=message) as caught:
+        messages.decode_hello(good.replace('"block_size":32', f'"block_size": {value}').encode())
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cores", [1 << 40]),
+        ("cores", [-1]),
+        ("cores", 3),
+        ("num_blocks", 0),
+        ("read_gb_per_s", -1),
+        ("read_gb_per_s", 10**400),
+        ("isa", "\x07"),
+        ("fingerprint", None),
+    ],
+)
+def test_a_lying_welcome_is_refused(name: str, value: Any) -> None:
+    welcome = json.loads(messages.encode_welcome(messages.Welcome(8, 1, "avx2", 1.5, (0, 3), "boot", "f")))
+    with pytest.raises(FrameError):
+        messages.decode_welcome(json.dumps(welcome | {name: value}).encode())
+
+
+def test_a_refusal_can_be_printed() -> None:
+    """Whatever an error said, and however long."""
+    error, message = messages.decode_refusal(messages.encode_refusal("frame", "a\n\x1b[2J\ud800é" + "x" * 9999))
+    assert error == "frame" and message.startswith("a??[2J?éx") and len(message) == messages.MAX_TEXT
 
 
 def test_a_plan_is_read_as_it_was_written() -> None:
@@ -187,12 +249,54 @@ def test_any_bytes_are_refused_by_every_reader(data: bytes) -> None:
 
 
 def test_a_report_is_read_as_it_was_written() -> None:
-    times = StepTimes(np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) + 1, 123, 45)
+    times = StepTimes(np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) + 1, 123, 45, leaving=True)
     found = messages.decode_report(messages.encode_report(times), 2, 3)
-    assert (found.bytes_read, found.blocks_free) == (123, 45)
+    assert (found.bytes_read, found.blocks_free, found.leaving) == (123, 45, True)
     assert found.busy_start.tolist() == times.busy_start.tolist() and found.busy_end.tolist() == times.busy_end.tolist()
-    with pytest.raises(FrameError, match="112 bytes, not 80"):
+    with pytest.raises(FrameError, match="120 bytes, not 88"):
         messages.decode_report(messages.encode_report(times), 1, 4)
+    for bad in (
+        StepTimes(times.busy_start, times.busy_end, -1, 45),
+        StepTimes(times.busy_start, times.busy_end, 123, -1),
+        StepTimes(times.busy_start, times.busy_end + np.nan, 123, 45),
+        StepTimes(times.busy_start + np.inf, times.busy_end, 123, 45),
+    ):
+        with pytest.raises(FrameError, match="times that are no numbers"):
+            messages.decode_report(messages.encode_report(bad), 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        (Kind.PONG, bytes(7), "it sent a PONG frame of 7 bytes"),
+        (Kind.PONG, struct.pack("<d", float("nan")), "it sent a PONG frame with nan"),
+        (Kind.EXPORTED, struct.pack("<q", -1), "it exports -1 bytes, and its cache holds"),
+        (Kind.EXPORTED, struct.pack("<q", 1 << 62), "it exports 4,611,686,018,427,387,904 bytes, and its cache holds"),
+        (Kind.REPORT, bytes(9), "REPORT: 9 bytes, not 24"),
+        (Kind.REFUSED, b"no", "REFUSED: not valid JSON"),
+    ],
+)
+def test_an_r_worker_that_answers_nonsense_is_lost(kind: Kind, body: bytes, message: str) -> None:
+    """By its name, so that the others go on."""
+    pipe, script = Pipe(), Pipe()
+    pipe.send = lambda parts: None  # type: ignore[method-assign]
+    answers = Conversation(script)
+    known = messages.fingerprint(LAYOUT, 32)
+    for _ in range(9):
+        answers.send(Kind.WELCOME, messages.encode_welcome(messages.Welcome(8, 1, "avx2", 1.5, (0,), "boot", known)))
+        answers.send(Kind.PONG, bytes(8))
+    whole = script.messages[:1] + script.messages[1::2][:NUM_PINGS]
+    pipe.messages = whole[:1] if kind is Kind.PONG else whole
+    answers.send(kind, body)
+    pipe.messages = [*pipe.messages, script.messages[-1]]
+    worker = RemoteWorker("liar", lambda: FramePath(Conversation(pipe)), 32)
+    worker.open(LAYOUT)
+    with pytest.raises(WorkerLostError, match=f"R-worker liar is lost: {message}"):
+        worker.opened()
+        worker.begin_step(WorkerPlan(np.zeros(0, CONTROL), ()))
+        if kind is Kind.EXPORTED:
+            worker.export(1)
+        worker.ended()
 
 
 def test_slots_do_not_overlap() -> None:

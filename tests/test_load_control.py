@@ -88,6 +88,7 @@ def test_the_forecast_adds_up(running: list[tuple[int, int]], prompts: list[tupl
     for length, d, n in prompts:
         prompt = Prompt(0, length, length, d, n)
         peaks.append(forecast.peak_with(prompt))
+        assert forecast.peaks_with(prompt).tolist() == peaks[-1:]
         forecast.add(prompt)
     expected = []
     while any(d > 0 for _, d in decoding) or left:

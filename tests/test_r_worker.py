@@ -8,9 +8,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import r_workers
 import test_backends as contract
@@ -18,10 +20,10 @@ import zmq
 
 from fastdecode.cli.main import main
 from fastdecode.cluster.frames import HEADER, MAGIC, VERSION, Kind
-from fastdecode.cluster.messages import Hello, encode_hello
+from fastdecode.cluster.messages import Hello, encode_hello, encode_plan
 from fastdecode.cluster.tcp import TcpBackend
 from fastdecode.errors import BackendError, ConfigError, WorkerLostError
-from fastdecode.types import StepPlan, WorkerPlan
+from fastdecode.types import SPAN, KVLayout, StepPlan, WorkerPlan
 
 PATIENCE_SECONDS = 60
 
@@ -131,7 +133,9 @@ def test_it_never_imports_torch() -> None:
         (["--cores", "x"], 2, "cores must be a list of cores"),
         (["--listen", "tcp://127.0.0.1:0", "--kv-cache-memory", "90TiB"], 1, "are more than the"),
         (["--kv-cache-memory", "none"], 2, "kv_cache_memory must be a positive number of bytes"),
-        (["--join", "host:1"], 2, "join is not available in this version"),
+        (["--join", "host"], 2, "join: an address is host:port"),
+        (["--join", "h:1", "--transport", "mpi"], 2, "join: an MPI job has the ranks it was started with"),
+        (["--join", "10.1.2.3:1", "--listen", "tcp://127.0.0.1:0"], 2, "join: 10.1.2.3 is reached over a network"),
         (["--transport", "mpi", "--cores", "100000"], 2, "cores: this process may not use [100000]"),
     ],
 )
@@ -286,7 +290,19 @@ def frame(kind: int, *parts: bytes, **changes: Any) -> list[bytes]:
 
 
 HELLO = encode_hello(Hello("stranger", contract.LAYOUT, 16))
+
+
+def odd_hello(name: str, value: int, block_size: int = 16) -> bytes:
+    """A HELLO with ``value`` as ``name`` in every layer, and the right fingerprint of that."""
+    layout = KVLayout(tuple(replace(layer, **{name: value}) for layer in contract.LAYERS), "float32", "float32")
+    return encode_hello(Hello("stranger", layout, block_size))
+
+
 BAD: dict[str, list[bytes]] = {
+    "a block of one token": frame(Kind.HELLO, odd_hello("window", 0, block_size=1)),
+    "a scale that no float holds": frame(Kind.HELLO, odd_hello("scale", 10**400)),
+    "a head of no dims": frame(Kind.HELLO, odd_hello("key_head_dim", 0)),
+    "nested": frame(Kind.HELLO, b"[" * 100_000),
     "nothing": [b""],
     "text": [b"GET / HTTP/1.1\r\n\r\n"],
     "truncated header": [frame(Kind.HELLO, HELLO)[0][:20]],
@@ -352,6 +368,9 @@ def test_bad_frames_of_the_served_one_change_nothing() -> None:
         assert "8 at most" in refusal(lambda: conversation.send(Kind.EXPORT, bytes(9)))
         assert "not 24" in refusal(lambda: conversation.send(Kind.IMPORT, bytes(9)))
         assert "PLAN" in refusal(lambda: conversation.send(Kind.PLAN, bytes(9)))
+        large = [np.array([(9, 0, 1 << 20, 1)], SPAN)] * 4
+        plan = encode_plan(WorkerPlan(contract.plan([]).workers[0].controls, tuple(large)))
+        assert "2,147,483,648 and" in refusal(lambda: conversation.send(Kind.PLAN, plan))
         conversation._next_sent -= 1
         assert "came before" in refusal(lambda: conversation.send(Kind.END))
         assert "another session" in refusal(lambda: conversation.send(Kind.END), epoch_offset=1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import Job, Run
+from scheduler_harness import Drain, Job, Join, Run
 
 from fastdecode.errors import RequestError
 from fastdecode.scheduler import POLICIES, Limits, Scheduler, Sequence
@@ -84,6 +84,32 @@ def test_every_promise_though_workers_are_lost(run: Run, losses: dict[int, int])
     run.to_the_end(losses=dict(zip(losses, workers, strict=False)))
 
 
+@st.composite
+def changes(draw: st.DrawFn) -> dict[int, Join | Drain]:
+    """Who joins and who drains, and in which step."""
+    join = st.builds(Join, st.integers(1, 60), st.sampled_from([1.0, 2.0]))
+    return draw(st.dictionaries(st.integers(0, 15), join | st.builds(Drain, st.integers(0, 3)), max_size=4))
+
+
+@given(runs(), changes(), st.integers(1, 4))
+@settings(max_examples=250)
+def test_every_promise_though_workers_join_and_leave(
+    run: Run, changes: dict[int, Join | Drain], moves_per_step: int
+) -> None:
+    """Whoever is asked to leave, even all of them: nobody is lost, and nothing is left behind.
+
+    The largest stays while jobs arrive, since some fit nowhere else.
+    """
+    num_workers, last_arrival = len(run.limits.num_blocks), max(job.arrives for job in run.jobs)
+    for step in sorted(changes):
+        change = changes[step]
+        num_workers += isinstance(change, Join)
+        too_early = step < last_arrival and change == Drain(len(run.limits.num_blocks) - 1)
+        if too_early or (isinstance(change, Drain) and change.worker >= num_workers):
+            del changes[step]
+    run.to_the_end(changes=changes, moves_per_step=moves_per_step)
+
+
 def limits_of(**changes: Any) -> Limits:
     defaults = Limits(8, 64, 1, 1000, 100, 4, (100,), (1.0,), prefix_caching=False)
     return replace(defaults, **changes)
@@ -123,7 +149,7 @@ def test_how_each_policy_mixes_prompts_and_decodes(policy: str) -> None:
         plans.append(sorted(chunks_of(step)))
         scheduler.commit(step)
         for sequence_id in (i for part in step.mini_batches for i in part.sampled_ids):
-            waiting[sequence_id].output_token_ids.append(9)
+            waiting[sequence_id].append(9)
     assert plans == SCHEDULES[policy]
 
 
@@ -142,7 +168,7 @@ def test_a_large_request_at_the_head_is_not_overtaken() -> None:
     step = scheduler.schedule()
     scheduler.commit(step)
     assert chunks_of(step) == [(0, 0, 8)]
-    running.output_token_ids.append(9)
+    running.append(9)
     scheduler.finish(running)
     step = scheduler.schedule()
     assert chunks_of(step) == [(1, 0, 38)]
@@ -288,3 +314,51 @@ def test_step_plan() -> None:
     assert [spans.dtype for worker in plan.workers for spans in worker.mini_batches] == [SPAN] * 4
     assert [spans.tolist() for spans in first.mini_batches] == [[(5, 40, 1, 1)], []]
     assert [spans.tolist() for spans in second.mini_batches] == [[(7, 0, 2, 1), (6, 8, 3, 0)], []]
+
+
+def moving(num_blocks: tuple[int, ...], num_jobs: int = 8) -> Run:
+    """Jobs of 20 + 30 tokens, all decoding on the R-workers there are; blocks have 4 tokens."""
+    limits = limits_of(num_blocks=num_blocks, bandwidths=(1.0,) * len(num_blocks), max_num_batched_tokens=1000)
+    run = Run("stall-free", limits, [Job([number] * 20, 30, [30]) for number in range(num_jobs)])
+    run.arrive_and_abort()
+    for _ in range(3):
+        run.step()
+    return run
+
+
+@pytest.mark.parametrize(("bandwidth", "wanted"), [(1.0, 4), (3.0, 6)])
+def test_a_newcomer_gets_its_part_of_what_runs(bandwidth: float, wanted: int) -> None:
+    run = moving((200,))
+    run.scheduler.join(200, bandwidth)
+    run.move(100)
+    assert run.num_moves == wanted
+    assert [len(run.scheduler.residents.on(worker)) for worker in (0, 1)] == [8 - wanted, wanted]
+    run.step_number += 1
+    run.to_the_end(moves_per_step=8)
+    assert run.num_moves == wanted, "even loads stay where they are"
+
+
+def test_draining_moves_everybody_and_preempts_whom_nobody_has_room_for() -> None:
+    """The other worker has room for five of eight, each with a block to grow into."""
+    run = moving((200,))
+    run.scheduler.join(5 * 7 + 4, 1e-9)
+    run.scheduler.drain(0)
+    run.move(100)
+    assert run.num_moves == 5 and run.scheduler.num_preemptions == 3
+    assert run.scheduler.fleet.present == [1]
+    run.step_number += 1
+    run.to_the_end()
+    assert all(len(group[0].output_token_ids) == 30 for group in run.members)
+
+
+def test_the_last_one_that_drains_goes_on_until_another_comes() -> None:
+    run = moving((200,))
+    run.scheduler.drain(0)
+    run.move(100)
+    run.step()
+    assert run.num_moves == 0 and run.scheduler.drained() == []
+    run.scheduler.join(200, 1.0)
+    run.move(100)
+    assert run.num_moves == 8 and run.scheduler.fleet.present == [1]
+    run.step_number += 1
+    run.to_the_end()

@@ -55,7 +55,7 @@ class Calibrator:
         self, config: EngineConfig, shape: ModelShape, plan: CalibrationPlan, advance: Callable[[], object]
     ) -> None:
         self.plan, self.shape = plan, shape
-        self.config = measuring(config)
+        self.config, self._given = measuring(config), config
         self._advance = advance
         self._isa = ""
 
@@ -179,7 +179,8 @@ class Calibrator:
     def _attention_rig(
         self, r_worker: str, threads: int | None, layout: KVLayout, num_tokens: int
     ) -> Iterator[AttentionRig]:
-        config = r_worker_config(self.config, r_worker, threads, num_tokens * layout.kv_bytes_per_token)
+        base = self.config if self.plan.is_here else self._given
+        config = r_worker_config(base, r_worker, threads, num_tokens * layout.kv_bytes_per_token)
         rig = AttentionRig(config, layout)
         self._isa = rig.r_workers[0].isa
         try:

@@ -59,5 +59,12 @@ class InstantBackend:
     def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
         """See ``AttentionBackend.import_``."""
 
+    def admit(self) -> list[RWorkerInfo]:
+        """See ``AttentionBackend.admit``."""
+        return []
+
+    def dismiss(self, worker: int) -> None:
+        """See ``AttentionBackend.dismiss``."""
+
     def close(self) -> None:
         """See ``AttentionBackend.close``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ def breakdown(steps: Sequence[StepRecord], separate_cores: bool) -> dict[str, An
     """
     overlapped = [step for step in steps if step.overlapped]
     alone = [step for step in steps if not step.overlapped]
-    r_seconds = np.sum([step.r_seconds for step in overlapped], axis=0) if overlapped else np.zeros(1)
+    r_seconds = _by_worker([step.r_seconds for step in overlapped])
     busiest = int(np.argmax(r_seconds))
     figures = {name: sum(getattr(step, name) for step in overlapped) for name in _STATES}
     wall = figures["wall_seconds"]
@@ -78,7 +79,7 @@ def breakdown(steps: Sequence[StepRecord], separate_cores: bool) -> dict[str, An
         **figures,
         "r_seconds": float(r_seconds[busiest]),
         "r_seconds_mean": float(np.mean(r_seconds)),
-        "transfer_seconds": sum(step.transfer_seconds[busiest] for step in overlapped),
+        "transfer_seconds": float(_by_worker([step.transfer_seconds for step in overlapped])[busiest]),
         "overlap_efficiency": _rate(max(figures["s_seconds"], float(r_seconds[busiest])), wall)
         if separate_cores
         else None,
@@ -131,6 +132,12 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
 
 
 _STATES = ("s_seconds", "wait_seconds", "host_seconds", "wall_seconds")
+
+
+def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
+    """Sums over steps, float64 [num_workers]; R-workers that joined later have no part in the first ones."""
+    columns = list(zip_longest(*steps, fillvalue=0.0))
+    return np.array(columns).sum(axis=1) if columns else np.zeros(1)
 
 
 def _rate(amount: float, seconds: float) -> float:

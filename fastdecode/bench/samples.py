@@ -33,7 +33,7 @@ def measuring(config: EngineConfig) -> EngineConfig:
     """``config`` for a :class:`DecodeRig`: random weights, and prompts before everybody decodes."""
     return replace(
         config, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, schedule="prefill-first",
-        r_workers="inproc", key_file=None, kv_load_limit=None, tbt_target=None, profile=None, max_num_seqs=1 << 14,
+        r_workers="inproc", key_file=None, security=None, pool_listen=None, kv_load_limit=None, tbt_target=None, profile=None, max_num_seqs=1 << 14,
         max_num_batched_tokens=1 << 14, trace=None,
     )  # fmt: skip
 

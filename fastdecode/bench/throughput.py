@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastdecode.bench.workload import WorkItem
-from fastdecode.engine import LLMEngine
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import RequestOutput
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler import SchedulerStatistics
+
+if TYPE_CHECKING:  # a simulation reports as a run does, without torch
+    from fastdecode.engine import LLMEngine
 
 OVERLAP_BLOCK_STEPS = 4
 """Steps between changes of mode when overlap is measured: A B A B within one run."""

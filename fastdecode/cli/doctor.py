@@ -8,7 +8,7 @@ from typing import Any
 from fastdecode.addresses import parse_r_workers
 from fastdecode.cli.doctor_checks import Finding, check_machine, check_mpi, check_port
 from fastdecode.cli.doctor_links import check_links
-from fastdecode.cli.flags import add_common_flags
+from fastdecode.cli.flags import add_common_flags, add_security_flag
 from fastdecode.errors import ConfigError
 
 MARKS = {"ok": "ok     ", "note": "note   ", "broken": "BROKEN "}
@@ -23,6 +23,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--r-workers", metavar="HOST:PORT,…", help="listening R-workers to measure")
     parser.add_argument("--key-file", metavar="FILE", help="secret shared with them")
+    add_security_flag(parser)
     parser.add_argument("--port", type=int, default=5580, help="that an R-worker would listen on here (5580)")
     add_common_flags(parser)
     parser.set_defaults(run=run)
@@ -44,5 +45,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _findings(args: argparse.Namespace) -> list[Finding]:
-    links = check_links(args.r_workers, args.key_file) if args.r_workers else []
+    links = check_links(args.r_workers, args.key_file, args.security) if args.r_workers else []
     return [*check_machine(), *check_mpi(), check_port(args.port), *links]

@@ -26,15 +26,15 @@ SLOW_SECONDS = 2e-3
 SLOW_GB_PER_S = 1.0
 
 
-def check_links(r_workers: str, key_file: str | None) -> list[Finding]:
+def check_links(r_workers: str, key_file: str | None, security: str | None) -> list[Finding]:
     """One finding per R-worker at "host:port,…"; ConfigError for addresses that need a key and have none."""
     addresses = parse_r_workers(r_workers).addresses
     check_key("r_workers", [split_address("r_workers", each)[0] for each in addresses], key_file)
-    return [_check(address, key_file) for address in addresses]
+    return [_check(address, key_file, security) for address in addresses]
 
 
-def _check(address: str, key_file: str | None) -> Finding:
-    backend = make_backend(EngineConfig(r_workers=address, key_file=key_file), [])
+def _check(address: str, key_file: str | None, security: str | None) -> Finding:
+    backend = make_backend(EngineConfig(r_workers=address, key_file=key_file, security=security), [])
     try:
         (info,) = backend.open(LAYOUT)
         seconds, rate = _step_seconds(backend), _gb_per_s(backend)

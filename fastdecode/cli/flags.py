@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
+from fastdecode.addresses import SECURITY_LEVELS, describe_security
 from fastdecode.binding import mend_binding
 from fastdecode.config import (
     BLOCK_SIZES,
@@ -52,6 +53,7 @@ def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
         help="inproc or spawn: those of this machine; host:port,host:port: listening R-workers (inproc)",
     )  # fmt: skip
     group.add_argument("--key-file", metavar="FILE", help="secret shared with R-workers at host:port, mode 0600")
+    add_security_flag(group)
 
 
 def add_workload_flags(group: Any, num_prompts: int | None = 64, num_prompts_help: str = "(64)") -> None:
@@ -68,6 +70,15 @@ def add_workload_flags(group: Any, num_prompts: int | None = 64, num_prompts_hel
     )
 
 
+def add_security_flag(group: Any) -> None:
+    """``--security``, which both sides give alike."""
+    group.add_argument(
+        "--security", choices=SECURITY_LEVELS,
+        help="with --key-file, alike on both sides: authenticate is faster, and whoever is on the network can read all "
+        "(encrypt)",
+    )  # fmt: skip
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The configuration the flags describe; ConfigError names the flag that cannot work.
 
@@ -81,6 +92,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         from fastdecode.backends import join_job
 
         join_job()
+    elif config.r_worker_spec.kind == "tcp" or config.pool_listen:
+        where = f"that join at {config.pool_listen}" if config.pool_listen else f"at {config.r_workers}"
+        guard = describe_security(config.security, config.key_file)
+        print(f"fastdecode: R-workers {where} ({guard})", file=sys.stderr, flush=True)
     return config
 
 
@@ -170,7 +185,11 @@ def _add_worker_flags(group: Any) -> None:
         help="inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers; "
         "mpi, the other ranks of this mpirun (inproc)",
     )  # fmt: skip
+    group.add_argument(
+        "--pool-listen", metavar="HOST:PORT", help="where R-workers may join while the job runs (nowhere)"
+    )
     group.add_argument("--key-file", metavar="FILE", help="secret shared with R-workers at host:port, mode 0600")
+    add_security_flag(group)
     group.add_argument("--r-threads", type=int, metavar="N", help="per R-worker (its cores)")
     group.add_argument("--s-threads", type=int, metavar="N", help="(its cores)")
     group.add_argument(

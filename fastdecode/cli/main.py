@@ -21,6 +21,7 @@ from fastdecode.cli import (
     launch,
     plan,
     r_worker,
+    run_batch,
     simulate,
 )
 from fastdecode.errors import ConfigError, FastDecodeError
@@ -55,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     generate.add_command(commands)
+    run_batch.add_command(commands)
     bench = commands.add_parser("bench", help="measure").add_subparsers(
         title="benchmarks", metavar="WHAT", required=True
     )

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from fastdecode.addresses import check_key, split_address
-from fastdecode.cli.flags import add_common_flags, say_mended
+from fastdecode.addresses import check_key, check_security, describe_security, split_address
+from fastdecode.cli.flags import add_common_flags, add_security_flag, say_mended
 from fastdecode.config import MAX_THREADS, parse_bytes, parse_cores
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.serve import Server
+
+
+LISTEN = "tcp://127.0.0.1:5580"
 
 
 def add_command(commands: Any) -> None:
@@ -18,10 +26,11 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "r-worker",
         help="one R-worker: KV cache and attention for an S-worker on this or another host",
-        description="Serve one S-worker after another. When one goes, everything it held is freed.",
+        description="Serve one S-worker after another. When one goes, everything it held is freed. SIGTERM: have the "
+        "S-worker move its sequences elsewhere, then end; a second one: end at once.",
     )
     parser.add_argument(
-        "--listen", default="tcp://127.0.0.1:5580", metavar="ADDRESS", help="port 0: any (tcp://127.0.0.1:5580)"
+        "--listen", metavar="ADDRESS", help=f"port 0: any ({LISTEN}; with --join, any port of the address towards it)"
     )
     parser.add_argument("--kv-cache-memory", metavar="BYTES", help="such as 4GiB (40%% of what is free)")
     parser.add_argument("--threads", type=int, metavar="N", help="(one per core)")
@@ -29,7 +38,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
     )
-    parser.add_argument("--join", metavar="HOST:PORT", help="(not in this version)")
+    add_security_flag(parser)
+    parser.add_argument(
+        "--join", metavar="HOST:PORT", help="ask the S-worker with this --pool-listen to take it into its running job"
+    )
     parser.add_argument("--transport", default="tcp", choices=["tcp", "mpi"], help="mpi: a rank of an mpirun job (tcp)")
     for name in ("--control-fd", "--memory-fd", "--parent"):  # of --r-workers spawn:N, which starts this
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
@@ -39,8 +51,8 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Say what was bound and serve; SIGTERM ends it with status 0, Ctrl-C with 130."""
-    if args.join:
-        raise ConfigError("join is not available in this version; use --listen")
+    if args.join and args.transport == "mpi":
+        raise ConfigError("join: an MPI job has the ranks it was started with; leave --transport away")
     if args.transport == "mpi":
         say_mended()
     cores, threads, kv_cache_bytes = _resources(args)
@@ -49,13 +61,10 @@ def run(args: argparse.Namespace) -> int:
     _check_cores(cores)
     if args.transport == "mpi":
         return _serve_job(cores, threads, kv_cache_bytes)
-    host, port = _address(args.listen)
-    check_key("listen", [host], args.key_file)
-    signal.signal(signal.SIGTERM, _end)
-    try:
-        _listen(host, port, args.key_file, cores, threads, kv_cache_bytes)
-    except SystemExit:
-        print("fastdecode r-worker: ended", flush=True)
+    signal.signal(signal.SIGTERM, partial(_end, None))
+    with contextlib.suppress(SystemExit):
+        _listen(args, cores, threads, kv_cache_bytes)
+    print("fastdecode r-worker: ended", flush=True)
     return 0
 
 
@@ -97,21 +106,30 @@ def _serve_job(cores: list[int] | None, threads: int | None, kv_cache_bytes: int
     return 0
 
 
-def _listen(
-    host: str, port: int, key_file: str | None, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None
-) -> None:
+def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None) -> None:
     from fastdecode.cluster.host import take_host
-    from fastdecode.cluster.keys import read_secret
+    from fastdecode.cluster.joining import Joiner, local_address
+    from fastdecode.cluster.keys import read_security
     from fastdecode.cluster.serve import Server
     from fastdecode.cluster.zeromq import ZmqListener
 
-    secret = read_secret(key_file) if key_file else None
-    listener = ZmqListener(host, port, secret)
+    towards = local_address(args.join) if args.join else None
+    host, port = _address(args.listen or (f"tcp://{towards}:0" if towards else LISTEN))
+    check_key("listen", [host], args.key_file)
+    if args.join:
+        check_key("join", [split_address("join", args.join)[0]], args.key_file)
+    check_security(args.security, args.key_file)
+    security = read_security(args.key_file, args.security)
+    listener = ZmqListener(host, port, security.curve_secret)
     try:
         machine = take_host(cores, threads, kv_cache_bytes)
-        guard = "CURVE, authenticated and encrypted" if secret else "loopback, not encrypted"
+        guard = describe_security(args.security, args.key_file)
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)
-        Server(listener, machine).run()
+        mine = f"{towards if host == '*' else host}:{listener.address.rpartition(':')[2]}"
+        joiner = Joiner(args.join, mine, security.secret) if args.join else None
+        server = Server(listener, machine, joiner, security.proof_key)
+        signal.signal(signal.SIGTERM, partial(_end, server))
+        server.run()
     finally:
         listener.close()
 
@@ -123,5 +141,8 @@ def _address(text: str) -> tuple[str, int]:
     return ("127.0.0.1" if host == "localhost" else host), port
 
 
-def _end(number: int, frame: Any) -> None:
-    raise SystemExit(0)
+def _end(server: Server | None, number: int, frame: Any) -> None:
+    """End at once, unless somebody is served whose sequences can move first."""
+    if server is None or not server.leave():
+        raise SystemExit(0)
+    print("fastdecode r-worker: leaving as soon as its sequences have moved", flush=True)

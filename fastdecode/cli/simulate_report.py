@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fastdecode.bench.report import summary_lines, throughput_report
+from fastdecode.bench.throughput import ThroughputRun
 from fastdecode.cli.simulate_inputs import SimulationInputs
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -31,9 +33,6 @@ class Simulation:
 
 def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[str, Any]:
     """All keys of ``bench throughput`` but ``config``, and what only a simulation knows."""
-    from fastdecode.bench.report import throughput_report
-    from fastdecode.bench.throughput import ThroughputRun
-
     finished = [_output(request) for request in simulation.requests if request.finished]
     run = ThroughputRun(
         simulation.elapsed_seconds, finished, simulation.steps, simulation.statistics, simulation.kv_load_limit
@@ -54,8 +53,6 @@ def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[
 
 def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
     """The report for people: latencies first, then as ``bench throughput`` prints it."""
-    from fastdecode.bench.report import summary_lines
-
     first, between, delay = (report[f"{name}_seconds"] for name in ("ttft", "tbt", "scheduling_delay"))
     yield (
         f"Time to first token: p50 {first['p50']:.3g} s, p99 {first['p99']:.3g} s "

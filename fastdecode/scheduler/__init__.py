@@ -1,8 +1,10 @@
 """Decides what runs in each step: admission, placement, chunking, preemption. Knows no torch, no sockets, no clock."""
 
 from fastdecode.scheduler.limits import Limits
+from fastdecode.scheduler.migration import Move
 from fastdecode.scheduler.policy import POLICIES, Policy
-from fastdecode.scheduler.scheduler import Scheduler, SchedulerStatistics
+from fastdecode.scheduler.scheduler import Scheduler
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.statistics import SchedulerStatistics
 
-__all__ = ["POLICIES", "Limits", "Policy", "Scheduler", "SchedulerStatistics", "Sequence"]
+__all__ = ["POLICIES", "Limits", "Move", "Policy", "Scheduler", "SchedulerStatistics", "Sequence"]

@@ -8,6 +8,7 @@ from itertools import islice
 import numpy as np
 
 from fastdecode.errors import RequestError
+from fastdecode.scheduler.fleet import Fleet
 from fastdecode.scheduler.limits import Limits
 from fastdecode.scheduler.load_control import LoadControl
 from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
@@ -23,7 +24,7 @@ from fastdecode.scheduler.waiting_queue import WaitingQueue
 class Admission:
     """Lets the head of the queue start where every budget allows it; nobody overtakes the head."""
 
-    def __init__(self, policy: Policy, limits: Limits, residents: Residents, queue: WaitingQueue) -> None:
+    def __init__(self, policy: Policy, limits: Limits, residents: Residents, queue: WaitingQueue, fleet: Fleet) -> None:
         self.load_control = LoadControl(limits.kv_load_limit, limits.bandwidths, limits.micro_batch_interval)
         self.output_lengths = OutputLengths()
         self._policy = policy
@@ -31,6 +32,7 @@ class Admission:
         self._residents = residents
         self._ledger = residents.ledger
         self._queue = queue
+        self._fleet = fleet
         self._forecast: LoadForecast | None = None
         self._kv_loads = np.zeros(0)
         self._is_open = True
@@ -52,7 +54,26 @@ class Admission:
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
         """Whether some R-worker could still run ``sequence`` by itself."""
-        return any(self._could_hold(sequence, worker) for worker in range(len(self._ledger.num_blocks)))
+        return any(self._could_hold(sequence, worker) for worker in self._fleet.present)
+
+    def fits_elsewhere(self, sequence: Sequence) -> bool:
+        """Whether some R-worker that does not drain could run ``sequence`` by itself."""
+        return any(self._could_hold(sequence, worker) for worker in self._fleet.accepting)
+
+    def has_room_to_move(self, sequence: Sequence, worker: int) -> bool:
+        """Whether ``sequence``, as it is now, could go on on ``worker`` without making anybody leave."""
+        spare = self._residents.num_on(worker)
+        return self._could_hold(sequence, worker) and self.blocks_for(sequence) + spare <= self._ledger.available(
+            worker
+        )
+
+    def blocks_for(self, sequence: Sequence) -> int:
+        """Blocks that ``sequence`` holds from its start, its siblings' copies of a partial block included."""
+        siblings = len(sequence.siblings)
+        if self._policy.reserves_longest:
+            return self._ledger.blocks_for(self._limits.max_model_len) * (1 + siblings)
+        num_tokens = sequence.num_tokens
+        return self._ledger.blocks_for(num_tokens) + siblings * (num_tokens % self._ledger.block_size > 0)
 
     def begin_step(self) -> None:
         """The running sequences of this step are known; look at everybody anew."""
@@ -74,17 +95,22 @@ class Admission:
         sequence = self._queue.head()
         if sequence is None or not self._is_open or not self._has_seats(sequence):
             return None
-        if self._policy.stabilizes_load and not self.load_control.affords(self._prompt(sequence)):
+        alone = self._prompt(sequence)
+        if self._policy.stabilizes_load and not self.load_control.affords(alone):
             return None
         hits = self._residents.prefix_cache.hits(sequence)
-        for worker in self._workers(hits):
+        able: np.ndarray | None = None
+        for worker in self._workers(sequence, hits):
             hit = hits.get(worker)
+            if able is not None and hit is None and not able[worker]:
+                continue
             prompt = self._prompt(sequence, worker, hit)
             if self._has_room(sequence, worker, hit) and rows_for(prompt.num_left) and self._may_start(prompt):
                 self._queue.pop()
-                self._residents.start(sequence, worker, hit, self._blocks(sequence))
+                self._residents.start(sequence, worker, hit, self.blocks_for(sequence))
                 self._kv_loads[worker] += sequence.num_prefill
                 return sequence
+            able = self._able(sequence, alone) if able is None else able
         return None
 
     def forecast(self) -> LoadForecast:
@@ -97,12 +123,25 @@ class Admission:
                 chunks["worker"],
                 chunks["context_len"],
                 steps,
-                len(self._limits.num_blocks),
+                self._ledger.num_workers,
                 self._limits.max_num_batched_tokens,
             )
             for sequence in self._residents.prompts.values():
                 self._forecast.add(self._prompt_of(sequence, sequence.worker, not sequence.uses_scratch))
         return self._forecast
+
+    def _able(self, sequence: Sequence, prompt: Prompt) -> np.ndarray:
+        """R-workers that have room and load to spare for ``sequence`` and all of its ``prompt``: bool [num_workers].
+
+        What the loop over R-workers asks of one, of hundreds at once, when the best of them cannot.
+        """
+        ledger = self._ledger
+        spare = 0 if self._policy.reserves_longest else self._residents.counts()
+        able = self.blocks_for(sequence) + spare <= ledger.available_each()
+        able &= self._most_blocks(sequence) <= np.array(ledger.num_blocks)
+        if self._policy.stabilizes_load:
+            able &= self.load_control.fits_where(prompt, self.forecast)
+        return able
 
     def _may_start(self, prompt: Prompt) -> bool:
         if not self._policy.stabilizes_load:
@@ -114,10 +153,14 @@ class Admission:
             self._forecast.add(prompt)
         return True
 
-    def _workers(self, hits: dict[int, tuple[int, Chain]]) -> list[int]:
-        available = [self._ledger.available(worker) for worker in range(len(self._ledger.num_blocks))]
+    def _workers(self, sequence: Sequence, hits: dict[int, tuple[int, Chain]]) -> list[int]:
+        """Where ``sequence`` may start, best first; on R-workers that drain only if it could never run elsewhere."""
+        available = self._ledger.available_each()
         depths = {worker: hit[0] for worker, hit in hits.items()}
-        return workers_by_preference(self._kv_loads, self._limits.bandwidths, available, depths)
+        workers = workers_by_preference(self._kv_loads, self._fleet.bandwidths, available, depths)
+        if self._fleet.draining and self.fits_elsewhere(sequence):
+            return [worker for worker in workers if worker not in self._fleet.draining]
+        return workers
 
     def _has_seats(self, sequence: Sequence) -> bool:
         return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs
@@ -133,22 +176,14 @@ class Admission:
         if not self._could_hold(sequence, worker):
             return False
         taken_over = hit[1].blocks[: hit[0]] if hit else []
-        needed = self._blocks(sequence) - len(taken_over)
+        needed = self.blocks_for(sequence) - len(taken_over)
         needed += sum(block.num_sequences == 0 for block in taken_over)  # no longer there for the asking
         spare = 0 if self._policy.reserves_longest else self._residents.num_on(worker)
         return needed + spare <= self._ledger.available(worker)
 
     def _most_blocks(self, sequence: Sequence) -> int:
         """Blocks that it takes at its start, with its siblings, or by itself at its end, whichever are more."""
-        return max(self._blocks(sequence), self._ledger.blocks_for(sequence.max_cached))
-
-    def _blocks(self, sequence: Sequence) -> int:
-        """Blocks that ``sequence`` holds from its start, its siblings' copies of a partial block included."""
-        siblings = len(sequence.siblings)
-        if self._policy.reserves_longest:
-            return self._ledger.blocks_for(self._limits.max_model_len) * (1 + siblings)
-        num_tokens = sequence.num_tokens
-        return self._ledger.blocks_for(num_tokens) + siblings * (num_tokens % self._ledger.block_size > 0)
+        return max(self.blocks_for(sequence), self._ledger.blocks_for(sequence.max_cached))
 
     def _prompt(self, sequence: Sequence, worker: int = 0, hit: tuple[int, Chain] | None = None) -> Prompt:
         """``sequence`` as it would start."""

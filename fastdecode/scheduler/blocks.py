@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(eq=False, slots=True)
 class Block:
@@ -28,6 +30,17 @@ class BlockLedger:
         self.free = list(self.num_blocks)
         self.cached = [0] * len(self.num_blocks)
 
+    @property
+    def num_workers(self) -> int:
+        """R-workers that are or were here."""
+        return len(self.num_blocks)
+
+    def join(self, num_blocks: int) -> None:
+        """One more R-worker, with all its blocks free."""
+        self.num_blocks.append(num_blocks)
+        self.free.append(num_blocks)
+        self.cached.append(0)
+
     def lose(self, worker: int) -> None:
         """``worker`` is gone; whoever held its blocks holds them no more."""
         self.num_blocks[worker] = self.free[worker] = self.cached[worker] = 0
@@ -39,6 +52,10 @@ class BlockLedger:
     def available(self, worker: int) -> int:
         """Blocks that are free or would be, were the prefix cache emptied."""
         return self.free[worker] + self.cached[worker]
+
+    def available_each(self) -> np.ndarray:
+        """The same for every R-worker: int64 [num_workers]."""
+        return np.add(self.free, self.cached)
 
     def take(self, worker: int, count: int) -> None:
         """Free blocks become somebody's own."""

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import itemgetter
 
 import numpy as np
 
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.step import CHUNK, MiniBatch
+from fastdecode.step import CHUNK, MiniBatch, joined
+
+GONE = -1
+"""In place of the id of a sequence that was removed."""
 
 
 class DecodeTable:
     """One row per decoding sequence, ordered by R-worker and longest context first.
 
     ``chunks``: CHUNK [n], each sequence's next step. ``num_outputs``, ``max_tokens``, ``num_blocks``: int64 [n].
-    ``outputs``: object [n], the sequences' lists of output tokens. Rows keep their places until :meth:`refresh`.
+    ``slots``: int64 [n], where each sequence's last token is; it writes it there itself, since looking it up in
+    thousands of lists takes longer than all the rest. Rows keep their places until :meth:`refresh`, slots always.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_num_seqs: int) -> None:
+        self._last_tokens = np.zeros(max_num_seqs, np.int64)
+        self._free_slots = list(range(max_num_seqs))
+        self._slots: dict[int, int] = {}
         self._columns: dict[str, np.ndarray] = {
             "chunks": np.zeros(0, CHUNK),
             "num_outputs": np.zeros(0, np.int64),
             "max_tokens": np.zeros(0, np.int64),
             "num_blocks": np.zeros(0, np.int64),
-            "outputs": np.zeros(0, object),
+            "slots": np.zeros(0, np.int64),
         }
-        self._here = np.zeros(0, bool)
+        self._ids = np.zeros(0, np.int64)
         self._added: list[Sequence] = []
 
     @property
@@ -51,31 +57,37 @@ class DecodeTable:
 
     def add(self, sequence: Sequence) -> None:
         """``sequence`` decodes from the next refresh on."""
+        slot = self._slots[sequence.sequence_id] = self._free_slots.pop()
+        sequence.keep_last_token(self._last_tokens[slot : slot + 1])
         self._added.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, with its progress written back to it."""
+        self._free_slots.append(self._slots.pop(sequence.sequence_id))
+        sequence.keep_last_token(None)
         if sequence in self._added:
             self._added.remove(sequence)
             return
-        (row,) = np.flatnonzero((self.chunks["sequence_id"] == sequence.sequence_id) & self._here)
-        self._here[row] = False
+        (row,) = np.flatnonzero(self._ids == sequence.sequence_id)
+        self._ids[row] = GONE
         sequence.num_cached = int(self.chunks["context_len"][row])
         sequence.num_blocks = int(self.num_blocks[row])
 
     def refresh(self) -> None:
         """Drop the rows of those removed, append those added, and restore the order."""
-        if self._added or not self._here.all():
-            columns, here = self._rows_of(self._added), np.flatnonzero(self._here)
+        here = np.flatnonzero(self._ids != GONE)
+        if self._added or len(here) < len(self._ids):
+            added = self._rows_of(self._added)
             for name, column in self._columns.items():
-                self._columns[name] = np.concatenate([column.take(here), columns[name]])
+                join = joined if name == "chunks" else np.concatenate
+                self._columns[name] = join([column.take(here), added[name]])
             self._added.clear()
         key = (self.chunks["worker"] << 40) - self.chunks["context_len"]
         if (key[1:] < key[:-1]).any():
             order = np.argsort(key, kind="stable")  # nearly sorted: linear
             for name, column in self._columns.items():
                 self._columns[name] = column.take(order)
-        self._here = np.ones(len(self.chunks), bool)
+        self._ids = self.chunks["sequence_id"].copy()
 
     def advance(self, rows: np.ndarray) -> None:
         """The next tokens of ``rows`` are cached, and each has one output token more."""
@@ -88,21 +100,16 @@ class DecodeTable:
 
     def mini_batch(self, rows: np.ndarray) -> MiniBatch:
         """The next chunks of ``rows`` (ascending), with their tokens; good until the table changes."""
-        last_tokens = map(itemgetter(-1), self._columns["outputs"].take(rows).tolist())
         chunks = self.chunks if len(rows) == len(self.chunks) else self.chunks.take(rows)
-        return MiniBatch(chunks, np.fromiter(last_tokens, np.int64, len(rows)))
+        return MiniBatch(chunks, self._last_tokens.take(self._columns["slots"].take(rows)))
 
-    @staticmethod
-    def _rows_of(sequences: Iterable[Sequence]) -> dict[str, np.ndarray]:
+    def _rows_of(self, sequences: Iterable[Sequence]) -> dict[str, np.ndarray]:
         listed = list(sequences)
-        outputs = np.empty(len(listed), object)
-        for row, sequence in enumerate(listed):
-            outputs[row] = sequence.output_token_ids
         records = [(s.sequence_id, s.worker, s.num_cached, 1, True, True, True, True, False) for s in listed]
         return {
             "chunks": np.array(records, CHUNK),
             "num_outputs": np.array([len(s.output_token_ids) for s in listed], np.int64),
             "max_tokens": np.array([s.max_tokens for s in listed], np.int64),
             "num_blocks": np.array([s.num_blocks for s in listed], np.int64),
-            "outputs": outputs,
+            "slots": np.array([self._slots[s.sequence_id] for s in listed], np.int64),
         }

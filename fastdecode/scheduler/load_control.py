@@ -58,7 +58,13 @@ class LoadControl:
 
     def balance_at(self, kv_tokens: int) -> None:
         """R time was found to equal S time when each R-worker attends ``kv_tokens`` times its part of the speed."""
-        self.limit = max(kv_tokens * len(self._shares), self._longest)
+        self.limit = max(kv_tokens * int(np.count_nonzero(self._shares)), self._longest)
+
+    def join(self, share: float) -> None:
+        """One more R-worker, ``share`` times as fast as all others together: they keep their limits."""
+        self._shares = np.append(self._shares, share) / (1 + share)
+        if self.limit is not None:
+            self.limit = int(self.limit * (1 + share))
 
     def lose(self, worker: int) -> None:
         """``worker`` is gone: the others keep their limits, and the total falls by its share."""
@@ -101,6 +107,12 @@ class LoadControl:
         if self.limit is None or (not self._crowded and not self.is_strict):
             return True
         return forecast().peak_with(prompt) <= self.limits[prompt.worker]
+
+    def fits_where(self, prompt: Prompt, forecast: Callable[[], LoadForecast]) -> np.ndarray:
+        """The same for every R-worker, were ``prompt`` there: bool [num_workers]."""
+        if self.limit is None or (not self._crowded and not self.is_strict):
+            return np.ones(len(self._shares), bool)
+        return forecast().peaks_with(prompt) <= self.limits
 
     def started(self, prompt: Prompt) -> None:
         """``prompt`` starts in this step."""

@@ -64,15 +64,23 @@ class LoadForecast:
 
     def peak_with(self, prompt: Prompt) -> float:
         """The most that the prompt's R-worker attends in any step in which the new sequence runs."""
+        return float(self._peaks_with(prompt, self.loads[prompt.worker]))
+
+    def peaks_with(self, prompt: Prompt) -> np.ndarray:
+        """The same for every R-worker, were the prompt there: float64 [num_workers]."""
+        return self._peaks_with(prompt, self.loads)
+
+    def _peaks_with(self, prompt: Prompt, loads: np.ndarray) -> np.ndarray:
+        """Over the last axis of ``loads``."""
         start = self.first_decode(prompt)
-        end = start + prompt.decode_steps
-        loads = self.loads[prompt.worker]
         ramp = self._ramp(prompt)
-        known = loads[start:end]
-        peaks = [float((known + ramp[: len(known)]).max(initial=0.0)), *ramp[len(known) :][-1:].tolist()]
+        known = loads[..., start : start + prompt.decode_steps]
+        num_known = known.shape[-1]
+        peaks = (known + ramp[:num_known]).max(axis=-1, initial=0.0)
+        peaks = np.maximum(peaks, ramp[num_known:].max(initial=0.0))
         if prompt.attends:
-            peaks.append(float(loads[:start].max(initial=0.0)) + prompt.num_prefill)
-        return max(peaks)
+            peaks = np.maximum(peaks, loads[..., :start].max(axis=-1, initial=0.0) + prompt.num_prefill)
+        return peaks
 
     def add(self, prompt: Prompt) -> None:
         """From here on ``prompt`` is counted."""

@@ -18,6 +18,7 @@ class OutputLengths:
     def __init__(self) -> None:
         self._ended = np.zeros(1, np.int64)
         self._cut = np.zeros(1, np.int64)
+        self._num_ended = 0
         self._survival_sums: np.ndarray | None = None
 
     def finished(self, num_outputs: int, was_cut: bool) -> None:
@@ -27,6 +28,7 @@ class OutputLengths:
             self._ended, self._cut = np.pad(self._ended, (0, room)), np.pad(self._cut, (0, room))
         (self._cut if was_cut else self._ended)[num_outputs] += 1
         if not was_cut:
+            self._num_ended += 1
             self._survival_sums = None
 
     def expected(self, num_outputs: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
@@ -34,7 +36,7 @@ class OutputLengths:
 
         At least one more than now where more are allowed.
         """
-        if self._ended.sum() < MIN_ENDED:
+        if self._num_ended < MIN_ENDED:
             return np.asarray(max_tokens, np.int64)
         survival, sums = self._curves()
         last = len(survival) - 1

@@ -11,15 +11,15 @@ CROWDED = 1.25
 
 
 def workers_by_preference(
-    kv_loads: np.ndarray, bandwidths: Sequence[float], available: Sequence[int], hit_blocks: Mapping[int, int]
+    kv_loads: np.ndarray, bandwidths: Sequence[float], available: np.ndarray, hit_blocks: Mapping[int, int]
 ) -> list[int]:
     """Workers, best first: the one that holds most of the prefix unless it is crowded, then the least loaded.
 
-    ``kv_loads``: float64 [num_workers], cached tokens; a load counts in proportion to the worker's bandwidth. Among
-    equals the one with most blocks available comes first.
+    ``kv_loads``: float64 [num_workers], cached tokens; ``available``: int64 [num_workers], blocks. A load counts in
+    proportion to the worker's bandwidth. Among equals the one with most blocks available comes first.
     """
     relative = kv_loads / np.asarray(bandwidths)
-    order = np.lexsort((-np.asarray(available), relative)).tolist()
+    order = np.lexsort((-available, relative)).tolist()
     if hit_blocks:
         home = max(hit_blocks, key=lambda worker: (hit_blocks[worker], -relative[worker]))
         if relative[home] <= CROWDED * relative.mean():

@@ -113,6 +113,10 @@ class PrefixCache:
         """Forget everything; yields R-workers with the controls that release it. Running sequences go on."""
         return self._index.clear()
 
+    def join(self) -> None:
+        """One more R-worker, which retains nothing."""
+        self._index.join()
+
     def lose(self, worker: int) -> None:
         """``worker`` is gone with what it retained."""
         self._index.lose(worker)

@@ -84,6 +84,10 @@ class PrefixIndex:
             for chain in list(chains.values()):
                 yield worker, self._shorten(chain, 0)
 
+    def join(self) -> None:
+        """One more R-worker, which holds no chain."""
+        self._chains.append(OrderedDict())
+
     def lose(self, worker: int) -> None:
         """``worker`` is gone with its chains."""
         for chain in list(self._chains[worker].values()):

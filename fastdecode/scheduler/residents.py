@@ -19,13 +19,13 @@ class Residents:
     ``table`` has their progress.
     """
 
-    def __init__(self, ledger: BlockLedger, prefix_cache: PrefixCache, scratch_tokens: int) -> None:
+    def __init__(self, ledger: BlockLedger, prefix_cache: PrefixCache, scratch_tokens: int, max_num_seqs: int) -> None:
         self.ledger = ledger
         self.prefix_cache = prefix_cache
         self.scratch_free = scratch_tokens
         self.prompts: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
-        self.table = DecodeTable()
+        self.table = DecodeTable(max_num_seqs)
         self._unborn = 0
         self._num_on = [0] * len(ledger.num_blocks)
         self._controls: list[list[Control]] = [[] for _ in ledger.num_blocks]
@@ -63,6 +63,10 @@ class Residents:
     def num_on(self, worker: int) -> int:
         """Sequences of one R-worker, siblings to come not counted."""
         return self._num_on[worker]
+
+    def counts(self) -> np.ndarray:
+        """The same for every R-worker: int64 [num_workers]."""
+        return np.array(self._num_on)
 
     def on(self, worker: int) -> list[Sequence]:
         """The sequences of one R-worker, oldest first."""
@@ -126,11 +130,27 @@ class Residents:
         self._take_out(sequence)
         if keep:
             self._controls[sequence.worker] += self.prefix_cache.retain(sequence)
-        self.ledger.give_back(sequence.worker, sequence.num_own_blocks)
-        self.ledger.drop(sequence.worker, sequence.shared)
-        if sequence.num_cached:
-            self._controls[sequence.worker].append((int(Verb.RELEASE), sequence.sequence_id, 0, 0))
+        self._give_up_blocks(sequence)
         _forget_cache(sequence)
+
+    def move(self, sequence: Sequence, target: int, num_blocks: int) -> None:
+        """The cache of ``sequence``, which decodes, is on ``target`` now, in blocks of its own."""
+        self._take_out(sequence)
+        self._give_up_blocks(sequence)
+        num_cached = sequence.num_cached
+        _forget_cache(sequence)
+        sequence.worker, sequence.num_cached, sequence.num_blocks = target, num_cached, num_blocks
+        self.ledger.take(target, sequence.num_blocks)
+        self.decoding[sequence.sequence_id] = sequence
+        self.table.add(sequence)
+        self._num_on[target] += 1
+
+    def join(self, num_blocks: int) -> None:
+        """One more R-worker."""
+        self.ledger.join(num_blocks)
+        self.prefix_cache.join()
+        self._num_on.append(0)
+        self._controls.append([])
 
     def lose(self, worker: int) -> list[Sequence]:
         """``worker`` is gone; returns the sequences that it held, oldest first."""
@@ -143,6 +163,12 @@ class Residents:
         self.ledger.lose(worker)
         self._controls[worker].clear()
         return lost
+
+    def _give_up_blocks(self, sequence: Sequence) -> None:
+        self.ledger.give_back(sequence.worker, sequence.num_own_blocks)
+        self.ledger.drop(sequence.worker, sequence.shared)
+        if sequence.num_cached:
+            self._controls[sequence.worker].append((int(Verb.RELEASE), sequence.sequence_id, 0, 0))
 
     def _take_out(self, sequence: Sequence) -> None:
         """``sequence`` runs no more; what it holds is still to be given up."""

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as PySequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from fastdecode.scheduler.admission import Admission
 from fastdecode.scheduler.balance import BalanceFinder
 from fastdecode.scheduler.blocks import BlockLedger
+from fastdecode.scheduler.fleet import Fleet
 from fastdecode.scheduler.limits import Limits
+from fastdecode.scheduler.migration import Migration, Move
 from fastdecode.scheduler.mini_batches import deal
 from fastdecode.scheduler.policy import Policy, Prompts
 from fastdecode.scheduler.prefix_cache import PrefixCache
 from fastdecode.scheduler.prompt_chunks import ChunkCutter
 from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.statistics import SchedulerStatistics
 from fastdecode.scheduler.waiting_queue import WaitingQueue
-from fastdecode.step import Chunk, ScheduledStep
+from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SchedulerStatistics:
-    """Requests whose prefix was looked up, prompt tokens that were found, and preemptions."""
-
-    prefix_queries: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
-
-    def since(self, before: SchedulerStatistics) -> SchedulerStatistics:
-        """What was counted after ``before``."""
-        return SchedulerStatistics(
-            self.prefix_queries - before.prefix_queries,
-            self.prefix_hit_tokens - before.prefix_hit_tokens,
-            self.preemptions - before.preemptions,
-        )
 
 
 class Scheduler:
@@ -54,9 +39,11 @@ class Scheduler:
         self.limits = limits
         self.ledger = BlockLedger(limits.num_blocks, limits.block_size)
         self.prefix_cache = PrefixCache(self.ledger, limits.prefix_caching and not policy.reserves_longest)
-        self.residents = Residents(self.ledger, self.prefix_cache, limits.scratch_tokens)
+        self.residents = Residents(self.ledger, self.prefix_cache, limits.scratch_tokens, limits.max_num_seqs)
         self.queue = WaitingQueue(self.prefix_cache)
-        self.admission = Admission(policy, limits, self.residents, self.queue)
+        self.fleet = Fleet(limits.bandwidths)
+        self.admission = Admission(policy, limits, self.residents, self.queue, self.fleet)
+        self._migration = Migration(self.residents, self.admission, self.fleet)
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
         self._balance = BalanceFinder()
@@ -124,6 +111,10 @@ class Scheduler:
         mini_batches = deal(decodes, chunks, self.limits.num_mini_batches)
         return ScheduledStep(mini_batches, self.residents.take_controls())
 
+    def controls_alone(self) -> ScheduledStep:
+        """A step without rows, which only tells the R-workers what they have yet to hear."""
+        return ScheduledStep((MiniBatch.of([]),), self.residents.take_controls())
+
     def take_back(self, step: ScheduledStep) -> None:
         """The R-workers refused ``step``: its controls go before any that came since."""
         self.residents.put_back(step.controls)
@@ -166,10 +157,44 @@ class Scheduler:
             self.queue.release_followers(sequence)
             self.queue.push(sequence)
         self.admission.load_control.lose(worker)
+        self.fleet.lose(worker)
         hopeless = [sequence for sequence in self.queue if not self.admission.fits_somewhere(sequence)]
         for sequence in hopeless:
             self.queue.discard(sequence)
         return hopeless
+
+    def join(self, num_blocks: int, bandwidth: float) -> None:
+        """One more R-worker, next in number; as long as it is less loaded than others, sequences move to it."""
+        self.residents.join(num_blocks)
+        self.admission.load_control.join(self.fleet.join(bandwidth))
+        self._migration.even_out()
+
+    def drain(self, worker: int) -> None:
+        """R-worker ``worker`` is to go: nothing starts there that could run elsewhere, and what is there moves away."""
+        self.fleet.drain(worker)
+
+    def drained(self) -> list[int]:
+        """R-workers that were to go, hold no sequence any more, and are not waited for: never the last."""
+        return [
+            worker
+            for worker in self.fleet.draining
+            if self.fleet.accepting
+            and not self.residents.num_on(worker)
+            and all(map(self.admission.fits_elsewhere, self.queue))
+        ]
+
+    def next_move(self) -> Move | None:
+        """Between steps: a sequence whose cache is to be copied, after ``controls_alone``; then comes ``moved``.
+
+        Those that must leave an R-worker, but for whom no other has room, are preempted.
+        """
+        for sequence in self._migration.homeless():
+            self._preempt(sequence)
+        return self._migration.next()
+
+    def moved(self, move: Move) -> None:
+        """The cache was copied; the old one is released with the next step."""
+        self.residents.move(move.sequence, move.target, move.num_blocks)
 
     def reset_prefix_cache(self) -> None:
         """Forget every retained prefix; running sequences go on."""
@@ -182,7 +207,7 @@ class Scheduler:
             table.refresh()
             rows = self._within_load_limit()
             growing = rows[table.chunks["context_len"][rows] // self.limits.block_size >= table.num_blocks[rows]]
-            needed = np.bincount(table.chunks["worker"][growing], minlength=len(self.limits.num_blocks))
+            needed = np.bincount(table.chunks["worker"][growing], minlength=self.ledger.num_workers)
             short = [w for w in np.flatnonzero(needed) if not self.residents.make_room(int(w), int(needed[w]))]
             if not short:
                 self.residents.grow(growing)

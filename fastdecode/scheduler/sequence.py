@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from fastdecode.scheduler.blocks import Block
 
 
@@ -32,6 +34,19 @@ class Sequence:
     shared: list[Block] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     chain_id: int | None = None
+    _last_token: np.ndarray | None = None
+
+    def append(self, token_id: int) -> None:
+        """One more output token."""
+        self.output_token_ids.append(token_id)
+        if self._last_token is not None:
+            self._last_token[0] = token_id
+
+    def keep_last_token(self, place: np.ndarray | None) -> None:
+        """From here on the last output token is also written to ``place``, int64 [1]."""
+        self._last_token = place
+        if place is not None and self.output_token_ids:
+            place[0] = self.output_token_ids[-1]
 
     @property
     def num_tokens(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -12,6 +10,7 @@ from fastdecode.errors import PlanError
 from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.simulate.machine import Machine, StepCost
 from fastdecode.perfmodel.simulate.request import SimulatedRequest
+from fastdecode.perfmodel.simulate.tokens import SimulatedSequence, TokenTimes
 from fastdecode.scheduler import Scheduler, Sequence
 from fastdecode.step import ScheduledStep
 
@@ -33,10 +32,8 @@ class Simulator:
         self.num_steps = 0
         self._requests: list[SimulatedRequest] = []
         self._sequences: list[Sequence] = []
-        self._outputs: list[list[int]] = []
-        self._num_left = np.zeros(0, np.int64)
         self._num_finished = 0
-        self._sampled: list[tuple[np.ndarray, float]] = []
+        self._tokens = TokenTimes()
 
     def run(self, requests: Iterable[SimulatedRequest], until: Callable[[Simulator], bool] | None = None) -> None:
         """Run ``requests`` until all have ended, or until ``until`` says after a step that it has seen enough.
@@ -44,7 +41,7 @@ class Simulator:
         RequestError where one could never run.
         """
         arriving = sorted(requests, key=lambda request: request.arrival_seconds, reverse=True)
-        self._num_left = np.append(self._num_left, [request.output_len for request in reversed(arriving)])
+        self._tokens.expect([request.output_len for request in reversed(arriving)])
         try:
             while arriving or self.scheduler.has_unfinished:
                 while arriving and arriving[-1].arrival_seconds <= self.now_seconds:
@@ -56,7 +53,8 @@ class Simulator:
                 if until is not None and until(self):
                     return
         finally:
-            self._hand_out_times()
+            for sequence_id, request in enumerate(self._requests):
+                request.token_seconds = self._tokens.of(sequence_id)
 
     @property
     def num_finished(self) -> int:
@@ -64,11 +62,11 @@ class Simulator:
         return self._num_finished
 
     def _add(self, request: SimulatedRequest) -> None:
-        sequence = Sequence(len(self._requests), request.prompt_token_ids, request.output_len)
+        sequence_id = len(self._requests)
+        sequence = SimulatedSequence(sequence_id, request.prompt_token_ids, request.output_len, self._tokens)
         self.scheduler.add(sequence)
         self._requests.append(request)
         self._sequences.append(sequence)
-        self._outputs.append(sequence.output_token_ids)
 
     def _step(self) -> None:
         step = self.scheduler.schedule()
@@ -95,26 +93,10 @@ class Simulator:
         """One token for everybody who sampled; returns how many. Thousands do: what can be is done on arrays."""
         batches = [mini_batch.chunks for mini_batch in step.mini_batches]
         sampled = np.concatenate([chunks["sequence_id"][chunks["samples"]] for chunks in batches])
-        self._sampled.append((sampled.astype(np.int32), self.now_seconds))
-        outputs = map(self._outputs.__getitem__, sampled.tolist())
-        deque(map(list.append, outputs, itertools.repeat(0)), maxlen=0)  # a loop that never enters the interpreter
-        self._num_left[sampled] -= 1
-        for sequence_id in sampled[self._num_left[sampled] == 0].tolist():
+        for sequence_id in self._tokens.take(sampled, self.now_seconds).tolist():
             self.scheduler.finish(self._sequences[sequence_id], "length")
             self._num_finished += 1
         return len(sampled)
-
-    def _hand_out_times(self) -> None:
-        """Give each request the moments of its tokens, which were kept by step."""
-        counts = [len(sampled) for sampled, _ in self._sampled]
-        sampled = np.concatenate([np.zeros(0, np.int32), *(sampled for sampled, _ in self._sampled)])
-        moments = np.repeat([moment for _, moment in self._sampled], counts)
-        order = np.argsort(sampled, kind="stable")
-        ends = np.cumsum(np.bincount(sampled, minlength=len(self._requests)))
-        parts = np.split(moments[order], ends[:-1])
-        for request, part in zip(self._requests, parts, strict=bool(self._requests)):
-            request.token_seconds = np.append(request.token_seconds, part) if len(request.token_seconds) else part
-        self._sampled.clear()
 
     def _record(self, step: ScheduledStep, kv_loads: list[int], cost: StepCost, num_output_tokens: int) -> StepRecord:
         return StepRecord(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +111,15 @@ def test_failures_are_one_clear_line(
     error = capfd.readouterr().err.strip()
     assert error.startswith("fastdecode: error: ") and message in error
     assert "\n" not in error
+
+
+def test_a_simulation_needs_no_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from fastdecode.cli.main import main
+status = main(["simulate", *{[*SIZES, *BATCH, *NAMES]!r}])
+heavy = {{"torch", "transformers"}} & set(sys.modules)
+sys.exit(str(heavy) if heavy else status)
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

@@ -19,6 +19,7 @@ from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedRequest,
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.perfmodel.transport import Transport
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
+from fastdecode.scheduler import Sequence as ScheduledSequence
 
 LIMITS = Limits(
     max_num_seqs=8,
@@ -133,6 +134,31 @@ def test_small_caches_do_preempt() -> None:
     scheduler = Scheduler(POLICIES["stall-free"], replace(LIMITS, num_blocks=(10, 10)))
     Simulator(scheduler, PlainMachine()).run(requests)
     assert scheduler.num_preemptions > 0 and all(each.finished for each in requests)
+
+
+@pytest.mark.parametrize("policy", ["stall-free", "prefill-first"])
+def test_outputs_that_are_only_counted_are_scheduled_as_lists_of_tokens_are(policy: str) -> None:
+    """Through preemptions and prefixes found again, whose tokens are looked at."""
+    rng = np.random.default_rng(7)
+    sizes = [(int(rng.integers(20, 30)), int(rng.integers(20, 30))) for _ in range(30)]
+    limits = replace(LIMITS, num_blocks=(10, 12), block_size=8, prefix_caching=True)
+    counted = simulate([request(*size) for size in reversed(sizes)], policy, limits=limits)  # the last is heard first
+
+    scheduler = Scheduler(POLICIES[policy], limits)
+    sequences = [ScheduledSequence(i, [0] * prompt, output) for i, (prompt, output) in enumerate(sizes)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    listed = []
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        listed.append((step.num_tokens, tuple(step.kv_loads), step.is_decode))
+        scheduler.commit(step)
+        for sequence in (sequences[i] for mini_batch in step.mini_batches for i in mini_batch.sampled_ids):
+            sequence.append(0)
+            if len(sequence.output_token_ids) == sequence.max_tokens:
+                scheduler.finish(sequence, "length")
+    assert [(step.num_tokens, step.kv_loads, step.is_decode) for step in counted] == listed
+    assert scheduler.num_preemptions > 0
 
 
 def test_a_simulation_can_be_stopped_and_an_impossible_request_is_refused() -> None:

@@ -1,0 +1,90 @@
+"""R-workers that come and go while an engine runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from fastdecode.errors import ConfigError, WorkerLostError
+from fastdecode.protocols import AttentionBackend
+from fastdecode.scheduler import Move, Scheduler
+from fastdecode.types import RWorkerInfo
+
+logger = logging.getLogger(__name__)
+
+
+class Membership:
+    """Between steps: newcomers are counted in, sequences move, and those that nobody needs any more go.
+
+    Sequences move as bytes, one by one, for at most as long as the step before took: so that whoever goes on decoding
+    waits at most twice as long for a token.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        scheduler: Scheduler,
+        r_workers: list[RWorkerInfo],
+        tell: Callable[[], object],
+    ) -> None:
+        """``r_workers`` is extended by newcomers. ``tell`` brings the scheduler's controls to the R-workers."""
+        self._backend, self._scheduler, self._r_workers, self._tell = backend, scheduler, r_workers, tell
+        self._updated = time.perf_counter()
+
+    def update(self) -> None:
+        """To be called before every step."""
+        now = time.perf_counter()
+        for info in self._backend.admit():
+            self._join(info)
+        self._move_until(now + (now - self._updated))
+        for worker in self._scheduler.drained():
+            logger.info("R-worker %s is let go", self._r_workers[worker].name)
+            self._backend.dismiss(worker)
+            self._scheduler.lost(worker)
+        self._updated = time.perf_counter()
+
+    def drain(self, worker: int) -> None:
+        """R-worker ``worker`` is to go; ConfigError where it is not there."""
+        if worker not in self._scheduler.fleet.present:
+            raise ConfigError(f"there is no R-worker {worker}; there are {self._scheduler.fleet.present}")
+        self._scheduler.drain(worker)
+
+    def leaving(self, workers: Iterable[int]) -> None:
+        """These R-workers have asked to go."""
+        for worker in set(workers) - set(self._scheduler.fleet.draining):
+            logger.info("R-worker %s asks to leave: its sequences move", self._r_workers[worker].name)
+            self._scheduler.drain(worker)
+            if not self._scheduler.fleet.accepting:
+                logger.warning("no other R-worker is there: %s is needed", self._r_workers[worker].name)
+
+    def _join(self, info: RWorkerInfo) -> None:
+        known = [self._scheduler.fleet.bandwidths[worker] for worker in self._scheduler.fleet.present]
+        measured = info.read_gb_per_s and all(worker.read_gb_per_s for worker in self._r_workers)
+        self._scheduler.join(info.num_blocks, info.read_gb_per_s if measured else sum(known) / len(known))
+        self._r_workers.append(info)
+        logger.info("R-worker %s has joined, with %d KV blocks", info.name, info.num_blocks)
+
+    def _move_until(self, deadline: float) -> None:
+        """At least one sequence, if any is to move."""
+        while move := self._scheduler.next_move():
+            try:
+                self._tell()
+                if not self._still_stands(move):
+                    return
+                self._copy(move)
+            except WorkerLostError:
+                return  # the next step finds out who, and goes on without it
+            self._scheduler.moved(move)
+            if time.perf_counter() > deadline:
+                return
+
+    def _still_stands(self, move: Move) -> bool:
+        """Whether nobody that has a part in it was lost meanwhile."""
+        fleet = self._scheduler.fleet
+        return move.sequence.worker in fleet.present and move.target in fleet.present
+
+    def _copy(self, move: Move) -> None:
+        sequence_id = move.sequence.sequence_id
+        data = self._backend.export(move.sequence.worker, sequence_id)
+        self._backend.import_(move.target, sequence_id, move.num_tokens, data)

@@ -1,0 +1,211 @@
+"""Targets that hold no state: one header, one body, one handshake message, one stream of bytes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import atheris
+import numpy as np
+
+from fastdecode.cluster import frames, messages, proof, stream
+from fastdecode.cluster.frames import Kind
+from fastdecode.cluster.local import RWorkerSize, make_rworker
+from fastdecode.cluster.messages import Hello, Welcome
+from fastdecode.cluster.pool_worker import StepTimes
+from fastdecode.errors import CapacityError, FrameError
+from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan
+
+LAYOUT = KVLayout(
+    (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4)), "bfloat16", "int8"
+)
+HELLO = Hello("host:1", LAYOUT, 32)
+WELCOME = Welcome(100, 2, "avx2", 10.5, (0, 1), "boot", "0" * 64)
+PLAN = WorkerPlan(np.array([(0, 2, 1, 4)], CONTROL), (np.array([(1, 2, 3, 1)] * 2, SPAN), np.zeros(0, SPAN)))
+REPORT = StepTimes(np.ones((2, 3)), np.ones((2, 3)), 123, 45)
+KEY = bytes(32)
+ODD: list[Any] = [None, True, 0, -1, 1, 16, 1 << 31, 1 << 63, 10**400, 0.5, -0.0, 1e39, float("nan"), float("inf")]
+ODD += ["", "float32", "int4", "\ud800", "\n", "x" * 5000, [], [[]], [1] * 5, {}, {"a": 1}]
+
+
+def header(data: bytes) -> None:
+    """A header is within its limits or refused."""
+    with suppress(FrameError):
+        frame = frames.decode(data)
+        _require(max(frame.lengths) <= frames.FRAME_LIMIT)
+
+
+def hello(data: bytes) -> None:
+    """What is read can be said again; and the R-worker's own checks refuse what is left with their own errors."""
+    with suppress(FrameError):
+        found = messages.decode_hello(_json(data, messages.encode_hello(HELLO), _sign))
+        _require(messages.decode_hello(messages.encode_hello(found)) == found)
+        with suppress(ValueError, CapacityError, MemoryError):
+            make_rworker(found.layout, found.block_size, RWorkerSize(1 << 20, 1)).close()
+
+
+def welcome(data: bytes) -> None:
+    """What is read can be said again."""
+    with suppress(FrameError):
+        found = messages.decode_welcome(_json(data, messages.encode_welcome(WELCOME)))
+        _require(messages.decode_welcome(messages.encode_welcome(found)) == found)
+
+
+def refusal(data: bytes) -> None:
+    """What is read can be printed, and said again."""
+    with suppress(FrameError):
+        found = messages.decode_refusal(_json(data, messages.encode_refusal("busy", "it serves another")))
+        _require(messages.decode_refusal(messages.encode_refusal(*found)) == found)
+        "".join(found).encode()
+
+
+def join(data: bytes) -> None:
+    """What is read can be said again."""
+    with suppress(FrameError):
+        found = messages.decode_join(_json(data, messages.encode_join("10.0.0.1:5580")))
+        _require(messages.decode_join(messages.encode_join(found)) == found)
+
+
+def plan(data: bytes) -> None:
+    """A plan is its bytes, all of them."""
+    with suppress(FrameError):
+        _require(messages.encode_plan(messages.decode_plan(data)) == data)
+
+
+def report(data: bytes) -> None:
+    """A report is its bytes, all of them."""
+    with suppress(FrameError):
+        _require(messages.encode_report(messages.decode_report(data, 2, 3)) == data)
+
+
+def gate(data: bytes) -> None:
+    """Nobody without the key is admitted, whatever they say, and little is kept of them."""
+    door, provider = proof.Gate(KEY), atheris.FuzzedDataProvider(data)
+    while provider.remaining_bytes():
+        kind = provider.PickValueInList([*[Kind.CHALLENGE, Kind.PROOF] * 2, Kind.HELLO, Kind.BYE, 77])
+        body = provider.ConsumeBytes(provider.PickValueInList([32, 32, 0, 31, 33]))
+        length = provider.PickValueInList([len(body), len(body), 32, frames.FRAME_LIMIT, 1 << 63])
+        head = frames.HEADER.pack(
+            frames.MAGIC, frames.VERSION, kind, 0, provider.ConsumeIntInRange(0, 3), 0, 0, length, 0, 0
+        )
+        _require(not door.admits(Message([head, body]), provider.ConsumeBytes(1)))
+    _require(len(door._pending) <= proof.MOST_PENDING)
+
+
+def stream_reader(data: bytes) -> None:
+    """Any bytes are frames or end the connection, and no part is longer than was announced."""
+    mine, theirs = socket.socketpair()
+    with mine, theirs, suppress(ConnectionError, FrameError):
+        theirs.sendall(data)
+        theirs.close()
+        channel = stream.StreamChannel(mine)
+        while (head := channel.receive(0)) is not None:
+            lengths = frames.decode(head).lengths
+            if head[24] % 2:  # else they are skipped
+                for length in lengths:
+                    channel.read_into(bytearray(length))
+
+
+def lying_stream(data: bytes) -> None:
+    """Frames that are nearly right, of which many follow each other."""
+    provider, written = atheris.FuzzedDataProvider(data), b""
+    while provider.remaining_bytes() and len(written) < 20_000:
+        body = provider.ConsumeBytes(provider.ConsumeIntInRange(0, 80))
+        length = provider.PickValueInList([len(body), len(body), len(body), 0, 1 << 20, 1 << 40])
+        fields = [
+            provider.PickValueInList([provider.ConsumeIntInRange(1, 20), 7, 99]),
+            5,
+            provider.ConsumeIntInRange(0, 9),
+        ]
+        written += frames.HEADER.pack(frames.MAGIC, frames.VERSION, *fields, 0, 0, length, 0, 0) + body
+    stream_reader(written)
+
+
+class Message:
+    """``Channel`` with one message from a peer, which reads whatever it is told."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self.parts = list(parts)
+
+    def send(self, parts: Any) -> None:
+        """Heard by nobody."""
+
+    def receive(self, timeout_seconds: float) -> bytes | None:
+        """The first part."""
+        return self.parts.pop(0)
+
+    def read_into(self, buffer: Any) -> None:
+        """As libzmq gives parts: whole."""
+        if not self.parts or len(self.parts[0]) != memoryview(buffer).nbytes:
+            raise FrameError("another length")
+        memoryview(buffer)[:] = self.parts.pop(0)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _json(data: bytes, good: bytes, finish: Callable[[Any], None] = lambda value: None) -> bytes:
+    """Bytes as they are, or a good message with values put in other places of it."""
+    if data[:1] != b"\x01":
+        return data
+    provider, value = atheris.FuzzedDataProvider(data[1:]), json.loads(good)
+    for _ in range(provider.ConsumeIntInRange(1, 3)):
+        place: Any = value
+        while isinstance(place, dict | list) and place:
+            key = provider.PickValueInList(list(place) if isinstance(place, dict) else list(range(len(place))))
+            if not isinstance(place[key], dict | list) or provider.ConsumeIntInRange(0, 7) == 0:
+                place[key] = _value(provider)
+                break
+            place = place[key]
+    finish(value)
+    return json.dumps(value).encode()
+
+
+def _value(provider: Any) -> Any:
+    choice = provider.ConsumeIntInRange(0, 3)
+    if choice == 0:
+        return provider.ConsumeIntInRange(-2, 600)
+    return provider.ConsumeUnicode(8) if choice == 1 else copy.deepcopy(provider.PickValueInList(ODD))
+
+
+def _sign(value: Any) -> None:
+    """Give a HELLO the fingerprint of what it says, where it says something."""
+    with suppress(FrameError, KeyError, TypeError, AttributeError, ValueError):
+        value["fingerprint"] = messages.fingerprint(messages._layout(value["cache"]), value["cache"]["block_size"])
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise RuntimeError("a property does not hold")
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "header": header,
+    "hello": hello,
+    "welcome": welcome,
+    "refusal": refusal,
+    "join": join,
+    "plan": plan,
+    "report": report,
+    "gate": gate,
+    "stream": stream_reader,
+    "lying-stream": lying_stream,
+}
+HEADER = frames.HEADER.pack(frames.MAGIC, frames.VERSION, 7, 5, 9, 1, 2, 10, 20, 30)
+SEEDS: dict[str, list[bytes]] = {
+    "header": [HEADER],
+    "hello": [messages.encode_hello(HELLO), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
+    "welcome": [messages.encode_welcome(WELCOME), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
+    "refusal": [messages.encode_refusal("busy", "it serves another"), b"\x01" + bytes(40)],
+    "join": [messages.encode_join("10.0.0.1:5580"), messages.encode_join("*:1"), b"\x01" + bytes(40)],
+    "plan": [messages.encode_plan(PLAN), struct.pack("<QQ", 0, 0)],
+    "report": [messages.encode_report(REPORT)],
+    "gate": [bytes(200), bytes(range(256))],
+    "stream": [HEADER + bytes(60), HEADER + bytes(60) + HEADER],
+    "lying-stream": [bytes(300), bytes(range(256))],
+}

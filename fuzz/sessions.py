@@ -1,0 +1,353 @@
+"""Targets that hold state: a whole R-worker's session, and an S-worker's view of an R-worker, fed frames of any kind.
+
+Most frames are right in most places, since else nothing behind the first check would ever be reached: the fuzzer's
+bytes choose what comes next and where it lies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, ClassVar
+
+import atheris
+import numpy as np
+
+from fastdecode.cluster import messages, remote, session
+from fastdecode.cluster.frames import HEADER, MAGIC, VERSION, Conversation, Kind
+from fastdecode.cluster.host import Host
+from fastdecode.cluster.local import RWorkerSize, make_rworker
+from fastdecode.cluster.messages import Hello, Welcome
+from fastdecode.cluster.path import FramePath
+from fastdecode.cluster.pool_worker import StepTimes
+from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.errors import BackendError, CapacityError, FrameError
+from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, Verb, WorkerPlan
+
+LAYOUTS = (
+    KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3, window=9)), "float32", "float32"),
+    KVLayout((LayerLayout(2, 1, 32, 32, 0.2, soft_cap=2.0, sinks=(0.5, 1.0)),), "bfloat16", "int8"),
+    KVLayout((LayerLayout(8, 2, 64, 64, 0.1),) * 2, "float16", "int4"),
+)
+BLOCK_SIZE = 16
+CACHE_BYTES = 1 << 18
+HOST = Host(RWorkerSize(CACHE_BYTES, 1), "scalar", 1.0, "boot", (0,))
+IDS = (0, 1, 2, 3, 4, 5, -1, 1 << 62, -(1 << 63))
+NUMBERS = (0, 1, 15, 16, 17, 40, 512, 1 << 20, (1 << 63) - 1, -1, -(1 << 63))
+MOST_FRAMES = 40
+HELLOS = {layout: messages.encode_hello(Hello("fuzzer", layout, BLOCK_SIZE)) for layout in LAYOUTS}
+
+
+class KeptWorker:
+    """An R-worker that is emptied where it would be closed, for making one takes longer than all the rest."""
+
+    kept: ClassVar[dict[Any, list[KeptWorker]]] = {}
+
+    def __init__(self, key: Any) -> None:
+        self._key, self._worker = key, make_rworker(*key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    @classmethod
+    def make(cls, *key: Any) -> KeptWorker:
+        """As ``make_rworker``."""
+        kept = cls.kept.get(key)
+        return kept.pop() if kept else cls(key)
+
+    def close(self) -> None:
+        """Drop everything; RuntimeError if then not every block is free."""
+        with suppress(ValueError):
+            self._worker.abandon_step()
+        for sequence_id in IDS:
+            with suppress(KeyError):
+                self._worker.begin_step(np.array([[Verb.RELEASE, sequence_id, 0, 0]], np.int64), [])
+                self._worker.end_step()
+        left = self._worker.statistics()
+        if left["sequences"] == 0 and left["blocks_used"]:
+            raise RuntimeError(f"{left['blocks_used']} blocks are lost")
+        if left["sequences"]:
+            self._worker.close()  # of a name that only the fuzzer knows
+        else:
+            self.kept.setdefault(self._key, []).append(self)
+
+
+class End(ConnectionError):
+    """The fuzzer has no more bytes."""
+
+
+class FuzzChannel:
+    """``Channel`` whose messages are made as they are asked for, and that remembers the kinds of the answers."""
+
+    def __init__(self, make: Callable[[], list[bytes]]) -> None:
+        self._make, self._parts = make, list[bytes]()
+        self.answers: list[Kind] = []
+
+    def send(self, parts: Sequence[Any]) -> None:
+        """Heard by the oracle."""
+        self.answers.append(Kind(HEADER.unpack(bytes(parts[0]))[2]))
+
+    def receive(self, timeout_seconds: float) -> bytes | None:
+        """The next message's first part."""
+        self._parts = self._make()
+        return self._parts.pop(0)
+
+    def read_into(self, buffer: Any) -> None:
+        """As libzmq gives parts: whole."""
+        view = memoryview(buffer)
+        if not self._parts or len(self._parts[0]) != view.nbytes:
+            raise FrameError("another length")
+        data = self._parts.pop(0)
+        if view.nbytes:
+            view.cast("B")[:] = data
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class SessionRun:
+    """One session over what the fuzzer says, and what must hold after each frame and at the end."""
+
+    def __init__(self, data: bytes) -> None:
+        self._provider = atheris.FuzzedDataProvider(data)
+        self._channel = FuzzChannel(self._next)
+        self._session = session.Session(FramePath(Conversation(self._channel)), HOST)
+        self._layout = self._provider.PickValueInList(list(LAYOUTS))
+        self._frames = 0
+        self._before: Any = None
+
+    def run(self) -> None:
+        """Every refused frame changes nothing, and a session that is still open goes on as if none had been sent."""
+        self._session.run()
+
+    def _next(self) -> list[bytes]:
+        self._check_last()
+        self._frames += 1
+        provider = self._provider
+        if self._frames == 1 and provider.ConsumeIntInRange(0, 31):
+            return self._frame(Kind.HELLO, HELLOS[self._layout])
+        if not provider.remaining_bytes() or self._frames > MOST_FRAMES:
+            self._farewell()
+        maker = provider.PickValueInList(self._makers())
+        return maker()
+
+    def _makers(self) -> list[Callable[[], list[bytes]]]:
+        common = [self._plan, self._plan, self._payload, self._payload, self._end, self._abandon, self._export]
+        return [*common, self._import, self._data, self._ping, self._any, self._bent]
+
+    def _plan(self) -> list[bytes]:
+        provider = self._provider
+        controls = [
+            (self._near(0, 2), self._id(), self._id(), self._tokens()) for _ in range(provider.ConsumeIntInRange(0, 3))
+        ]
+        counts = [provider.ConsumeIntInRange(0, 3) for _ in range(provider.ConsumeIntInRange(0, 3))]
+        spans = [[self._span() for _ in range(count)] for count in counts]
+        arrays = tuple(np.array(each, SPAN) for each in spans)
+        return self._frame(Kind.PLAN, messages.encode_plan(WorkerPlan(np.array(controls, CONTROL), arrays)))
+
+    def _span(self) -> tuple[int, int, int, int]:
+        sequence_id = self._id()
+        context = self._length(sequence_id) if self._provider.ConsumeIntInRange(0, 15) else self._number()
+        rows = self._near(1, 40)
+        return sequence_id, context, rows, self._provider.ConsumeIntInRange(0, 1)
+
+    def _payload(self) -> list[bytes]:
+        slots, provider = self._session._slots, self._provider
+        mini_batch = provider.ConsumeIntInRange(0, 3)
+        layer = provider.ConsumeIntInRange(0, 2)
+        sizes = [8, 8, 8]
+        if slots and mini_batch < slots.num_mini_batches and layer < slots.num_layers:
+            sizes = [each.nbytes for each in slots.views(mini_batch, layer)[:3]]
+        if provider.ConsumeIntInRange(0, 15) == 0:
+            sizes[provider.ConsumeIntInRange(0, 2)] = self._near(0, 4000)
+        filler = provider.ConsumeIntInRange(0, 255)
+        return self._frame(
+            Kind.PAYLOAD, *(bytes([filler]) * max(0, size) for size in sizes), mini_batch=mini_batch, layer=layer
+        )
+
+    def _end(self) -> list[bytes]:
+        return self._frame(Kind.END)
+
+    def _abandon(self) -> list[bytes]:
+        return self._frame(Kind.ABANDON)
+
+    def _ping(self) -> list[bytes]:
+        return self._frame(Kind.PING)
+
+    def _export(self) -> list[bytes]:
+        return self._frame(Kind.EXPORT, session.EXPORT.pack(self._id()))
+
+    def _import(self) -> list[bytes]:
+        tokens = self._tokens()
+        right = self._provider.ConsumeIntInRange(0, 7)
+        num_bytes = tokens * self._layout.kv_bytes_per_token if right and abs(tokens) < 1 << 40 else self._number()
+        return self._frame(Kind.IMPORT, session.IMPORT.pack(self._id(), tokens, num_bytes))
+
+    def _data(self) -> list[bytes]:
+        incoming = self._session._incoming
+        left = incoming.data.nbytes - incoming.filled if incoming else 8
+        if self._provider.ConsumeIntInRange(0, 3) == 0:
+            left = self._provider.ConsumeIntInRange(0, left + 8)
+        return self._frame(Kind.DATA, bytes([self._provider.ConsumeIntInRange(0, 255)]) * left)
+
+    def _any(self) -> list[bytes]:
+        """Any kind with any body."""
+        parts = [
+            self._provider.ConsumeBytes(self._provider.ConsumeIntInRange(0, 60))
+            for _ in range(self._provider.ConsumeIntInRange(0, 3))
+        ]
+        return self._frame(self._provider.ConsumeIntInRange(0, 40), *parts)
+
+    def _bent(self) -> list[bytes]:
+        """A frame that is right but for one field of its header, or its length."""
+        head, *parts = self._provider.PickValueInList([self._plan, self._payload, self._end, self._export])()
+        fields = list(HEADER.unpack(head))
+        place = self._provider.ConsumeIntInRange(0, len(fields))
+        if place == len(fields):
+            return [head[: self._near(0, HEADER.size)], *parts]
+        limits = [0, 0xFFFF, 0xFFFF, *[(1 << 64) - 1] * 2, *[0xFFFFFFFF] * 2, *[(1 << 64) - 1] * 3]
+        fields[place] = self._provider.ConsumeIntInRange(0, limits[place]) if place else self._provider.ConsumeBytes(4)
+        return [HEADER.pack(*fields), *parts]
+
+    def _frame(self, kind: int, *parts: bytes, mini_batch: int = 0, layer: int = 0) -> list[bytes]:
+        conversation = self._session._path.conversation
+        lengths = [len(part) for part in parts] + [0] * (3 - len(parts))
+        sequence = conversation._least_received
+        return [HEADER.pack(MAGIC, VERSION, kind, conversation.epoch, sequence, mini_batch, layer, *lengths), *parts]
+
+    def _id(self) -> int:
+        return int(self._provider.PickValueInList(list(IDS)))
+
+    def _number(self) -> int:
+        return int(self._provider.PickValueInList(list(NUMBERS)))
+
+    def _tokens(self) -> int:
+        return self._near(0, 80)
+
+    def _near(self, low: int, high: int) -> int:
+        """Mostly within the limits."""
+        within = self._provider.ConsumeIntInRange(0, 15)
+        return int(self._provider.ConsumeIntInRange(low, high)) if within else self._number()
+
+    def _length(self, sequence_id: int) -> int:
+        """Tokens that the cache holds of a sequence."""
+        worker = self._session._worker
+        with suppress(KeyError, AttributeError):
+            return int(worker.read_tokens(sequence_id, 0)[0].shape[0])  # type: ignore[union-attr]
+        return 0
+
+    def _state(self) -> Any:
+        worker = self._session._worker
+        found = None if worker is None else worker.statistics()
+        return found and [found[name] for name in ("blocks_used", "sequences", "tokens")]
+
+    def _check_last(self) -> None:
+        """A refused frame has changed nothing."""
+        answers, self._channel.answers = self._channel.answers, []
+        now = self._state()
+        if Kind.REFUSED in answers and now != self._before:
+            raise RuntimeError(f"a refused frame has changed {self._before} to {now}")
+        self._before = now
+
+    def _farewell(self) -> None:
+        """A session that is open goes on: what is under way is dropped, and questions are answered."""
+        if self._session._worker is not None:
+            self._channel._make = lambda: self._frame(Kind.ABANDON)
+            self._session._turn()
+            self._channel._make = lambda: self._frame(Kind.PING)
+            self._session._turn()
+            if self._channel.answers != [Kind.ABANDONED, Kind.PONG]:
+                raise RuntimeError(f"the session does not go on: {self._channel.answers}")
+        raise End("the fuzzer has no more bytes")
+
+
+class AnswersRun:
+    """An S-worker's side: whatever an R-worker answers is used, refused, or the loss of that R-worker."""
+
+    def __init__(self, data: bytes) -> None:
+        self._provider = atheris.FuzzedDataProvider(data)
+        self._channel = FuzzChannel(self._next)
+        self._epoch = self._sequence = 0
+        self._layout = LAYOUTS[0]
+
+    def run(self) -> None:
+        """Only the documented errors come out of it."""
+        worker = RemoteWorker("fuzzer", lambda: FramePath(Conversation(self._channel)), BLOCK_SIZE)
+        plan = WorkerPlan(np.zeros(0, CONTROL), (np.array([(1, 0, 2, 1)], SPAN),))
+        q, k, v, o = (np.zeros((2, heads, dim), np.float32) for heads, dim in ((4, 8), (2, 8), (2, 16), (4, 16)))
+        with suppress(BackendError, CapacityError, ValueError):
+            worker.open(self._layout)
+            worker.opened()
+            worker.begin_step(plan)
+            worker.begun()
+            worker.submit(0, 0, q, k, v, o)
+            worker.wait(0)
+            worker.end_step()
+            times = worker.ended()
+            if not np.isfinite(times.busy_start).all():
+                raise RuntimeError("a time is no number")
+            worker.export(1)
+            worker.import_(1, 2, np.zeros(2 * self._layout.kv_bytes_per_token, np.uint8))
+        worker.close()
+
+    def _next(self) -> list[bytes]:
+        provider = self._provider
+        if not provider.remaining_bytes():
+            raise End("the fuzzer has no more bytes")
+        kinds = [Kind.WELCOME, Kind.PONG, Kind.READY, Kind.OUTPUT, Kind.REPORT, Kind.EXPORTED, Kind.DATA, Kind.REFUSED]
+        expected = self._expected()
+        kind = expected if provider.ConsumeIntInRange(0, 15) else provider.PickValueInList(kinds)
+        body = self._body(kind)
+        if provider.ConsumeIntInRange(0, 15) == 0:
+            body = provider.ConsumeBytes(40)
+        if kind is Kind.WELCOME:
+            self._epoch = provider.ConsumeIntInRange(0, 3)
+        length = len(body) if provider.ConsumeIntInRange(0, 15) else provider.ConsumeIntInRange(0, (1 << 64) - 1)
+        self._sequence += provider.PickValueInList([1, 1, 1, 0])
+        fields = (kind, self._epoch, self._sequence, 0, 0, length, 0, 0)
+        return [HEADER.pack(MAGIC, VERSION, *fields), body]
+
+    def _expected(self) -> Kind:
+        """What the last question wants answered."""
+        last = self._channel.answers[-1] if self._channel.answers else Kind.HELLO
+        wanted = {Kind.HELLO: Kind.WELCOME, Kind.PING: Kind.PONG, Kind.PLAN: Kind.READY, Kind.PAYLOAD: Kind.OUTPUT}
+        wanted |= {Kind.END: Kind.REPORT, Kind.EXPORT: Kind.EXPORTED, Kind.IMPORT: Kind.READY, Kind.DATA: Kind.IMPORTED}
+        return wanted.get(last, Kind.DATA)
+
+    def _body(self, kind: Kind) -> bytes:
+        """A right one, mostly."""
+        provider = self._provider
+        if kind is Kind.WELCOME:
+            known = messages.fingerprint(self._layout, BLOCK_SIZE)
+            blocks = provider.ConsumeIntInRange(0, 100)
+            return messages.encode_welcome(Welcome(blocks, 1, "scalar", 1.0, (0,), "boot", known))
+        if kind is Kind.REFUSED:
+            return messages.encode_refusal(provider.PickValueInList(["capacity", "refused", "frame"]), "no")
+        if kind is Kind.REPORT:
+            busy = np.frombuffer(provider.ConsumeBytes(32).ljust(32, b"\0")).reshape(2, 1, 2)
+            return messages.encode_report(StepTimes(busy[0], busy[1], 1, provider.ConsumeIntInRange(-2, 100)))
+        if kind is Kind.EXPORTED:
+            return session.EXPORT.pack(provider.ConsumeIntInRange(-4, 400))
+        sizes = {Kind.PONG: 8, Kind.OUTPUT: 2 * 4 * 16 * 4, Kind.DATA: provider.ConsumeIntInRange(0, 400)}
+        return bytes([provider.ConsumeIntInRange(0, 255)]) * sizes.get(kind, 0)
+
+
+def run_session(data: bytes) -> None:
+    """See ``SessionRun``."""
+    SessionRun(data).run()
+
+
+def run_answers(data: bytes) -> None:
+    """See ``AnswersRun``."""
+    AnswersRun(data).run()
+
+
+messages.fingerprint = remote.fingerprint = session.fingerprint = cache(messages.fingerprint)
+remote.encode_hello = cache(messages.encode_hello)
+session.make_rworker = KeptWorker.make  # type: ignore[assignment]
+logging.disable(logging.CRITICAL)
+TARGETS: dict[str, Callable[[bytes], None]] = {"session": run_session, "answers": run_answers}
+_RNG = np.random.default_rng(0)
+SEEDS: dict[str, list[bytes]] = {name: [_RNG.bytes(400) for _ in range(20)] for name in TARGETS}

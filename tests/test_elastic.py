@@ -1,0 +1,171 @@
+"""R-workers that join a running job, leave it, stand still, and come back: every sequence gets the tokens it would
+have had."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import pytest
+import r_workers
+from engine_checks import assert_nothing_held
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.engine import LLMEngine
+from fastdecode.errors import ConfigError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+NAME = "llama-gqa"
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama on disk."""
+    return model_zoo.save_model(NAME, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    path = tmp_path / "key"
+    path.write_text("k" * 64)
+    path.chmod(0o600)
+    return str(path)
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 300, "s_threads": 1, "r_threads": 1}
+    where = {"kv_cache_memory": "64MiB", "r_workers": "spawn:1", "pool_listen": "127.0.0.1:0"}
+    return LLM(str(folder), **{**defaults, **where, **settings})
+
+
+def pool_address(engine: LLMEngine) -> str:
+    return engine.backend._lobby.address  # type: ignore[attr-defined]
+
+
+def num_on(engine: LLMEngine, worker: int) -> int:
+    """Sequences on one R-worker, none where it has not joined yet."""
+    return engine.scheduler.residents.num_on(worker) if worker < len(engine.r_workers) else 0
+
+
+class Job:
+    """24 sequences through one engine, step by step; ``finish`` checks every token."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.tokens: dict[int, list[int]] = {}
+        self.wanted = [list(tokens) for tokens in model_zoo.reference(NAME).tokens] * 3
+        for number, prompt in enumerate(model_zoo.prompts(NAME) * 3):
+            engine.add_request(str(number), prompt, GREEDY)
+
+    def step_until(self, condition: Callable[[], bool], pause_seconds: float = 0.0) -> None:
+        """Go on until ``condition``, which must come while the job lasts."""
+        while not condition():
+            assert self.engine.has_unfinished_requests(), "the job ended before"
+            self.step()
+            time.sleep(pause_seconds)
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+
+    def finish(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.step()
+        assert [self.tokens[number] for number in range(len(self.wanted))] == self.wanted
+
+
+def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:
+    """Over CURVE: it gets some of the sequences, gives them back when it is told to end, and has ended then."""
+    with make_llm(folder, key_file=key) as llm:
+        engine = llm.engine
+        job = Job(engine)
+        with r_workers.joining(pool_address(engine), "--key-file", key) as (process, address):
+            job.step_until(lambda: len(engine.r_workers) == 2, pause_seconds=0.1)
+            assert engine.r_workers[1].name == address
+            job.step_until(lambda: num_on(engine, 1) > 3)
+            process.send_signal(signal.SIGTERM)
+            job.step_until(lambda: engine.scheduler.fleet.present == [0])
+            assert engine.scheduler.num_preemptions == 0, "all have moved, and none was computed again"
+            job.finish()
+            assert process.wait(PATIENCE_SECONDS) == 0
+            assert "leaving as soon as its sequences have moved" in process.communicate()[0]
+        assert_nothing_held(engine)
+
+
+def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path) -> None:
+    """A second of silence is survived; after more its sequences go on elsewhere, and it comes back as another."""
+    with make_llm(folder) as llm:
+        engine = llm.engine
+        lost: list[int] = []
+        engine.on_step = lambda record: lost.append(record.lost_workers)
+        job = Job(engine)
+        with r_workers.joining(pool_address(engine)) as (process, _):
+            job.step_until(lambda: num_on(engine, 1) > 3, pause_seconds=0.1)
+            process.send_signal(signal.SIGSTOP)
+            wake = subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {process.pid}"])
+            for _ in range(3):
+                job.step()
+            assert wake.wait() == 0 and not any(lost)
+            process.send_signal(signal.SIGSTOP)
+            start = time.monotonic()
+            job.step()
+            assert sum(lost) == 1 and time.monotonic() - start < 4
+            process.send_signal(signal.SIGCONT)
+            job.step_until(lambda: num_on(engine, 2) > 0, pause_seconds=0.1)
+            job.finish()
+            assert engine.scheduler.fleet.present == [0, 2]
+            process.kill()
+            assert "the S-worker is gone" in process.communicate()[1]
+
+
+def test_a_spawned_one_that_stands_still_is_killed(folder: Path) -> None:
+    with make_llm(folder, r_workers="spawn:2", pool_listen=None) as llm:
+        job = Job(llm.engine)
+        job.step_until(lambda: num_on(llm.engine, 1) > 3)
+        process = llm.engine.backend.workers[1]._path._process  # type: ignore[attr-defined]
+        process.send_signal(signal.SIGSTOP)
+        job.finish()
+        assert process.poll() == -signal.SIGKILL
+
+
+def test_one_of_two_can_be_drained(folder: Path) -> None:
+    """And the one that is left goes on, though it is to go as well, since nobody else is there."""
+    with make_llm(folder, r_workers="spawn:2", pool_listen=None) as llm:
+        job = Job(llm.engine)
+        job.step_until(lambda: num_on(llm.engine, 0) > 3)
+        llm.engine.drain_r_worker(0)
+        llm.engine.drain_r_worker(1)
+        job.step()
+        job.finish()
+        assert llm.engine.scheduler.fleet.present == [0, 1]
+        with pytest.raises(ConfigError, match=r"there is no R-worker 2; there are \[0, 1\]"):
+            llm.engine.drain_r_worker(2)
+
+
+def test_who_cannot_join_is_said_and_the_job_goes_on(folder: Path, key: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No room for a single block, another secret, and something that is not asked."""
+    with make_llm(folder, key_file=key) as llm:
+        job = Job(llm.engine)
+        pool = pool_address(llm.engine)
+        other = Path(key).with_name("other")
+        other.write_text("o" * 64)
+        other.chmod(0o600)
+        with (
+            r_workers.joining(pool, "--key-file", key, "--kv-cache-memory", "1000"),
+            r_workers.joining(pool, "--key-file", str(other)),
+        ):
+            job.step_until(lambda: {"asked", "key"} <= said(caplog), pause_seconds=0.1)
+            job.finish()
+        assert len(llm.engine.r_workers) == 1
+
+
+def said(caplog: pytest.LogCaptureFixture) -> set[str]:
+    """Which of the refusals have been logged."""
+    lines = {"asked": "asked to join and cannot: R-worker", "key": "a peer that does not hold this"}
+    return {name for name, line in lines.items() if line in caplog.text}

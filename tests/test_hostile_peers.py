@@ -1,0 +1,204 @@
+"""An R-worker that decodes for a real S-worker while others try it: what they send is refused, and no token changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import pytest
+import r_workers
+import test_security
+import zmq
+from test_r_worker import HELLO, PATIENCE_SECONDS, frame, make_key, works
+from test_spawn import segments
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.cluster.frames import FRAME_LIMIT, Conversation, Kind
+from fastdecode.cluster.keys import derive_key, read_secret
+from fastdecode.errors import BackendError
+
+NAME = "llama-gqa"
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+
+
+class Stranger:
+    """Another connection, with the R-worker's key or without."""
+
+    def __init__(self, address: str, key: Path | None, **options: int) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        for name, value in options.items():
+            setattr(self.socket, name, value)
+        if key:
+            encode = zmq.utils.z85.encode
+            private, theirs = (encode(derive_key(read_secret(str(key)), role)) for role in ("s-worker", "r-worker"))
+            self.socket.curve_publickey, self.socket.curve_secretkey = zmq.curve_public(private), private
+            self.socket.curve_serverkey = zmq.curve_public(theirs)
+        self.socket.connect(f"tcp://{address}")
+
+    def close(self) -> None:
+        self._context.destroy(linger=500)
+
+
+class Attack:
+    """Between two layers of a step: bad frames on the served connection, each answered; and from others, dropped."""
+
+    def __init__(self, llm: LLM, stranger: Stranger) -> None:
+        self.backend: Any = llm.engine.backend
+        self.conversation: Conversation = self.backend.workers[0]._path.conversation
+        self.stranger, self.submits, self.reasons = stranger, 0, list[str]()
+        self._submit, self.backend.submit = self.backend.submit, self.submit
+
+    def submit(self, mini_batch: int, layer: int, q: Any, k: Any, v: Any) -> None:
+        """Attack in the tenth and the hundredth layer, each way twice."""
+        self.submits += 1
+        if self.submits in (10, 100):
+            for _ in range(2):
+                self.reasons += [self.refusal(make) for make in self.bad(layer, q, k, v)]
+                for parts in self.foreign(layer):
+                    self.stranger.socket.send_multipart(parts)
+        self._submit(mini_batch, layer, q, k, v)
+
+    def bad(self, layer: int, q: Any, k: Any, v: Any) -> list[Callable[[], None]]:
+        """Of the wrong shape, length, place, number or session."""
+        conversation, send = self.conversation, self.conversation.send
+        header = frame(Kind.END, epoch=conversation.epoch, sequence=conversation._next_sent)[0]
+        old = {"epoch": conversation.epoch, "sequence": 0}
+        return [
+            lambda: send(Kind.PAYLOAD, q, k, v[..., :-1].copy(), layer=layer),
+            lambda: send(Kind.PAYLOAD, q, k, layer=layer),
+            lambda: send(Kind.PAYLOAD, k, q, v, mini_batch=7, layer=layer),
+            lambda: conversation.channel.send([header[:20]]),
+            lambda: conversation.channel.send([header[:32] + b"\xff" * 24]),
+            lambda: conversation.channel.send(frame(Kind.END, epoch=conversation.epoch, sequence=1 << 40)),
+            lambda: conversation.channel.send(frame(Kind.END, **old)),
+            lambda: conversation.channel.send(frame(Kind.ABANDON, epoch=conversation.epoch ^ 1, sequence=1 << 20)),
+            lambda: send(Kind.PLAN, bytes(9)),
+            lambda: send(Kind.IMPORT, bytes(23)),
+        ]
+
+    def foreign(self, layer: int) -> list[list[bytes]]:
+        """With all that the served one's frames have, but on another connection."""
+        numbers = {"epoch": self.conversation.epoch, "sequence": self.conversation._next_sent, "layer": layer}
+        return [
+            frame(Kind.ABANDON, **numbers),
+            frame(Kind.PAYLOAD, b"q", b"k", b"v", **numbers),
+            frame(Kind.HELLO, HELLO, length0=FRAME_LIMIT + 1),
+            [b"\0" * 56],
+            frame(Kind.BYE, **numbers),
+        ]
+
+    def refusal(self, send: Callable[[], None]) -> str:
+        send()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (answer := self.conversation.receive(1.0)) is None:
+            assert time.monotonic() < deadline
+        assert answer.kind is Kind.REFUSED
+        return bytes(self.conversation.body(answer)).decode()
+
+
+WANTED = [
+    "with parts of", "with parts of", "the plan does not have", "bytes, not 56", "announces", "from far ahead",
+    "came before", "another session", "PLAN: 9 bytes", "IMPORT frame of 23 bytes",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("security", ["encrypt", "authenticate"])
+def test_a_job_goes_on_with_the_right_tokens(
+    security: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Frames that are truncated, oversized, replayed or of a lying shape, and a peer with another key."""
+    key, wrong = make_key(tmp_path / "key", "5" * 64), make_key(tmp_path / "wrong", "6" * 64)
+    prompts, wanted = model_zoo.prompts(NAME), [list(tokens) for tokens in model_zoo.reference(NAME).tokens]
+    settings: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 300, "s_threads": 1}
+    folder = model_zoo.save_model(NAME, tmp_path_factory.mktemp("llama"))
+    with r_workers.listening("--key-file", str(key), "--security", security) as (process, address):
+        settings |= {"r_workers": address, "key_file": str(key), "security": security, "num_mini_batches": 1}
+        with LLM(str(folder), **settings) as llm:
+            stranger = Stranger(address, key if security == "encrypt" else None)
+            attack = Attack(llm, stranger)
+            for _ in range(2):
+                with pytest.raises(BackendError, match="key"):
+                    test_security.opened(address, wrong, security)
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+            stranger.close()
+        assert [each for each in zip(WANTED * 4, attack.reasons, strict=True) if each[0] not in each[1]] == []
+        log = test_security.log_of(process)
+    refusals = [line for line in log.splitlines() if "refused" in line]
+    assert "Traceback" not in log and len(refusals) == len(set(refusals))
+    assert sum("hold this R-worker's key" in line for line in refusals) == 1
+    assert sum("a peer that is not served" in line for line in refusals) == (security == "encrypt")
+
+
+def test_who_does_not_read_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger asks for service thousands of times, and leaves the answers where they are."""
+    monkeypatch.setattr("fastdecode.cluster.remote.process_name", lambda: "x" * 4000)
+    with r_workers.listening() as (_, address):
+        served = test_security.opened(address, None)
+        stranger = Stranger(address, None, rcvhwm=1, rcvbuf=4096)
+        for _ in range(6000):
+            stranger.socket.send_multipart(frame(Kind.HELLO, HELLO))
+        time.sleep(1)  # until its answers no longer fit
+        start = time.monotonic()
+        assert works(served)
+        assert time.monotonic() - start < 10
+        stranger.close()
+        served.close()
+
+
+S_WORKER = """
+    import sys, time
+    sys.path.insert(0, {tests!r})
+    import test_backends as contract
+    from fastdecode.cluster.tcp import TcpBackend
+    backend = TcpBackend({addresses!r}, contract.BLOCK_SIZE) if {addresses!r} else contract.spawn()
+    backend.open(contract.LAYOUT)
+    contract.run(backend, contract.FIRST)
+    backend.begin_step(contract.plan([([(9, 0, 50, 1)], [])]))
+    print("holding", flush=True)
+    time.sleep(1000)
+"""
+
+
+def marked(mark: str) -> list[int]:
+    """Processes, zombies apart, that were started with ``mark`` in their environment, however deep."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("kind", ["spawn", "tcp"])
+def test_kill_9_of_everything_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S-worker and both R-workers in the middle of a step: no process, no segment, no file."""
+    before, mark = segments(), f"FASTDECODE_TEST_MARK={uuid.uuid4()}"
+    monkeypatch.setenv(*mark.split("="))
+    with r_workers.listening() as (first, one), r_workers.listening() as (second, other):
+        addresses = [one, other] if kind == "tcp" else []
+        code = textwrap.dedent(S_WORKER.format(tests=str(Path(__file__).parent), addresses=addresses))
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert process.stdout and process.stdout.readline() == "holding\n"
+        assert len(marked(mark)) == (5 if kind == "spawn" else 3)
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+        for each in (process, first, second):
+            each.communicate()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert marked(mark) == []
+    assert segments() <= before

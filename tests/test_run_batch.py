@@ -1,0 +1,174 @@
+"""``fastdecode run-batch``: answers, errors, and going on where a run was broken off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import mpi_jobs
+import pytest
+import r_workers
+
+from fastdecode.batch.lines import CHAT, COMPLETIONS, BatchLine, sampling_params
+from fastdecode.cli.main import main
+from fastdecode.errors import ConfigError, RequestError
+from fastdecode.sworker.tokenizer import HFTokenizer
+
+FLAGS = ["--max-model-len", "256", "--max-num-seqs", "2", "--kv-cache-memory", "64MiB", "--device", "cpu"]
+PATIENCE_SECONDS = 120
+
+
+def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+REQUESTS = [
+    line(f"r{number}", prompt=f"def f{number}(x):\n", max_tokens=12 + 4 * number, temperature=0, ignore_eos=True)
+    for number in range(6)
+]
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return str(path)
+
+
+def answers(path: Path) -> dict[str, dict[str, Any]]:
+    """By custom_id, each of which must be there once."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    assert len({each["custom_id"] for each in lines}) == len(lines)
+    return {each["custom_id"]: each["response"] for each in lines}
+
+
+def texts(path: Path) -> dict[str, str]:
+    return {name: response["body"]["choices"][0]["text"] for name, response in answers(path).items()}
+
+
+def run_batch(asked: str, out: Path) -> list[str]:
+    return [r_workers.FASTDECODE, "run-batch", "-i", asked, "-o", str(out), *FLAGS]
+
+
+def wait_for_answers(out: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not out.exists() or out.read_bytes().count(b"\n") < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_job_that_lost_an_mpi_rank_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Killed twice: under MPI by an R-worker's death, and in the middle of a line; each request is answered once."""
+    asked, whole, out = write(tmp_path / "in.jsonl", REQUESTS), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert main(["run-batch", "-i", asked, "-o", str(whole), *FLAGS]) == 0
+    assert len(texts(whole)) == 6 and len(set(texts(whole).values())) == 6
+    s_worker = [each for each in run_batch(asked, out) if each not in ("--kv-cache-memory", "64MiB")]
+    command = mpi_jobs.command((1, [*s_worker, "--r-workers", "mpi"]), (1, mpi_jobs.R_WORKER))
+    job = subprocess.Popen(
+        command, env=mpi_jobs.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_answers(out, job)
+    found = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "r-worker"], capture_output=True, text=True, check=False)
+    os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+    assert job.wait(PATIENCE_SECONDS) != 0
+    job.communicate()
+    assert 2 <= len(answers(out)) < 6
+    with out.open("ab") as file:
+        file.write(b'{"id": "batch_req-1", "custom_id": "r5", "resp')
+    assert main(["run-batch", "-i", asked, "-o", str(out), *FLAGS]) == 0
+    assert texts(out) == texts(whole)
+
+
+def test_requests_that_cannot_run_are_answered_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the others run; then there is nothing left to do."""
+    asked = [
+        line("good", prompt="x = ", max_tokens=3, n=2, seed=1, user="me", logit_bias={"65": 1}),
+        line("ids", prompt=[1, 2, 3], max_tokens=2),
+        line("long", prompt="x" * 1000),
+        line("chat", CHAT, messages=[{"role": "user", "content": "hi"}]),
+        line("unknown", prompt="x", best_of=2),
+        line("wrong", prompt="x", temperature=-1),
+        line("stream", prompt="x", stream=True),
+    ]
+    out = tmp_path / "out.jsonl"
+    arguments = ["run-batch", "-i", write(tmp_path / "in.jsonl", asked), "-o", str(out), *FLAGS]
+    assert main(arguments) == 1
+    found = answers(out)
+    good = found["good"]["body"]
+    assert found["good"]["status_code"] == 200 and [choice["index"] for choice in good["choices"]] == [0, 1]
+    assert good["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+    assert found["ids"]["body"]["choices"][0]["finish_reason"] == "length"
+    for name, message in {
+        "long": "prompt has 1001 tokens, and max_model_len is 256",
+        "chat": "the model's tokenizer has no chat template",
+        "unknown": "best_of is not understood; known are frequency_penalty",
+        "wrong": "temperature",
+        "stream": "a batch is not streamed",
+    }.items():
+        assert found[name]["status_code"] == 400 and message in found[name]["body"]["error"]["message"]
+    assert main(arguments) == 0
+    assert "7 of 7 requests are answered" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("{", "line 1: not valid JSON"),
+        ('{"custom_id": 3}', "line 1: must be an object with a custom_id"),
+        (json.dumps(line("a", "/v1/embeddings")), "line 1: must POST to /v1/completions or /v1/chat/completions"),
+        (json.dumps(line("a") | {"body": []}), "line 1: body must be an object"),
+        (json.dumps(line("a")) + "\n\n" + json.dumps(line("a")), "custom_id 'a' comes twice"),
+    ],
+)
+def test_a_file_that_is_no_batch_is_one_line(
+    asked: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text(asked)
+    assert main(["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 2
+    error = capfd.readouterr().err.strip()
+    assert error.startswith("fastdecode: error: ") and message in error and "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("written", "message"), [('{"custom_id": "b"}', "answers 'b', which the input does not ask"), ("text", "no answer")]
+)
+def test_another_batch_s_output_is_left_alone(
+    written: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked, out = write(tmp_path / "in.jsonl", [line("a", prompt="x")]), tmp_path / "out.jsonl"
+    out.write_text(written + "\n")
+    assert main(["run-batch", "-i", asked, "-o", str(out)]) == 2
+    assert message in capfd.readouterr().err and out.read_text() == written + "\n"
+
+
+def test_a_chat_takes_the_model_s_template() -> None:
+    """The text up to where the answer begins, as long as the model likes unless it is told."""
+
+    class Tokenizer(HFTokenizer):
+        def __init__(self) -> None:
+            from transformers import AutoTokenizer
+
+            from fastdecode.config import DEMO_MODEL
+
+            self.hf = AutoTokenizer.from_pretrained(DEMO_MODEL)
+            self.hf.chat_template = (
+                "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+                "{% if add_generation_prompt %}<assistant>{% endif %}"
+            )
+
+    tokenizer = Tokenizer()
+    assert tokenizer.hf.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "<user>hi<assistant>"
+    for wrong in ("hi", [], [{"content": "hi"}]):
+        with pytest.raises(RequestError, match="messages must be a list"):
+            tokenizer.encode_chat(wrong)
+    chat = BatchLine("a", CHAT, {"messages": [], "max_completion_tokens": 7, "temperature": None})
+    assert sampling_params(chat, {"temperature": 0.5}).max_tokens == 7
+    assert sampling_params(BatchLine("a", CHAT, {}), {"temperature": 0.5}).max_tokens is None
+    assert sampling_params(BatchLine("a", COMPLETIONS, {}), {}).max_tokens == 16
+    with pytest.raises(ConfigError, match="top_p"):
+        sampling_params(BatchLine("a", COMPLETIONS, {"top_p": 2}), {})

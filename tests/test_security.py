@@ -1,0 +1,252 @@
+"""``--security authenticate``: who is let in after which handshake, and what each side says where the two disagree."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import r_workers
+import test_backends as contract
+import test_r_worker as worker_tests
+import zmq
+from test_r_worker import HELLO, PATIENCE_SECONDS, frame, key_file, make_key, works  # noqa: F401
+
+from fastdecode.addresses import check_security
+from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
+from fastdecode.cli.main import main
+from fastdecode.cluster import proof
+from fastdecode.cluster.frames import HEADER, Kind
+from fastdecode.cluster.keys import read_security
+from fastdecode.cluster.tcp import TcpBackend, make_lobby
+from fastdecode.config import EngineConfig
+from fastdecode.errors import BackendError, ConfigError
+
+
+def opened(address: str, key: Path | None, security: str | None = None) -> TcpBackend:
+    backend = TcpBackend([address], contract.BLOCK_SIZE, str(key) if key else None, security)
+    backend.open(contract.LAYOUT)
+    return backend
+
+
+def log_of(process: subprocess.Popen[str]) -> str:
+    process.terminate()
+    return process.communicate(timeout=PATIENCE_SECONDS)[1]
+
+
+@pytest.fixture
+def guarded(key_file: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:  # noqa: F811
+    """An R-worker that lets in who proves the key, and sends clear data."""
+    with r_workers.listening("--key-file", str(key_file), "--security", "authenticate") as started:
+        yield started
+
+
+def test_it_serves_one_after_another(guarded: tuple[Any, str], key_file: Path) -> None:  # noqa: F811
+    """With the results of any other backend; a second one is told who is served, by whom it trusts."""
+    _, address = guarded
+    for _ in range(2):
+        backend = opened(address, key_file, "authenticate")
+        with pytest.raises(BackendError, match=rf"{address}: refused: it serves another S-worker, .+:\d+"):
+            opened(address, key_file, "authenticate")
+        mine = contract.FIRST[0][0], []
+        local = contract.inproc()
+        local.open(contract.LAYOUT)
+        for each in (backend, local):
+            each.begin_step(worker_tests.alone(contract.plan([mine])) if each is backend else contract.plan([mine]))
+        for layer in range(len(contract.LAYERS)):
+            outputs = []
+            for each in (backend, local):
+                each.submit(0, layer, *contract.rows(mine, 0, layer))
+                outputs.append(each.collect(0).tobytes())
+            assert outputs[0] == outputs[1]
+        for each in (backend, local):
+            each.end_step()
+            each.close()
+
+
+def test_one_that_joins_proves_its_key_as_well(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    """And one that would encrypt where the pool does not is not let in."""
+    lobby = make_lobby("127.0.0.1:0", contract.BLOCK_SIZE, str(key_file), "authenticate")
+    backend = TcpBackend([], contract.BLOCK_SIZE)
+    backend.extend_from(lobby)
+    backend.open(contract.LAYOUT)
+    level = ["--key-file", str(key_file), "--security"]
+    with r_workers.joining(lobby.address, *level, "encrypt") as (other, _):
+        with r_workers.joining(lobby.address, *level, "authenticate") as (_, address):
+            deadline, joined = time.monotonic() + PATIENCE_SECONDS, []
+            while not (joined and "asked to join and cannot" in caplog.text) and time.monotonic() < deadline:
+                joined += backend.admit()
+                time.sleep(0.02)
+            assert [info.name for info in joined] == [address] and "do not agree on a key" in caplog.text
+            assert works(backend)
+            backend.close()
+        assert "another --security" in log_of(other)
+
+
+def test_both_sides_say_what_is_in_force(key_file: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    command = [r_workers.FASTDECODE, "r-worker", "--listen", "tcp://127.0.0.1:0", *r_workers.SMALL]
+    command += ["--key-file", str(key_file), "--security", "authenticate"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline() if process.stdout else ""
+        process.terminate()
+    assert "(authenticated, NOT encrypted), cores" in line
+    address = "127.0.0.1:5580"
+    parser = argparse.ArgumentParser()
+    add_common_flags(parser)
+    add_engine_flags(parser)
+    arguments = ["--r-workers", address, "--key-file", str(key_file)]
+    for more, guard in (
+        (["--security", "authenticate"], "authenticated, NOT encrypted"),
+        (["--security", "encrypt"], "CURVE, authenticated and encrypted"),
+        ([], "CURVE, authenticated and encrypted"),
+    ):
+        engine_config(parser.parse_args([*arguments, *more]))
+        assert capfd.readouterr().err == f"fastdecode: R-workers at {address} ({guard})\n"
+    engine_config(parser.parse_args(["--r-workers", address]))
+    assert capfd.readouterr().err == f"fastdecode: R-workers at {address} (loopback, not encrypted)\n"
+
+
+LEVELS: dict[str, list[str]] = {"none": [], "encrypt": ["--key-file", "KEY"]}
+LEVELS["authenticate"] = [*LEVELS["encrypt"], "--security", "authenticate"]
+
+
+MISMATCHES = {
+    "authenticate": [
+        (
+            "none",
+            "serves who proves to hold its key: --key-file with --security authenticate",
+            "does not prove to hold",
+        ),
+        ("encrypt", "do not agree on a key: the same --key-file and --security", "or has another --security"),
+    ],
+    "encrypt": [("authenticate", "do not agree on a key: the same --key-file and --security", "another --security")],
+    "none": [("authenticate", "it has no key: --key-file with --security authenticate must be on both", "has none")],
+}
+
+
+@pytest.mark.parametrize("theirs", MISMATCHES)
+def test_levels_that_differ_are_one_message_on_both_sides(theirs: str, key_file: Path) -> None:  # noqa: F811
+    arguments = [str(key_file) if each == "KEY" else each for each in LEVELS[theirs]]
+    with r_workers.listening(*arguments) as (process, address):
+        for mine, message, _ in MISMATCHES[theirs]:
+            key = None if mine == "none" else key_file
+            with pytest.raises(BackendError, match=message):
+                opened(address, key, None if mine == "none" else mine)
+        refusals = [line for line in log_of(process).splitlines() if "refused" in line]
+    assert len(refusals) == len(MISMATCHES[theirs])
+    assert all(log in refusal for (_, _, log), refusal in zip(MISMATCHES[theirs], refusals, strict=True))
+
+
+def test_a_level_needs_a_key_file(capfd: pytest.CaptureFixture[str]) -> None:
+    for level in ("authenticate", "encrypt"):
+        with pytest.raises(ConfigError, match=f"security: {level} rests on a secret that both sides hold"):
+            EngineConfig(r_workers="127.0.0.1:5580", security=level)
+        assert main(["r-worker", "--security", level]) == 2
+        assert "give --key-file as well" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match="security must be one of encrypt, authenticate, not 'plain'"):
+        check_security("plain", "key")
+    assert main(["r-worker", "--listen", "tcp://*:0", "--security", "authenticate"]) == 2
+
+
+class Raw:
+    """A peer that says what it wants."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.connect(f"tcp://{address}")
+
+    def ask(self, parts: list[bytes]) -> tuple[Kind, bytes]:
+        """Kind and body of the answer."""
+        self.socket.send_multipart(parts)
+        assert self.socket.poll(PATIENCE_SECONDS * 1000)
+        header, *bodies = self.socket.recv_multipart()
+        return Kind(HEADER.unpack(header)[2]), b"".join(bodies)
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def test_only_a_fresh_proof_opens_a_session(guarded: tuple[Any, str], key_file: Path) -> None:  # noqa: F811
+    """No proof, a wrong one, one sent back, one that was heard before, one of another connection: each is refused."""
+    process, address = guarded
+    key = read_security(str(key_file), "authenticate").proof_key
+    assert key is not None
+    nonce = b"n" * 32
+    challenge = frame(Kind.CHALLENGE, nonce)
+    served = opened(address, key_file, "authenticate")
+    for busy in (True, False):
+        peers = [Raw(address), Raw(address)]
+        assert peers[0].ask(frame(Kind.HELLO, HELLO))[0] is Kind.REFUSED
+        assert peers[0].ask(frame(Kind.PROOF, bytes(32)))[0] is Kind.REFUSED
+        assert peers[0].ask(frame(Kind.CHALLENGE, nonce[:31]))[0] is Kind.REFUSED
+        kind, body = peers[0].ask(challenge)
+        assert kind is Kind.CHALLENGED and body[32:] == proof.proof(key, "r-worker", nonce + body[:32])
+        assert peers[0].ask(frame(Kind.PROOF, body[32:]))[0] is Kind.REFUSED  # the R-worker's own, sent back
+        good = frame(Kind.PROOF, proof.proof(key, "s-worker", nonce + body[:32]))
+        assert peers[0].ask(good)[0] is Kind.REFUSED  # the challenge was spent
+        kind, body = peers[0].ask(challenge)
+        good = frame(Kind.PROOF, proof.proof(key, "s-worker", nonce + body[:32]))
+        assert peers[1].ask(good)[0] is Kind.REFUSED  # heard on another's connection
+        kind, answer = peers[0].ask(good)
+        assert (b"it serves another S-worker" in answer) if busy else kind is Kind.PROVEN
+        if busy:
+            assert works(served)
+            served.close()
+            time.sleep(0.5)
+        for peer in peers:
+            peer.close()
+    assert log_of(process).count("refused: a peer that does not prove") == 1
+
+
+def test_a_wrong_key_is_said_on_both_sides(guarded: tuple[Any, str], key_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Once in the log, however often; the job goes on."""
+    process, address = guarded
+    served = opened(address, key_file, "authenticate")
+    wrong = make_key(tmp_path / "wrong", "6" * 64)
+    for _ in range(3):
+        with pytest.raises(BackendError, match=f"R-worker {address}: it does not hold this side's key"):
+            opened(address, wrong, "authenticate")
+    assert works(served)
+    served.close()
+    assert log_of(process).count("does not prove to hold this R-worker's key") == 1
+
+
+def test_what_is_kept_of_unproven_peers_is_bounded() -> None:
+    """And a peer that was forgotten for it is refused, not admitted."""
+    gate = proof.Gate(bytes(32))
+    nonce = bytes(32)
+
+    class Told:
+        def __init__(self, parts: list[bytes]) -> None:
+            self.parts, self.told = parts, list[bytes]()
+
+        def receive(self, timeout_seconds: float) -> bytes:
+            return self.parts[0]
+
+        def read_into(self, buffer: Any) -> None:
+            buffer[:] = self.parts[1]
+
+        def send(self, parts: list[Any]) -> None:
+            self.told = [bytes(part) for part in parts]
+
+        def close(self) -> None: ...
+
+    def admits(kind: Kind, body: bytes, identity: bytes) -> tuple[bool, bytes]:
+        channel = Told(frame(kind, body))
+        return gate.admits(channel, identity), channel.told[1] if channel.told else b""
+
+    def proof_of(answer: bytes) -> bytes:
+        return proof.proof(bytes(32), "s-worker", nonce + answer[:32])
+
+    first = admits(Kind.CHALLENGE, nonce, b"first")[1]
+    for number in range(1000):
+        last = admits(Kind.CHALLENGE, nonce, b"%d" % number)[1]
+        assert len(gate._pending) <= proof.MOST_PENDING
+    assert not admits(Kind.PROOF, proof_of(first), b"first")[0]
+    assert admits(Kind.PROOF, proof_of(last), b"999") == (True, b"")
+    assert not admits(Kind.PROOF, proof_of(last), b"999")[0]
