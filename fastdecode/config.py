@@ -62,6 +62,7 @@ class EngineConfig:
     r_cores: str | None = None
     pool_listen: str | None = None
     key_file: str | None = None
+    profile: str | None = None
     security: str | None = None
     seed: int = 0
     trace: str | None = None

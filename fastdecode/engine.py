@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -165,6 +165,19 @@ class LLMEngine:
         self.tracer = self.tracer or Tracer()
         self.clock.recording = True
         return self.tracer
+
+    @contextlib.contextmanager
+    def computed_by(self, make_s_worker: Callable[..., SWorker]) -> Iterator[None]:
+        """Have another S-worker, ``make_s_worker(model, layout, backend, clock)``, compute the steps meanwhile.
+
+        For measurements that need full caches and not the prompts that fill them.
+        """
+        own = self._s_worker
+        self._s_worker = make_s_worker(own.model, own.layout, own.backend, own.clock)
+        try:
+            yield
+        finally:
+            self._s_worker = own
 
     def close(self) -> None:
         """Free the R-workers, write the trace and give this thread its cores back; may be called twice."""

@@ -21,6 +21,11 @@ def pin_s_worker(config: EngineConfig) -> int:
     """Bind this thread to the S-worker's cores, if it was given any; returns the threads it may use."""
     if config.s_core_list:
         os.sched_setaffinity(0, config.s_core_list)
+    return s_thread_count(config)
+
+
+def s_thread_count(config: EngineConfig) -> int:
+    """Threads of a matrix product of the S-worker: one per core it has, unless told."""
     return config.s_threads or len(config.s_core_list or usable_cores())
 
 

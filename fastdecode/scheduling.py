@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
+from fastdecode.live_profile import live_step_model
+from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.perfmodel.step_profile import StepProfile
 from fastdecode.perfmodel.token_budget import token_budget
 from fastdecode.protocols import StepTime
@@ -24,12 +26,14 @@ TILE_TOKENS = 64
 def make_scheduler(
     config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo], num_mini_batches: int
 ) -> Scheduler:
-    """The scheduler that ``config`` asks for; where it names a time between tokens, steps are timed for it."""
+    """The scheduler that ``config`` asks for; where it names a time between tokens, a profile says what steps take, or
+    some are timed for it."""
     policy = POLICIES[config.schedule]
     budget = config.max_num_batched_tokens
+    calibrated = live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None
     if config.tbt_target is not None and policy.prompts is Prompts.CHUNKED:
-        profile = profile_steps(s_worker, len(r_workers), budget)
-        budget = budget_within(config.tbt_target, profile, config.max_num_seqs, budget)
+        step_time = calibrated or profile_steps(s_worker, len(r_workers), budget)
+        budget = budget_within(config.tbt_target, step_time, config.max_num_seqs, budget)
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
@@ -40,10 +44,16 @@ def make_scheduler(
         num_blocks=tuple(worker.num_blocks for worker in r_workers),
         bandwidths=_bandwidths(r_workers),
         kv_load_limit=config.kv_load_limit,
+        balanced_kv_tokens=_balanced_kv_tokens(calibrated, config.max_num_seqs),
         micro_batch_interval=config.micro_batch_interval,
         prefix_caching=config.enable_prefix_caching,
     )
     return Scheduler(policy, limits)
+
+
+def _balanced_kv_tokens(model: StepModel | None, max_num_seqs: int) -> int | None:
+    """KV tokens that one R-worker attends in the time of the S-part, with every seat taken; None without a profile."""
+    return None if model is None else int(model.balanced_kv_tokens(max_num_seqs) / model.num_r_workers)
 
 
 def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastdecode.errors import ConfigError
 from fastdecode.types import ITEM_BYTES, KVLayout, LayerLayout
@@ -46,6 +46,10 @@ class ModelShape:
             )
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(f"{self.name}: dtype must be one of {', '.join(ITEM_BYTES)}, not {self.dtype!r}")
+
+    def with_kv_heads(self, num_kv_heads: int) -> ModelShape:
+        """The same model with another number of KV heads."""
+        return replace(self, num_kv_heads=num_kv_heads)
 
     @property
     def group(self) -> int:

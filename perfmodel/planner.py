@@ -65,6 +65,7 @@ class Planner:
     r_workers_per_host: int = 1
     prices: Prices = Prices()
     step_overhead_seconds: float = 0.0
+    row_overhead_seconds: float = 0.0
     interval_steps: int | None = None
     kv_bytes_per_token: int | None = None
 
@@ -150,6 +151,7 @@ class Planner:
             stage,
             self.workload.shared_prefix_len,
             self.r_part.call_seconds,
+            self.r_part.row_seconds,
         )
 
     def step_model(self, num_r_workers: float) -> StepModel:
@@ -162,6 +164,7 @@ class Planner:
             self.num_mini_batches,
             self.transport,
             self.step_overhead_seconds,
+            self.row_overhead_seconds,
         )
 
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:

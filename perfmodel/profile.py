@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
-from fastdecode.errors import ConfigError, ProfileError
+import numpy as np
+
+from fastdecode.errors import ProfileError
+from fastdecode.perfmodel.contention import Contention
+from fastdecode.perfmodel.fit import fit_parts
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.r_part import RPart
 from fastdecode.perfmodel.s_part import MeasuredSPart
+from fastdecode.perfmodel.transport import Transport
 
 FORMAT_VERSION = 1
 """Of the JSON; a profile of another version is refused."""
+
+HERE = "here"
+"""The R-workers of the S-worker's own machine, in ``RPartPoint.r_worker``: threads and processes alike."""
 
 
 @dataclass(frozen=True)
@@ -30,36 +34,88 @@ class MachineIdentity:
 
 @dataclass(frozen=True)
 class SPartPoint:
-    """The S-part of one layer and of the head at one batch size; spread is (largest − smallest) / median."""
+    """The S-part of one layer, and of embedding, head and sampling, at one batch size; ``threads`` of the S-worker.
+
+    ``spread``, here and below: of the samples behind the figure, from the 10th to the 90th percentile over the median.
+    """
 
     batch_size: int
     layer_seconds: float
     head_seconds: float
     spread: float = 0.0
+    threads: int = 1
 
 
 @dataclass(frozen=True)
 class RPartPoint:
-    """One R-worker's attention at one shape: per cached token and layer, and once per call."""
+    """One call of one layer on one R-worker: ``num_sequences`` rows, each over ``context_len`` cached tokens.
+
+    ``r_worker``: "here", or the "host:port" of one elsewhere.
+    """
 
     kv_cache_dtype: str
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    context_len: int
     threads: int
-    seconds_per_token: float
-    call_seconds: float
+    num_sequences: int
+    context_len: int
+    seconds: float
     spread: float = 0.0
+    r_worker: str = HERE
 
 
 @dataclass(frozen=True)
 class LinkPoint:
-    """The way to one R-worker and back: of a round trip, and per byte of q, k, v and o together."""
+    """From submit to o available, the R-worker's own work apart, with ``message_bytes`` of q, k, v and o together.
+
+    ``r_worker``: "inproc", "spawn" or "host:port".
+    """
 
     r_worker: str
-    bytes_per_second: float
-    latency_seconds: float
+    message_bytes: int
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class HostPoint:
+    """The engine's own work in a step: scheduling and bookkeeping."""
+
+    num_sequences: int
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlanPoint:
+    """Beginning and ending a step on one R-worker, its plan and report on their way included."""
+
+    r_worker: str
+    num_sequences: int
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class ContentionPoint:
+    """How many times longer each side takes while the other works on this machine's other cores."""
+
+    s_threads: int
+    r_threads: int
+    s_slowdown: float
+    r_slowdown: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class AnchorPoint:
+    """What one short S shape (``part`` "s") or R shape ("r") took: measured again later, it says how fast the machine
+    is by then."""
+
+    part: str
+    threads: int
+    seconds: float
     spread: float = 0.0
 
 
@@ -72,99 +128,108 @@ class HardwareProfile:
     s_part: tuple[SPartPoint, ...]
     r_part: tuple[RPartPoint, ...]
     links: tuple[LinkPoint, ...] = ()
-    step_overhead_seconds: float = 0.0
+    host: tuple[HostPoint, ...] = ()
+    plans: tuple[PlanPoint, ...] = ()
+    contention: tuple[ContentionPoint, ...] = ()
+    anchors: tuple[AnchorPoint, ...] = ()
     format_version: int = FORMAT_VERSION
 
-    def measured_s_part(self) -> MeasuredSPart:
-        """T(B) of the profile's own layers."""
-        points = sorted(self.s_part, key=lambda point: point.batch_size)
+    def measured_s_part(self, threads: int | None = None, shape: ModelShape | None = None) -> MeasuredSPart:
+        """T(B) with that many threads (the most measured), of the profile's layers or of ``shape``'s.
+
+        ``shape`` may have other KV heads: its layers take as much longer as they have more parameters.
+        """
+        measured = sorted({point.threads for point in self.s_part})
+        threads = threads or (measured[-1] if measured else 1)
+        points = sorted((p for p in self.s_part if p.threads == threads), key=lambda point: point.batch_size)
+        if measured and not points:
+            raise self._lacks(f"no S-part with {threads} thread(s)", measured)
+        factor = (shape or self.shape).active_layer_parameters / self.shape.active_layer_parameters
         return MeasuredSPart(
             tuple(point.batch_size for point in points),
-            tuple(point.layer_seconds for point in points),
+            tuple(factor * point.layer_seconds for point in points),
             tuple(point.head_seconds for point in points),
         )
 
-    def measured_r_part(self, kv_dtype: str, context_len: float) -> RPart:
-        """R of the profile's own heads in that KV dtype, at the context measured that is nearest in proportion."""
-        heads = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim)
-        points = [
-            point
-            for point in self.r_part
-            if point.kv_cache_dtype == kv_dtype and (point.num_heads, point.num_kv_heads, point.head_dim) == heads
-        ]
+    def measured_r_part(
+        self, kv_dtype: str, threads: int | None = None, shape: ModelShape | None = None, r_worker: str | None = None
+    ) -> RPart:
+        """R with that many threads (the most measured) of the heads of ``shape`` (the profile's) in that KV dtype.
+
+        Of the slowest R-worker measured unless one is named.
+        """
+        shape = shape or self.shape
+        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        alike = [p for p in self.r_part if p.kv_cache_dtype == kv_dtype and r_worker in (None, p.r_worker)]
+        points = [p for p in alike if (p.num_heads, p.num_kv_heads, p.head_dim) == heads]
         if not points:
-            raise ProfileError(
-                f"the profile of {self.machine.host} has no R-part for {kv_dtype} with {heads[0]} / {heads[1]} heads "
-                f"of {heads[2]}; it has {', '.join(sorted({p.kv_cache_dtype for p in self.r_part})) or 'none'}"
+            found = sorted({f"{p.kv_cache_dtype} with {p.num_heads} / {p.num_kv_heads} heads" for p in self.r_part})
+            where = "" if r_worker in (None, HERE) else f" of {r_worker}"
+            raise self._lacks(
+                f"no R-part{where} for {kv_dtype} with {heads[0]} / {heads[1]} heads of {heads[2]}", found
             )
-        nearest = min(points, key=lambda point: abs(math.log(point.context_len / context_len)))
-        return RPart(nearest.seconds_per_token, nearest.call_seconds)
+        if threads is not None and threads not in (measured := sorted({point.threads for point in points})):
+            raise self._lacks(f"no R-part with {threads} thread(s)", measured)
+        found_parts = [_fit_r_part(points, name, threads) for name in sorted({point.r_worker for point in points})]
+        return max(found_parts, key=lambda part: part.seconds_per_token)
 
-    def slowest_link(self) -> LinkPoint | None:
-        """The link that a step waits for longest; None where R-workers share this process's memory."""
-        return min(self.links, key=lambda link: link.bytes_per_second, default=None)
+    def transport(self, r_worker: str | None = None, row_bytes: float = 0.0, overlapped: bool = True) -> Transport:
+        """The way to an R-worker and back, to the slowest when None; nothing is counted where none was measured."""
+        names = {point.r_worker for point in self.links} if r_worker is None else {r_worker}
+        ways = [self._way(name, row_bytes, overlapped) for name in sorted(names)]
+        return max(ways, key=lambda way: way.trip_seconds(64), default=Transport(row_bytes, overlapped=overlapped))
 
-    def to_json(self) -> str:
-        """As :func:`read_profile` reads it."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+    def step_overhead_seconds(self, r_worker: str | None = None, num_r_workers: int = 1) -> tuple[float, float]:
+        """Host seconds of a step: once, and per row; with ``num_r_workers`` such R-workers to be told of it."""
+        per_row, per_step = _rows_and_fixed([(p.num_sequences, p.seconds) for p in self.host])
+        names = {point.r_worker for point in self.plans} if r_worker is None else {r_worker}
+        plans = [_rows_and_fixed([(p.num_sequences, p.seconds) for p in self.plans if p.r_worker == n]) for n in names]
+        plan_row, plan_step = max(plans, default=(0.0, 0.0))
+        return per_step + num_r_workers * plan_step, per_row + plan_row
 
+    def measured_contention(self, s_threads: int, r_threads: int) -> Contention:
+        """Of S-worker and R-worker on cores of their own on this machine, as measured with the nearest threads."""
+        if not self.contention:
+            return Contention()
+        nearest = min(self.contention, key=lambda p: abs(p.s_threads - s_threads) + abs(p.r_threads - r_threads))
+        return Contention(nearest.s_slowdown, nearest.r_slowdown)
 
-def read_profile(text: str) -> HardwareProfile:
-    """The profile in ``text``; ProfileError names what is missing, unknown or of the wrong type."""
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ProfileError(f"the profile is not valid JSON: {error}") from None
-    if isinstance(data, dict) and data.get("format_version") != FORMAT_VERSION:
-        raise ProfileError(
-            f"the profile's format_version is {data.get('format_version')!r}, and this version reads {FORMAT_VERSION}"
+    def anchor_seconds(self, part: str, threads: int) -> float:
+        """What the anchor of S ("s") or R ("r") took at the time."""
+        for point in self.anchors:
+            if (point.part, point.threads) == (part, threads):
+                return point.seconds
+        raise self._lacks(f"no anchor {part!r} with {threads} thread(s)", [(p.part, p.threads) for p in self.anchors])
+
+    def _way(self, r_worker: str, row_bytes: float, overlapped: bool) -> Transport:
+        points = [point for point in self.links if point.r_worker == r_worker]
+        if not points:
+            return Transport(row_bytes, overlapped=overlapped)
+        columns = np.array([(1.0, point.message_bytes) for point in points])
+        latency, per_byte = fit_parts(columns, np.array([max(point.seconds, 1e-9) for point in points])).tolist()
+        return Transport(row_bytes, (1.0 / per_byte,) if per_byte else (), latency, overlapped)
+
+    def _lacks(self, what: str, found: list) -> ProfileError:
+        return ProfileError(
+            f"the profile of {self.machine.host} has {what}; it has {', '.join(map(str, found)) or 'none'}: "
+            f"calibrate with that"
         )
-    parts = {"machine": MachineIdentity, "shape": ModelShape}
-    lists = {"s_part": SPartPoint, "r_part": RPartPoint, "links": LinkPoint}
-    try:
-        found = dict(_object(data, "profile"))
-        found |= {key: _build(kind, found.get(key), key) for key, kind in parts.items()}
-        found |= {key: _build_all(kind, found.get(key, []), key) for key, kind in lists.items()}
-        profile = _build(HardwareProfile, found, "profile")
-        profile.measured_s_part()
-    except ConfigError as error:
-        raise ProfileError(f"the profile cannot be right: {error}") from None
-    return profile
 
 
-_Part = TypeVar("_Part")
+def _fit_r_part(points: list[RPartPoint], r_worker: str, threads: int | None) -> RPart:
+    """Seconds per token, row and call of one R-worker."""
+    own = [point for point in points if point.r_worker == r_worker]
+    threads = threads or max(point.threads for point in own)
+    own = [point for point in own if point.threads == threads]
+    columns = np.array([(p.num_sequences * p.context_len, p.num_sequences, 1.0) for p in own])
+    per_token, per_row, per_call = fit_parts(columns, np.array([point.seconds for point in own])).tolist()
+    return RPart(per_token, per_call, per_row)
 
 
-def _build(kind: type[_Part], value: Any, where: str) -> _Part:
-    """A frozen dataclass from a JSON object: every key known, none missing, numbers finite and not negative."""
-    data = _object(value, where)
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    missing = [name for name, field in known.items() if field.default is MISSING and name not in data]
-    unknown = sorted(set(data) - set(known))
-    if missing or unknown:
-        raise ProfileError(f"{where}: " + (f"lacks {missing[0]}" if missing else f"unknown key {unknown[0]}"))
-    for name, item in data.items():
-        _check(f"{where}.{name}", item, str(known[name].type))
-    return kind(**data)
-
-
-def _build_all(kind: type[_Part], values: Any, where: str) -> tuple[_Part, ...]:
-    if not isinstance(values, list):
-        raise ProfileError(f"{where} must be a list")
-    return tuple(_build(kind, value, f"{where}[{index}]") for index, value in enumerate(values))
-
-
-def _object(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ProfileError(f"{where} must be a JSON object")
-    return value
-
-
-def _check(where: str, value: Any, kind: str) -> None:
-    accepted: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-    if kind not in accepted:
-        return
-    if not isinstance(value, accepted[kind]) or (isinstance(value, bool) and kind != "bool"):
-        raise ProfileError(f"{where} must be of type {kind}, not {value!r}")
-    if isinstance(value, int | float) and not 0 <= value < math.inf:
-        raise ProfileError(f"{where} must be a finite number of at least 0, not {value!r}")
+def _rows_and_fixed(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds per row and once, of (rows, seconds)."""
+    if not points:
+        return 0.0, 0.0
+    columns = np.array([(1.0, rows) for rows, _ in points])
+    fixed, per_row = fit_parts(columns, np.array([max(seconds, 1e-9) for _, seconds in points])).tolist()
+    return per_row, fixed

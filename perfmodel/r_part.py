@@ -13,21 +13,28 @@ from fastdecode.perfmodel.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class RPart:
-    """One R-worker: ``seconds_per_token`` per cached token and layer, ``call_seconds`` once per layer's call."""
+    """One R-worker: ``seconds_per_token`` per cached token and layer, ``row_seconds`` per row that a layer's call
+    appends and attends, ``call_seconds`` once per call."""
 
     seconds_per_token: float
     call_seconds: float = 0.0
+    row_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 < self.seconds_per_token < math.inf and 0 <= self.call_seconds < math.inf):
+        fixed = (self.call_seconds, self.row_seconds)
+        if not (0 < self.seconds_per_token < math.inf and all(0 <= seconds < math.inf for seconds in fixed)):
             raise ConfigError(
-                f"an R-worker's seconds per cached token must be finite and above zero, and its call not below, not "
-                f"{self.seconds_per_token:g} and {self.call_seconds:g}"
+                f"an R-worker's seconds per cached token must be finite and above zero, and its call and rows not "
+                f"below, not {self.seconds_per_token:g}, {self.call_seconds:g} and {self.row_seconds:g}"
             )
 
-    def seconds(self, kv_tokens: float) -> float:
-        """One layer's attention over ``kv_tokens`` of this R-worker's tokens."""
-        return self.call_seconds + self.seconds_per_token * kv_tokens
+    def seconds(self, kv_tokens: float, rows: float = 0.0) -> float:
+        """One layer's attention of ``rows`` rows over ``kv_tokens``, all of them this R-worker's."""
+        return self.call_seconds + self.row_seconds * rows + self.seconds_per_token * kv_tokens
+
+    def times(self, factor: float) -> RPart:
+        """The same, ``factor`` times as slow."""
+        return RPart(factor * self.seconds_per_token, factor * self.call_seconds, factor * self.row_seconds)
 
 
 def host_r_part(shape: ModelShape, kv_dtype: str, host: CpuHost) -> RPart:

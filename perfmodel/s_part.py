@@ -78,6 +78,14 @@ class MeasuredSPart:
         """Of the head."""
         return self._interpolated(rows, self.head_seconds_at)
 
+    def times(self, layer_factor: float, head_factor: float) -> MeasuredSPart:
+        """The same with slower, or faster, layers and head."""
+        return MeasuredSPart(
+            self.batch_sizes,
+            tuple(layer_factor * seconds for seconds in self.layer_seconds_at),
+            tuple(head_factor * seconds for seconds in self.head_seconds_at),
+        )
+
     def _interpolated(self, rows: float, seconds: Sequence[float]) -> float:
         beyond = max(rows / self.batch_sizes[-1], 1.0)
         return float(np.interp(rows, self.batch_sizes, seconds)) * beyond

@@ -40,14 +40,16 @@ def r_part_seconds(
     num_r_workers: float,
     shared_prefix_len: float = 0.0,
     call_seconds: float = 0.0,
+    row_seconds: float = 0.0,
 ) -> float:
     """Seconds of one layer and mini-batch on the R-workers: B·S·R/(2P) with ``mean_context`` = S/2 (eq. 10).
 
-    Beyond the paper: every R-worker reads a shared prefix once for all its sequences, and each call costs a fixed
-    ``call_seconds``.
+    Beyond the paper: every R-worker reads a shared prefix once for all its sequences, each call costs a fixed
+    ``call_seconds``, and each row of it ``row_seconds``.
     """
-    own = mini_batch_size * (mean_context - shared_prefix_len) / num_r_workers
-    return r_part_seconds_per_token * (own + shared_prefix_len) + call_seconds
+    rows = mini_batch_size / num_r_workers
+    tokens = rows * (mean_context - shared_prefix_len) + shared_prefix_len
+    return r_part_seconds_per_token * tokens + row_seconds * rows + call_seconds
 
 
 def balanced_r_workers(
@@ -57,6 +59,7 @@ def balanced_r_workers(
     stage_seconds: float,
     shared_prefix_len: float = 0.0,
     call_seconds: float = 0.0,
+    row_seconds: float = 0.0,
 ) -> float:
     """R-workers whose R-part takes as long as the slowest other stage: P ≈ B·S·R/(2T(B)) = ½·S·R·E(B) (eq. 11).
 
@@ -70,5 +73,5 @@ def balanced_r_workers(
             f"{indivisible * 1e3:.3g} ms of every layer, {(indivisible - stage_seconds) * 1e3:.3g} ms more than the "
             f"{stage_seconds * 1e3:.3g} ms of the other stages; take a larger mini-batch"
         )
-    divisible = mini_batch_size * (mean_context - shared_prefix_len) * r_part_seconds_per_token
+    divisible = mini_batch_size * ((mean_context - shared_prefix_len) * r_part_seconds_per_token + row_seconds)
     return divisible / (stage_seconds - indivisible)

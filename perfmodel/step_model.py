@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdecode.errors import ConfigError
+from fastdecode.perfmodel.contention import Contention
 from fastdecode.perfmodel.r_part import RPart
 from fastdecode.perfmodel.s_part import SPart
 from fastdecode.perfmodel.transport import Transport
 
 NO_TRANSPORT = Transport()
+NO_CONTENTION = Contention()
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,15 @@ class StepModel:
 
     ::
 
-        k = 2     S-worker  |A1|B1|A2|B2|          one layer of all k mini-batches takes the longest of
-                  link         \\A1\\B1\\A2\\            k·S, k·R, k·hop  (a stage is always busy)
-                  R-worker      |A1|B1|A2|         S + trip + R     (a mini-batch waits for its own o)
+        k = 2     S-worker  |A0|B0|A1|B1| … |An|Bn|      one layer of all k mini-batches takes the longest of
+                  link         \\A0\\B0\\A1\\ … \\Bn\\         k·S, k·R, k·hop  (a stage is always busy)
+                  R-worker      |A0|B0|A1| … |Bn|        S + trip + R     (a mini-batch waits for its own o)
+                                         fill ┘  └ drain
 
-    ``num_r_workers`` may be a fraction while a plan is being weighed.
+    ``num_r_workers`` may be a fraction while a plan is being weighed. ``contention``: of S-worker and R-workers on one
+    machine. ``r_workers_per_core``: R-workers that take turns on the same cores. ``drains``: R-workers wait while the
+    first mini-batch comes to its first attention and the last one leaves its last, a layer and the head in all; the
+    paper's equations, and so presets, know nothing of it.
     """
 
     num_layers: int
@@ -43,22 +49,28 @@ class StepModel:
     num_mini_batches: int = 2
     transport: Transport = NO_TRANSPORT
     step_overhead_seconds: float = 0.0
+    row_overhead_seconds: float = 0.0
+    contention: Contention = NO_CONTENTION
+    r_workers_per_core: int = 1
+    drains: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.num_mini_batches < 1 or not self.num_r_workers > 0:
+        counts = (self.num_layers, self.num_mini_batches, self.r_workers_per_core)
+        if min(counts) < 1 or not self.num_r_workers > 0:
             raise ConfigError("layers, mini-batches and R-workers must be at least 1")
 
     def __call__(self, tokens: float, kv_tokens: float) -> float:
         """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``, all mini-batches together."""
-        head = self.num_mini_batches * self.s_part.head_seconds(tokens / self.num_mini_batches)
-        return self.num_layers * self.layer_seconds(tokens, kv_tokens) + head + self.step_overhead_seconds
+        overhead = self.step_overhead_seconds + self.row_overhead_seconds * tokens
+        return self._pipeline_seconds(tokens, kv_tokens) + overhead
 
     def stages(self, tokens: float, kv_tokens: float) -> Stages:
         """Of one layer and one mini-batch of such a step."""
         rows = tokens / self.num_mini_batches
+        r_rows, r_tokens = rows / self.num_r_workers, kv_tokens / self.num_mini_batches / self.num_r_workers
         return Stages(
             s_part=self.s_part.layer_seconds(rows),
-            r_part=self.r_part.seconds(kv_tokens / self.num_mini_batches / self.num_r_workers),
+            r_part=self.r_workers_per_core * self.r_part.seconds(r_tokens, r_rows),
             hop=self.transport.stage_seconds(rows),
             trip=self.transport.trip_seconds(rows),
         )
@@ -74,8 +86,21 @@ class StepModel:
 
     def balanced_kv_tokens(self, tokens: float) -> float:
         """The load at which the R-part takes as long as the S-part: ``--kv-load-limit auto``; 0 where it never can."""
-        per_worker = self.s_part.layer_seconds(tokens / self.num_mini_batches) - self.r_part.call_seconds
+        rows = tokens / self.num_mini_batches
+        fixed = self.r_part.call_seconds + self.r_part.row_seconds * rows / self.num_r_workers
+        per_worker = self.s_part.layer_seconds(rows) / self.r_workers_per_core - fixed
         return max(per_worker, 0.0) / self.r_part.seconds_per_token * self.num_r_workers * self.num_mini_batches
+
+    def _pipeline_seconds(self, tokens: float, kv_tokens: float) -> float:
+        """All layers and heads."""
+        n, k, stages = self.num_layers, self.num_mini_batches, self.stages(tokens, kv_tokens)
+        head = self.s_part.head_seconds(tokens / k)
+        least = n * self.layer_seconds(tokens, kv_tokens) + head
+        if k == 1 or not self.drains:
+            return least + (k - 1) * head
+        fill_and_drain = stages.s_part + head
+        s_part, r_part = k * (n * stages.s_part + head) - fill_and_drain, n * k * stages.r_part
+        return max(least, fill_and_drain + self.contention.together(s_part, r_part))
 
     def _bounds(self, tokens: float, kv_tokens: float) -> dict[str, float]:
         stages, k = self.stages(tokens, kv_tokens), self.num_mini_batches

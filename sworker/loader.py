@@ -15,6 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.perfmodel.model_config import read_shape
+from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.lanes import ATTENTION_NAME, register_attention
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import check_config, refuse
@@ -73,6 +75,11 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
+def device_name(config: EngineConfig) -> str:
+    """The GPU that ``config`` would use; "" for the CPU."""
+    return torch.cuda.get_device_name() if resolve_device(config.device).type == "cuda" else ""
+
+
 def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
     """``auto`` is the checkpoint's dtype, float32 where it names none."""
     if name != "auto":
@@ -93,6 +100,16 @@ def max_position_embeddings(hf_config: Any) -> int:
 def num_layers(config: EngineConfig) -> int:
     """Layers of the whole model, before ``hf_overrides``."""
     return int(load_hf_config(replace(config, hf_overrides={})).get_text_config().num_hidden_layers)
+
+
+def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
+    """The sizes of the model that ``config`` loads, as the performance model sees them.
+
+    UnsupportedModelError for a kind of model that its equations do not know.
+    """
+    hf_config = hf_config or load_hf_config(config)
+    shape = read_shape(hf_config.to_dict(), config.model)
+    return replace(shape, dtype=DTYPE_NAME[resolve_dtype(config.dtype, hf_config)])
 
 
 def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:

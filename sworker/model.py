@@ -9,7 +9,8 @@ import torch
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.machine import available_memory_bytes
-from fastdecode.sworker.loader import load_hf_config, load_model, max_position_embeddings
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.sworker.loader import load_hf_config, load_model, max_position_embeddings, model_shape
 from fastdecode.sworker.prepack import prepack_linears
 from fastdecode.sworker.probe import probe_layout
 from fastdecode.sworker.support import check_rope
@@ -30,6 +31,7 @@ class SModel:
         prepack_linears(self.model)
         self.layout = probe_layout(self.model, hf_config, config.kv_cache_dtype)
         self.model_type = str(hf_config.model_type)
+        self._config, self._hf_config = config, hf_config
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -46,6 +48,16 @@ class SModel:
     def on_gpu(self) -> bool:
         """True when the dense layers run on a GPU, so that S and R share no core."""
         return next(self.model.parameters()).device.type == "cuda"
+
+    @property
+    def device_name(self) -> str:
+        """What the dense layers run on; "" for the CPU."""
+        return torch.cuda.get_device_name() if self.on_gpu else ""
+
+    @property
+    def shape(self) -> ModelShape:
+        """Its sizes; UnsupportedModelError for a model that the performance model's equations do not know."""
+        return model_shape(self._config, self._hf_config)
 
     def free_memory_bytes(self) -> int:
         """Memory still free where the model is."""

@@ -21,7 +21,8 @@ FLOORS = [
     | {"outputs", "rounding", "sampling_params", "metrics"},
     {"scheduler", "perfmodel", "_rworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
-    {"engine", "backends", "in_flight", "membership", "request", "resources", "scheduling", "prompts", "text", "trace"},
+    {"engine", "backends", "in_flight", "live_profile", "membership", "request", "resources", "scheduling", "prompts"}
+    | {"text", "trace"},
     {"cli", "server", "llm", "bench", "batch"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""

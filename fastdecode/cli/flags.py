@@ -41,6 +41,21 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _add_worker_flags(parser.add_argument_group("S-worker and R-workers"))
 
 
+def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
+    """What a profile depends on: the model, and where the R-workers are."""
+    group = parser.add_argument_group("model and R-workers")
+    _add_model_flags(group)
+    group.add_argument(
+        "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of --quick; else all are measured (auto)"
+    )
+    group.add_argument(
+        "--r-workers", default="inproc", metavar="SPEC",
+        help="inproc or spawn: those of this machine; host:port,host:port: listening R-workers (inproc)",
+    )  # fmt: skip
+    group.add_argument("--key-file", metavar="FILE", help="secret shared with R-workers at host:port, mode 0600")
+    add_security_flag(group)
+
+
 def add_workload_flags(group: Any, num_prompts: int | None = 64, num_prompts_help: str = "(64)") -> None:
     """Lengths of the random dataset, how many requests, and when they arrive."""
     group.add_argument("--random-input-len", type=int, default=1024, metavar="TOKENS", help="(1024)")
@@ -126,7 +141,8 @@ def add_schedule_flags(group: Any) -> None:
     )  # fmt: skip
     group.add_argument(
         "--kv-load-limit", type=_auto_int, metavar="TOKENS",
-        help="KV tokens attended per step, over all R-workers (auto: where R time equals S time)",
+        help="KV tokens attended per step, over all R-workers (auto: where R time equals S time, by --profile or as "
+        "measured in the first steps)",
     )  # fmt: skip
     group.add_argument(
         "--micro-batch-interval", type=_auto_int, metavar="STEPS",
@@ -147,6 +163,11 @@ def _add_batch_flags(group: Any) -> None:
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
         help="reuse the KV of equal beginnings (on; off for the random dataset)",
     )  # fmt: skip
+    group.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="what `fastdecode calibrate` measured here: gives the load limit and step times",
+    )
     group.add_argument(
         "--tbt-target", type=float, metavar="SECONDS",
         help="time between tokens that prompts may cause: sls and stall-free lower the token budget to meet it (none)",

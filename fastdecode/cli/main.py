@@ -14,6 +14,7 @@ from fastdecode.cli import (
     bench_attention,
     bench_perplexity,
     bench_throughput,
+    calibrate,
     collect_env,
     doctor,
     generate,
@@ -62,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench_throughput.add_command(bench)
     bench_attention.add_command(bench)
     bench_perplexity.add_command(bench)
+    calibrate.add_command(commands)
     plan.add_command(commands)
     simulate.add_command(commands)
     r_worker.add_command(commands)

@@ -15,6 +15,7 @@ from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, ad
 from fastdecode.cli.plan_emit import FORMATS, emit
 from fastdecode.cli.plan_inputs import PlanInputs, read_inputs
 from fastdecode.cli.plan_text import plan_text
+from fastdecode.cli.plan_validate import run_validation
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuOnly
 from fastdecode.perfmodel.plan import Plan
@@ -38,6 +39,11 @@ def add_command(commands: Any) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot", metavar="PNG", help="draw throughput and price against the number of R-workers")
+    group.add_argument(
+        "--validate", nargs="?", type=int, const=0, metavar="N",
+        help="run real configurations here (N of them; all) and print predicted against measured; needs --profile and "
+        "the --model folder it was made with",
+    )  # fmt: skip
     group.add_argument("--emit", choices=FORMATS, help="print this in place of the plan")
     add_common_flags(parser)
     parser.set_defaults(run=run)
@@ -45,10 +51,12 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
-    inputs = read_inputs(args)
     for path in filter(None, (args.output_json, args.plot)):
         if not Path(path).resolve().parent.is_dir():
             raise ConfigError(f"{path}: there is no such folder to write it in")
+    if args.validate is not None:
+        return run_validation(args)
+    inputs = read_inputs(args)
     planner = inputs.planner
     plan = planner.plan(_mini_batch_size(args, inputs))
     limit = math.inf if args.latency_limit is None else args.latency_limit

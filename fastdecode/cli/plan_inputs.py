@@ -8,14 +8,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fastdecode.config import parse_bytes
-from fastdecode.errors import ConfigError, ProfileError
+from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuServer
 from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu, parse_link
+from fastdecode.perfmodel.identity import check_alike
 from fastdecode.perfmodel.model_config import find_shape
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.planner import Planner, Prices
 from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
-from fastdecode.perfmodel.profile import HardwareProfile, read_profile
+from fastdecode.perfmodel.profile import HardwareProfile
+from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.r_part import RPart, host_r_part
 from fastdecode.perfmodel.s_part import GpuSPart, MeasuredSPart, SPart
 from fastdecode.perfmodel.transport import Transport
@@ -77,28 +79,26 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
 def _from_profile(args: argparse.Namespace) -> PlanInputs:
     if args.cpu:
         raise ConfigError("cpu and profile are two ways to say how fast an R-worker is; give one")
-    path = Path(args.profile)
-    try:
-        profile = read_profile(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ProfileError(f"{path}: not a text file: {error}") from None
+    profile = load_profile(args.profile)
     shape = _profiled_shape(args, profile)
     kv_dtype = _kv_dtype(args, shape)
-    workload = _workload(args)
-    link = profile.slowest_link()
-    rates: tuple[float, ...] = (link.bytes_per_second,) if link else ()
-    rates = (parse_link(args.link),) if args.link else rates
+    link = profile.transport()
+    rates = (parse_link(args.link),) if args.link else link.hop_bytes_per_second
     planner = _planner(
-        args, shape, kv_dtype, profile.measured_s_part(), profile.measured_r_part(kv_dtype, workload.mean_context),
-        rates, link.latency_seconds if link else 0.0, _memory(args), _per_host(args, 1),
-        profile.step_overhead_seconds,
+        args, shape, kv_dtype, profile.measured_s_part(shape=shape), profile.measured_r_part(kv_dtype, shape=shape),
+        rates, link.latency_seconds, _memory(args), _per_host(args, 1), profile.step_overhead_seconds(),
     )  # fmt: skip
     gpu = find_gpu(args.gpu).times(args.tensor_parallel_size) if args.gpu else None
     server = _server(planner, shape, gpu) if gpu else None
     machine = profile.machine
-    whose = f"measured on {machine.host}: S-worker {machine.s_worker}, R-worker {machine.r_worker} ({machine.isa})"
+    whose = (
+        f"measured on {machine.host} with fastdecode {machine.fastdecode_version}: S-worker {machine.s_worker}, "
+        f"R-worker {machine.r_worker} ({machine.isa})"
+    )
     assumptions = (whose, *(_figures(gpu) if gpu else ()))
-    return PlanInputs(planner, server, kv_dtype, f"{shape.name} on the machine of {path.name}", assumptions)
+    return PlanInputs(
+        planner, server, kv_dtype, f"{shape.name} on the machine of {Path(args.profile).name}", assumptions
+    )
 
 
 def _from_numbers(args: argparse.Namespace) -> PlanInputs:
@@ -133,7 +133,7 @@ def _planner(
     latency_seconds: float = 0.0,
     memory: int | None = None,
     r_workers_per_host: int = 1,
-    step_overhead_seconds: float = 0.0,
+    overhead_seconds: tuple[float, float] = (0.0, 0.0),
 ) -> Planner:
     workload = _workload(args)
     kv_bytes = shape.kv_layout(kv_dtype).kv_bytes_per_token if shape else None
@@ -148,7 +148,8 @@ def _planner(
         capacity_tokens=memory / kv_bytes if memory and kv_bytes else math.inf,
         r_workers_per_host=r_workers_per_host,
         prices=Prices(args.gpu_price, args.cpu_price),
-        step_overhead_seconds=step_overhead_seconds,
+        step_overhead_seconds=overhead_seconds[0],
+        row_overhead_seconds=overhead_seconds[1],
         interval_steps=args.interval_steps,
         kv_bytes_per_token=kv_bytes,
     )
@@ -185,20 +186,11 @@ def _memory(args: argparse.Namespace) -> int | None:
 
 
 def _profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:
-    """The profile's model, or the one asked for where only its number of layers is another."""
+    """The profile's model, or the one asked for where only its layers' number and KV heads are others."""
     if args.model is None:
         return profile.shape
     shape = find_shape(args.model)
-    unlike = [
-        field.name
-        for field in fields(ModelShape)
-        if field.name not in ("name", "num_layers") and getattr(shape, field.name) != getattr(profile.shape, field.name)
-    ]
-    if unlike:
-        raise ProfileError(
-            f"the profile was measured on {profile.shape.name}, whose {unlike[0]} is "
-            f"{getattr(profile.shape, unlike[0])}, and {shape.name} has {getattr(shape, unlike[0])}"
-        )
+    check_alike(profile, shape)
     return shape
 
 

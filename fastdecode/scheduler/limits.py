@@ -10,7 +10,9 @@ class Limits:
     """``max_num_batched_tokens``: token budget of a whole step. ``scratch_tokens``: prompt tokens whose keys and values
     the S-worker can hold. ``num_blocks`` and ``bandwidths``: of each R-worker, KV blocks, and speed in any unit before
     any was observed. ``kv_load_limit``: KV tokens attended per step over all R-workers, None while unknown.
-    ``micro_batch_interval``: steps between micro-batches, None for a 32nd of an output."""
+    ``micro_batch_interval``: steps between micro-batches, None for a 32nd of an output. ``balanced_kv_tokens``: what an
+    R-worker of mean speed attends in the time of the S-part, where that is known beforehand; without a load limit it
+    gives one."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -23,3 +25,4 @@ class Limits:
     kv_load_limit: int | None = None
     micro_batch_interval: int | None = None
     prefix_caching: bool = True
+    balanced_kv_tokens: int | None = None

@@ -47,6 +47,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
         self._balance = BalanceFinder()
+        if limits.balanced_kv_tokens is not None and limits.kv_load_limit is None:
+            self.balance_at(limits.balanced_kv_tokens)
 
     @property
     def has_unfinished(self) -> bool:
@@ -65,8 +67,9 @@ class Scheduler:
 
     @property
     def seeks_balance(self) -> bool:
-        """True where no load limit was given, so that one is to be found."""
-        return self.policy.stabilizes_load and not self.admission.load_control.is_strict
+        """True where no load limit was given and none is known, so that one is to be found."""
+        known = self.limits.balanced_kv_tokens is not None
+        return self.policy.stabilizes_load and not self.admission.load_control.is_strict and not known
 
     @property
     def statistics(self) -> SchedulerStatistics:

@@ -14,6 +14,7 @@ import pytest
 
 from fastdecode.cli.main import build_parser, main
 from fastdecode.cli.plan_inputs import read_inputs
+from fastdecode.perfmodel.profile_json import write_profile
 
 from .test_profile import profile
 
@@ -60,15 +61,19 @@ def test_names_give_a_plan_with_everything(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_profile_gives_a_plan_and_says_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
-    path.write_text(profile().to_json())
+    path.write_text(write_profile(profile()))
     found = plan(tmp_path, "--profile", str(path), "--seq-len", "1024", "--mini-batch-size", "1024", "--gpu", "a10")
     exact = 1024 * 512 * 1.239e-7 / (7.08e-3 - 2e-5)
     assert found["num_r_workers_exact"] == pytest.approx(exact)
     assert found["gpu_only"]["max_batch_size"] == 30
     r_part = 2e-5 + 1.239e-7 * 1024 * 512 / 10
+    host = 1e-3 + 1e-4 + 1e-6 * 2048
     trip = 3e-5 + 1024 * 32_768 / 10e9  # the slower of two links
-    assert found["step_seconds"] == pytest.approx(32 * (7.08e-3 + trip + r_part) + 2 * 1e-3 + 1e-3)
-    assert "measured on cluster: S-worker NVIDIA A10, R-worker Epyc 7452 (avx2)" in capsys.readouterr().out
+    assert found["step_seconds"] == pytest.approx(32 * (7.08e-3 + trip + r_part) + 2 * 1e-3 + host)
+    assert (
+        "measured on cluster with fastdecode 0.1.0: S-worker NVIDIA A10, R-worker Epyc 7452 (avx2)"
+        in capsys.readouterr().out
+    )
 
 
 def test_kv_dtype_prompts_and_latency_reach_the_plan(tmp_path: Path) -> None:

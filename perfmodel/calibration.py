@@ -1,0 +1,91 @@
+"""Timing that holds on a machine whose speed drifts: what is measured stands beside an anchor, measured in turns.
+
+Nothing here knows what it times: it is handed callables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+MOST_DRIFT = 0.05
+"""An anchor that moved by more than this part during a measurement spoils it."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median seconds, and from the 10th to the 90th percentile over the median."""
+
+    seconds: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Steadied:
+    """Samples taken between two looks at the anchor. ``drift``: how many times as slow as its reference it was;
+    ``moved``: by which part the two differ. ``tries``: times it was taken."""
+
+    samples: np.ndarray
+    drift: float
+    moved: float
+    tries: int
+
+    def measured(self, column: int) -> Measured:
+        """One column as it would have been at the reference's speed."""
+        return summary(self.samples[:, column] / self.drift)
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """One short shape that says how fast the machine is: ``reference_seconds`` when all began."""
+
+    call: Callable[[], float]
+    reference_seconds: float
+
+    @staticmethod
+    def of(call: Callable[[], float], times: int = 3) -> Anchor:
+        """Its reference is the median of some calls."""
+        return Anchor(call, float(np.median([call() for _ in range(times)])))
+
+    def drift(self) -> float:
+        """Times as slow as the reference, now."""
+        return self.call() / self.reference_seconds
+
+
+def steadily(anchors: Sequence[Anchor], sample: Callable[[], np.ndarray], most_tries: int = 3) -> list[Steadied]:
+    """``sample``'s rows, [num_samples, num_columns], between looks at the anchors: one answer per anchor, and one of
+    drift 1 where there is none.
+
+    Taken again, up to ``most_tries`` times, while an anchor moved by more than ``MOST_DRIFT`` meanwhile; the steadiest
+    try counts.
+    """
+    if not anchors:
+        return [Steadied(sample(), 1.0, 0.0, 1)]
+    best: list[Steadied] = []
+    before = [anchor.drift() for anchor in anchors]
+    for tries in range(1, most_tries + 1):
+        best = [replace(each, tries=tries) for each in best]
+        samples = sample()
+        after = [anchor.drift() for anchor in anchors]
+        found = [
+            Steadied(samples, (first + last) / 2, abs(last / first - 1.0), tries)
+            for first, last in zip(before, after, strict=True)
+        ]
+        if not best or _most_moved(found) < _most_moved(best):
+            best = found
+        if _most_moved(best) <= MOST_DRIFT:
+            break
+        before = after
+    return best
+
+
+def summary(seconds: np.ndarray) -> Measured:
+    """Median and spread of samples."""
+    low, median, high = np.quantile(seconds, (0.1, 0.5, 0.9))
+    return Measured(float(median), float((high - low) / abs(median)) if median else 0.0)
+
+
+def _most_moved(found: Sequence[Steadied]) -> float:
+    return max(each.moved for each in found)

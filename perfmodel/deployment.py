@@ -1,0 +1,68 @@
+"""From a measured profile to the model of one way to run a model on that machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.perfmodel.contention import Contention
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.profile import HERE, HardwareProfile
+from fastdecode.perfmodel.step_model import StepModel
+
+SHARED = Contention(2.0, 2.0)
+"""S and R on the very same cores: what one does, the other cannot."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """``r_worker``: "inproc", "spawn" or the "host:port" of R-workers elsewhere. ``separate_cores``: S and R share no
+    core. ``r_workers_per_core``: R-workers pinned to the same cores, which take turns."""
+
+    s_threads: int
+    r_threads: int
+    num_r_workers: int = 1
+    num_mini_batches: int = 1
+    r_worker: str = "inproc"
+    separate_cores: bool = False
+    r_workers_per_core: int = 1
+
+    @property
+    def on_this_machine(self) -> bool:
+        """True where S-worker and R-workers share a machine."""
+        return self.r_worker in ("inproc", "spawn")
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How many times slower than when the profile was made the S-part and the R-part are now."""
+
+    s_part: float = 1.0
+    r_part: float = 1.0
+
+
+def deployed_step_model(
+    profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift = Drift()
+) -> StepModel:
+    """Seconds of any step of ``shape`` run that way; ProfileError where the profile lacks what that takes."""
+    here = deployment.on_this_machine
+    fixed, per_row = profile.step_overhead_seconds(deployment.r_worker, deployment.num_r_workers)
+    r_part = profile.measured_r_part(kv_dtype, deployment.r_threads, shape, HERE if here else deployment.r_worker)
+    return StepModel(
+        num_layers=shape.num_layers,
+        s_part=profile.measured_s_part(deployment.s_threads, shape).times(drift.s_part, drift.s_part),
+        r_part=r_part.times(drift.r_part),
+        num_r_workers=deployment.num_r_workers,
+        num_mini_batches=deployment.num_mini_batches,
+        transport=profile.transport(deployment.r_worker, shape.attending_row_bytes),
+        step_overhead_seconds=fixed * drift.s_part,
+        row_overhead_seconds=per_row * drift.s_part,
+        contention=_contention(profile, deployment) if here else Contention(),
+        r_workers_per_core=deployment.r_workers_per_core,
+        drains=True,
+    )
+
+
+def _contention(profile: HardwareProfile, deployment: Deployment) -> Contention:
+    if not deployment.separate_cores:
+        return SHARED
+    return profile.measured_contention(deployment.s_threads, deployment.r_threads)

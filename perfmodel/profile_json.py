@@ -1,0 +1,108 @@
+"""Profiles to JSON and back: every key known, none missing, every number finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastdecode.errors import ConfigError, ProfileError
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.profile import (
+    FORMAT_VERSION,
+    AnchorPoint,
+    ContentionPoint,
+    HardwareProfile,
+    HostPoint,
+    LinkPoint,
+    MachineIdentity,
+    PlanPoint,
+    RPartPoint,
+    SPartPoint,
+)
+
+PARTS = {"machine": MachineIdentity, "shape": ModelShape}
+LISTS = {
+    "s_part": SPartPoint,
+    "r_part": RPartPoint,
+    "links": LinkPoint,
+    "host": HostPoint,
+    "plans": PlanPoint,
+    "contention": ContentionPoint,
+    "anchors": AnchorPoint,
+}
+
+
+def write_profile(profile: HardwareProfile) -> str:
+    """As :func:`read_profile` reads it."""
+    return json.dumps(asdict(profile), indent=2) + "\n"
+
+
+def read_profile(text: str) -> HardwareProfile:
+    """The profile in ``text``; ProfileError names what is missing, unknown or of the wrong type."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ProfileError(f"the profile is not valid JSON: {error}") from None
+    if isinstance(data, dict) and data.get("format_version") != FORMAT_VERSION:
+        raise ProfileError(
+            f"the profile's format_version is {data.get('format_version')!r}, and this version reads {FORMAT_VERSION}"
+        )
+    try:
+        found = dict(_object(data, "profile"))
+        found |= {key: _build(kind, found.get(key), key) for key, kind in PARTS.items()}
+        found |= {key: _build_all(kind, found.get(key, []), key) for key, kind in LISTS.items()}
+        profile = _build(HardwareProfile, found, "profile")
+        profile.measured_s_part()
+    except ConfigError as error:
+        raise ProfileError(f"the profile cannot be right: {error}") from None
+    return profile
+
+
+def load_profile(path: str) -> HardwareProfile:
+    """The profile in a file; ProfileError or OSError."""
+    try:
+        return read_profile(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{path}: not a text file: {error}") from None
+
+
+_Part = TypeVar("_Part")
+
+
+def _build(kind: type[_Part], value: Any, where: str) -> _Part:
+    """A frozen dataclass from a JSON object: every key known, none missing, numbers finite and not negative."""
+    data = _object(value, where)
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    missing = [name for name, field in known.items() if field.default is MISSING and name not in data]
+    unknown = sorted(set(data) - set(known))
+    if missing or unknown:
+        raise ProfileError(f"{where}: " + (f"lacks {missing[0]}" if missing else f"unknown key {unknown[0]}"))
+    for name, item in data.items():
+        _check(f"{where}.{name}", item, str(known[name].type))
+    return kind(**data)
+
+
+def _build_all(kind: type[_Part], values: Any, where: str) -> tuple[_Part, ...]:
+    if not isinstance(values, list):
+        raise ProfileError(f"{where} must be a list")
+    return tuple(_build(kind, value, f"{where}[{index}]") for index, value in enumerate(values))
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ProfileError(f"{where} must be a JSON object")
+    return value
+
+
+def _check(where: str, value: Any, kind: str) -> None:
+    accepted: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+    if kind not in accepted:
+        return
+    if not isinstance(value, accepted[kind]) or (isinstance(value, bool) and kind != "bool"):
+        raise ProfileError(f"{where} must be of type {kind}, not {value!r}")
+    if isinstance(value, int | float) and not 0 <= value < math.inf:
+        raise ProfileError(f"{where} must be a finite number of at least 0, not {value!r}")

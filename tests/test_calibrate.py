@@ -1,0 +1,226 @@
+"""Calibration of this very machine, and what live runs and --validate make of a profile: real engines and R-workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import model_zoo
+import numpy as np
+import pytest
+import r_workers
+
+from fastdecode.bench.attention_rig import AttentionRig
+from fastdecode.bench.calibrate import Calibrator
+from fastdecode.bench.calibration_plan import CalibrationPlan
+from fastdecode.bench.decode_rig import DecodeRig
+from fastdecode.bench.offline_run import run_offline
+from fastdecode.bench.samples import measuring, r_worker_config
+from fastdecode.bench.throughput import run_throughput
+from fastdecode.bench.validate import Configuration, Validation
+from fastdecode.bench.workload import WorkloadSpec, make_workload
+from fastdecode.cli.calibrate import summary_lines
+from fastdecode.cli.main import main
+from fastdecode.config import EngineConfig
+from fastdecode.engine import LLMEngine
+from fastdecode.errors import ProfileError
+from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
+from fastdecode.perfmodel.profile import HardwareProfile, MachineIdentity
+from fastdecode.perfmodel.profile_json import read_profile, write_profile
+from fastdecode.sworker.loader import model_shape
+
+PLAN = CalibrationPlan(
+    batch_sizes=(16, 64), s_threads=(1,), r_threads=(1,), kv_dtypes=("float32",), groups=(1, 4),
+    r_shapes=((4, 32), (4, 256)),
+    links=("inproc", "spawn"), message_rows=(4, 16), contended=((1, 1),), rounds=1, most_tries=1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama on disk."""
+    return str(model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def profile(folder: str) -> HardwareProfile:
+    """Of this machine, in a hurry."""
+    config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
+    ticks: list[int] = []
+    found = Calibrator(config, model_shape(config), PLAN, lambda: ticks.append(1)).run()
+    assert len(ticks) == PLAN.num_measurements
+    return found
+
+
+@pytest.fixture
+def path(profile: HardwareProfile, tmp_path: Path) -> str:
+    """The profile on disk."""
+    file = tmp_path / "profile.json"
+    file.write_text(write_profile(profile))
+    return str(file)
+
+
+def live_config(folder: str, path: str, **other: object) -> EngineConfig:
+    settings = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 256, "enable_prefix_caching": False}
+    settings |= {"s_threads": 1, "r_threads": 1, "kv_cache_memory": "16MiB", "max_num_seqs": 16, "profile": path}
+    return EngineConfig(folder, **(settings | other))  # type: ignore[arg-type]
+
+
+def test_everything_is_measured(profile: HardwareProfile) -> None:
+    """A point for every shape asked for, all above zero, and a profile that says whose it is."""
+    assert read_profile(write_profile(profile)) == profile
+    assert [(p.batch_size, p.threads) for p in profile.s_part] == [(16, 1), (64, 1)]
+    heads = profile.shape.num_heads
+    assert {(p.num_kv_heads, p.num_sequences, p.context_len) for p in profile.r_part} == {
+        (kv_heads, *shape) for kv_heads in (heads, heads // 4) for shape in PLAN.r_shapes
+    }
+    assert {(p.r_worker, p.message_bytes // profile.shape.attending_row_bytes) for p in profile.links} == {
+        (name, rows) for name in ("inproc", "spawn") for rows in (4, 16)
+    }
+    timed = [p.seconds for points in (profile.r_part, profile.host, profile.plans, profile.anchors) for p in points]
+    assert min(timed) > 0 and min(p.layer_seconds for p in profile.s_part) > 0
+    assert any(line.startswith("T(B) of a layer, 1 thread(s), ms: 16: ") for line in summary_lines(profile))
+    assert len(profile.contention) == 1 and {p.part for p in profile.anchors} == {"s", "r"}
+
+
+def test_a_live_load_limit_comes_from_the_profile(folder: str, path: str, profile: HardwareProfile) -> None:
+    """It is there before the first step, and what steps take does not change it."""
+    engine = LLMEngine(live_config(folder, path))
+    try:
+        model = deployed_step_model(profile, engine.s_model.shape, "float32", Deployment(1, 1))
+        expected = max(int(model.balanced_kv_tokens(16)), 1)
+        assert engine.scheduler.kv_load_limit == expected
+        items = make_workload(WorkloadSpec(random_input_len=8, random_output_len=40, num_prompts=4), 64, 256, None)
+        run_throughput(engine, items)
+        assert engine.scheduler.kv_load_limit == max(expected, 48)  # never below one longest request
+    finally:
+        engine.close()
+
+
+def test_a_target_between_tokens_is_met_by_the_profile(folder: str, path: str) -> None:
+    """No step is timed: the budget is that of the profile's own step times."""
+    config = live_config(folder, path, tbt_target=1e3, max_num_batched_tokens=640)
+    engine = LLMEngine(config)
+    try:
+        assert engine.scheduler.limits.max_num_batched_tokens == 640
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [("host", "machine"), ("s_worker", "S-worker"), ("isa", "instruction set"), ("fastdecode_version", "version")],
+)
+def test_others_profiles_are_refused(
+    folder: str, path: str, profile: HardwareProfile, field: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By live runs and by --validate; plan takes it."""
+    machine = MachineIdentity(**{**vars(profile.machine), field: "another"})
+    Path(path).write_text(write_profile(dataclasses.replace(profile, machine=machine)))
+    with pytest.raises(ProfileError, match=f"another {words}, 'another'.*calibrate"):
+        LLMEngine(live_config(folder, path))
+    assert main(["plan", "--validate", "--profile", path, "--model", folder]) == 1
+    assert f"another {words}" in capsys.readouterr().err
+    assert main(["plan", "--profile", path, "--seq-len", "64", "--mini-batch-size", "64"]) == 0
+
+
+def test_another_models_profile_is_refused(path: str, tmp_path: Path) -> None:
+    other = str(model_zoo.save_model("qwen2", tmp_path / "other"))
+    with pytest.raises(ProfileError, match="the profile was measured on"):
+        LLMEngine(live_config(other, path))
+
+
+@pytest.mark.parametrize(
+    "deployment",
+    [Deployment(1, 1), Deployment(1, 1, 2, 2, "spawn", True, r_workers_per_core=2)],
+    ids=["in turn", "two on one"],
+)
+def test_a_configuration_is_held_against_its_prediction(
+    folder: str, profile: HardwareProfile, deployment: Deployment
+) -> None:
+    """Every column is of that very run: what is predicted follows from its load and the anchors' drift."""
+    cores = ((0,), (1,)) if deployment.separate_cores else None
+    spec = "spawn:2" if deployment.r_worker == "spawn" else "inproc"
+    todo = Configuration("test", deployment, spec, cores, 4, 64, "float32", profile.shape.num_kv_heads)
+    validation = Validation(EngineConfig(folder, device="cpu", skip_tokenizer_init=True), profile)
+    try:
+        (row,) = validation.run([todo], lambda: None)
+    finally:
+        validation.close()
+    assert row.measured_step_seconds > row.measured_s_seconds > 0 and row.measured_r_seconds > 0
+    shape = dataclasses.replace(profile.shape, num_layers=4)
+    model = deployed_step_model(profile, shape, "float32", deployment, row.drift)
+    assert row.predicted_step_seconds == pytest.approx(model(4, 4 * 64), rel=0.05)
+    assert np.isfinite(row.error) and 1 <= row.tries <= 3
+
+
+def test_an_offline_run_has_the_simulations_schedule(folder: str, profile: HardwareProfile) -> None:
+    """Within a load limit that the profile gives; how long both take is for `plan --validate` to say."""
+    config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
+    threads = {point.threads for point in profile.anchors}
+    spec = WorkloadSpec(random_input_len=16, random_output_len=24, num_prompts=12)
+    found = run_offline(config, profile, spec, threads.pop())
+    assert found.same_schedule and found.num_steps >= 24 and found.simulated_seconds > 0
+
+
+def test_r_workers_elsewhere_are_measured_one_by_one(folder: str) -> None:
+    """Over TCP; they serve one session at a time, and the machine's own R-workers are not in the profile."""
+    config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
+    with r_workers.listening("--threads", "1", "--kv-cache-memory", "64MiB") as (_, address):
+        plan = dataclasses.replace(PLAN, batch_sizes=(16,), links=(address,), contended=(), groups=(4,))
+        found = Calibrator(config, model_shape(config), plan, lambda: None).run()
+    assert {point.r_worker for point in (*found.r_part, *found.links, *found.plans)} == {address}
+    assert (
+        found.machine.r_worker == address and found.measured_r_part("float32", r_worker=address).seconds_per_token > 0
+    )
+
+
+def test_a_rig_decodes_at_the_size_asked_for(folder: str) -> None:
+    """Its caches are full though no prompt was computed, and it is empty again afterwards."""
+    config = measuring(EngineConfig(folder, device="cpu", max_model_len=256, kv_cache_memory="16MiB"))
+    rig = DecodeRig(config)
+    try:
+        for batch_size, context_len in ((3, 100), (5, 40)):
+            steps = rig.decode(batch_size, context_len, 4)
+            assert [step.kv_load for step in steps] == [batch_size * (context_len - left) for left in (3, 2, 1, 0)]
+            assert all(step.is_decode and step.num_tokens == batch_size and step.kv_bytes_read for step in steps)
+        assert not rig.engine.has_unfinished_requests() and rig.engine.backend.blocks_used == 0  # type: ignore[attr-defined]
+    finally:
+        rig.close()
+
+
+def test_attention_is_rewound(folder: str) -> None:
+    """Steps add a token to each sequence, and rewinding takes them away."""
+    config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
+    layout = model_shape(config).kv_layout("int8")
+    rig = AttentionRig(r_worker_config(measuring(config), "here", 1, 4 * 128 * layout.kv_bytes_per_token), layout)
+    try:
+        rig.fill(4, 30)
+        for _ in range(2):
+            steps = [rig.step() for _ in range(4)]
+            assert all(step.busy_seconds.shape == (len(layout.layers),) and step.plan_seconds > 0 for step in steps)
+            assert rig.backend.blocks_used == 4 * 2  # type: ignore[attr-defined]
+            rig.rewind(30)
+            assert rig.backend.blocks_used == 4  # type: ignore[attr-defined]
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--r-workers", "mpi"], "ranks of an MPI job not yet"),
+        (["--output", "/no/such/folder/profile.json"], "there is no such folder"),
+        (["--model", "/no/such/model"], "no such folder"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_said(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", *arguments]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_validation_needs_a_profile_and_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--validate"]) == 2
+    assert "validate needs --profile" in capsys.readouterr().err
