@@ -56,13 +56,13 @@ def deployed_step_model(
         transport=profile.transport(deployment.r_worker, shape.attending_row_bytes),
         step_overhead_seconds=fixed * drift.s_part,
         row_overhead_seconds=per_row * drift.s_part,
-        contention=_contention(profile, deployment) if here else Contention(),
+        contention=_contention(profile, deployment, shape.num_kv_heads) if here else Contention(),
         r_workers_per_core=deployment.r_workers_per_core,
         drains=True,
     )
 
 
-def _contention(profile: HardwareProfile, deployment: Deployment) -> Contention:
+def _contention(profile: HardwareProfile, deployment: Deployment, num_kv_heads: int) -> Contention:
     if not deployment.separate_cores:
         return SHARED
-    return profile.measured_contention(deployment.s_threads, deployment.r_threads)
+    return profile.measured_contention(deployment.s_threads, deployment.r_threads, num_kv_heads)

@@ -99,13 +99,17 @@ class PlanPoint:
 
 @dataclass(frozen=True)
 class ContentionPoint:
-    """How many times longer each side takes while the other works on this machine's other cores."""
+    """How many times longer each side takes while the other works on this machine's other cores.
+
+    ``num_kv_heads``: of the cache that the R-worker reads; the more it reads, the more it takes from S.
+    """
 
     s_threads: int
     r_threads: int
     s_slowdown: float
     r_slowdown: float
     spread: float = 0.0
+    num_kv_heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -187,11 +191,17 @@ class HardwareProfile:
         plan_row, plan_step = max(plans, default=(0.0, 0.0))
         return per_step + num_r_workers * plan_step, per_row + plan_row
 
-    def measured_contention(self, s_threads: int, r_threads: int) -> Contention:
-        """Of S-worker and R-worker on cores of their own on this machine, as measured with the nearest threads."""
+    def measured_contention(self, s_threads: int, r_threads: int, num_kv_heads: int) -> Contention:
+        """Of S-worker and R-worker on cores of their own on this machine, with the nearest threads, then KV heads."""
         if not self.contention:
             return Contention()
-        nearest = min(self.contention, key=lambda p: abs(p.s_threads - s_threads) + abs(p.r_threads - r_threads))
+        nearest = min(
+            self.contention,
+            key=lambda point: (
+                abs(point.s_threads - s_threads) + abs(point.r_threads - r_threads),
+                abs(point.num_kv_heads - num_kv_heads),
+            ),
+        )
         return Contention(nearest.s_slowdown, nearest.r_slowdown)
 
     def anchor_seconds(self, part: str, threads: int) -> float:

@@ -80,7 +80,9 @@ def test_everything_is_measured(profile: HardwareProfile) -> None:
     timed = [p.seconds for points in (profile.r_part, profile.host, profile.plans, profile.anchors) for p in points]
     assert min(timed) > 0 and min(p.layer_seconds for p in profile.s_part) > 0
     assert any(line.startswith("T(B) of a layer, 1 thread(s), ms: 16: ") for line in summary_lines(profile))
-    assert len(profile.contention) == 1 and {p.part for p in profile.anchors} == {"s", "r"}
+    assert [p.num_kv_heads for p in profile.contention] == [heads, heads // 4] and {
+        p.part for p in profile.anchors
+    } == {"s", "r"}
 
 
 def test_a_live_load_limit_comes_from_the_profile(folder: str, path: str, profile: HardwareProfile) -> None:

@@ -153,8 +153,9 @@ class Calibrator:
 
     def _contention(self) -> tuple[ContentionPoint, ...]:
         found = []
-        for s_threads, r_threads in self.plan.contended:
-            found.append(measure_contention(self.config, self.shape, s_threads, r_threads, self.plan.rounds))
+        for (s_threads, r_threads), group in product(self.plan.contended, self.plan.groups):
+            shape = self.shape.with_kv_heads(self.shape.num_heads // group)
+            found.append(measure_contention(self.config, shape, s_threads, r_threads, self.plan.rounds))
             self._advance()
         return tuple(found)
 

@@ -49,7 +49,7 @@ class CalibrationPlan:
         r_workers = len(self.r_threads) if self.is_here else len(self.links)
         r_part = r_workers * len(self.kv_dtypes) * len(self.r_shapes)
         s_part, links = len(self.s_threads) * len(self.batch_sizes), len(self.links) * len(self.message_rows)
-        return s_part + r_part + links + len(self.contended)
+        return s_part + r_part + links + len(self.contended) * len(self.groups)
 
 
 def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> CalibrationPlan:

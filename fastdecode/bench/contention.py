@@ -47,7 +47,12 @@ def measure_contention(
         r_rig.close()
     s_part, r_part = summary(found[:, 0]), summary(found[:, 1])
     return ContentionPoint(
-        s_threads, r_threads, max(s_part.seconds, 1.0), max(r_part.seconds, 1.0), max(s_part.spread, r_part.spread)
+        s_threads,
+        r_threads,
+        max(s_part.seconds, 1.0),
+        max(r_part.seconds, 1.0),
+        max(s_part.spread, r_part.spread),
+        shape.num_kv_heads,
     )
 
 

@@ -84,8 +84,8 @@ def summary_lines(profile: HardwareProfile) -> list[str]:
         )
     for point in profile.contention:
         lines.append(
-            f"S ({point.s_threads} thread(s)) beside R ({point.r_threads}): {point.s_slowdown:.3g} and "
-            f"{point.r_slowdown:.3g} times as slow"
+            f"S ({point.s_threads} thread(s)) beside R ({point.r_threads}, {point.num_kv_heads} KV heads): "
+            f"{point.s_slowdown:.3g} and {point.r_slowdown:.3g} times as slow"
         )
     return lines
 
