@@ -112,9 +112,9 @@ def test_what_cannot_work_is_said(
     assert message in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("slots", [2, len(usable_cores()) + 1])
+@pytest.mark.parametrize("slots", [len(usable_cores()) + 1])
 def test_it_starts_the_job(slots: int, tmp_path: Path) -> None:
-    """On this machine, with as many processes as cores and with more; nothing is set for it from outside."""
+    """On this machine, with more processes than cores; nothing is set for it from outside."""
     hosts = write(tmp_path, f"localhost slots={slots}\n")
     small = ["--max-model-len", "64", "--num-prompts", "2", "--random-input-len", "8", "--random-output-len", "4"]
     command = [

@@ -71,13 +71,13 @@ def job(draw: st.DrawFn, max_num_seqs: int) -> Job:
 
 
 @given(runs(), st.frozensets(st.integers(0, 20), max_size=3))
-@settings(max_examples=600)
+@settings(max_examples=400)
 def test_every_promise_in_every_step(run: Run, fail_steps: frozenset[int]) -> None:
     run.to_the_end(fail_steps)
 
 
 @given(runs(), st.dictionaries(st.integers(0, 15), st.integers(0, 2), max_size=2))
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_every_promise_though_workers_are_lost(run: Run, losses: dict[int, int]) -> None:
     """All but the last worker may go, each once."""
     workers = list(dict.fromkeys(worker for worker in losses.values() if worker < len(run.limits.num_blocks) - 1))
@@ -92,7 +92,7 @@ def changes(draw: st.DrawFn) -> dict[int, Join | Drain]:
 
 
 @given(runs(), changes(), st.integers(1, 4))
-@settings(max_examples=250)
+@settings(max_examples=150)
 def test_every_promise_though_workers_join_and_leave(
     run: Run, changes: dict[int, Join | Drain], moves_per_step: int
 ) -> None:

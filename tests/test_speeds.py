@@ -24,11 +24,22 @@ def seconds_on_one_core(work: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def test_speeds_are_as_seen_and_else_as_memory_was() -> None:
     speeds = WorkerSpeeds([10.0, 20.0, 20.0])
     assert speeds.relative.tolist() == [10.0, 20.0, 20.0]
-    speeds.observe([1000, 600, 5], [0.010, 0.010, 0.001])  # the third was hardly at work
+    for _ in range(4):
+        speeds.observe([1000, 600, 5], [0.010, 0.010, 0.001])  # the third was hardly at work
+        assert speeds.relative.tolist() == [10.0, 20.0, 20.0], "too short to say anything"
+    for _ in range(4):
+        speeds.observe([1000, 600, 5], [0.010, 0.010, 0.001])
     assert speeds.relative == pytest.approx([100e3, 60e3, 20.0 * 160e3 / 30.0])
     for _ in range(100):
         speeds.observe([500, 600, 0], [0.010, 0.010, 0.0])
     assert speeds.relative[:2] == pytest.approx([50e3, 60e3], rel=0.02)
+
+
+def test_what_is_as_expected_but_for_chance_stays() -> None:
+    speeds = WorkerSpeeds([10.0, 20.0])
+    for _ in range(10):
+        speeds.observe([1000, 1900], [0.010, 0.010])
+    assert speeds.relative.tolist() == [10.0, 20.0]
 
 
 @pytest.mark.parametrize("policy", ["sls", "stall-free"])

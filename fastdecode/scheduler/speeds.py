@@ -12,6 +12,12 @@ KEPT = 0.95
 AT_WORK = 0.25
 """An R-worker busy for less than this part of the busiest one's time tells too little about itself."""
 
+LEAST_SECONDS = 0.05
+"""Busy time, among what counts of the past, that it takes to say anything: shorter calls are fixed costs and chance."""
+
+TOLERANCE = 1.2
+"""Speeds whose proportions are as expected within this factor count as expected: placement does not follow chance."""
+
 
 class WorkerSpeeds:
     """First in proportion to what memory gave each R-worker at its start, then as steps showed.
@@ -39,8 +45,11 @@ class WorkerSpeeds:
     @property
     def relative(self) -> np.ndarray:
         """Speeds in one unit, whichever; float64 [num_workers]. Of those never seen, in proportion to bandwidth."""
-        seen = self._seconds > 0
+        seen = self._seconds >= LEAST_SECONDS
         if not seen.any():
             return self._bandwidths
         speeds = np.where(seen, self._kv_tokens / np.where(seen, self._seconds, 1.0), 0.0)
+        surprise = speeds[seen] / self._bandwidths[seen]
+        if surprise.max() <= TOLERANCE * surprise.min():
+            return self._bandwidths
         return np.where(seen, speeds, self._bandwidths * speeds.sum() / self._bandwidths[seen].sum())
