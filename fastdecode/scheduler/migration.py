@@ -40,6 +40,8 @@ class Migration:
 
     def next(self) -> Move | None:
         """What to move next; the blocks for it are free, once the target has heard its controls."""
+        if not self._evens and not self._fleet.draining:
+            return None
         relative = self._relative_loads()
         for worker in self._fleet.draining:
             for sequence in self._leaving(worker):
@@ -50,6 +52,8 @@ class Migration:
 
     def homeless(self) -> list[Sequence]:
         """Those on R-workers that drain, who could run elsewhere, but for whom nobody has room now."""
+        if not self._fleet.draining:
+            return []
         relative = self._relative_loads()
         return [
             sequence
