@@ -121,6 +121,8 @@ def measure(machine: Machine, length: int, sockets: int, in_flight: int, slack: 
     simulator.run([SimulatedRequest([0], length) for _ in range(2 * in_flight)])
     last_start = max(number for number, step in enumerate(steps) if not step.is_decode)
     steady = steps[length:last_start]
+    if not steady:
+        raise SystemExit(f"--slack {slack:g} lets every sequence start before the first has ended: take less")
     seconds, tokens = sum(step.wall_seconds for step in steady), sum(step.num_output_tokens for step in steady)
     r_seconds = sum(sum(step.r_seconds) for step in steady) / sockets
     s_seconds = sum(step.s_seconds for step in steady)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fastdecode.bench.samples import NUM_LAYERS, measuring
 from fastdecode.bench.throughput import run_throughput, warm_up
@@ -66,11 +65,6 @@ def run_offline(
         [(step.num_tokens, step.num_output_tokens, step.kv_loads) for step in run] for run in (live.steps, steps)
     ]
     return OfflineRun(simulator.now_seconds, live.elapsed_seconds, len(live.steps), decided[0] == decided[1])
-
-
-def _decided(step: StepRecord) -> tuple[Any, ...]:
-    """What the scheduler chose."""
-    return step.is_decode, step.num_tokens, step.num_output_tokens, tuple(step.kv_loads)
 
 
 def offline_line(run: OfflineRun) -> str:

@@ -119,6 +119,15 @@ def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuratio
     ]
 
 
+def require_measured(profile: HardwareProfile, todo: Sequence[Configuration]) -> None:
+    """ProfileError where ``profile`` lacks what predicting one of ``todo`` takes; nothing is loaded or run."""
+    for each in todo:
+        shape = profile.shape.with_kv_heads(each.num_kv_heads)
+        deployed_step_model(profile, shape, each.kv_dtype, each.deployment)
+        profile.anchor_seconds("s", each.deployment.s_threads)
+        profile.anchor_seconds("r", each.deployment.r_threads)
+
+
 class Validation:
     """Runs configurations beside anchors that stay for all of them."""
 

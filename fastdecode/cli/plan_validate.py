@@ -29,12 +29,13 @@ def run_validation(args: argparse.Namespace) -> int:
     profile = load_profile(args.profile)
     config = _checked_config(args, profile)
     from fastdecode.bench.offline_run import offline_line, run_offline
-    from fastdecode.bench.validate import configurations, validation
+    from fastdecode.bench.validate import configurations, require_measured, validation
     from fastdecode.bench.validate_table import HEADER, error_line, plot_rows, row_figures, table_line
 
     grid = configurations(profile.shape, usable_cores())
     count = min(args.validate or len(grid), len(grid))
     todo = [grid[index * len(grid) // count] for index in range(count)]
+    require_measured(profile, todo)
     print(f"{profile.shape.name} on {profile.machine.host}: {profile.machine.s_worker}")
     print(HEADER, flush=True)
     rows: list[ValidatedRow] = []

@@ -39,14 +39,11 @@ std::int64_t bits_of(DType dtype) {
 
 std::int64_t scale_bytes(DType dtype, std::int64_t dim) { return 4 * scale_words(dtype, dim); }
 
-/// Element `part` of a lane, behind the tile's scales. An int4 lane holds two neighbours to a byte, four apart.
-ElementPlace place_in_lane(DType dtype, std::int64_t lane, std::int64_t part, std::int64_t tile_scale_bytes) {
-    if (dtype == DType::int4) return {tile_scale_bytes + lane * 4 + part % 4, int(part / 4 * 4)};
-    return {tile_scale_bytes + (lane * pack_of(dtype) + part) * bits_of(dtype) / 8, 0};
-}
+std::int64_t lane_bytes(DType dtype) { return pack_of(dtype) * bits_of(dtype) / 8; }
 
-float load_element(DType dtype, const std::uint8_t* tile, ElementPlace place, std::int64_t token, std::int64_t dim) {
-    const std::uint8_t* data = tile + place.byte;
+float load_element(DType dtype, const std::uint8_t* tile, const RowPlace& row, std::int64_t token, std::int64_t dim) {
+    const std::int64_t run_byte = dim % row.run * bits_of(dtype) / 8;
+    const std::uint8_t* data = tile + row.first_byte + dim / row.run * row.stride_bytes + run_byte;
     if (dtype == DType::float32) return load_word<float>(data);
     if (dtype == DType::float16) return half_to_float(load_word<std::uint16_t>(data));
     if (dtype == DType::bfloat16) return bfloat_to_float(load_word<std::uint16_t>(data));
@@ -54,7 +51,8 @@ float load_element(DType dtype, const std::uint8_t* tile, ElementPlace place, st
     const std::uint8_t* terms = tile + scale_place(dim / kGroupDims, token);
     const float scale = bfloat_to_float(load_word<std::uint16_t>(terms));
     const float zero = bfloat_to_float(load_word<std::uint16_t>(terms + 2));
-    return zero + scale * float(*data >> place.shift & 15);
+    const CodePlace code = code_place(row, dim);
+    return zero + scale * float(tile[code.byte] >> code.shift & 15);
 }
 
 }  // namespace
@@ -95,34 +93,35 @@ std::int64_t scale_words(DType dtype, std::int64_t dim) {
 }
 
 void turn_keys_to_rows(DType dtype, std::uint8_t* tile, std::int64_t key_dim) {
-    const std::int64_t pack = pack_of(dtype), lines = (key_dim + pack - 1) / pack,
-                       lane_bytes = pack * bits_of(dtype) / 8;
+    const std::int64_t pack = pack_of(dtype), lines = (key_dim + pack - 1) / pack, word = lane_bytes(dtype);
     std::uint8_t* const keys = tile + kTileTokens * scale_bytes(dtype, key_dim);
-    const std::vector<std::uint8_t> lanes(keys, keys + lines * kTileTokens * lane_bytes);
+    const std::vector<std::uint8_t> lanes(keys, keys + lines * kTileTokens * word);
     for (std::int64_t line = 0; line < lines; ++line)
         for (std::int64_t token = 0; token < kTileTokens; ++token)
-            std::memcpy(keys + (token * lines + line) * lane_bytes,
-                        lanes.data() + (line * kTileTokens + token) * lane_bytes, lane_bytes);
+            std::memcpy(keys + (token * lines + line) * word, lanes.data() + (line * kTileTokens + token) * word, word);
 }
 
-ElementPlace key_place(DType dtype, KeyOrder order, std::int64_t token, std::int64_t dim, std::int64_t key_dim) {
-    const std::int64_t pack = pack_of(dtype), lines = (key_dim + pack - 1) / pack, line = dim / pack;
-    const std::int64_t lane = order == KeyOrder::lanes ? line * kTileTokens + token : token * lines + line;
-    return place_in_lane(dtype, lane, dim % pack, kTileTokens * scale_bytes(dtype, key_dim));
+RowPlace key_place(DType dtype, KeyOrder order, std::int64_t token, std::int64_t key_dim) {
+    const std::int64_t pack = pack_of(dtype), lines = (key_dim + pack - 1) / pack, scales = scale_bytes(dtype, key_dim);
+    const bool lanes = order == KeyOrder::lanes;
+    return {kTileTokens * scales + token * (lanes ? 1 : lines) * lane_bytes(dtype),
+            (lanes ? kTileTokens : 1) * lane_bytes(dtype), pack, 0};
 }
 
-ElementPlace value_place(DType dtype, std::int64_t token, std::int64_t dim, std::int64_t value_dim) {
-    const std::int64_t pack = pack_of(dtype), lane = token / pack * round_up(value_dim, 16) + dim;
-    return place_in_lane(dtype, lane, token % pack, kTileTokens * scale_bytes(dtype, value_dim));
+RowPlace value_place(DType dtype, std::int64_t token, std::int64_t value_dim) {
+    const std::int64_t pack = pack_of(dtype), part = token % pack, scales = scale_bytes(dtype, value_dim);
+    const std::int64_t lane = kTileTokens * scales + token / pack * round_up(value_dim, 16) * lane_bytes(dtype);
+    if (dtype == DType::int4) return {lane + part % 4, lane_bytes(dtype), 1, int(part / 4 * 4)};
+    return {lane + part * bits_of(dtype) / 8, lane_bytes(dtype), 1, 0};
 }
 
 float load_key(DType dtype, KeyOrder order, const std::uint8_t* tile, std::int64_t token, std::int64_t dim,
                std::int64_t key_dim) {
-    return load_element(dtype, tile, key_place(dtype, order, token, dim, key_dim), token, dim);
+    return load_element(dtype, tile, key_place(dtype, order, token, key_dim), token, dim);
 }
 
 float load_value(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, std::int64_t value_dim) {
-    return load_element(dtype, tile, value_place(dtype, token, dim, value_dim), token, dim);
+    return load_element(dtype, tile, value_place(dtype, token, value_dim), token, dim);
 }
 
 }  // namespace rworker

@@ -40,9 +40,10 @@ struct LayerLayout {
 /// Bytes that attention reads of one token in one KV head: keys, values and their scales, padding left out.
 std::int64_t token_bytes(const LayerSpec& layer, DType kv_dtype);
 
-/// Where an element lies in its tile: its first byte and, of an int4 code, which bits of it.
-struct ElementPlace {
-    std::int64_t byte;
+/// Where one token's elements lie in a tile: `run` neighbours at a time, a stride from run to run. An int4 run is one
+/// code, at `shift`, or a lane of eight: two to a byte, four dims apart.
+struct RowPlace {
+    std::int64_t first_byte, stride_bytes, run;
     int shift;
 };
 
@@ -57,8 +58,19 @@ inline KeyOrder key_order(std::int64_t first, std::int64_t length) {
 /// Turns the keys of one tile from lanes to rows.
 void turn_keys_to_rows(DType dtype, std::uint8_t* tile, std::int64_t key_dim);
 
-ElementPlace key_place(DType dtype, KeyOrder order, std::int64_t token, std::int64_t dim, std::int64_t key_dim);
-ElementPlace value_place(DType dtype, std::int64_t token, std::int64_t dim, std::int64_t value_dim);
+RowPlace key_place(DType dtype, KeyOrder order, std::int64_t token, std::int64_t key_dim);
+RowPlace value_place(DType dtype, std::int64_t token, std::int64_t value_dim);
+
+/// One code of an int4 row: its byte, and which bits of it.
+struct CodePlace {
+    std::int64_t byte;
+    int shift;
+};
+
+inline CodePlace code_place(const RowPlace& row, std::int64_t dim) {
+    if (row.run == 1) return {row.first_byte + dim * row.stride_bytes, row.shift};
+    return {row.first_byte + dim / 8 * row.stride_bytes + dim % 4, int(dim / 4 % 2 * 4)};
+}
 
 /// Words of 4 bytes that hold the scales of one token's keys, or values, of `dim` elements.
 std::int64_t scale_words(DType dtype, std::int64_t dim);

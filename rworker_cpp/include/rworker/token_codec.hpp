@@ -33,8 +33,6 @@ class TokenCodec {
 
   private:
     std::int64_t row_bytes(std::int64_t dim) const;
-    ElementPlace key_at(const TokenPlace& place, std::int64_t dim) const;
-    ElementPlace value_at(const TokenPlace& place, std::int64_t dim) const;
 
     DType dtype_;
     const LayerSpec& layer_;
