@@ -37,12 +37,16 @@ class GpuStepTime:
     gpu: Gpu
     kv_bytes_per_token: int
 
-    def __call__(self, tokens: float, kv_tokens: float) -> float:
-        """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``."""
+    def __call__(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> float:
+        """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``.
+
+        Only the rows that are sampled, ``output_tokens``, meet the head; all rows unless given.
+        """
+        unsampled = 0.0 if output_tokens is None else tokens - output_tokens
         return roofline.step_seconds(
             1,
             kv_tokens * self.kv_bytes_per_token,
-            tokens * self.shape.active_parameters,
+            tokens * self.shape.active_parameters - unsampled * self.shape.head_parameters,
             self.shape.weight_bytes,
             self.gpu.flops_per_second.achieved,
             self.gpu.kv_bytes_per_second.achieved,

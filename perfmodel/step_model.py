@@ -59,10 +59,17 @@ class StepModel:
         if min(counts) < 1 or not self.num_r_workers > 0:
             raise ConfigError("layers, mini-batches and R-workers must be at least 1")
 
-    def __call__(self, tokens: float, kv_tokens: float) -> float:
-        """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``, all mini-batches together."""
-        overhead = self.step_overhead_seconds + self.row_overhead_seconds * tokens
-        return self._pipeline_seconds(tokens, kv_tokens) + overhead
+    def __call__(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> float:
+        """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``, all mini-batches together.
+
+        Only the rows that are sampled, ``output_tokens``, meet the head and the host; all rows unless given.
+        """
+        sampled = tokens if output_tokens is None else output_tokens
+        return self._pipeline_seconds(tokens, kv_tokens, sampled) + self.host_seconds(sampled)
+
+    def host_seconds(self, output_tokens: float) -> float:
+        """The engine's own work in a step: once, and for each sequence that gets a token."""
+        return self.step_overhead_seconds + self.row_overhead_seconds * output_tokens
 
     def stages(self, tokens: float, kv_tokens: float) -> Stages:
         """Of one layer and one mini-batch of such a step."""
@@ -91,10 +98,10 @@ class StepModel:
         per_worker = self.s_part.layer_seconds(rows) / self.r_workers_per_core - fixed
         return max(per_worker, 0.0) / self.r_part.seconds_per_token * self.num_r_workers * self.num_mini_batches
 
-    def _pipeline_seconds(self, tokens: float, kv_tokens: float) -> float:
+    def _pipeline_seconds(self, tokens: float, kv_tokens: float, output_tokens: float) -> float:
         """All layers and heads."""
         n, k, stages = self.num_layers, self.num_mini_batches, self.stages(tokens, kv_tokens)
-        head = self.s_part.head_seconds(tokens / k)
+        head = self.s_part.head_seconds(output_tokens / k)
         least = n * self.layer_seconds(tokens, kv_tokens) + head
         if k == 1 or not self.drains:
             return least + (k - 1) * head

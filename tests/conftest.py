@@ -19,6 +19,13 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TE
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))  # for model_zoo
 
+ONE_AT_A_TIME = {
+    "test_backend_interrupts", "test_backends", "test_calibrate", "test_cli", "test_doctor", "test_elastic",
+    "test_hostile_peers", "test_launch", "test_mpi", "test_r_worker", "test_recovery", "test_run_batch",
+    "test_security", "test_spawn", "test_spin",
+}  # fmt: skip
+"""Modules that start processes and look for what these leave behind: never two of them at once."""
+
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
 
@@ -29,3 +36,10 @@ def _one_torch_thread() -> Iterator[None]:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole modules go to one process, for the sake of their fixtures."""
+    for item in items:
+        module = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("processes" if module in ONE_AT_A_TIME else module))

@@ -161,7 +161,7 @@ def test_an_offline_run_has_the_simulations_schedule(folder: str, profile: Hardw
     config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
     threads = {point.threads for point in profile.anchors}
     spec = WorkloadSpec(random_input_len=16, random_output_len=24, num_prompts=12)
-    found = run_offline(config, profile, spec, threads.pop())
+    found = run_offline(config, profile, (), spec, threads.pop())
     assert found.same_schedule and found.num_steps >= 24 and found.simulated_seconds > 0
 
 

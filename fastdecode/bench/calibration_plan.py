@@ -9,8 +9,8 @@ from fastdecode.machine import usable_cores
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HERE
 
-CPU_BATCH_SIZES = (16, 32, 64, 128, 160, 256, 512)
-"""With both sides of 128 rows, where the S-worker changes its matrix products."""
+CPU_BATCH_SIZES = (16, 32, 64, 128, 160, 256)
+"""With both sides of 128 rows, where the S-worker changes its matrix products; beyond 256 a CPU only multiplies."""
 
 GPU_BATCH_SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from fastdecode.bench.samples import NUM_LAYERS, measuring
-from fastdecode.bench.throughput import run_throughput, warm_up
-from fastdecode.bench.workload import WorkloadSpec, make_workload
+from fastdecode.bench.throughput import ThroughputRun, run_throughput, warm_up
+from fastdecode.bench.workload import WorkItem, WorkloadSpec, make_workload
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
 from fastdecode.machine import usable_cores
 from fastdecode.metrics import StepRecord
-from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
+from fastdecode.perfmodel.calibration import Anchor, steadily
+from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
+from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import Scheduler
 
 SPEC = WorkloadSpec(random_input_len=64, random_output_len=96, num_prompts=96)
@@ -36,35 +43,61 @@ class OfflineRun:
 
 
 def run_offline(
-    config: EngineConfig, profile: HardwareProfile, spec: WorkloadSpec = SPEC, threads: int | None = None
+    config: EngineConfig,
+    profile: HardwareProfile,
+    anchors: Sequence[Anchor] = (),
+    spec: WorkloadSpec = SPEC,
+    threads: int | None = None,
 ) -> OfflineRun:
     """Fixed lengths, the load-stabilizing schedule within the load limit of ``profile``, S and R in turn, both with
-    ``threads`` (all cores)."""
+    ``threads`` (all cores). ``anchors``, of S and of R with as many, scale what is simulated."""
     cores = threads or len(usable_cores())
-    config = replace(
-        measuring(config), hf_overrides={**config.hf_overrides, "num_hidden_layers": NUM_LAYERS}, schedule="sls",
-        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=256, num_mini_batches=1, s_threads=cores, r_threads=cores,
-        kv_cache_memory="1GiB",
-    )  # fmt: skip
-    engine = LLMEngine(config)
+    engine = LLMEngine(_offline_config(config, cores))
     try:
-        shape = engine.s_model.shape
-        model = deployed_step_model(profile, shape, engine.s_model.layout.kv_dtype, Deployment(cores, cores))
-        balanced = int(model.balanced_kv_tokens(MAX_NUM_SEQS))
+        predicted = partial(
+            deployed_step_model, profile, engine.s_model.shape, engine.s_model.layout.kv_dtype,
+            Deployment(cores, cores),
+        )  # fmt: skip
+        balanced = int(predicted().balanced_kv_tokens(MAX_NUM_SEQS))
         limits = replace(engine.scheduler.limits, balanced_kv_tokens=balanced)
         engine.scheduler = Scheduler(engine.scheduler.policy, limits)
         items = make_workload(spec, engine.s_model.vocab_size, engine.s_model.max_model_len, None)
         warm_up(engine, items)
-        live = run_throughput(engine, items)
+        runs: list[ThroughputRun] = []
+        steadied = steadily(anchors, partial(_run_again, engine, items, runs))
     finally:
         engine.close()
+    model = predicted(drift=Drift(*(each.drift for each in steadied)))
+    seconds, steps = _simulated(Scheduler(engine.scheduler.policy, limits), model, items)
+    same = all(_decisions(run.steps) == _decisions(steps) for run in runs)
+    return OfflineRun(seconds, float(steadied[0].samples[0, 0]), len(steps), same)
+
+
+def _offline_config(config: EngineConfig, cores: int) -> EngineConfig:
+    return replace(
+        measuring(config), hf_overrides={**config.hf_overrides, "num_hidden_layers": NUM_LAYERS}, schedule="sls",
+        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=256, num_mini_batches=1, s_threads=cores, r_threads=cores,
+        kv_cache_memory="1GiB",
+    )  # fmt: skip
+
+
+def _run_again(engine: LLMEngine, items: Sequence[WorkItem], runs: list[ThroughputRun]) -> np.ndarray:
+    """[1, 1]: its seconds."""
+    runs.append(run_throughput(engine, items))
+    return np.array([[runs[-1].elapsed_seconds]])
+
+
+def _simulated(scheduler: Scheduler, model: StepModel, items: Sequence[WorkItem]) -> tuple[float, list[StepRecord]]:
+    """Its seconds and its steps."""
     steps: list[StepRecord] = []
-    simulator = Simulator(Scheduler(engine.scheduler.policy, limits), SplitMachine(model), steps.append)
+    simulator = Simulator(scheduler, SplitMachine(model), steps.append)
     simulator.run([SimulatedRequest(item.prompt_token_ids, item.output_len, item.arrival_seconds) for item in items])
-    decided = [
-        [(step.num_tokens, step.num_output_tokens, step.kv_loads) for step in run] for run in (live.steps, steps)
-    ]
-    return OfflineRun(simulator.now_seconds, live.elapsed_seconds, len(live.steps), decided[0] == decided[1])
+    return simulator.now_seconds, steps
+
+
+def _decisions(steps: Sequence[StepRecord]) -> list[tuple[Any, ...]]:
+    """What the scheduler chose, step by step."""
+    return [(step.num_tokens, step.num_output_tokens, step.kv_loads) for step in steps]
 
 
 def offline_line(run: OfflineRun) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ R_LAYERS = 2
 
 SHORT_CONTEXT = 16
 SAMPLE_STEPS = 4
+FEWEST_ROUNDS, ENOUGH_SECONDS = 3, 8.0
 BETWEEN_LAYERS_SECONDS = 5e-4
 """An S-worker computes between two calls, so R-workers have gone to sleep when the next one comes."""
 
@@ -61,9 +63,15 @@ def core_list(cores: Sequence[int]) -> str:
 
 
 def s_samples(few: DecodeRig, many: DecodeRig, batch_size: int, threads: int, rounds: int) -> np.ndarray:
-    """[rounds, 3]: seconds of a layer, of everything else of the S-part, and of the host, in a step; A B A B."""
-    rows = []
-    for _ in range(rounds):
+    """[rounds, 3]: seconds of a layer, of everything else of the S-part, and of the host, in a step; A B A B.
+
+    Fewer rounds, but FEWEST_ROUNDS of them, where they take more than ENOUGH_SECONDS.
+    """
+    rows: list[tuple[float, float, float]] = []
+    begin = time.perf_counter()
+    while len(rows) < min(rounds, FEWEST_ROUNDS) or (
+        len(rows) < rounds and time.perf_counter() - begin < ENOUGH_SECONDS
+    ):
         short, long = (rig.decode(batch_size, SHORT_CONTEXT, SAMPLE_STEPS, threads) for rig in (few, many))
         few_seconds, many_seconds = (float(np.median([step.s_seconds for step in steps])) for steps in (short, long))
         layer = (many_seconds - few_seconds) / (MANY_LAYERS - FEW_LAYERS)

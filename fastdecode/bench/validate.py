@@ -13,6 +13,7 @@ import numpy as np
 from fastdecode.bench.attention_rig import AttentionRig
 from fastdecode.bench.decode_rig import DecodeRig
 from fastdecode.bench.instant import InstantBackend
+from fastdecode.bench.offline_run import OfflineRun, run_offline
 from fastdecode.bench.samples import (
     ANCHOR_CONTEXT,
     ANCHOR_SEQUENCES,
@@ -28,6 +29,7 @@ from fastdecode.bench.samples import (
 )
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
+from fastdecode.machine import usable_cores
 from fastdecode.perfmodel.calibration import Anchor, Steadied, steadily
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
 from fastdecode.perfmodel.model_shape import ModelShape
@@ -145,6 +147,11 @@ class Validation:
             yield self._validated(configuration)
             advance()
 
+    def offline(self) -> OfflineRun:
+        """A whole run with S and R in turn on all cores, beside its simulation."""
+        cores = len(usable_cores())
+        return run_offline(self.config, self.profile, [self._s_anchor(cores), self._r_anchor(cores, None)])
+
     def close(self) -> None:
         """Free the anchors."""
         self._cleanup.close()
@@ -153,7 +160,8 @@ class Validation:
         shape = replace(self.profile.shape, num_layers=NUM_LAYERS).with_kv_heads(configuration.num_kv_heads)
         kv_bytes = shape.kv_layout(configuration.kv_dtype).kv_bytes_per_token
         deployment = configuration.deployment
-        anchors = [self._s_anchor(deployment.s_threads), self._r_anchor(configuration)]
+        r_cores = configuration.cores[1] if configuration.cores else None
+        anchors = [self._s_anchor(deployment.s_threads), self._r_anchor(deployment.r_threads, r_cores)]
         rig = DecodeRig(configuration.engine_config(self.config, kv_bytes))
         try:
             steadied = steadily(anchors, partial(_steps, rig, configuration))
@@ -186,13 +194,13 @@ class Validation:
             self._anchors[key] = Anchor(call, self.profile.anchor_seconds(*key))
         return self._anchors[key]
 
-    def _r_anchor(self, configuration: Configuration) -> Anchor:
+    def _r_anchor(self, threads: int, cores: tuple[int, ...] | None) -> Anchor:
         """On the cores of the R-workers."""
-        key = ("r", configuration.deployment.r_threads)
+        key = ("r", threads)
         if key not in self._anchors:
             layout = replace(self.profile.shape, num_layers=R_LAYERS).kv_layout(self.profile.shape.dtype)
             kv_bytes = ANCHOR_SEQUENCES * (ANCHOR_CONTEXT + 128) * layout.kv_bytes_per_token
-            pinned = replace(self.config, r_cores=core_list(configuration.cores[1]) if configuration.cores else None)
+            pinned = replace(self.config, r_cores=core_list(cores) if cores else None)
             rig = AttentionRig(r_worker_config(pinned, "inproc", key[1], kv_bytes), layout)
             self._cleanup.callback(rig.close)
             rig.fill(ANCHOR_SEQUENCES, ANCHOR_CONTEXT)

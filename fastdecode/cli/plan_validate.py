@@ -28,7 +28,7 @@ def run_validation(args: argparse.Namespace) -> int:
         raise ConfigError("validate needs --profile, made here by `fastdecode calibrate`, and the --model folder of it")
     profile = load_profile(args.profile)
     config = _checked_config(args, profile)
-    from fastdecode.bench.offline_run import offline_line, run_offline
+    from fastdecode.bench.offline_run import offline_line
     from fastdecode.bench.validate import configurations, require_measured, validation
     from fastdecode.bench.validate_table import HEADER, error_line, plot_rows, row_figures, table_line
 
@@ -44,8 +44,8 @@ def run_validation(args: argparse.Namespace) -> int:
             rows.append(row)
             tqdm.write(table_line(row, profile.shape.num_heads), file=sys.stdout)
             sys.stdout.flush()
-    print(error_line(rows))
-    offline = run_offline(config, profile)
+        print(error_line(rows), flush=True)
+        offline = measuring.offline()
     print(offline_line(offline))
     if args.plot:
         plot_rows(rows, args.plot)

@@ -30,8 +30,9 @@ class Machine(Protocol):
     @property
     def kv_bytes_per_token(self) -> int: ...
 
-    def cost(self, num_tokens: int, kv_loads: Sequence[int]) -> StepCost:
-        """Of a step with ``num_tokens`` rows on the S-worker; each R-worker attends its part of ``kv_loads``."""
+    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+        """Of a step with ``num_tokens`` rows on the S-worker, ``num_output_tokens`` of them sampled; each R-worker
+        attends its part of ``kv_loads``."""
         ...
 
 
@@ -42,7 +43,7 @@ class SplitMachine:
     model: StepModel
     kv_bytes_per_token: int = 0
 
-    def cost(self, num_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
         """By the model, as if every R-worker had the busiest one's load."""
         model = self.model
         as_busiest = model.num_r_workers * max(kv_loads)
@@ -51,9 +52,9 @@ class SplitMachine:
         loads = np.asarray(kv_loads, np.float64)
         attending = model.r_part.call_seconds * (loads > 0) + model.r_part.seconds_per_token * loads / k
         return StepCost(
-            wall_seconds=model(num_tokens, as_busiest),
-            s_seconds=calls * stages.s_part + k * model.s_part.head_seconds(num_tokens / k),
-            host_seconds=model.step_overhead_seconds,
+            wall_seconds=model(num_tokens, as_busiest, num_output_tokens),
+            s_seconds=calls * stages.s_part + k * model.s_part.head_seconds(num_output_tokens / k),
+            host_seconds=model.host_seconds(num_output_tokens),
             transfer_seconds=calls * stages.trip,
             r_seconds=calls * attending,
         )
@@ -70,8 +71,8 @@ class GpuMachine:
         """Of the cache over all layers."""
         return self.step_time.kv_bytes_per_token
 
-    def cost(self, num_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
         """By the roofline; S is what weights and arithmetic take."""
         kv_tokens = sum(kv_loads)
-        wall, s_part = self.step_time(num_tokens, kv_tokens), self.step_time(num_tokens, 0)
+        wall, s_part = (self.step_time(num_tokens, tokens, num_output_tokens) for tokens in (kv_tokens, 0))
         return StepCost(wall, s_part, 0.0, 0.0, np.array([wall - s_part]))

@@ -73,14 +73,14 @@ class Simulator:
         if not step.num_tokens:
             raise PlanError("no request can run: the scheduler promised room that it does not have (a bug)")
         self._note_starts(step)
-        kv_loads = step.kv_loads
-        cost = self.machine.cost(step.num_tokens, kv_loads)
+        kv_loads, sampled = step.kv_loads, _sampled_ids(step)
+        cost = self.machine.cost(step.num_tokens, len(sampled), kv_loads)
         self.now_seconds += cost.wall_seconds
         self.scheduler.commit(step)
-        num_output_tokens = self._take(step)
+        self._take(sampled)
         self.num_steps += 1
         if self.on_step is not None:
-            self.on_step(self._record(step, kv_loads, cost, num_output_tokens))
+            self.on_step(self._record(step, kv_loads, cost, len(sampled)))
 
     def _note_starts(self, step: ScheduledStep) -> None:
         for mini_batch in step.mini_batches:
@@ -89,14 +89,11 @@ class Simulator:
                 if request.start_seconds is None:
                     request.start_seconds = self.now_seconds
 
-    def _take(self, step: ScheduledStep) -> int:
-        """One token for everybody who sampled; returns how many. Thousands do: what can be is done on arrays."""
-        batches = [mini_batch.chunks for mini_batch in step.mini_batches]
-        sampled = np.concatenate([chunks["sequence_id"][chunks["samples"]] for chunks in batches])
-        for sequence_id in self._tokens.take(sampled, self.now_seconds).tolist():
+    def _take(self, sampled_ids: np.ndarray) -> None:
+        """One token for everybody who sampled. Thousands do: what can be is done on arrays."""
+        for sequence_id in self._tokens.take(sampled_ids, self.now_seconds).tolist():
             self.scheduler.finish(self._sequences[sequence_id], "length")
             self._num_finished += 1
-        return len(sampled)
 
     def _record(self, step: ScheduledStep, kv_loads: list[int], cost: StepCost, num_output_tokens: int) -> StepRecord:
         return StepRecord(
@@ -113,3 +110,9 @@ class Simulator:
             transfer_seconds=(cost.transfer_seconds,) * len(kv_loads),
             kv_bytes_read=self.machine.kv_bytes_per_token * sum(kv_loads),
         )
+
+
+def _sampled_ids(step: ScheduledStep) -> np.ndarray:
+    """int64 [num_output_tokens]."""
+    batches = [mini_batch.chunks for mini_batch in step.mini_batches]
+    return np.concatenate([chunks["sequence_id"][chunks["samples"]] for chunks in batches])

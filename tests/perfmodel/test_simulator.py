@@ -178,17 +178,28 @@ def test_a_split_step_waits_for_the_busiest_r_worker(mini_batches: int) -> None:
     """Ten layers; the other worker's load changes its own time alone."""
     model = StepModel(10, S_PART, RPart(1e-6, 1e-4), 2, mini_batches, Transport(1000, (1e9,), 1e-5), 5e-3)
     machine = SplitMachine(model, 100)
-    even, uneven = machine.cost(64, [9000, 9000]), machine.cost(64, [9000, 1000])
+    even, uneven = machine.cost(64, 64, [9000, 9000]), machine.cost(64, 64, [9000, 1000])
     assert even.wall_seconds == uneven.wall_seconds == model(64, 18000)
     assert uneven.r_seconds.tolist() == pytest.approx(
         [10 * (mini_batches * 1e-4 + load * 1e-6) for load in (9000, 1000)]
     )
-    assert machine.cost(64, [9000, 0]).r_seconds[1] == 0.0
+    assert machine.cost(64, 64, [9000, 0]).r_seconds[1] == 0.0
     rows = 64 // mini_batches
     assert even.s_seconds == pytest.approx(mini_batches * (10 * S_PART.layer_seconds(rows) + S_PART.head_seconds(rows)))
     assert even.transfer_seconds == pytest.approx(10 * mini_batches * (1e-5 + rows * 1e-6))
     assert even.host_seconds == 5e-3
-    assert machine.cost(64, [90000, 0]).wall_seconds > even.wall_seconds
+    assert machine.cost(64, 64, [90000, 0]).wall_seconds > even.wall_seconds
+
+
+def test_only_sampled_rows_meet_the_head_and_the_host() -> None:
+    """A prompt's rows but its last go through the layers alone."""
+    model = StepModel(10, S_PART, RPart(1e-6), step_overhead_seconds=5e-3, row_overhead_seconds=1e-4, num_mini_batches=1)
+    decode, prompt = (SplitMachine(model).cost(64, sampled, [0]) for sampled in (64, 8))
+    head = S_PART.head_seconds(64) - S_PART.head_seconds(8)
+    assert head > 0 and decode.s_seconds - prompt.s_seconds == pytest.approx(head)
+    assert decode.host_seconds - prompt.host_seconds == pytest.approx(56e-4)
+    assert decode.wall_seconds - prompt.wall_seconds == pytest.approx(head + 56e-4)
+    assert model(64, 0) == decode.wall_seconds
 
 
 def test_records_add_up() -> None:
@@ -210,5 +221,5 @@ def test_a_gpu_alone_is_its_roofline() -> None:
     assert step_time(4096, 0) == pytest.approx(2 * 4096 * shape.parameters / (0.62 * 312e12))
     assert step_time(1, 10_000) - step_time(1, 0) == pytest.approx(10_000 * 131072 / (0.8 * 2039e9))
     assert step_time.capacity_tokens == int((0.9 * 80e9 - shape.weight_bytes) / 131072)
-    cost = GpuMachine(step_time).cost(1, [10_000])
+    cost = GpuMachine(step_time).cost(1, 1, [10_000])
     assert cost.s_seconds == pytest.approx(weights) and cost.s_seconds + cost.r_seconds[0] == cost.wall_seconds
