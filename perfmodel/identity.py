@@ -10,7 +10,8 @@ from fastdecode import __version__
 from fastdecode.errors import ProfileError
 from fastdecode.machine import cpu_name
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.profile import HardwareProfile, MachineIdentity
+from fastdecode.perfmodel.points import MachineIdentity
+from fastdecode.perfmodel.profile import HardwareProfile
 
 
 def this_machine(device_name: str, r_worker: str, isa: str) -> MachineIdentity:

@@ -10,117 +10,24 @@ from fastdecode.errors import ProfileError
 from fastdecode.perfmodel.contention import Contention
 from fastdecode.perfmodel.fit import fit_parts
 from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.points import (
+    HERE,
+    AnchorPoint,
+    ContentionPoint,
+    HostPoint,
+    InTurnPoint,
+    LinkPoint,
+    MachineIdentity,
+    PlanPoint,
+    RPartPoint,
+    SPartPoint,
+)
 from fastdecode.perfmodel.r_part import RPart
 from fastdecode.perfmodel.s_part import MeasuredSPart
 from fastdecode.perfmodel.transport import Transport
 
 FORMAT_VERSION = 1
 """Of the JSON; a profile of another version is refused."""
-
-HERE = "here"
-"""The R-workers of the S-worker's own machine, in ``RPartPoint.r_worker``: threads and processes alike."""
-
-
-@dataclass(frozen=True)
-class MachineIdentity:
-    """Whose figures these are."""
-
-    host: str
-    s_worker: str
-    r_worker: str
-    isa: str
-    fastdecode_version: str
-
-
-@dataclass(frozen=True)
-class SPartPoint:
-    """The S-part of one layer, and of embedding, head and sampling, at one batch size; ``threads`` of the S-worker.
-
-    ``spread``, here and below: of the samples behind the figure, from the 10th to the 90th percentile over the median.
-    """
-
-    batch_size: int
-    layer_seconds: float
-    head_seconds: float
-    spread: float = 0.0
-    threads: int = 1
-
-
-@dataclass(frozen=True)
-class RPartPoint:
-    """One call of one layer on one R-worker: ``num_sequences`` rows, each over ``context_len`` cached tokens.
-
-    ``r_worker``: "here", or the "host:port" of one elsewhere.
-    """
-
-    kv_cache_dtype: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    threads: int
-    num_sequences: int
-    context_len: int
-    seconds: float
-    spread: float = 0.0
-    r_worker: str = HERE
-
-
-@dataclass(frozen=True)
-class LinkPoint:
-    """From submit to o available, the R-worker's own work apart, with ``message_bytes`` of q, k, v and o together.
-
-    ``r_worker``: "inproc", "spawn" or "host:port".
-    """
-
-    r_worker: str
-    message_bytes: int
-    seconds: float
-    spread: float = 0.0
-
-
-@dataclass(frozen=True)
-class HostPoint:
-    """The engine's own work in a step: scheduling and bookkeeping."""
-
-    num_sequences: int
-    seconds: float
-    spread: float = 0.0
-
-
-@dataclass(frozen=True)
-class PlanPoint:
-    """Beginning and ending a step on one R-worker, its plan and report on their way included."""
-
-    r_worker: str
-    num_sequences: int
-    seconds: float
-    spread: float = 0.0
-
-
-@dataclass(frozen=True)
-class ContentionPoint:
-    """How many times longer each side takes while the other works on this machine's other cores.
-
-    ``num_kv_heads``: of the cache that the R-worker reads; the more it reads, the more it takes from S.
-    """
-
-    s_threads: int
-    r_threads: int
-    s_slowdown: float
-    r_slowdown: float
-    spread: float = 0.0
-    num_kv_heads: int = 1
-
-
-@dataclass(frozen=True)
-class AnchorPoint:
-    """What one short S shape (``part`` "s") or R shape ("r") took: measured again later, it says how fast the machine
-    is by then."""
-
-    part: str
-    threads: int
-    seconds: float
-    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -135,6 +42,7 @@ class HardwareProfile:
     host: tuple[HostPoint, ...] = ()
     plans: tuple[PlanPoint, ...] = ()
     contention: tuple[ContentionPoint, ...] = ()
+    in_turn: tuple[InTurnPoint, ...] = ()
     anchors: tuple[AnchorPoint, ...] = ()
     format_version: int = FORMAT_VERSION
 
@@ -203,6 +111,10 @@ class HardwareProfile:
             ),
         )
         return Contention(nearest.s_slowdown, nearest.r_slowdown)
+
+    def in_turn_slowdown(self, threads: int) -> float:
+        """Of the S-part with so many threads; 1 where it was not measured."""
+        return next((point.s_slowdown for point in self.in_turn if point.threads == threads), 1.0)
 
     def anchor_seconds(self, part: str, threads: int) -> float:
         """What the anchor of S ("s") or R ("r") took at the time."""

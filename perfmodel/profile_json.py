@@ -11,18 +11,18 @@ from typing import Any, TypeVar
 
 from fastdecode.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.profile import (
-    FORMAT_VERSION,
+from fastdecode.perfmodel.points import (
     AnchorPoint,
     ContentionPoint,
-    HardwareProfile,
     HostPoint,
+    InTurnPoint,
     LinkPoint,
     MachineIdentity,
     PlanPoint,
     RPartPoint,
     SPartPoint,
 )
+from fastdecode.perfmodel.profile import FORMAT_VERSION, HardwareProfile
 
 PARTS = {"machine": MachineIdentity, "shape": ModelShape}
 LISTS = {
@@ -32,6 +32,7 @@ LISTS = {
     "host": HostPoint,
     "plans": PlanPoint,
     "contention": ContentionPoint,
+    "in_turn": InTurnPoint,
     "anchors": AnchorPoint,
 }
 

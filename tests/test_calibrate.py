@@ -25,14 +25,15 @@ from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import ProfileError
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
-from fastdecode.perfmodel.profile import HardwareProfile, MachineIdentity
+from fastdecode.perfmodel.points import MachineIdentity
+from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.sworker.loader import model_shape
 
 PLAN = CalibrationPlan(
     batch_sizes=(16, 64), s_threads=(1,), r_threads=(1,), kv_dtypes=("float32",), groups=(1, 4),
     r_shapes=((4, 32), (4, 256)),
-    links=("inproc", "spawn"), message_rows=(4, 16), contended=((1, 1),), rounds=1, most_tries=1,
+    links=("inproc", "spawn"), message_rows=(4, 16), contended=((1, 1),), rounds=1, most_tries=1, in_turn=(1,),
 )  # fmt: skip
 
 
@@ -80,9 +81,9 @@ def test_everything_is_measured(profile: HardwareProfile) -> None:
     timed = [p.seconds for points in (profile.r_part, profile.host, profile.plans, profile.anchors) for p in points]
     assert min(timed) > 0 and min(p.layer_seconds for p in profile.s_part) > 0
     assert any(line.startswith("T(B) of a layer, 1 thread(s), ms: 16: ") for line in summary_lines(profile))
-    assert [p.num_kv_heads for p in profile.contention] == [heads, heads // 4] and {
-        p.part for p in profile.anchors
-    } == {"s", "r"}
+    assert [p.num_kv_heads for p in profile.contention] == [heads, heads // 4]
+    assert [p.threads for p in profile.in_turn] == [1] and profile.in_turn[0].s_slowdown >= 1
+    assert {p.part for p in profile.anchors} == {"s", "r"}
 
 
 def test_a_live_load_limit_comes_from_the_profile(folder: str, path: str, profile: HardwareProfile) -> None:

@@ -10,7 +10,7 @@ from itertools import product
 
 from fastdecode.bench.attention_rig import AttentionRig
 from fastdecode.bench.calibration_plan import CalibrationPlan
-from fastdecode.bench.contention import measure_contention
+from fastdecode.bench.contention import measure_contention, measure_in_turn
 from fastdecode.bench.decode_rig import DecodeRig
 from fastdecode.bench.instant import InstantBackend
 from fastdecode.bench.samples import (
@@ -34,17 +34,18 @@ from fastdecode.config import EngineConfig
 from fastdecode.perfmodel.calibration import Anchor, steadily
 from fastdecode.perfmodel.identity import this_machine
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.profile import (
+from fastdecode.perfmodel.points import (
     HERE,
     AnchorPoint,
     ContentionPoint,
-    HardwareProfile,
     HostPoint,
+    InTurnPoint,
     LinkPoint,
     PlanPoint,
     RPartPoint,
     SPartPoint,
 )
+from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.types import KVLayout
 
 
@@ -79,6 +80,7 @@ class Calibrator:
             host=host,
             plans=plans,
             contention=self._contention(),
+            in_turn=self._in_turn(),
             anchors=tuple(
                 AnchorPoint(part, threads, anchor.reference_seconds)
                 for part, anchors in (("s", s_anchors), ("r", r_anchors))
@@ -156,6 +158,13 @@ class Calibrator:
         for (s_threads, r_threads), group in product(self.plan.contended, self.plan.groups):
             shape = self.shape.with_kv_heads(self.shape.num_heads // group)
             found.append(measure_contention(self.config, shape, s_threads, r_threads, self.plan.rounds))
+            self._advance()
+        return tuple(found)
+
+    def _in_turn(self) -> tuple[InTurnPoint, ...]:
+        found = []
+        for threads in self.plan.in_turn:
+            found.append(measure_in_turn(self.config, self.shape, threads, self.plan.rounds))
             self._advance()
         return tuple(found)
 

@@ -43,7 +43,7 @@ class PlainMachine:
     per_kv_token: float = 0.0
     kv_bytes_per_token: int = 0
 
-    def cost(self, num_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
         s_part = self.per_step + num_tokens * self.per_row
         attention = sum(kv_loads) * self.per_kv_token
         return StepCost(s_part + attention, s_part, 0.0, 0.0, np.full(len(kv_loads), attention))
@@ -193,7 +193,9 @@ def test_a_split_step_waits_for_the_busiest_r_worker(mini_batches: int) -> None:
 
 def test_only_sampled_rows_meet_the_head_and_the_host() -> None:
     """A prompt's rows but its last go through the layers alone."""
-    model = StepModel(10, S_PART, RPart(1e-6), step_overhead_seconds=5e-3, row_overhead_seconds=1e-4, num_mini_batches=1)
+    model = StepModel(
+        10, S_PART, RPart(1e-6), step_overhead_seconds=5e-3, row_overhead_seconds=1e-4, num_mini_batches=1
+    )
     decode, prompt = (SplitMachine(model).cost(64, sampled, [0]) for sampled in (64, 8))
     head = S_PART.head_seconds(64) - S_PART.head_seconds(8)
     assert head > 0 and decode.s_seconds - prompt.s_seconds == pytest.approx(head)
