@@ -57,7 +57,8 @@ def test_a_profile_says_whose_it_is(tmp_path: Path) -> None:
     path.write_text(write_profile(profile()))
     found = simulate(tmp_path, "--profile", str(path), "--num-r-workers", "3")
     assert any("measured on cluster" in line for line in found["machine"]["assumptions"])
-    assert found["breakdown"]["host_seconds"] == pytest.approx(found["decode"]["steps"] * 1.1e-3)
+    tokens = found["decode"]["tokens_per_second"] * found["breakdown"]["wall_seconds"]
+    assert found["breakdown"]["host_seconds"] == pytest.approx(found["decode"]["steps"] * 1.1e-3 + tokens * 1e-6)
 
 
 def test_a_trace_and_a_gpu_alone(tmp_path: Path) -> None:
