@@ -38,8 +38,9 @@ def _one_torch_thread() -> Iterator[None]:
     yield
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole modules go to one process, for the sake of their fixtures."""
+    """Whole modules go to one process, for the sake of their fixtures. First, because pytest-xdist reads the marks."""
     for item in items:
         module = item.path.stem
         item.add_marker(pytest.mark.xdist_group("processes" if module in ONE_AT_A_TIME else module))
