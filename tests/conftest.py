@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as fastdecode.sworker.threads, which may come after torch here
 TESTS = Path(__file__).resolve().parent
@@ -38,9 +40,14 @@ def _one_torch_thread() -> Iterator[None]:
     yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole modules go to one process, for the sake of their fixtures. First, because pytest-xdist reads the marks."""
-    for item in items:
-        module = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("processes" if module in ONE_AT_A_TIME else module))
+class WholeModules(LoadScopeScheduling):
+    """Hands a module to one process, for the sake of its fixtures, and all that start processes to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.split("::")[0]
+        return "processes" if Path(module).stem in ONE_AT_A_TIME else module
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeModules:
+    """Of ``pytest -n``."""
+    return WholeModules(config, log)
