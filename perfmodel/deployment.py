@@ -48,11 +48,9 @@ def deployed_step_model(
     here = deployment.on_this_machine
     fixed, per_row = profile.step_overhead_seconds(deployment.r_worker, deployment.num_r_workers)
     r_part = profile.measured_r_part(kv_dtype, deployment.r_threads, shape, HERE if here else deployment.r_worker)
-    in_turn = here and not deployment.separate_cores
-    s_slowdown = drift.s_part * (profile.in_turn_slowdown(deployment.s_threads) if in_turn else 1.0)
     return StepModel(
         num_layers=shape.num_layers,
-        s_part=profile.measured_s_part(deployment.s_threads, shape).times(s_slowdown, s_slowdown),
+        s_part=profile.measured_s_part(deployment.s_threads, shape).times(drift.s_part, drift.s_part),
         r_part=r_part.times(drift.r_part),
         num_r_workers=deployment.num_r_workers,
         num_mini_batches=deployment.num_mini_batches,

@@ -100,16 +100,6 @@ class ContentionPoint:
 
 
 @dataclass(frozen=True)
-class InTurnPoint:
-    """How many times longer the S-part takes where R-workers use its ``threads`` cores in turn with it: what it had in
-    caches is gone by then."""
-
-    threads: int
-    s_slowdown: float
-    spread: float = 0.0
-
-
-@dataclass(frozen=True)
 class AnchorPoint:
     """What one short S shape (``part`` "s") or R shape ("r") took: measured again later, it says how fast the machine
     is by then."""

@@ -15,7 +15,6 @@ from fastdecode.perfmodel.points import (
     AnchorPoint,
     ContentionPoint,
     HostPoint,
-    InTurnPoint,
     LinkPoint,
     MachineIdentity,
     PlanPoint,
@@ -42,7 +41,6 @@ class HardwareProfile:
     host: tuple[HostPoint, ...] = ()
     plans: tuple[PlanPoint, ...] = ()
     contention: tuple[ContentionPoint, ...] = ()
-    in_turn: tuple[InTurnPoint, ...] = ()
     anchors: tuple[AnchorPoint, ...] = ()
     format_version: int = FORMAT_VERSION
 
@@ -111,10 +109,6 @@ class HardwareProfile:
             ),
         )
         return Contention(nearest.s_slowdown, nearest.r_slowdown)
-
-    def in_turn_slowdown(self, threads: int) -> float:
-        """Of the S-part with so many threads; 1 where it was not measured."""
-        return next((point.s_slowdown for point in self.in_turn if point.threads == threads), 1.0)
 
     def anchor_seconds(self, part: str, threads: int) -> float:
         """What the anchor of S ("s") or R ("r") took at the time."""

@@ -15,7 +15,6 @@ from fastdecode.perfmodel.points import (
     AnchorPoint,
     ContentionPoint,
     HostPoint,
-    InTurnPoint,
     LinkPoint,
     MachineIdentity,
     PlanPoint,
@@ -32,7 +31,6 @@ LISTS = {
     "host": HostPoint,
     "plans": PlanPoint,
     "contention": ContentionPoint,
-    "in_turn": InTurnPoint,
     "anchors": AnchorPoint,
 }
 

@@ -10,7 +10,7 @@ from itertools import product
 
 from fastdecode.bench.attention_rig import AttentionRig
 from fastdecode.bench.calibration_plan import CalibrationPlan
-from fastdecode.bench.contention import measure_contention, measure_in_turn
+from fastdecode.bench.contention import measure_contention
 from fastdecode.bench.decode_rig import DecodeRig
 from fastdecode.bench.instant import InstantBackend
 from fastdecode.bench.samples import (
@@ -39,7 +39,6 @@ from fastdecode.perfmodel.points import (
     AnchorPoint,
     ContentionPoint,
     HostPoint,
-    InTurnPoint,
     LinkPoint,
     PlanPoint,
     RPartPoint,
@@ -80,7 +79,6 @@ class Calibrator:
             host=host,
             plans=plans,
             contention=self._contention(),
-            in_turn=self._in_turn(),
             anchors=tuple(
                 AnchorPoint(part, threads, anchor.reference_seconds)
                 for part, anchors in (("s", s_anchors), ("r", r_anchors))
@@ -158,13 +156,6 @@ class Calibrator:
         for (s_threads, r_threads), group in product(self.plan.contended, self.plan.groups):
             shape = self.shape.with_kv_heads(self.shape.num_heads // group)
             found.append(measure_contention(self.config, shape, s_threads, r_threads, self.plan.rounds))
-            self._advance()
-        return tuple(found)
-
-    def _in_turn(self) -> tuple[InTurnPoint, ...]:
-        found = []
-        for threads in self.plan.in_turn:
-            found.append(measure_in_turn(self.config, self.shape, threads, self.plan.rounds))
             self._advance()
         return tuple(found)
 

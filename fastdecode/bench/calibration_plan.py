@@ -19,9 +19,7 @@ GPU_BATCH_SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 class CalibrationPlan:
     """``s_threads`` and ``r_threads``: of S-worker and R-workers here, each measured alone. ``r_shapes``: (sequences,
     context). ``links``: "inproc", "spawn" or "host:port". ``rounds``: of each measurement, which is repeated up to
-    ``most_tries`` times while its anchor moves.
-    ``contended``: (S threads, R threads) measured beside each other; ``in_turn``: threads of S and R on the same cores.
-    """
+    ``most_tries`` times while its anchor moves. ``contended``: (S threads, R threads) measured beside each other."""
 
     batch_sizes: tuple[int, ...]
     s_threads: tuple[int, ...]
@@ -34,7 +32,6 @@ class CalibrationPlan:
     contended: tuple[tuple[int, int], ...]
     rounds: int
     most_tries: int
-    in_turn: tuple[int, ...] = ()
 
     @property
     def is_here(self) -> bool:
@@ -52,7 +49,7 @@ class CalibrationPlan:
         r_workers = len(self.r_threads) if self.is_here else len(self.links)
         r_part = r_workers * len(self.kv_dtypes) * len(self.r_shapes)
         s_part, links = len(self.s_threads) * len(self.batch_sizes), len(self.links) * len(self.message_rows)
-        return s_part + r_part + links + len(self.contended) * len(self.groups) + len(self.in_turn)
+        return s_part + r_part + links + len(self.contended) * len(self.groups)
 
 
 def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> CalibrationPlan:
@@ -72,7 +69,6 @@ def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> Calibr
         contended=((cores // 2, cores // 2),) if here and cores > 1 and not on_gpu else (),
         rounds=5,
         most_tries=3,
-        in_turn=(cores,) if here and not on_gpu else (),
     )
 
 

@@ -1,4 +1,4 @@
-"""How much slower S-worker and R-worker of one machine make each other: on cores of their own, and in turn."""
+"""How much slower S-worker and R-worker are while both work, on cores of their own of one machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from fastdecode.bench.attention_rig import AttentionRig
 from fastdecode.bench.decode_rig import DecodeRig
 from fastdecode.bench.instant import InstantBackend
 from fastdecode.bench.samples import (
-    ANCHOR_CONTEXT,
     ANCHOR_ROWS,
     MANY_LAYERS,
     SAMPLE_STEPS,
@@ -24,7 +23,7 @@ from fastdecode.config import EngineConfig
 from fastdecode.machine import usable_cores
 from fastdecode.perfmodel.calibration import summary
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.points import ContentionPoint, InTurnPoint
+from fastdecode.perfmodel.points import ContentionPoint
 
 SEQUENCES, CONTEXT = 32, 1024
 
@@ -57,23 +56,6 @@ def measure_contention(
     )
 
 
-def measure_in_turn(config: EngineConfig, shape: ModelShape, threads: int, rounds: int) -> InTurnPoint:
-    """The S-part of decode steps with R-workers on its own cores, over that with R-workers that answer at once, A B A
-    B."""
-    tokens = ANCHOR_ROWS * (ANCHOR_CONTEXT + 128)
-    kv_bytes = tokens * replace(shape, num_layers=MANY_LAYERS).kv_layout(shape.dtype).kv_bytes_per_token
-    config = with_layers(replace(config, s_threads=threads, num_mini_batches=1), MANY_LAYERS)
-    alone = DecodeRig(config, InstantBackend(config.block_size))
-    beside = DecodeRig(r_worker_config(config, "inproc", threads, kv_bytes))
-    try:
-        ratios = [_s_seconds(beside, ANCHOR_CONTEXT) / _s_seconds(alone, ANCHOR_CONTEXT) for _ in range(2 * rounds)]
-    finally:
-        alone.close()
-        beside.close()
-    found = summary(np.array(ratios))
-    return InTurnPoint(threads, max(found.seconds, 1.0), found.spread)
-
-
 def _round(s_rig: DecodeRig, r_rig: AttentionRig) -> tuple[float, float]:
     """Times as slow as alone: S, R."""
     r_rig.rewind(CONTEXT)
@@ -96,8 +78,8 @@ def _round(s_rig: DecodeRig, r_rig: AttentionRig) -> tuple[float, float]:
     return s_beside / s_alone, float(np.median(busy[:-1] or busy)) / r_alone
 
 
-def _s_seconds(rig: DecodeRig, context_len: int = SHORT_CONTEXT) -> float:
-    steps = rig.decode(ANCHOR_ROWS, context_len, 2 * SAMPLE_STEPS)
+def _s_seconds(rig: DecodeRig) -> float:
+    steps = rig.decode(ANCHOR_ROWS, SHORT_CONTEXT, 2 * SAMPLE_STEPS)
     return float(np.median([step.s_seconds for step in steps]))
 
 

@@ -87,8 +87,6 @@ def summary_lines(profile: HardwareProfile) -> list[str]:
             f"S ({point.s_threads} thread(s)) beside R ({point.r_threads}, {point.num_kv_heads} KV heads): "
             f"{point.s_slowdown:.3g} and {point.r_slowdown:.3g} times as slow"
         )
-    for alone in profile.in_turn:
-        lines.append(f"S and R in turn ({alone.threads} thread(s)): S {alone.s_slowdown:.3g} times as slow as alone")
     return lines
 
 

@@ -210,11 +210,12 @@ class Scheduler:
             rows = self._within_load_limit()
             growing = rows[table.chunks["context_len"][rows] // self.limits.block_size >= table.num_blocks[rows]]
             needed = np.bincount(table.chunks["worker"][growing], minlength=self.ledger.num_workers)
-            short = [w for w in np.flatnonzero(needed) if not self.residents.make_room(int(w), int(needed[w]))]
+            lacking = np.flatnonzero(needed > self.ledger.free).tolist()
+            short = [worker for worker in lacking if not self.residents.make_room(worker, int(needed[worker]))]
             if not short:
                 self.residents.grow(growing)
                 return rows
-            self._preempt(self.residents.on(int(short[0]))[-1])
+            self._preempt(self.residents.on(short[0])[-1])
 
     def _within_load_limit(self) -> np.ndarray:
         """All rows, but for the youngest where expected lengths were exceeded and a strict limit would be."""

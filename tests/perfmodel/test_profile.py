@@ -20,7 +20,6 @@ from fastdecode.perfmodel.points import (
     AnchorPoint,
     ContentionPoint,
     HostPoint,
-    InTurnPoint,
     LinkPoint,
     MachineIdentity,
     PlanPoint,
@@ -56,7 +55,6 @@ def profile() -> HardwareProfile:
         host=(HostPoint(1, 1.001e-3), HostPoint(1000, 2e-3)),
         plans=(PlanPoint("r0", 10, 1e-4), PlanPoint("r0", 1000, 1e-4)),
         contention=(ContentionPoint(1, 1, 1.5, 1.25),),
-        in_turn=(InTurnPoint(1, 1.1),),
         anchors=(AnchorPoint("s", 1, 5e-3), AnchorPoint("r", 32, 6e-3)),
     )
 
@@ -110,9 +108,9 @@ def test_a_deployment_by_hand() -> None:
     s_part, r_part, tokens = 7.08e-3, 1.239e-7 * 262_144 + 2e-5, 262_144
     host = 1e-3 + 1e-6 * 1024
     in_turn = deployed_step_model(found, shape, "float16", Deployment(1, 32))
-    assert in_turn(1024, tokens) == pytest.approx(10 * (1.1 * s_part + r_part) + 1.1e-3 + host)
+    assert in_turn(1024, tokens) == pytest.approx(10 * (s_part + r_part) + 1e-3 + host)
     slower = deployed_step_model(found, shape, "float16", Deployment(1, 32), Drift(2.0, 3.0))
-    assert slower(1024, tokens) == pytest.approx(10 * (2.2 * s_part + 3 * r_part) + 2.2e-3 + 2 * host)
+    assert slower(1024, tokens) == pytest.approx(10 * (2 * s_part + 3 * r_part) + 2e-3 + 2 * host)
     apart = deployed_step_model(found, shape, "float16", Deployment(1, 32, 1, 2, separate_cores=True))
     r_total, s_total = 2 * 10 * r_part, 2 * (10 * s_part + 1e-3) - (s_part + 1e-3)
     beside = 1.5 * s_total + r_total - 1.5 * s_total / 1.25  # S is done first, and R goes on alone
