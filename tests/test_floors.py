@@ -1,4 +1,4 @@
-"""The house's floors: an upper module may import a lower one, never back (design.md)."""
+"""The house's floors: an upper module may import a lower one, never back (docs/structure.md)."""
 
 from __future__ import annotations
 

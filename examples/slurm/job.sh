@@ -1,4 +1,6 @@
 #!/bin/bash
+# Change model, nodes and tasks (one R-worker per NUMA node); `fastdecode launch --hostfile HOSTS --print --format slurm
+# bench throughput ...` prints such a job for your hosts. Not yet run under Slurm.
 #SBATCH --job-name=fastdecode
 #SBATCH --nodes=1 --ntasks=1 --gpus-per-node=1
 #SBATCH hetjob

@@ -1,4 +1,4 @@
-"""The figures of a throughput run, with the names of the JSON contract."""
+"""The figures of a throughput run, with the names of docs/performance.md."""
 
 from __future__ import annotations
 

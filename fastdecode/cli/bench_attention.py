@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from fastdecode.cli.flags import add_common_flags
+from fastdecode.cli.isa import chosen_isa
 from fastdecode.config import KV_CACHE_DTYPES, parse_bytes
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
@@ -146,8 +146,4 @@ def _one_of(name: str, text: str, choices: tuple[str, ...]) -> str:
 def _isa(text: str) -> str:
     from fastdecode import _rworker
 
-    supported = tuple(_rworker.supported_isas())
-    if text != "auto":
-        return _one_of("isa", text, ("auto", *supported))
-    forced = os.environ.get("FASTDECODE_ISA") or "auto"
-    return supported[-1] if forced == "auto" else _one_of("FASTDECODE_ISA", forced, supported)
+    return chosen_isa() if text == "auto" else _one_of("isa", text, ("auto", *_rworker.supported_isas()))

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from fastdecode.bench.workload import WorkItem, WorkloadSpec, make_workload
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_workload_flags, engine_config
+from fastdecode.cli.isa import chosen_isa
 from fastdecode.config import EngineConfig
 from fastdecode.machine import cpu_name, total_memory_bytes, usable_cores
 
@@ -66,7 +67,7 @@ def machine_facts() -> dict[str, Any]:
     cores = usable_cores()
     return {
         "cpu": cpu_name(),
-        "isa": _rworker.supported_isas()[-1],
+        "isa": chosen_isa(),
         "cores": len(cores),
         "memory_bytes": total_memory_bytes(),
         "read_peak_gb_per_s": _rworker.read_peak(len(cores), READ_PEAK_BYTES, 5),

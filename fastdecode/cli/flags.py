@@ -141,8 +141,8 @@ def add_schedule_flags(group: Any) -> None:
     )  # fmt: skip
     group.add_argument(
         "--kv-load-limit", type=_auto_int, metavar="TOKENS",
-        help="KV tokens attended per step, over all R-workers (auto: where R time equals S time, by --profile or as "
-        "measured in the first steps)",
+        help="KV tokens attended per step, over all R-workers (auto: where R time equals S time, by --profile, in "
+        "simulations by the model, or as measured in the first steps)",
     )  # fmt: skip
     group.add_argument(
         "--micro-batch-interval", type=_auto_int, metavar="STEPS",

@@ -110,7 +110,9 @@ def _engine_flags(args: argparse.Namespace) -> str:
 
 
 def _add_workload_flags(group: Any) -> None:
-    group.add_argument("--seq-len", type=float, metavar="TOKENS", help="prompt + output, the mean")
+    group.add_argument(
+        "--seq-len", type=float, metavar="TOKENS", help="prompt + output, the mean (needed, but not with --validate)"
+    )
     group.add_argument("--prompt-len", type=float, default=0.0, metavar="TOKENS", help="of those, the prompt's (0)")
     group.add_argument("--shared-prefix-len", type=float, default=0.0, metavar="TOKENS", help="all prompts' start (0)")
     group.add_argument(

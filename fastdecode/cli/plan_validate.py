@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from fastdecode.cli.isa import chosen_isa
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
@@ -57,7 +58,6 @@ def run_validation(args: argparse.Namespace) -> int:
 
 def _checked_config(args: argparse.Namespace, profile: HardwareProfile) -> EngineConfig:
     """The profile's model, its S-worker on the CPU."""
-    from fastdecode import _rworker
     from fastdecode.sworker.loader import model_shape
 
     if args.validate is not None and args.validate < 0:
@@ -70,8 +70,7 @@ def _checked_config(args: argparse.Namespace, profile: HardwareProfile) -> Engin
         skip_tokenizer_init=True,
         seed=args.seed,
     )
-    isa = _rworker.supported_isas()[-1]
-    check_own(profile, this_machine("", profile.machine.r_worker, isa))
+    check_own(profile, this_machine("", profile.machine.r_worker, chosen_isa()))
     check_alike(profile, replace(model_shape(config), num_kv_heads=profile.shape.num_kv_heads))
     return config
 
