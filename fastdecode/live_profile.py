@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fastdecode.config import EngineConfig
 from fastdecode.machine import usable_cores
@@ -23,16 +24,21 @@ def live_step_model(
     check_own(profile, this_machine(model.device_name, profile.machine.r_worker, r_workers[0].isa))
     shape, spec = model.shape, config.r_worker_spec
     check_alike(profile, shape)
+    names = spec.addresses or (spec.kind,)
     deployment = Deployment(
         s_threads=1 if model.on_gpu else s_thread_count(config),
         r_threads=r_workers[0].num_threads,
         num_r_workers=len(r_workers),
         num_mini_batches=num_mini_batches,
-        r_worker=spec.addresses[0] if spec.addresses else spec.kind,
+        r_worker=names[0],
         separate_cores=config.separate_cores or model.on_gpu,
         r_workers_per_core=_r_workers_per_core(config, r_workers),
     )
-    return deployed_step_model(profile, shape, model.layout.kv_dtype, deployment)
+    each = (
+        deployed_step_model(profile, shape, model.layout.kv_dtype, replace(deployment, r_worker=name)) for name in names
+    )
+    tokens = config.max_num_seqs
+    return max(each, key=lambda steps: steps(tokens, tokens * model.max_model_len))  # everybody waits for the slowest
 
 
 def _r_workers_per_core(config: EngineConfig, r_workers: Sequence[RWorkerInfo]) -> int:

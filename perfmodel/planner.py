@@ -52,7 +52,8 @@ class Planner:
     """The machine and the workload; each method answers one question about them.
 
     ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F, chosen when
-    None. ``kv_bytes_per_token`` over all layers is only reported.
+    None. ``…_overhead_seconds``: the host's own time in a step, once, for each sequence (``row``), and for each
+    R-worker that is told of it. ``kv_bytes_per_token`` over all layers is only reported.
     """
 
     workload: Workload
@@ -66,6 +67,7 @@ class Planner:
     prices: Prices = Prices()
     step_overhead_seconds: float = 0.0
     row_overhead_seconds: float = 0.0
+    r_worker_overhead_seconds: float = 0.0
     interval_steps: int | None = None
     kv_bytes_per_token: int | None = None
 
@@ -129,26 +131,23 @@ class Planner:
         """The largest batch whose sequences take at most that long, R-workers balanced (eq. 7, with every stage)."""
         if not latency_limit_seconds > 0:
             raise ConfigError(f"latency_limit must be above 0 seconds, not {latency_limit_seconds:g}")
-        least = self._balanced_sequence_seconds(1)
+        smallest = largest(lambda size: not self._can_be_balanced(size), MOST - 1) + 1
+        least = self._balanced_sequence_seconds(smallest)
         if least > latency_limit_seconds:
             raise PlanError(
-                f"a latency limit of {latency_limit_seconds:g} s cannot be met: with a mini-batch of 1, "
+                f"a latency limit of {latency_limit_seconds:g} s cannot be met: with a mini-batch of {smallest}, "
                 f"{self.workload.output_len:g} steps of {least / self.workload.output_len:.3g} s take {least:.3g} s, "
                 f"{least - latency_limit_seconds:.3g} s too long"
             )
-        return largest(lambda size: self._balanced_sequence_seconds(size) <= latency_limit_seconds)
+        return largest(lambda size: size < smallest or self._balanced_sequence_seconds(size) <= latency_limit_seconds)
 
     def balanced_r_workers(self, mini_batch_size: int) -> float:
         """Equation 11, against the slower of the S-part and an overlapped hop, unrounded."""
-        rows = mini_batch_size * self.workload.rows_per_output_token
-        stage = self.s_part.layer_seconds(rows)
-        if self.transport.overlapped:
-            stage = max(stage, self.transport.stage_seconds(rows))
         return sizing.balanced_r_workers(
             mini_batch_size,
             self.workload.mean_context,
             self.r_part.seconds_per_token,
-            stage,
+            self._other_stages(mini_batch_size),
             self.workload.shared_prefix_len,
             self.r_part.call_seconds,
             self.r_part.row_seconds,
@@ -163,7 +162,7 @@ class Planner:
             num_r_workers,
             self.num_mini_batches,
             self.transport,
-            self.step_overhead_seconds,
+            self.step_overhead_seconds + self.r_worker_overhead_seconds * num_r_workers,
             self.row_overhead_seconds,
         )
 
@@ -171,7 +170,7 @@ class Planner:
         """What a number of R-workers gives, whether or not it is the plan's."""
         in_flight = sizing.in_flight(mini_batch_size, self.num_mini_batches)
         model, (tokens, kv_tokens) = self.step_model(num_r_workers), self._step(in_flight, num_r_workers)
-        stages, seconds = model.stages(tokens, kv_tokens), model(tokens, kv_tokens)
+        stages, seconds = model.stages(tokens, kv_tokens, in_flight), model(tokens, kv_tokens, in_flight)
         rate = in_flight / seconds
         hosts = _round_up(num_r_workers / self.r_workers_per_host)
         per_stage = self.num_layers * self.num_mini_batches
@@ -183,7 +182,7 @@ class Planner:
             sequence_seconds=self.workload.output_len * seconds,
             s_busy=per_stage * stages.s_part / seconds,
             r_busy=per_stage * stages.r_part / seconds,
-            bottleneck=model.bottleneck(tokens, kv_tokens),
+            bottleneck=model.bottleneck(tokens, kv_tokens, in_flight),
             fits_memory=num_r_workers >= self._memory_r_workers(in_flight),
             price_per_million_tokens=self.prices.per_million_tokens(hosts, rate),
         )
@@ -198,7 +197,18 @@ class Planner:
     def _balanced_sequence_seconds(self, mini_batch_size: int) -> float:
         workers = max(self.balanced_r_workers(mini_batch_size), 1.0)
         in_flight = sizing.in_flight(mini_batch_size, self.num_mini_batches)
-        return self.workload.output_len * self.step_model(workers)(*self._step(in_flight, workers))
+        return self.workload.output_len * self.step_model(workers)(*self._step(in_flight, workers), in_flight)
+
+    def _other_stages(self, mini_batch_size: int) -> float:
+        """Seconds of the slowest stage of a layer but the R-part."""
+        rows = mini_batch_size * self.workload.rows_per_output_token
+        hop = self.transport.stage_seconds(rows) if self.transport.overlapped else 0.0
+        return max(self.s_part.layer_seconds(rows), hop)
+
+    def _can_be_balanced(self, mini_batch_size: int) -> bool:
+        """Whether some number of R-workers keeps up: the larger the batch, the less their fixed costs count."""
+        shared = self.r_part.seconds_per_token * self.workload.shared_prefix_len
+        return shared + self.r_part.call_seconds < self._other_stages(mini_batch_size)
 
     def _gain_of_doubling(self, mini_batch_size: int) -> float:
         rows = mini_batch_size * self.workload.rows_per_output_token

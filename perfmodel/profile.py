@@ -94,7 +94,7 @@ class HardwareProfile:
         per_row, per_step = _rows_and_fixed([(p.num_sequences, p.seconds) for p in self.host])
         names = {point.r_worker for point in self.plans} if r_worker is None else {r_worker}
         plans = [_rows_and_fixed([(p.num_sequences, p.seconds) for p in self.plans if p.r_worker == n]) for n in names]
-        plan_row, plan_step = max(plans, default=(0.0, 0.0))
+        plan_row, plan_step = max(plans, key=lambda plan: plan[1] + 64 * plan[0], default=(0.0, 0.0))
         return per_step + num_r_workers * plan_step, per_row + plan_row
 
     def measured_contention(self, s_threads: int, r_threads: int, num_kv_heads: int) -> Contention:

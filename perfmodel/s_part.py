@@ -41,7 +41,7 @@ class GpuSPart:
         return self._seconds(rows, self.shape.layer_parameters, self.shape.active_layer_parameters)
 
     def head_seconds(self, rows: float) -> float:
-        """The output projection of every row, prompts' too: a few per cent too much with long prompts."""
+        """The output projection of the rows that are sampled."""
         return self._seconds(rows, self.shape.head_parameters, self.shape.head_parameters)
 
     def _seconds(self, rows: float, parameters: int, active_parameters: int) -> float:

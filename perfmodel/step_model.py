@@ -62,7 +62,8 @@ class StepModel:
     def __call__(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> float:
         """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``, all mini-batches together.
 
-        Only the rows that are sampled, ``output_tokens``, meet the head and the host; all rows unless given.
+        Only the rows that are sampled, ``output_tokens``, attend on R-workers and meet the head and the host; all rows
+        unless given. The others are prompts', which attend on the S-worker.
         """
         sampled = tokens if output_tokens is None else output_tokens
         return self._pipeline_seconds(tokens, kv_tokens, sampled) + self.host_seconds(sampled)
@@ -71,10 +72,10 @@ class StepModel:
         """The engine's own work in a step: once, and for each sequence that gets a token."""
         return self.step_overhead_seconds + self.row_overhead_seconds * output_tokens
 
-    def stages(self, tokens: float, kv_tokens: float) -> Stages:
+    def stages(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> Stages:
         """Of one layer and one mini-batch of such a step."""
-        rows = tokens / self.num_mini_batches
-        r_rows, r_tokens = rows / self.num_r_workers, kv_tokens / self.num_mini_batches / self.num_r_workers
+        rows, calls = tokens / self.num_mini_batches, self.num_mini_batches * self.num_r_workers
+        r_rows, r_tokens = (tokens if output_tokens is None else output_tokens) / calls, kv_tokens / calls
         return Stages(
             s_part=self.s_part.layer_seconds(rows),
             r_part=self.r_workers_per_core * self.r_part.seconds(r_tokens, r_rows),
@@ -82,13 +83,13 @@ class StepModel:
             trip=self.transport.trip_seconds(rows),
         )
 
-    def layer_seconds(self, tokens: float, kv_tokens: float) -> float:
+    def layer_seconds(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> float:
         """One layer of all mini-batches."""
-        return max(self._bounds(tokens, kv_tokens).values())
+        return max(self._bounds(self.stages(tokens, kv_tokens, output_tokens)).values())
 
-    def bottleneck(self, tokens: float, kv_tokens: float) -> str:
+    def bottleneck(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> str:
         """What the step waits for: "s-worker", "r-workers", "transport" or "round-trip"; the first of equals."""
-        bounds = self._bounds(tokens, kv_tokens)
+        bounds = self._bounds(self.stages(tokens, kv_tokens, output_tokens))
         return max(bounds, key=lambda name: bounds[name])
 
     def balanced_kv_tokens(self, tokens: float) -> float:
@@ -100,17 +101,17 @@ class StepModel:
 
     def _pipeline_seconds(self, tokens: float, kv_tokens: float, output_tokens: float) -> float:
         """All layers and heads."""
-        n, k, stages = self.num_layers, self.num_mini_batches, self.stages(tokens, kv_tokens)
+        n, k, stages = self.num_layers, self.num_mini_batches, self.stages(tokens, kv_tokens, output_tokens)
         head = self.s_part.head_seconds(output_tokens / k)
-        least = n * self.layer_seconds(tokens, kv_tokens) + head
+        least = n * max(self._bounds(stages).values()) + head
         if k == 1 or not self.drains:
             return least + (k - 1) * head
         fill_and_drain = stages.s_part + head
         s_part, r_part = k * (n * stages.s_part + head) - fill_and_drain, n * k * stages.r_part
         return max(least, fill_and_drain + self.contention.together(s_part, r_part))
 
-    def _bounds(self, tokens: float, kv_tokens: float) -> dict[str, float]:
-        stages, k = self.stages(tokens, kv_tokens), self.num_mini_batches
+    def _bounds(self, stages: Stages) -> dict[str, float]:
+        k = self.num_mini_batches
         round_trip = stages.s_part + stages.trip + stages.r_part
         if not self.transport.overlapped:
             waits = k * stages.trip

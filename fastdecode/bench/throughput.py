@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -47,12 +48,12 @@ def run_throughput(
     before = engine.scheduler.statistics
     engine.clock.restart()
     start = time.perf_counter()
-    waiting = sorted(enumerate(items), key=lambda pair: pair[1].arrival_seconds, reverse=True)
+    waiting = deque(sorted(enumerate(items), key=lambda pair: pair[1].arrival_seconds))
     try:
         while waiting or engine.has_unfinished_requests():
             _add_arrived(engine, waiting, start)
             if not engine.has_unfinished_requests():
-                time.sleep(max(0.0, waiting[-1][1].arrival_seconds - (time.perf_counter() - start)))
+                time.sleep(max(0.0, waiting[0][1].arrival_seconds - (time.perf_counter() - start)))
                 engine.clock.restart()
                 continue
             engine.overlap = not measure_overlap or len(run.steps) // OVERLAP_BLOCK_STEPS % 2 == 0
@@ -74,11 +75,11 @@ def warm_up(engine: LLMEngine, items: Sequence[WorkItem]) -> None:
     engine.reset_prefix_cache()
 
 
-def _add_arrived(engine: LLMEngine, waiting: list[tuple[int, WorkItem]], start_seconds: float) -> None:
+def _add_arrived(engine: LLMEngine, waiting: deque[tuple[int, WorkItem]], start_seconds: float) -> None:
     """Add what has arrived by now; its time to first token counts from its arrival, not from this moment."""
     now_seconds = time.perf_counter() - start_seconds
-    while waiting and waiting[-1][1].arrival_seconds <= now_seconds:
-        index, item = waiting.pop()
+    while waiting and waiting[0][1].arrival_seconds <= now_seconds:
+        index, item = waiting.popleft()
         params = SamplingParams(
             temperature=0, max_tokens=item.output_len, min_tokens=item.output_len, ignore_eos=True, detokenize=False
         )

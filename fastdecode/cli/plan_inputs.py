@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fastdecode.config import parse_bytes
@@ -60,7 +60,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
                 f"{name} is needed: --model llama-7b --gpu a10 --cpu epyc-7452, or --profile, or bare numbers "
                 f"({', '.join('--' + flag.replace('_', '-') for flag in BARE_FLAGS)})"
             )
-    shape, host = find_shape(args.model), find_cpu_host(args.cpu)
+    shape, host = find_shape(args.model), _shared_host(args, find_cpu_host(args.cpu))
     gpu = find_gpu(args.gpu).times(args.tensor_parallel_size)
     kv_dtype = _kv_dtype(args, shape)
     link = parse_link(args.link or DEFAULT_LINK)
@@ -68,7 +68,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     memory = parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes))
     planner = _planner(
         args, shape, kv_dtype, s_part, host_r_part(shape, kv_dtype, host), (gpu.host_bytes_per_second, link),
-        memory=memory, r_workers_per_host=_per_host(args, host.r_workers_per_host),
+        memory=memory, r_workers_per_host=host.r_workers_per_host,
     )  # fmt: skip
     server = _server(planner, shape, gpu)
     assumptions = (*_figures(gpu), *_figures(host), f"link {link / 1e9:.4g} GB/s, PCIe {_giga(gpu)} GB/s (nominal)")
@@ -86,8 +86,9 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     rates = (parse_link(args.link),) if args.link else link.hop_bytes_per_second
     planner = _planner(
         args, shape, kv_dtype, profile.measured_s_part(shape=shape), profile.measured_r_part(kv_dtype, shape=shape),
-        rates, link.latency_seconds, _memory(args), _per_host(args, 1), profile.step_overhead_seconds(),
+        rates, link.latency_seconds, _memory(args), _per_host(args, 1),
     )  # fmt: skip
+    planner = _with_overheads(planner, profile)
     gpu = find_gpu(args.gpu).times(args.tensor_parallel_size) if args.gpu else None
     server = _server(planner, shape, gpu) if gpu else None
     machine = profile.machine
@@ -133,7 +134,6 @@ def _planner(
     latency_seconds: float = 0.0,
     memory: int | None = None,
     r_workers_per_host: int = 1,
-    overhead_seconds: tuple[float, float] = (0.0, 0.0),
 ) -> Planner:
     workload = _workload(args)
     kv_bytes = shape.kv_layout(kv_dtype).kv_bytes_per_token if shape else None
@@ -148,8 +148,6 @@ def _planner(
         capacity_tokens=memory / kv_bytes if memory and kv_bytes else math.inf,
         r_workers_per_host=r_workers_per_host,
         prices=Prices(args.gpu_price, args.cpu_price),
-        step_overhead_seconds=overhead_seconds[0],
-        row_overhead_seconds=overhead_seconds[1],
         interval_steps=args.interval_steps,
         kv_bytes_per_token=kv_bytes,
     )
@@ -177,8 +175,27 @@ def _kv_dtype(args: argparse.Namespace, shape: ModelShape) -> str:
     return shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
 
 
+def _with_overheads(planner: Planner, profile: HardwareProfile) -> Planner:
+    """And the host's own time in a step, as measured."""
+    (none, per_row), (one, _) = (profile.step_overhead_seconds(num_r_workers=number) for number in (0, 1))
+    return replace(
+        planner, step_overhead_seconds=none, row_overhead_seconds=per_row, r_worker_overhead_seconds=one - none
+    )
+
+
 def _per_host(args: argparse.Namespace, unless_given: int) -> int:
     return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
+
+
+def _shared_host(args: argparse.Namespace, host: CpuHost) -> CpuHost:
+    """A preset with as many R-workers as were asked for; what more than one per NUMA node get is a part of it."""
+    number = _per_host(args, host.r_workers_per_host)
+    part = min(1.0, host.r_workers_per_host / number) if number > 0 else 1.0
+    read = replace(host.read_bytes_per_second, nominal=part * host.read_bytes_per_second.nominal)
+    return replace(
+        host, r_workers_per_host=number, cores=max(1, int(part * host.cores)), read_bytes_per_second=read,
+        memory_bytes=part * host.memory_bytes,
+    )  # fmt: skip
 
 
 def _memory(args: argparse.Namespace) -> int | None:

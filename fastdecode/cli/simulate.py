@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{path}: there is no such folder to write it in")
     slo = None if args.slo_tbt_p99 is None else Slo(args.slo_tbt_p99, args.slo_delay_p50)
     inputs = read_simulation(args)
-    print(f"{inputs.title}: {len(inputs.workload)} requests, {inputs.schedule}", flush=True)
+    print(f"{inputs.title}: {len(inputs.workload)} requests, {inputs.schedule}")
+    for assumption in inputs.assumptions:
+        print(f"  {assumption}", flush=True)
     capacity = search_capacity(inputs, slo) if slo else None
     rate = inputs.rate if capacity is None else capacity
     if slo:

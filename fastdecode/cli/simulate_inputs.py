@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,16 +51,12 @@ class SimulationInputs:
     schedule: str
     workload: SimulatedWorkload
     rate: float
-    balanced_kv_tokens: int | None
     title: str
     assumptions: tuple[str, ...]
 
     def scheduler(self) -> Scheduler:
-        """A new one; an automatic load limit is set before anybody arrives."""
-        scheduler = Scheduler(POLICIES[self.schedule], self.limits)
-        if scheduler.seeks_balance and self.balanced_kv_tokens is not None:
-            scheduler.balance_at(self.balanced_kv_tokens)
-        return scheduler
+        """A new one."""
+        return Scheduler(POLICIES[self.schedule], self.limits)
 
 
 def read_simulation(args: argparse.Namespace) -> SimulationInputs:
@@ -87,7 +83,7 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
         raise ConfigError(f"gpu: {gpu.name} has no room for a KV cache beside the weights of {shape.name}")
     limits = _limits(args, workload, (blocks,), scratch_tokens=0)
     title = f"{shape.name} on {gpu.name} alone"
-    return SimulationInputs(GpuMachine(step_time), limits, args.schedule, workload, rate, None, title, ())
+    return SimulationInputs(GpuMachine(step_time), limits, args.schedule, workload, rate, title, ())
 
 
 def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -> SimulationInputs:
@@ -98,11 +94,11 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     model = planner.step_model(workers)
     capacity = planner.capacity_tokens
     blocks = UNBOUNDED_TOKENS if math.isinf(capacity) else int(capacity) // args.block_size
-    limits = _limits(args, workload, (blocks,) * workers, _scratch_tokens(inputs))
-    balanced = int(model.balanced_kv_tokens(min(args.max_num_seqs, len(workload))) / workers)
+    balanced = int(model.balanced_kv_tokens(args.max_num_seqs) / workers)
+    limits = replace(_limits(args, workload, (blocks,) * workers, _scratch_tokens(inputs)), balanced_kv_tokens=balanced)
     machine = SplitMachine(model, planner.kv_bytes_per_token or 0)
     title = f"{inputs.title}, {workers} R-worker(s)"
-    return SimulationInputs(machine, limits, args.schedule, workload, rate, balanced, title, inputs.assumptions)
+    return SimulationInputs(machine, limits, args.schedule, workload, rate, title, inputs.assumptions)
 
 
 def _limits(

@@ -47,10 +47,11 @@ class SplitMachine:
         """By the model, as if every R-worker had the busiest one's load."""
         model = self.model
         as_busiest = model.num_r_workers * max(kv_loads)
-        stages, k = model.stages(num_tokens, as_busiest), model.num_mini_batches
+        stages, k = model.stages(num_tokens, as_busiest, num_output_tokens), model.num_mini_batches
         calls = model.num_layers * k
         loads = np.asarray(kv_loads, np.float64)
-        attending = model.r_part.call_seconds * (loads > 0) + model.r_part.seconds_per_token * loads / k
+        fixed = model.r_part.seconds(0, num_output_tokens / k / model.num_r_workers)
+        attending = fixed * (loads > 0) + model.r_part.seconds_per_token * loads / k
         return StepCost(
             wall_seconds=model(num_tokens, as_busiest, num_output_tokens),
             s_seconds=calls * stages.s_part + k * model.s_part.head_seconds(num_output_tokens / k),

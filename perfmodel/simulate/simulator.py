@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -40,14 +41,14 @@ class Simulator:
 
         RequestError where one could never run.
         """
-        arriving = sorted(requests, key=lambda request: request.arrival_seconds, reverse=True)
-        self._tokens.expect([request.output_len for request in reversed(arriving)])
+        arriving = deque(sorted(requests, key=lambda request: request.arrival_seconds))
+        self._tokens.expect([request.output_len for request in arriving])
         try:
             while arriving or self.scheduler.has_unfinished:
-                while arriving and arriving[-1].arrival_seconds <= self.now_seconds:
-                    self._add(arriving.pop())
+                while arriving and arriving[0].arrival_seconds <= self.now_seconds:
+                    self._add(arriving.popleft())
                 if not self.scheduler.has_unfinished:
-                    self.now_seconds = arriving[-1].arrival_seconds
+                    self.now_seconds = arriving[0].arrival_seconds
                     continue
                 self._step()
                 if until is not None and until(self):

@@ -59,6 +59,27 @@ def test_names_give_a_plan_with_everything(tmp_path: Path, capsys: pytest.Captur
     assert "measured: FastDecode paper" in text and "nominal, efficiency assumed" in text
 
 
+def test_more_r_workers_on_a_host_share_what_it_has(tmp_path: Path) -> None:
+    """Two sockets of 132 GB/s each: eight R-workers get a fourth of one each, and as many hosts are needed."""
+    named = (
+        "--model",
+        "llama-7b",
+        "--gpu",
+        "a10",
+        "--cpu",
+        "epyc-7452",
+        "--seq-len",
+        "1024",
+        "--mini-batch-size",
+        "1024",
+    )
+    two, eight = (plan(tmp_path, *named, "--r-workers-per-host", number) for number in ("2", "8"))
+    assert eight["num_r_workers_exact"] == pytest.approx(4 * two["num_r_workers_exact"], rel=0.05)
+    assert eight["num_hosts"] == two["num_hosts"]
+    one = plan(tmp_path, *named, "--r-workers-per-host", "1")  # half of a host, as fast as before
+    assert one["num_r_workers_exact"] == two["num_r_workers_exact"]
+
+
 def test_a_profile_gives_a_plan_and_says_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
     path.write_text(write_profile(profile()))
@@ -67,7 +88,7 @@ def test_a_profile_gives_a_plan_and_says_whose_it_is(tmp_path: Path, capsys: pyt
     assert found["num_r_workers_exact"] == pytest.approx(exact)
     assert found["gpu_only"]["max_batch_size"] == 30
     r_part = 2e-5 + 1.239e-7 * 1024 * 512 / 10
-    host = 1e-3 + 1e-4 + 1e-6 * 2048
+    host = 1e-3 + 10 * 1e-4 + 1e-6 * 2048  # ten R-workers are told of every step
     trip = 3e-5 + 1024 * 32_768 / 10e9  # the slower of two links
     assert found["step_seconds"] == pytest.approx(32 * (7.08e-3 + trip + r_part) + 2 * 1e-3 + host)
     assert (

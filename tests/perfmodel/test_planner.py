@@ -121,6 +121,33 @@ def test_the_largest_batch_within_a_latency_limit(limit: float, overlapped: bool
     assert batch == 1 << 20 or planner._balanced_sequence_seconds(batch + 1) > limit
 
 
+def test_prompts_rows_cost_s_time_and_no_balance() -> None:
+    """With an R-worker's cost per row, the balanced number of R-workers is balanced in the step too."""
+    s_part = MeasuredSPart((1, 4096), (1.46e-3, 28e-3), (1e-3, 4e-3))
+    planner = Planner(
+        Workload(1088, 1024), 32, s_part, RPart(1e-7, 0.0, 2e-5), step_overhead_seconds=1e-3, row_overhead_seconds=1e-5
+    )
+    workers = planner.balanced_r_workers(64)
+    model, rows = planner.step_model(workers), 2 * 64 * planner.workload.rows_per_output_token
+    stages = model.stages(rows, 2 * 64 * planner.workload.mean_context, 2 * 64)
+    assert rows > 10 * 128 and stages.r_part == pytest.approx(stages.s_part)
+    found = planner.plan(64)
+    assert found.step_seconds == pytest.approx(
+        2 * 32 * stages.s_part + 2 * s_part.head_seconds(64) + 1e-3 + 1e-5 * 128, rel=1e-6
+    )
+
+
+def test_a_latency_limit_finds_batches_that_can_be_balanced() -> None:
+    """A shared prefix takes longer than a small batch's S-part, and not than a large one's."""
+    planner = preset(Workload(17024, 16000, shared_prefix_len=16000))
+    with pytest.raises(PlanError, match="no number of R-workers can keep up"):
+        planner.balanced_r_workers(1)
+    size = planner.largest_mini_batch(5000.0)
+    assert planner.plan(size).sequence_seconds <= 5000.0 and size > 1
+    with pytest.raises(PlanError, match="cannot be met: with a mini-batch of "):
+        planner.largest_mini_batch(1.0)
+
+
 def test_a_latency_limit_below_one_step_says_by_how_much() -> None:
     """2·32 layers of 1.46 ms are 93 ms a step and 95.7 s a sequence."""
     with pytest.raises(PlanError, match=r"1024 steps of 0\.0934 s take 95\.7 s, 45\.7 s too long"):

@@ -142,7 +142,7 @@ def test_outputs_that_are_only_counted_are_scheduled_as_lists_of_tokens_are(poli
     rng = np.random.default_rng(7)
     sizes = [(int(rng.integers(20, 30)), int(rng.integers(20, 30))) for _ in range(30)]
     limits = replace(LIMITS, num_blocks=(10, 12), block_size=8, prefix_caching=True)
-    counted = simulate([request(*size) for size in reversed(sizes)], policy, limits=limits)  # the last is heard first
+    counted = simulate([request(*size) for size in sizes], policy, limits=limits)
 
     scheduler = Scheduler(POLICIES[policy], limits)
     sequences = [ScheduledSequence(i, [0] * prompt, output) for i, (prompt, output) in enumerate(sizes)]
@@ -202,6 +202,23 @@ def test_only_sampled_rows_meet_the_head_and_the_host() -> None:
     assert decode.host_seconds - prompt.host_seconds == pytest.approx(56e-4)
     assert decode.wall_seconds - prompt.wall_seconds == pytest.approx(head + 56e-4)
     assert model(64, 0) == decode.wall_seconds
+
+
+def test_rows_cost_r_workers_what_they_cost_the_step() -> None:
+    """One call, its rows and its tokens, per layer and mini-batch; prompts' rows attend on the S-worker."""
+    model = StepModel(10, S_PART, RPart(1e-6, 1e-4, 1e-5), 2, 2)
+    cost = SplitMachine(model).cost(64, 40, [9000, 1000])
+    assert cost.r_seconds.tolist() == pytest.approx(
+        [20 * (1e-4 + 1e-5 * 10 + 1e-6 * load / 2) for load in (9000, 1000)]
+    )
+    assert cost.r_seconds[0] == pytest.approx(20 * model.stages(64, 18000, 40).r_part)
+
+
+def test_those_who_come_together_start_in_their_order() -> None:
+    requests = [request(8, 4) for _ in range(6)]
+    simulate(requests, "fcfs", limits=replace(LIMITS, max_num_seqs=1))
+    starts = [each.start_seconds for each in requests]
+    assert starts == sorted(starts) and len(set(starts)) == 6
 
 
 def test_records_add_up() -> None:
