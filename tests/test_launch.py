@@ -90,6 +90,15 @@ def test_lines_are_shell_and_hold_the_job(form: str, hostfile: Path, capsys: pyt
         assert "-n 3 fastdecode" in text or "--nodes=2 --ntasks=3" in text
 
 
+@pytest.mark.parametrize("given", [["--security", "authenticate"], ["--security=authenticate"]])
+def test_both_sides_get_the_same_security(given: list[str], hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--hostfile", str(hostfile), "--print", "--format", "ssh", "bench", "throughput", *given]
+    assert main(["launch", *arguments]) == 0
+    *remote, s_line = capsys.readouterr().out.splitlines()
+    assert len(remote) == 3 and all("--security authenticate" in line for line in remote)
+    assert " ".join(given) in s_line
+
+
 def test_root_is_told_to_open_mpi_and_nobody_else(hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, hostfile, "openmpi")
     assert text.startswith("OMPI_ALLOW_RUN_AS_ROOT=1 " if os.geteuid() == 0 else "mpirun ")

@@ -7,6 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +85,15 @@ def _text(form: str, job: lines.JobShape, hosts: list[HostSlots], args: argparse
                 f"S-worker's"
             )
         return lines.srun_line(job) if form == "srun" else lines.slurm_script(job)
+    job = replace(job, r_flags=job.r_flags + _security(args.command))
     remote = [f"ssh -n {host} {shlex.quote(command)} &" for host, command in lines.ssh_commands(job, key_file)]
     return "\n".join([*remote, lines.ssh_s_line(job, key_file)])
+
+
+def _security(command: Sequence[str]) -> str:
+    """Both sides must have the same: what the S-worker's command says goes to R-workers too."""
+    words = [word for each in command for word in each.split("=", 1)]
+    return f" --security {shlex.quote(words[words.index('--security') + 1])}" if "--security" in words[:-1] else ""
 
 
 def _oversubscribed(hosts: list[HostSlots]) -> bool:
