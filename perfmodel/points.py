@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastdecode.errors import ConfigError
+
 HERE = "here"
 """The R-workers of the S-worker's own machine, in ``RPartPoint.r_worker``: threads and processes alike."""
 
@@ -50,6 +52,9 @@ class RPartPoint:
     seconds: float
     spread: float = 0.0
     r_worker: str = HERE
+
+    def __post_init__(self) -> None:
+        _check_seconds(self.seconds)
 
 
 @dataclass(frozen=True)
@@ -108,3 +113,12 @@ class AnchorPoint:
     threads: int
     seconds: float
     spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_seconds(self.seconds)
+
+
+def _check_seconds(seconds: float) -> None:
+    """Rates and drifts are divided by them."""
+    if not seconds > 0:
+        raise ConfigError(f"seconds must be above 0, not {seconds!r}: work that was measured took time")

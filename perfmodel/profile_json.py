@@ -82,7 +82,10 @@ def _build(kind: type[_Part], value: Any, where: str) -> _Part:
         raise ProfileError(f"{where}: " + (f"lacks {missing[0]}" if missing else f"unknown key {unknown[0]}"))
     for name, item in data.items():
         _check(f"{where}.{name}", item, str(known[name].type))
-    return kind(**data)
+    try:
+        return kind(**data)
+    except ConfigError as error:
+        raise ProfileError(f"{where} cannot be right: {error}") from None
 
 
 def _build_all(kind: type[_Part], values: Any, where: str) -> tuple[_Part, ...]:

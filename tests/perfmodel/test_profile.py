@@ -150,6 +150,12 @@ def test_parts_are_found_again(token: float, row: float, call: float, up: float,
     assert fit_parts(columns[:1], exact[:1]).tolist() == pytest.approx([exact[0] / 2048, 0, 0])
 
 
+def points(key: str, **change: Any) -> list[dict[str, Any]]:
+    """A list of the profile's points, the first of them changed."""
+    first, *others = json.loads(write_profile(profile()))[key]
+    return [first | change, *others]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -163,6 +169,8 @@ def test_parts_are_found_again(token: float, row: float, call: float, up: float,
         (changed(s_part={}), "s_part must be a list"),
         (changed(host=[{"num_sequences": 1, "seconds": -1}]), r"host\[0\].seconds must be a finite number"),
         (changed(host=[{"num_sequences": 1, "seconds": "1"}]), "must be of type float"),
+        (changed(r_part=points("r_part", seconds=0)), r"r_part\[0\] cannot be right: seconds must be above 0, not 0"),
+        (changed(anchors=points("anchors", seconds=0.0)), r"anchors\[0\] cannot be right: seconds must be above 0"),
         (changed(shape=json.loads(write_profile(profile()))["shape"] | {"num_layers": 0}), "num_layers must be"),
     ],
 )
