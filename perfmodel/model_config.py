@@ -89,6 +89,8 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     ModelLoadError names a missing key; UnsupportedModelError a kind of attention or weights the equations do not know.
     """
     config = config.get("text_config") or config
+    if not isinstance(config, Mapping):
+        raise ModelLoadError(f"{name}: text_config must be a JSON object, not {config!r}")
     _refuse_unknown_kinds(config, name)
     sizes = {field: _first(config, keys, name) for field, keys in _KEYS.items()}
     num_experts = next((config[key] for key in _EXPERTS if config.get(key)), 1)
@@ -116,7 +118,10 @@ def _refuse_unknown_kinds(config: Mapping[str, Any], name: str) -> None:
         raise UnsupportedModelError(f"{name}: latent attention (kv_lora_rank) is not in the equations")
     if config.get("quantization_config"):
         raise UnsupportedModelError(f"{name}: quantized weights are not in the equations; plan with the plain model")
-    kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention", "chunked_attention"}
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list | tuple) or not all(isinstance(each, str) for each in layer_types):
+        raise ModelLoadError(f"{name}: layer_types must be a list of names, one per layer, not {layer_types!r}")
+    kinds = set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}
     if kinds or config.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"{name}: {', '.join(sorted(kinds)) or 'encoder–decoder'} is not in the equations")
 
@@ -129,7 +134,8 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
 
 
 def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
-    if config.get("multi_query"):
+    """Falcon's new architecture has groups of queries, whatever its ``multi_query`` says."""
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     return config.get("num_key_value_heads") or config.get("num_kv_heads") or num_heads
 

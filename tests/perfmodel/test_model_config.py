@@ -79,11 +79,21 @@ def test_the_demo_model_is_read() -> None:
         ({"kv_lora_rank": 512}, UnsupportedModelError, "latent attention"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized weights"),
         ({"layer_types": ["linear_attention", "full_attention"]}, UnsupportedModelError, "linear_attention"),
+        ({"layer_types": 5}, ModelLoadError, "layer_types must be a list of names, one per layer, not 5"),
+        ({"layer_types": [["full_attention"]]}, ModelLoadError, "layer_types must be a list of names"),
+        ({"text_config": 5}, ModelLoadError, "text_config must be a JSON object, not 5"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read_shape(LLAMA | change, "m")
+
+
+def test_falcons_new_architecture_has_groups_of_queries() -> None:
+    """Falcon-40B's file says ``multi_query`` beside its 8 KV heads; Falcon-7B's means it."""
+    falcon = LLAMA | {"model_type": "falcon", "multi_query": True, "num_kv_heads": 8}
+    assert read_shape(falcon | {"new_decoder_architecture": True}, "m").num_kv_heads == 8
+    assert read_shape(falcon | {"new_decoder_architecture": False}, "m").num_kv_heads == 1
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
