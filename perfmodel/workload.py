@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from fastdecode.errors import ConfigError
 
+LARGEST_OUTPUT_LEN_CV = 100.0
+"""Of outputs' lengths; those of real traffic lie below 5, and n sequences cannot have more than sqrt(n - 1)."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -26,6 +29,11 @@ class Workload:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{name} must be a number of at least 0, not {value!r}")
+        if self.output_len_cv > LARGEST_OUTPUT_LEN_CV:
+            raise ConfigError(
+                f"output_len_cv (standard deviation over mean) must be at most {LARGEST_OUTPUT_LEN_CV:g}, "
+                f"not {self.output_len_cv:g}"
+            )
         if self.output_len < 1:
             raise ConfigError(
                 f"seq_len (prompt + output) is {self.seq_len:g} and must be at least prompt_len + 1 = "

@@ -132,6 +132,7 @@ def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) 
         (NAMES[:-2], 2, "seq_len (prompt + output tokens) is needed"),
         ([*NAMES[:-2], "--seq-len", "0"], 2, "at least prompt_len + 1"),
         ([*NAMES, "--prompt-len", "1024"], 2, "must be at least prompt_len + 1 = 1025"),
+        ([*NAMES, "--output-len-cv", "1e200"], 2, "output_len_cv (standard deviation over mean) must be at most 100"),
         ([*NAMES, "--gpu", "abacus"], 2, "gpu must be one of t4, l4, a10"),
         ([*NAMES, "--cpu", "abacus"], 2, "cpu must be one of epyc-7452"),
         ([*NAMES, "--model", "no-such-model"], 1, "no such model folder"),
