@@ -73,9 +73,9 @@ def steadily(anchors: Sequence[Anchor], sample: Callable[[], np.ndarray], most_t
             Steadied(samples, (first + last) / 2, abs(last / first - 1.0), tries)
             for first, last in zip(before, after, strict=True)
         ]
-        if not best or _most_moved(found) < _most_moved(best):
+        if not best or most_moved(found) < most_moved(best):
             best = found
-        if _most_moved(best) <= MOST_DRIFT:
+        if most_moved(best) <= MOST_DRIFT:
             break
         before = after
     return best
@@ -87,5 +87,6 @@ def summary(seconds: np.ndarray) -> Measured:
     return Measured(float(median), float((high - low) / abs(median)) if median else 0.0)
 
 
-def _most_moved(found: Sequence[Steadied]) -> float:
+def most_moved(found: Sequence[Steadied]) -> float:
+    """By which part the least steady of the anchors moved."""
     return max(each.moved for each in found)

@@ -30,7 +30,7 @@ from fastdecode.bench.samples import (
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
-from fastdecode.perfmodel.calibration import Anchor, Steadied, steadily
+from fastdecode.perfmodel.calibration import Anchor, most_moved, steadily
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
@@ -183,7 +183,7 @@ class Validation:
             measured_r_seconds=r_part,
             measured_host_seconds=host,
             drift=drift,
-            moved=_most_moved(steadied),
+            moved=most_moved(steadied),
             tries=steadied[0].tries,
         )
 
@@ -235,7 +235,3 @@ def _steps(rig: DecodeRig, configuration: Configuration) -> np.ndarray:
             for step in steps
         ]
     )
-
-
-def _most_moved(found: Sequence[Steadied]) -> float:
-    return max(each.moved for each in found)

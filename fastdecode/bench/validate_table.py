@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.bench.validate import ValidatedRow
+from fastdecode.perfmodel.calibration import MOST_DRIFT
 
 MILLI = 1e3
 HEADER = """\
@@ -35,11 +36,11 @@ def error_line(rows: Sequence[ValidatedRow]) -> str:
     """Median and worst."""
     errors = np.abs([row.error for row in rows])
     worst = rows[int(np.argmax(errors))].configuration
-    unsteady = sum(row.moved > 0.05 for row in rows)
+    unsteady = sum(row.moved > MOST_DRIFT for row in rows)
     return (
         f"{len(rows)} configurations: median error {np.median(errors):.1%}, worst {errors.max():.1%} ({worst.name}, "
         f"{worst.kv_dtype}, {worst.batch_size} x {worst.context_len}); in {unsteady} the anchors moved by more than "
-        f"5 % in every try"
+        f"{100 * MOST_DRIFT:g} % in every try"
     )
 
 
