@@ -16,6 +16,22 @@ MEMORY_FRACTION = 0.9
 """Of a GPU's memory, for weights and cache; the rest is activations and the driver (vLLM's default)."""
 
 
+def usable_bytes(gpu: Gpu) -> float:
+    """For weights and cache."""
+    return MEMORY_FRACTION * gpu.memory_bytes
+
+
+def check_weights(shape: ModelShape, gpu: Gpu) -> None:
+    """PlanError, by how much, where the weights do not fit the GPU."""
+    lacking = shape.weight_bytes - usable_bytes(gpu)
+    if lacking > 0:
+        raise PlanError(
+            f"{shape.name} has {shape.weight_bytes / 1e9:.1f} GB of {shape.dtype} weights, and "
+            f"{gpu.name} has room for {usable_bytes(gpu) / 1e9:.1f} GB: {lacking / 1e9:.1f} GB too little "
+            f"(--tensor-parallel-size takes more GPUs)"
+        )
+
+
 @dataclass(frozen=True)
 class GpuOnly:
     """The best the GPU does alone; ``max_batch_size`` 0 and no throughput where not one sequence can run."""
@@ -55,8 +71,7 @@ class GpuStepTime:
     @property
     def capacity_tokens(self) -> int:
         """Cached tokens that fit beside the weights; 0 where not even those do."""
-        usable = MEMORY_FRACTION * self.gpu.memory_bytes
-        return roofline.max_batch_size(usable, self.shape.weight_bytes, self.kv_bytes_per_token)
+        return roofline.max_batch_size(usable_bytes(self.gpu), self.shape.weight_bytes, self.kv_bytes_per_token)
 
 
 @dataclass(frozen=True)
@@ -73,13 +88,7 @@ class GpuServer:
 
     def check_weights(self) -> None:
         """PlanError, by how much, where the weights do not fit the GPU: then neither way can run."""
-        lacking = self.shape.weight_bytes - self._usable_bytes
-        if lacking > 0:
-            raise PlanError(
-                f"{self.shape.name} has {self.shape.weight_bytes / 1e9:.1f} GB of {self.shape.dtype} weights, and "
-                f"{self.gpu.name} has room for {self._usable_bytes / 1e9:.1f} GB: {lacking / 1e9:.1f} GB too little "
-                f"(--tensor-parallel-size takes more GPUs)"
-            )
+        check_weights(self.shape, self.gpu)
 
     def step_seconds(self, batch_size: int) -> float:
         """Seconds of a decode step at the achieved rates, the prompts' share of rows included."""
@@ -97,7 +106,7 @@ class GpuServer:
     def best(self, latency_limit_seconds: float = math.inf) -> GpuOnly:
         """The largest batch that memory and the limit on a whole sequence allow; throughput only rises with it."""
         weights = self.shape.weight_bytes + self._shared_kv_bytes
-        by_memory = roofline.max_batch_size(self._usable_bytes, weights, self._own_kv_bytes)
+        by_memory = roofline.max_batch_size(usable_bytes(self.gpu), weights, self._own_kv_bytes)
         limit = latency_limit_seconds / self.workload.output_len
         batch = largest(lambda size: self.step_seconds(size) <= limit, by_memory) if limit < math.inf else by_memory
         limited_by = "memory" if batch == by_memory else "latency limit"
@@ -105,10 +114,6 @@ class GpuServer:
             return GpuOnly(0, 0.0, None, limited_by)
         seconds = self.step_seconds(batch)
         return GpuOnly(batch, batch / seconds, seconds, limited_by)
-
-    @property
-    def _usable_bytes(self) -> float:
-        return MEMORY_FRACTION * self.gpu.memory_bytes
 
     @property
     def _own_kv_bytes(self) -> float:
