@@ -213,6 +213,7 @@ def test_attention_is_rewound(folder: str) -> None:
     [
         (["--r-workers", "mpi"], "ranks of an MPI job not yet"),
         (["--output", "/no/such/folder/profile.json"], "there is no such folder"),
+        (["--output", "."], ".: is a folder; name a file to write"),
         (["--model", "/no/such/model"], "no such folder"),
     ],
 )

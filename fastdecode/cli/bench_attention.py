@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.cli.isa import chosen_isa
+from fastdecode.cli.output_files import check_output_files
 from fastdecode.config import KV_CACHE_DTYPES, parse_bytes
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
@@ -67,9 +68,7 @@ def run(args: argparse.Namespace) -> int:
     shapes = parse_shapes(args)
     if args.repeats < LEAST_REPEATS:
         raise ConfigError(f"repeats must be at least {LEAST_REPEATS}, not {args.repeats}")
-    for path in filter(None, (args.output_json, args.plot)):
-        if not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"{path}: there is no such folder to write it in")
+    check_output_files(args.output_json, args.plot)
     bench = AttentionBench(parse_bytes("cache_bytes", args.cache_bytes), args.repeats, args.seed)
     for shape in shapes:
         bench.check(shape)

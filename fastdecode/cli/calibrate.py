@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fastdecode.cli.flags import add_calibrated_flags, add_common_flags, engine_config
+from fastdecode.cli.output_files import check_output_files
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.profile import HardwareProfile
@@ -36,8 +37,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and write the profile."""
-    if not Path(args.output).resolve().parent.is_dir():
-        raise ConfigError(f"{args.output}: there is no such folder to write it in")
+    check_output_files(args.output)
     if args.r_workers == "mpi":
         raise ConfigError("r_workers: calibrate measures inproc, spawn and host:port; ranks of an MPI job not yet")
     config = engine_config(args)
