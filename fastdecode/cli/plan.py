@@ -12,11 +12,11 @@ from typing import Any
 
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
+from fastdecode.cli.output_files import check_output_files
 from fastdecode.cli.plan_emit import FORMATS, emit
 from fastdecode.cli.plan_inputs import PlanInputs, read_inputs
 from fastdecode.cli.plan_text import plan_text
 from fastdecode.cli.plan_validate import run_validation
-from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuOnly
 from fastdecode.perfmodel.plan import Plan
 from fastdecode.perfmodel.verdict import Verdict, judge
@@ -51,9 +51,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
-    for path in filter(None, (args.output_json, args.plot)):
-        if not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"{path}: there is no such folder to write it in")
+    check_output_files(args.output_json, args.plot)
     if args.validate is not None:
         return run_validation(args)
     inputs = read_inputs(args)
@@ -63,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     alone = inputs.server.best(limit) if inputs.server else None
     verdict = judge(plan, alone, planner.prices)
     if args.emit:
-        print(emit(args.emit, plan, _engine_flags(args), planner.workload.rows_per_output_token))
+        rows_per_output_token = planner.workload.rows_per_output_token
+        print(emit(args.emit, plan, _engine_flags(args), rows_per_output_token, _r_worker_flags(args, inputs)))
     else:
         print(plan_text(inputs, plan, alone, verdict))
     if args.output_json:
@@ -103,10 +102,16 @@ def _mini_batch_size(args: argparse.Namespace, inputs: PlanInputs) -> int:
 
 
 def _engine_flags(args: argparse.Namespace) -> str:
-    given = {"--model": args.model, "--kv-cache-memory": args.kv_cache_memory}
-    if args.kv_cache_dtype != "auto":
-        given["--kv-cache-dtype"] = args.kv_cache_dtype
-    return "".join(f"{flag} {shlex.quote(str(value))} " for flag, value in given.items() if value is not None)
+    given = {"--model": args.model, "--kv-cache-dtype": None if args.kv_cache_dtype == "auto" else args.kv_cache_dtype}
+    return "".join(f"{flag} {shlex.quote(value)} " for flag, value in given.items() if value is not None)
+
+
+def _r_worker_flags(args: argparse.Namespace, inputs: PlanInputs) -> str:
+    """The memory asked for, or else what the plan took a preset to have; nothing where it counted on none."""
+    tokens, kv_bytes = inputs.planner.capacity_tokens, inputs.planner.kv_bytes_per_token
+    memory = str(round(tokens * kv_bytes)) if kv_bytes and tokens < math.inf else None
+    memory = args.kv_cache_memory or memory
+    return f" --kv-cache-memory {shlex.quote(memory)}" if memory else ""
 
 
 def _add_workload_flags(group: Any) -> None:

@@ -13,10 +13,14 @@ from fastdecode.perfmodel.token_budget import TILE_TOKENS
 FORMATS = ("hostfile", "sbatch", "mpirun")
 
 
-def emit(form: str, plan: Plan, args_text: str, rows_per_output_token: float) -> str:
-    """``args_text``: the engine flags that the plan's own inputs fix, such as the model's. Hosts are placeholders."""
+def emit(form: str, plan: Plan, args_text: str, rows_per_output_token: float, r_flags: str = "") -> str:
+    """Hosts are placeholders.
+
+    ``args_text``: the engine flags that the plan's own inputs fix, such as the model's; ``r_flags``: each R-worker's,
+    such as its memory, which an S-worker of an MPI job is not to be told.
+    """
     s_command = f"{S_COMMAND} {args_text}{_flags(plan, rows_per_output_token)}"
-    job = JobShape("s-worker", tuple(_hosts(plan)), s_command, named=False)
+    job = JobShape("s-worker", tuple(_hosts(plan)), s_command, r_flags, named=False)
     if form == "hostfile":
         return "\n".join(map(str, (HostSlots(job.s_host, 1), *job.r_hosts)))
     return openmpi_line(job, "hostfile") if form == "mpirun" else slurm_script(job)
