@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from fastdecode.cli.isa import chosen_isa
+from fastdecode.cli.plan_inputs import BARE_FLAGS
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
@@ -20,18 +22,33 @@ from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
 
 if TYPE_CHECKING:
+    from fastdecode.bench.offline_run import OfflineRun
     from fastdecode.bench.validate import ValidatedRow
+
+UNSET: dict[str, Any] = {
+    **dict.fromkeys(("emit", "gpu", "cpu", "link", "kv_cache_memory", "r_workers_per_host", "gpu_price", "cpu_price")),
+    **dict.fromkeys((*BARE_FLAGS, "seq_len", "mini_batch_size", "latency_limit", "interval_steps")),
+    **dict.fromkeys(("prompt_len", "shared_prefix_len", "output_len_cv"), 0.0),
+    "exposed_transport": False,
+    "kv_cache_dtype": "auto",
+    "num_mini_batches": 2,
+    "tensor_parallel_size": 1,
+}
+"""Flags of a plan as they are where nobody gave them; what is validated are configurations of its own, here."""
 
 
 def run_validation(args: argparse.Namespace) -> int:
     """Print a row per configuration and the errors; refuse a profile of another machine, version or model."""
+    given = [name for name, unset in UNSET.items() if getattr(args, name) != unset]
+    if given:
+        raise ConfigError(f"{given[0]} is for a plan, and validate makes none: it runs configurations of its own here")
     if not args.profile or not args.model:
         raise ConfigError("validate needs --profile, made here by `fastdecode calibrate`, and the --model folder of it")
     profile = load_profile(args.profile)
     config = _checked_config(args, profile)
     from fastdecode.bench.offline_run import offline_line
     from fastdecode.bench.validate import configurations, require_measured, validation
-    from fastdecode.bench.validate_table import HEADER, error_line, plot_rows, row_figures, table_line
+    from fastdecode.bench.validate_table import HEADER, error_line, plot_rows, table_line
 
     grid = configurations(profile.shape, usable_cores())
     count = min(args.validate or len(grid), len(grid))
@@ -46,14 +63,30 @@ def run_validation(args: argparse.Namespace) -> int:
             tqdm.write(table_line(row, profile.shape.num_heads), file=sys.stdout)
             sys.stdout.flush()
         print(error_line(rows), flush=True)
-        offline = measuring.offline()
+        if args.plot:
+            plot_rows(rows, args.plot)
+        offline = add_offline(rows, measuring.offline, args.output_json)
     print(offline_line(offline))
-    if args.plot:
-        plot_rows(rows, args.plot)
-    if args.output_json:
-        figures = {"configurations": [row_figures(row) for row in rows], "offline": vars(offline)}
-        Path(args.output_json).write_text(json.dumps(figures, indent=2) + "\n")
     return 0
+
+
+def add_offline(rows: Sequence[ValidatedRow], offline: Callable[[], OfflineRun], path: str | None) -> OfflineRun:
+    """What ``offline`` measured, with the rows in ``path`` if there is one.
+
+    The rows, which took longest, are written before it, so that they are there whatever becomes of it.
+    """
+    _write_figures(rows, None, path)
+    found = offline()
+    _write_figures(rows, found, path)
+    return found
+
+
+def _write_figures(rows: Sequence[ValidatedRow], offline: OfflineRun | None, path: str | None) -> None:
+    from fastdecode.bench.validate_table import row_figures
+
+    if path:
+        figures = {"configurations": [row_figures(row) for row in rows], "offline": vars(offline) if offline else None}
+        Path(path).write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def _checked_config(args: argparse.Namespace, profile: HardwareProfile) -> EngineConfig:
