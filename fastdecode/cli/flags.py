@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import fields
 from typing import Any
@@ -56,7 +57,13 @@ def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
     add_security_flag(group)
 
 
-def add_workload_flags(group: Any, num_prompts: int | None = 64, num_prompts_help: str = "(64)") -> None:
+def add_workload_flags(
+    group: Any,
+    num_prompts: int | None = 64,
+    num_prompts_help: str = "(64)",
+    request_rate: float | None = math.inf,
+    request_rate_help: str = "(inf: all at once)",
+) -> None:
     """Lengths of the random dataset, how many requests, and when they arrive."""
     group.add_argument("--random-input-len", type=int, default=1024, metavar="TOKENS", help="(1024)")
     group.add_argument("--random-output-len", type=int, default=128, metavar="TOKENS", help="(128)")
@@ -66,7 +73,7 @@ def add_workload_flags(group: Any, num_prompts: int | None = 64, num_prompts_hel
     group.add_argument("--random-prefix-len", type=int, default=0, metavar="TOKENS", help="shared by all prompts (0)")
     group.add_argument("--num-prompts", type=int, default=num_prompts, help=num_prompts_help)
     group.add_argument(
-        "--request-rate", type=float, default=float("inf"), help="Poisson arrivals per second (inf: all at once)"
+        "--request-rate", type=float, default=request_rate, help=f"Poisson arrivals per second {request_rate_help}"
     )
 
 

@@ -48,6 +48,10 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
     bare = [name for name in BARE_FLAGS if getattr(args, name) is not None]
     if bare and args.profile:
         raise ConfigError(f"{bare[0]} and profile are two ways to say the same; give one")
+    if args.tensor_parallel_size != 1 and not args.gpu and (bare or args.profile):
+        raise ConfigError(
+            "tensor_parallel_size counts GPUs that --gpu names; a profile or bare numbers say how fast theirs are"
+        )
     if bare:
         return _from_numbers(args)
     return _from_profile(args) if args.profile else _from_names(args)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from fastdecode.cli.flags import add_common_flags, add_schedule_flags, add_workload_flags
 from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
+from fastdecode.cli.output_files import check_output_files
 from fastdecode.cli.simulate_inputs import DATASETS, SimulationInputs, read_simulation
 from fastdecode.cli.simulate_report import Simulation, json_number, simulation_lines, simulation_report
 from fastdecode.errors import ConfigError
@@ -47,7 +48,7 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     group = parser.add_argument_group("capacity search")
     group.add_argument("--slo-tbt-p99", type=float, metavar="SECONDS", help="find the largest rate that keeps to it")
-    group.add_argument("--slo-delay-p50", type=float, default=2.0, metavar="SECONDS", help="from arrival to start (2)")
+    group.add_argument("--slo-delay-p50", type=float, metavar="SECONDS", help="beside it, from arrival to start (2)")
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot-steps", metavar="PNG", help="draw KV load and seconds of every step")
@@ -57,21 +58,20 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate at the rate asked for, or at the largest that keeps the SLO; Ctrl-C prints what was done."""
-    for path in filter(None, (args.output_json, args.plot_steps)):
-        if not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"{path}: there is no such folder to write it in")
-    slo = None if args.slo_tbt_p99 is None else Slo(args.slo_tbt_p99, args.slo_delay_p50)
+    check_output_files(args.output_json, args.plot_steps)
+    slo = _slo(args)
     inputs = read_simulation(args)
     print(f"{inputs.title}: {len(inputs.workload)} requests, {inputs.schedule}")
     for assumption in inputs.assumptions:
         print(f"  {assumption}", flush=True)
     capacity = search_capacity(inputs, slo) if slo else None
-    rate = inputs.rate if capacity is None else capacity
-    if slo:
-        print(_capacity_line(rate, slo))
-    simulation = simulate(inputs, rate or inputs.rate)
+    if slo and capacity is not None:
+        print(_capacity_line(capacity, slo))
+    rate = capacity or inputs.rate
+    simulation = simulate(inputs, rate)
     report = simulation_report(simulation, inputs)
-    report["capacity"] = {**vars(slo), "requests_per_second": json_number(rate)} if slo else None
+    known = {} if capacity is None else {"requests_per_second": json_number(capacity)}
+    report["capacity"] = {**vars(slo), **known} if slo else None
     report["config"] = {name: value for name, value in vars(args).items() if name != "run"}
     report["config"]["request_rate"] = json_number(rate)
     for line in simulation_lines(report):
@@ -124,6 +124,16 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     )  # fmt: skip
 
 
+def _slo(args: argparse.Namespace) -> Slo | None:
+    if args.slo_tbt_p99 is None:
+        if args.slo_delay_p50 is not None:
+            raise ConfigError(
+                "slo_delay_p50 is half of what a capacity search keeps to: it needs --slo-tbt-p99 beside it"
+            )
+        return None
+    return Slo(args.slo_tbt_p99) if args.slo_delay_p50 is None else Slo(args.slo_tbt_p99, args.slo_delay_p50)
+
+
 def _capacity_line(rate: float, slo: Slo) -> str:
     kept = f"P99 time between tokens {slo.tbt_p99_seconds:g} s, median scheduling delay {slo.delay_p50_seconds:g} s"
     if rate == 0:
@@ -139,7 +149,9 @@ def _add_workload_group(group: Any) -> None:
         "--dataset-path", metavar="FILE",
         help="a trace: JSONL with timestamp (seconds), input_length and output_length (tokens) per line",
     )  # fmt: skip
-    add_workload_flags(group, None, "(64; sarathi-…: 512; trace: all)")
+    add_workload_flags(
+        group, None, "(64; sarathi-…: 512; trace: all)", None, "(a trace's own pace, else inf: all at once)"
+    )
 
 
 def _bar(total: int | None, unit: str) -> tqdm:

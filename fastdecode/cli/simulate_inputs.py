@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from fastdecode.bench.workload import WorkloadSpec, make_workload
-from fastdecode.cli.plan_inputs import PlanInputs, read_inputs
+from fastdecode.cli.plan_inputs import BARE_FLAGS, PlanInputs, read_inputs
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
-from fastdecode.perfmodel.gpu_only import GpuStepTime
+from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.model_config import find_shape
 from fastdecode.perfmodel.presets import find_gpu
 from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedWorkload, SplitMachine
@@ -40,6 +40,17 @@ CHECKED = (
     "max_model_len",
 )
 """Flags that mean to the simulator what they mean to the engine."""
+
+OF_R_WORKERS = (
+    "cpu",
+    "link",
+    "kv_cache_memory",
+    "r_workers_per_host",
+    "profile",
+    *BARE_FLAGS,
+    "exposed_transport",
+)
+"""Flags that describe R-workers, or a machine that was measured with them; unset they are None or False."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +84,21 @@ def read_simulation(args: argparse.Namespace) -> SimulationInputs:
 
 
 def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -> SimulationInputs:
+    for name in OF_R_WORKERS:
+        if getattr(args, name) is not None and getattr(args, name) is not False:
+            raise ConfigError(f"num_r_workers is 0, the GPU alone: {name} has no place there; leave it out")
     if args.model is None or args.gpu is None:
         raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
     shape, gpu = find_shape(args.model), find_gpu(args.gpu).times(args.tensor_parallel_size)
     kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     step_time = GpuStepTime(shape, gpu, shape.kv_layout(kv_dtype).kv_bytes_per_token)
+    check_weights(shape, gpu)
     blocks = step_time.capacity_tokens // args.block_size
     if blocks == 0:
-        raise ConfigError(f"gpu: {gpu.name} has no room for a KV cache beside the weights of {shape.name}")
+        raise ConfigError(
+            f"gpu: beside the weights of {shape.name} {gpu.name} has room for {step_time.capacity_tokens} cached "
+            f"tokens, and one KV block has {args.block_size} (--tensor-parallel-size takes more GPUs)"
+        )
     limits = _limits(args, workload, (blocks,), scratch_tokens=0)
     title = f"{shape.name} on {gpu.name} alone"
     return SimulationInputs(GpuMachine(step_time), limits, args.schedule, workload, rate, title, ())
@@ -131,7 +149,7 @@ def _workload(args: argparse.Namespace) -> tuple[SimulatedWorkload, float]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read dataset {path}: {error}") from None
         traced = traced_workload(read_trace(text, str(path))[: args.num_prompts])
-        return traced, traced.own_rate if math.isinf(spec.request_rate) else spec.request_rate
+        return traced, traced.own_rate if args.request_rate is None else spec.request_rate
     vocabulary = find_shape(args.model).vocab_size if args.model else VOCABULARY
     at_one = WorkloadSpec(**vars(spec) | {"request_rate": 1.0})
     items = make_workload(at_one, vocabulary, UNBOUNDED_TOKENS, None)
@@ -143,8 +161,12 @@ def _workload(args: argparse.Namespace) -> tuple[SimulatedWorkload, float]:
 def _spec(args: argparse.Namespace) -> WorkloadSpec:
     """The workload flags, checked as ``bench throughput`` checks them."""
     given = {name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__}
+    if args.dataset_path and args.dataset_name != "trace":
+        raise ConfigError(f"dataset_path: dataset {args.dataset_name!r} reads no file; it is for --dataset-name trace")
     if args.dataset_name in SARATHI:
-        given["dataset_path"] = args.dataset_path or "built in"
+        given["dataset_path"] = "built in"
+    if args.request_rate is None:
+        given["request_rate"] = math.inf
     if args.num_prompts is None:
         given["num_prompts"] = 512 if args.dataset_name in SARATHI else WorkloadSpec().num_prompts
     return WorkloadSpec(**given)

@@ -26,7 +26,7 @@ class Slo:
     def __post_init__(self) -> None:
         for name in ("tbt_p99_seconds", "delay_p50_seconds"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be above 0 seconds, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be above 0 seconds and finite, not {getattr(self, name)!r}")
 
     def is_met(self, requests: Sequence[SimulatedRequest]) -> bool:
         """Over all of ``requests``; one that has not ended, or never started, does not meet it."""

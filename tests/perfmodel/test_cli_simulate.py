@@ -13,6 +13,7 @@ import pytest
 from fastdecode.bench.report import throughput_report
 from fastdecode.bench.throughput import ThroughputRun
 from fastdecode.cli.main import main
+from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.profile_json import write_profile
 
 from .test_profile import profile
@@ -22,6 +23,7 @@ BATCH = ["--max-num-batched-tokens", "64"]
 NAMES = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452"]
 BARE = ["--s-part-seconds", "7.08e-3", "--r-part-seconds-per-token", "1.239e-7", "--num-layers", "32"]
 ALONE = ["--model", "mistral-7b", "--gpu", "a100", "--num-r-workers", "0"]
+YI = ["--model", "yi-34b", "--num-r-workers", "0"]
 CONTRACT = {*throughput_report(ThroughputRun(), True), "config", "machine", "scheduling_delay_seconds"}
 
 
@@ -81,6 +83,8 @@ def test_a_trace_and_a_gpu_alone(tmp_path: Path) -> None:
     assert (found["num_requests"], found["total_output_tokens"]) == (3, 3 + 4 + 5)
     assert 20 < found["elapsed_time"] < 21 and found["scheduling_delay_seconds"]["p50"] == 0.0
     assert simulate(tmp_path, *ALONE, *flags, "--request-rate", "1")["elapsed_time"] < 4
+    at_once = simulate(tmp_path, *ALONE, *flags, "--request-rate", "inf")
+    assert at_once["elapsed_time"] < 1 and at_once["config"]["request_rate"] == "inf"
 
 
 def test_a_capacity_keeps_its_slo_and_a_looser_one_is_no_less(tmp_path: Path) -> None:
@@ -93,6 +97,17 @@ def test_a_capacity_keeps_its_slo_and_a_looser_one_is_no_less(tmp_path: Path) ->
         assert found["tbt_seconds"]["p99"] <= 0.1 and found["scheduling_delay_seconds"]["p50"] <= float(delay)
         assert found["config"]["request_rate"] == rates[-1] > 0
     assert rates[0] <= rates[1]
+
+
+def test_where_no_rate_keeps_the_slo_the_report_has_the_rate_it_ran_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*ALONE, "--num-prompts", "4", "--random-output-len", "4", "--slo-tbt-p99", "1e-9"]
+    for rate, reported in ((["--request-rate", "5"], 5.0), ([], "inf")):
+        found = simulate(tmp_path, *flags, *rate)
+        assert "Capacity: none" in capsys.readouterr().out
+        assert found["capacity"]["requests_per_second"] == 0
+        assert found["config"]["request_rate"] == reported
 
 
 @pytest.mark.parametrize(
@@ -111,7 +126,20 @@ def test_a_capacity_keeps_its_slo_and_a_looser_one_is_no_less(tmp_path: Path) ->
         ([*NAMES, "--dataset-name", "trace", "--dataset-path", "/no/such"], 2, "cannot read dataset /no/such"),
         ([*NAMES, "--dataset-name", "sarathi-chat", "--enable-prefix-caching"], 2, "and no tokens to compare"),
         ([*NAMES, "--kv-cache-memory", "20MB"], 1, "fewer than one sequence of"),
-        (["--model", "yi-34b", "--gpu", "a10", "--num-r-workers", "0"], 2, "no room for a KV cache beside the weights"),
+        ([*YI, "--gpu", "a10"], 1, "has room for 21.6 GB: 47.2 GB too little (--tensor-parallel-size takes more GPUs)"),
+        ([*NAMES, "--slo-delay-p50", "inf"], 2, "slo_delay_p50 is half of what a capacity search keeps to"),
+        ([*NAMES, "--slo-tbt-p99", "1", "--slo-delay-p50", "inf"], 2, "delay_p50_seconds must be above 0 seconds"),
+        ([*ALONE, "--cpu", "epyc-7452"], 2, "the GPU alone: cpu has no place there"),
+        ([*ALONE, "--profile", "p.json"], 2, "the GPU alone: profile has no place there"),
+        ([*ALONE, *BARE], 2, "the GPU alone: s_part_seconds has no place there"),
+        ([*ALONE, "--num-layers", "0"], 2, "the GPU alone: num_layers has no place there"),
+        ([*ALONE, "--link", "100Gb"], 2, "the GPU alone: link has no place there"),
+        ([*ALONE, "--kv-cache-memory", "1GiB"], 2, "the GPU alone: kv_cache_memory has no place there"),
+        ([*ALONE, "--exposed-transport"], 2, "the GPU alone: exposed_transport has no place there"),
+        ([*NAMES, "--dataset-name", "sarathi-chat", "--dataset-path", "x"], 2, "'sarathi-chat' reads no file"),
+        ([*NAMES, "--dataset-path", "x"], 2, "'random' reads no file; it is for --dataset-name trace"),
+        ([*BARE, "--tensor-parallel-size", "2"], 2, "tensor_parallel_size counts GPUs that --gpu names"),
+        ([*NAMES, "--output-json", "."], 2, ".: is a folder; name a file to write"),
         ([*NAMES, "--output-json", "/no/such/folder/x.json"], 2, "there is no such folder"),
     ],
 )
@@ -122,6 +150,19 @@ def test_failures_are_one_clear_line(
     error = capfd.readouterr().err.strip()
     assert error.startswith("fastdecode: error: ") and message in error
     assert "\n" not in error
+
+
+def test_weights_that_leave_no_room_for_a_block(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A vocabulary that takes all but a few KB of what an A10 has for weights and cache."""
+    config: dict[str, Any] = {
+        "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_attention_heads": 32, "vocab_size": 1, "torch_dtype": "float16",
+    }  # fmt: skip
+    left = 0.9 * 24e9 - read_shape(config, "m").weight_bytes
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"vocab_size": int(left / (2 * 2 * 4096))}))
+    assert main(["simulate", *SIZES, *BATCH, "--model", str(path), "--gpu", "a10", "--num-r-workers", "0"]) == 2
+    assert "a10 has room for 0 cached tokens, and one KV block has 32" in capfd.readouterr().err
 
 
 def test_a_simulation_needs_no_torch(tmp_path: Path) -> None:
