@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from fastdecode.errors import ConfigError
 
+MOST_TOKENS = 1e12
+"""Of a sequence: more than any memory holds, and few enough for arithmetic."""
+
 LARGEST_OUTPUT_LEN_CV = 100.0
 """Of outputs' lengths; those of real traffic lie below 5, and n sequences cannot have more than sqrt(n - 1)."""
 
@@ -29,6 +32,8 @@ class Workload:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{name} must be a number of at least 0, not {value!r}")
+        if self.seq_len > MOST_TOKENS:
+            raise ConfigError(f"seq_len (prompt + output) must be at most {MOST_TOKENS:g} tokens, not {self.seq_len:g}")
         if self.output_len_cv > LARGEST_OUTPUT_LEN_CV:
             raise ConfigError(
                 f"output_len_cv (standard deviation over mean) must be at most {LARGEST_OUTPUT_LEN_CV:g}, "

@@ -132,6 +132,7 @@ def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) 
         (NAMES[:-2], 2, "seq_len (prompt + output tokens) is needed"),
         ([*NAMES[:-2], "--seq-len", "0"], 2, "at least prompt_len + 1"),
         ([*NAMES, "--prompt-len", "1024"], 2, "must be at least prompt_len + 1 = 1025"),
+        ([*NUMBERS, "--seq-len", "1e308"], 2, "seq_len (prompt + output) must be at most 1e+12 tokens, not 1e+308"),
         ([*NAMES, "--output-len-cv", "1e200"], 2, "output_len_cv (standard deviation over mean) must be at most 100"),
         ([*NAMES, "--gpu", "abacus"], 2, "gpu must be one of t4, l4, a10"),
         ([*NAMES, "--cpu", "abacus"], 2, "cpu must be one of epyc-7452"),
@@ -156,6 +157,17 @@ def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) 
         ([*NUMBERS, "--s-part-seconds", "inf"], 2, "above zero seconds"),
         ([*NAMES, "--r-workers-per-host", "0"], 2, "r_workers_per_host must be at least 1"),
         ([*NUMBERS, "--s-part-seconds", "-1"], 2, "above zero seconds"),
+        ([*NUMBERS, "--tensor-parallel-size", "2"], 2, "tensor_parallel_size counts GPUs that --gpu names"),
+        (["--seq-len", "8", "--profile", "p.json", "--tensor-parallel-size", "2"], 2, "counts GPUs that --gpu names"),
+        (["--validate", "--emit", "mpirun"], 2, "emit is for a plan, and validate makes none"),
+        (["--validate", "--seq-len", "1024"], 2, "seq_len is for a plan, and validate makes none"),
+        (["--validate", "--mini-batch-size", "0"], 2, "mini_batch_size is for a plan, and validate makes none"),
+        (["--validate", "--tensor-parallel-size", "2"], 2, "tensor_parallel_size is for a plan"),
+        (["--validate"], 2, "validate needs --profile"),
+        (["--validate", "--prompt-len", "64"], 2, "prompt_len is for a plan, and validate makes none"),
+        ([*NUMBERS, "--output-json", "."], 2, ".: is a folder; name a file to write"),
+        ([*NUMBERS, "--plot", "."], 2, ".: is a folder; name a file to write"),
+        (["--validate", "--output-json", "."], 2, ".: is a folder; name a file to write"),
         ([*NUMBERS, "--output-json", "/no/such/folder/plan.json"], 2, "no such folder"),
     ],
 )
@@ -195,6 +207,18 @@ def test_emitted_files_hold_the_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
     script = tmp_path / "job.sh"
     script.write_text(text["sbatch"])
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("form", ["sbatch", "mpirun"])
+def test_emitted_r_workers_get_the_memory_that_was_planned_with(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the S-worker gets none, which it would refuse: as asked for, else what the preset was taken to have."""
+    for flags, memory in ((["--kv-cache-memory", "50GiB"], "50GiB"), ([], str(int(0.8 * 128e9)))):
+        assert main(["plan", *NAMES, *flags, "--mini-batch-size", "1024", "--emit", form]) == 0
+        text = capsys.readouterr().out
+        assert text.count("--kv-cache-memory") == 1
+        assert f"fastdecode r-worker --transport mpi --kv-cache-memory {memory}" in text
+    assert main(["plan", *NUMBERS, "--emit", form]) == 0
+    assert "--kv-cache-memory" not in capsys.readouterr().out
 
 
 def test_plot_is_a_picture(tmp_path: Path) -> None:
