@@ -23,6 +23,7 @@ SCHEDULES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-fi
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 MAX_THREADS = 1024
+MAX_SEATS = 1 << 20
 """Threads of one worker; more is a slip of the finger."""
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -95,6 +96,8 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence decodes one token in every step"
             )
+        if self.max_num_seqs > MAX_SEATS:
+            raise ConfigError(f"max_num_seqs must be at most {MAX_SEATS}, not {self.max_num_seqs}")
         for name in ("r_threads", "s_threads"):
             if (getattr(self, name) or 1) > MAX_THREADS:
                 raise ConfigError(f"{name} must be at most {MAX_THREADS}, not {getattr(self, name)}")

@@ -42,6 +42,10 @@ def _encode(text: Any, tokenizer: Tokenizer | None) -> list[int]:
         raise RequestError(f"prompt must be text or token ids, not {type(text).__name__}")
     if tokenizer is None:
         raise RequestError("prompt is text, but the tokenizer was not loaded (skip_tokenizer_init): give token ids")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"prompt is no valid text: half of a surrogate pair at position {error.start}") from None
     return tokenizer.encode(text)
 
 

@@ -32,7 +32,8 @@ def make_scheduler(
     budget = config.max_num_batched_tokens
     calibrated = live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None
     if config.tbt_target is not None and policy.prompts is Prompts.CHUNKED:
-        step_time = calibrated or profile_steps(s_worker, len(r_workers), budget)
+        room = min(worker.num_blocks for worker in r_workers) * config.block_size
+        step_time = calibrated or profile_steps(s_worker, len(r_workers), min(budget, model.max_model_len, room))
         budget = budget_within(config.tbt_target, step_time, config.max_num_seqs, budget)
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
@@ -79,8 +80,9 @@ def budget_within(target_seconds: float, step_time: StepTime, least: int, most: 
 
 def profile_steps(s_worker: SWorker, num_r_workers: int, most_tokens: int) -> StepProfile:
     """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens; nothing of them stays anywhere."""
-    counts = [TILE_TOKENS // 2, TILE_TOKENS]
-    while counts[-1] < most_tokens:
+    largest = min(TILE_TOKENS, max(most_tokens, 2))
+    counts = [largest // 2, largest]
+    while 2 * counts[-1] <= most_tokens:
         counts.append(2 * counts[-1])
     return StepProfile(counts, [_step_seconds(s_worker, num_r_workers, count) for count in counts])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -39,16 +39,11 @@ class TransformersBaseline:
         else:
             self.model = AutoModelForCausalLM.from_pretrained(config.model, config=hf_config, dtype=dtype).eval()
 
-    def run(
-        self, prompts: Sequence[list[int]], output_lens: Sequence[int], on_batch: Callable[[int], None] = lambda n: None
-    ) -> list[BatchTimes]:
+    def run(self, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> Iterator[BatchTimes]:
         """Greedy static batches in order, each as long as its longest output."""
-        times = []
         for start in range(0, len(prompts), self.batch_size):
             stop = start + self.batch_size
-            times.append(self._run_batch(prompts[start:stop], max(output_lens[start:stop])))
-            on_batch(len(prompts[start:stop]))
-        return times
+            yield self._run_batch(prompts[start:stop], max(output_lens[start:stop]))
 
     def _run_batch(self, prompts: Sequence[list[int]], output_len: int) -> BatchTimes:
         width = max(map(len, prompts))

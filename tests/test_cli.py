@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -13,7 +14,10 @@ from typing import Any
 import model_zoo
 import pytest
 
+from fastdecode.bench.baseline import run_baseline
+from fastdecode.bench.workload import WorkloadSpec
 from fastdecode.cli.main import main
+from fastdecode.config import EngineConfig
 
 SMALL = ["--max-model-len", "300", "--kv-cache-memory", "64MiB", "--s-threads", "1", "--r-threads", "1"]
 
@@ -48,6 +52,18 @@ def bench(folder: str, *more: str) -> list[str]:
         (["generate", "hi", "--tbt-target", "1e-9"], 2, "a step of 256 tokens, one for each of max_num_seqs, takes"),
         (["generate", "hi", "--hf-overrides", '{"no_such_key": 1}'], 1, "no configuration key 'no_such_key'"),
         (["bench", "throughput", "--dataset-name", "sharegpt"], 2, "needs --dataset-path"),
+        (["bench", "throughput", "--trace", "/no/such/folder/t.json"], 2, "there is no such folder to write it in"),
+        (["bench", "throughput", "--plot-steps", "/tmp"], 2, "/tmp: is a folder"),
+        (["bench", "throughput", "--backend", "transformers", "--measure-overlap"], 2, "measure_overlap is not for"),
+        (["bench", "throughput", "--backend", "transformers", "--request-rate", "1"], 2, "request_rate is not for"),
+        (["bench", "attention", "--cache-bytes", "1"], 2, "cache_bytes must be at least 1 MiB for each thread"),
+        (["bench", "attention", "--context-len", "9" * 20], 2, "context_len must be a number of tokens"),
+        (["bench", "attention", "--num-heads", "9" * 5000], 2, "num_heads must have at most 12 digits"),
+        (
+            ["generate", "hi", "--max-num-seqs", "9" * 20, "--max-num-batched-tokens", "9" * 21],
+            2,
+            "max_num_seqs must be",
+        ),
         (["bench", "throughput", "--random-range-ratio", "2"], 2, "random_range_ratio must be in [0, 1)"),
     ],
 )
@@ -130,6 +146,31 @@ def test_transformers_backend_reports_the_same_keys(folder: str, tmp_path: Path)
     assert report["total_output_tokens"] == 48
     assert report["decode"]["steps"] == 7
     assert report["output_tokens_per_second"] > 0
+
+
+def test_ctrl_c_keeps_the_static_batches_that_ended(folder: str) -> None:
+    """It comes after the second of three."""
+
+    class Bar(contextlib.AbstractContextManager["Bar"]):
+        done = 0
+
+        def update(self, count: int) -> None:
+            self.done += count
+            if self.done == 4:
+                raise KeyboardInterrupt
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True, max_num_seqs=2, max_num_batched_tokens=64)
+    spec = WorkloadSpec(random_input_len=8, random_output_len=4, num_prompts=6)
+    report, interrupted = run_baseline(config, spec, lambda total: Bar())
+    assert interrupted and report["num_requests"] == 4 and report["total_output_tokens"] == 16
+
+
+def test_a_target_between_tokens_is_timed_within_a_small_cache(capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--max-model-len", "256", "--kv-cache-memory", "2MiB", "--max-tokens", "2"]
+    assert main(["generate", "hi", "--tbt-target", "5", *sizes]) == 0, capfd.readouterr().err
 
 
 def test_trace_is_chromes_format(folder: str, tmp_path: Path) -> None:

@@ -90,6 +90,11 @@ def test_lines_are_shell_and_hold_the_job(form: str, hostfile: Path, capsys: pyt
         assert "-n 3 fastdecode" in text or "--nodes=2 --ntasks=3" in text
 
 
+def test_what_looks_like_a_flag_stays_a_prompt(hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, hostfile, "openmpi", "--", "generate", "--max-tokens", "2", "--", "-x prompt")
+    assert "fastdecode generate --max-tokens 2 --r-workers mpi -- '-x prompt' " in text
+
+
 @pytest.mark.parametrize("given", [["--security", "authenticate"], ["--security=authenticate"]])
 def test_both_sides_get_the_same_security(given: list[str], hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--hostfile", str(hostfile), "--print", "--format", "ssh", "bench", "throughput", *given]
@@ -111,6 +116,8 @@ def test_root_is_told_to_open_mpi_and_nobody_else(hostfile: Path, capsys: pytest
     [
         ("a slots=2", ["--print", "--format", "slurm"], "a must have one slot"),
         (HOSTS, ["--format", "slurm"], "format slurm is for a shell: give --print"),
+        (HOSTS, ["--print", "--threads", "0"], "threads must be from 1 to 1024, not 0"),
+        (HOSTS, ["--print", "--kv-cache-memory", "banana"], "kv_cache_memory must be a positive number of bytes"),
         (HOSTS, ["--print", "generate", "--r-workers", "mpi"], "--r-workers is what launch adds"),
     ],
 )

@@ -45,6 +45,22 @@ def test_scores_are_transformers_log_probabilities(engine: LLMEngine) -> None:
     assert engine.backend.blocks_used == 0
 
 
+def test_an_idle_engine_scores_though_its_cache_is_full_of_prefixes() -> None:
+    """Sixteen blocks, all of them retained."""
+    config = EngineConfig(DEMO_MODEL, device="cpu", dtype="float32", max_model_len=256, kv_cache_memory="1MiB")
+    engine = LLMEngine(config)
+    try:
+        for index in range(8):
+            ids = [index + 1] * 200
+            engine.add_request(str(index), {"prompt_token_ids": ids}, SamplingParams(max_tokens=1, ignore_eos=True))
+            while engine.has_unfinished_requests():
+                engine.step()
+        assert engine.scheduler.ledger.free == [engine.r_workers[0].num_blocks - engine.backend.blocks_used]
+        assert engine.score([1] * 250).shape == (249,)
+    finally:
+        engine.close()
+
+
 def test_perplexity_is_the_exponential_of_the_mean(engine: LLMEngine) -> None:
     """Far below a uniform guess, and consistent with its bits per byte."""
     found = measure_perplexity(engine, TEXT, 512)

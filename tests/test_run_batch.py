@@ -94,6 +94,9 @@ def test_requests_that_cannot_run_are_answered_with_the_reason(
         line("unknown", prompt="x", best_of=2),
         line("wrong", prompt="x", temperature=-1),
         line("stream", prompt="x", stream=True),
+        line("bias", prompt="x", logit_bias={"²": 1}),
+        line("half \ud800", prompt="hi \ud800"),
+        line("nothing"),
     ]
     out = tmp_path / "out.jsonl"
     arguments = ["run-batch", "-i", write(tmp_path / "in.jsonl", asked), "-o", str(out), *FLAGS]
@@ -109,10 +112,13 @@ def test_requests_that_cannot_run_are_answered_with_the_reason(
         "unknown": "best_of is not understood; known are frequency_penalty",
         "wrong": "temperature",
         "stream": "a batch is not streamed",
+        "bias": "logit_bias",
+        "half \ud800": "half of a surrogate pair at position 3",
+        "nothing": "prompt is missing",
     }.items():
         assert found[name]["status_code"] == 400 and message in found[name]["body"]["error"]["message"]
     assert main(arguments) == 0
-    assert "7 of 7 requests are answered" in capsys.readouterr().out
+    assert "10 of 10 requests are answered" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -135,15 +141,31 @@ def test_a_file_that_is_no_batch_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("written", "message"), [('{"custom_id": "b"}', "answers 'b', which the input does not ask"), ("text", "no answer")]
+    ("written", "message"),
+    [
+        ('{"custom_id": "b", "response": {}}\n', "answers 'b', which the input does not ask"),
+        ('{"custom_id": "a"}\n', "no answer"),
+        ('{"custom_id": [], "response": {}}\n', "no answer"),
+        ("text\n", "no answer"),
+        ("a line of notes without an end", "line 1 is no answer"),
+    ],
 )
 def test_another_batch_s_output_is_left_alone(
     written: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     asked, out = write(tmp_path / "in.jsonl", [line("a", prompt="x")]), tmp_path / "out.jsonl"
-    out.write_text(written + "\n")
+    out.write_text(written)
     assert main(["run-batch", "-i", asked, "-o", str(out)]) == 2
-    assert message in capfd.readouterr().err and out.read_text() == written + "\n"
+    assert message in capfd.readouterr().err and out.read_text() == written
+
+
+def test_what_cannot_be_read_twice_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run-batch", "-i", "/dev/null", "-o", str(tmp_path / "out.jsonl")]) == 2
+    assert "/dev/null: must be a file" in capfd.readouterr().err
+    asked = write(tmp_path / "in.jsonl", [line("a", prompt="x")])
+    before = Path(asked).read_text()
+    assert main(["run-batch", "-i", asked, "-o", asked]) == 2
+    assert "no answer" in capfd.readouterr().err and Path(asked).read_text() == before
 
 
 def test_a_chat_takes_the_model_s_template() -> None:

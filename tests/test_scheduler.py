@@ -362,3 +362,44 @@ def test_the_last_one_that_drains_goes_on_until_another_comes() -> None:
     assert run.num_moves == 8 and run.scheduler.fleet.present == [1]
     run.step_number += 1
     run.to_the_end()
+
+
+@pytest.mark.parametrize("event", ["lost", "drained"])
+def test_a_follower_needs_its_r_worker_too(event: str) -> None:
+    """Only the second R-worker could ever hold the third sequence, which waits for the second's prefix."""
+    limits = Limits(
+        max_num_seqs=8, max_num_batched_tokens=64, num_mini_batches=1, scratch_tokens=10_000, max_model_len=4096,
+        block_size=16, num_blocks=(20, 200, 20), bandwidths=(1.0, 1.0, 1.0),
+    )  # fmt: skip
+    scheduler = Scheduler(POLICIES["sls"], limits)
+    prefix = list(range(200))
+    scheduler.add(Sequence(0, [8] * 40, 3))
+    scheduler.commit(scheduler.schedule())
+    scheduler.residents.decoding[0].append(1)
+    for each in (Sequence(1, prefix + [7] * 10, 5), Sequence(2, prefix + [9] * 150, 400), Sequence(3, [5] * 20, 5)):
+        scheduler.add(each)
+    scheduler.commit(scheduler.schedule())
+    assert [each.sequence_id for each in scheduler.queue.everybody if each not in list(scheduler.queue)] == [2]
+    if event == "lost":
+        assert [each.sequence_id for each in scheduler.lost(1)] == [2]
+    else:
+        scheduler.drain(1)
+    drained_while_needed = False
+    for _ in range(600):
+        while move := scheduler.next_move():
+            scheduler.moved(move)
+        drained_while_needed |= bool(scheduler.drained()) and 2 in [each.sequence_id for each in _unfinished(scheduler)]
+        if not scheduler.has_unfinished:
+            break
+        step = scheduler.schedule()
+        assert step.num_tokens
+        scheduler.commit(step)
+        for sequence in list(scheduler.residents.decoding.values()):
+            sequence.append(3)
+            if len(sequence.output_token_ids) >= sequence.max_tokens:
+                scheduler.finish(sequence, "length")
+    assert not scheduler.has_unfinished and not drained_while_needed
+
+
+def _unfinished(scheduler: Scheduler) -> list[Sequence]:
+    return [*scheduler.queue.everybody, *scheduler.residents.decoding.values(), *scheduler.residents.prompts.values()]

@@ -11,12 +11,17 @@ from typing import Any
 from fastdecode.batch.lines import BatchLine, read_line
 from fastdecode.errors import ConfigError
 
+HALF_WRITTEN = b'{"id": "batch_req-'
+"""How every answer begins: of a file that ends in anything else nothing is cut off."""
+
 
 class BatchInput:
     """The requests of an input file, read line by line, since it may be larger than memory."""
 
     def __init__(self, path: str) -> None:
         """ConfigError for a file that cannot be read, a line that is no request, or a custom_id that comes twice."""
+        if not Path(path).is_file():
+            raise ConfigError(f"{path}: must be a file: it is read twice")
         self._path = path
         self.custom_ids: set[str] = set()
         for line in self:
@@ -46,19 +51,20 @@ class BatchOutput:
         keep = 0
         try:
             self._file = Path(path).open("ab+")  # noqa: SIM115 (closed by __exit__)
+            self._file.seek(0)
+            for number, text in enumerate(self._file, 1):
+                if text.endswith(b"\n"):
+                    self.done.add(_custom_id(path, number, text, custom_ids))
+                    keep += len(text)
+                elif not text.startswith(HALF_WRITTEN[: len(text)]):
+                    raise _no_answer(path, number)
+            self._file.truncate(keep)
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-        self._file.seek(0)
-        for number, text in enumerate(self._file, 1):
-            if not text.endswith(b"\n"):
-                break
-            self.done.add(_custom_id(path, number, text, custom_ids))
-            keep += len(text)
-        self._file.truncate(keep)
+            raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one output line; it survives the end of this process, however that comes."""
-        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
         self.done.add(line["custom_id"])
 
@@ -73,9 +79,17 @@ class BatchOutput:
 
 def _custom_id(path: str, number: int, text: bytes, custom_ids: set[str]) -> str:
     try:
-        custom_id = json.loads(text)["custom_id"]
-    except (ValueError, TypeError, KeyError):
-        raise ConfigError(f"{path}: line {number} is no answer of a batch; give another output file") from None
+        answer = json.loads(text)
+        custom_id = answer["custom_id"]
+        is_answer = isinstance(custom_id, str) and isinstance(answer["response"], dict)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        is_answer = False
+    if not is_answer:
+        raise _no_answer(path, number)
     if custom_id not in custom_ids:
         raise ConfigError(f"{path}: line {number} answers {custom_id!r}, which the input does not ask")
     return str(custom_id)
+
+
+def _no_answer(path: str, number: int) -> ConfigError:
+    return ConfigError(f"{path}: line {number} is no answer of a batch; give another output file")

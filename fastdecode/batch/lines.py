@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def read_line(text: str, number: int) -> BatchLine:
     """Line ``number`` of an input file; ConfigError when it is not one of a batch at all."""
     try:
         line = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"line {number}: not valid JSON: {error}") from None
     if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str) or not line["custom_id"]:
         raise ConfigError(f"line {number}: must be an object with a custom_id, a method, a url and a body")
@@ -105,4 +106,4 @@ def _token_keys(bias: Any) -> Any:
     """JSON has text as keys where token ids are meant; what is neither is left for SamplingParams to refuse."""
     if not isinstance(bias, dict):
         return bias
-    return {int(key) if str(key).isdigit() else key: value for key, value in bias.items()}
+    return {int(key) if re.fullmatch("[0-9]{1,18}", key) else key: value for key, value in bias.items()}

@@ -33,7 +33,7 @@ class ContextLen:
     @classmethod
     def parse(cls, text: str) -> ContextLen:
         """ "1024", or "1-8192" for lengths drawn from that range."""
-        match = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", text.strip())
+        match = re.fullmatch(r"([1-9]\d{0,11})(?:-([1-9]\d{0,11}))?", text.strip())
         found = cls(int(match[1]), int(match[2] or match[1])) if match else None
         if found is None or found.low > found.high:
             raise ConfigError(f"context_len must be a number of tokens, or LOW-HIGH such as 1-8192, not {text!r}")

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from fastdecode.bench.attention import AttentionBench
     from fastdecode.bench.attention_shape import AttentionShape
 
+MOST_DIGITS = 12
+LEAST_CACHE_BYTES = 1 << 20
+"""Of each thread: less is no measurement of memory."""
+
 DTYPES = tuple(dtype for dtype in KV_CACHE_DTYPES if dtype != "auto")
 LEAST_REPEATS = 9
 
@@ -69,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
     if args.repeats < LEAST_REPEATS:
         raise ConfigError(f"repeats must be at least {LEAST_REPEATS}, not {args.repeats}")
     check_output_files(args.output_json, args.plot)
-    bench = AttentionBench(parse_bytes("cache_bytes", args.cache_bytes), args.repeats, args.seed)
+    cache_bytes = parse_bytes("cache_bytes", args.cache_bytes)
+    if cache_bytes < LEAST_CACHE_BYTES * max(shape.threads for shape in shapes):
+        raise ConfigError(f"cache_bytes must be at least 1 MiB for each thread, not {cache_bytes} bytes")
+    bench = AttentionBench(cache_bytes, args.repeats, args.seed)
     for shape in shapes:
         bench.check(shape)
     rows: list[dict[str, Any]] = []
@@ -133,6 +140,8 @@ def _split(args: argparse.Namespace, name: str) -> list[str]:
 def _whole(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{name} must be a whole number, or several with commas between, not {text!r}")
+    if len(text) > MOST_DIGITS:
+        raise ConfigError(f"{name} must have at most {MOST_DIGITS} digits, not {len(text)}")
     return int(text)
 
 

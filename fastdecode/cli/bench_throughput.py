@@ -15,7 +15,9 @@ from tqdm import tqdm
 from fastdecode.bench.workload import WorkItem, WorkloadSpec, make_workload
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_workload_flags, engine_config
 from fastdecode.cli.isa import chosen_isa
+from fastdecode.cli.output_files import check_output_files
 from fastdecode.config import EngineConfig
+from fastdecode.errors import ConfigError
 from fastdecode.machine import cpu_name, total_memory_bytes, usable_cores
 
 READ_PEAK_BYTES = 512 * 2**20
@@ -44,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
     if args.enable_prefix_caching is None:  # vLLM's rule: random prompts share nothing but what they are told to
         args.enable_prefix_caching = args.dataset_name != "random"
     config = engine_config(args)
+    check_output_files(args.output_json, args.plot_timeline, args.plot_steps)
     spec = WorkloadSpec(**{name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__})
+    if args.backend == "transformers":
+        _refuse_engine_flags(args)
     report, interrupted = (_run_engine if args.backend == "fastdecode" else _run_transformers)(args, config, spec)
     rate = "inf" if math.isinf(spec.request_rate) else spec.request_rate  # JSON knows no infinity
     report["config"] = {"backend": args.backend, **vars(spec), **vars(config), "request_rate": rate}
@@ -58,6 +63,14 @@ def run(args: argparse.Namespace) -> int:
     if interrupted:
         raise KeyboardInterrupt
     return 0
+
+
+def _refuse_engine_flags(args: argparse.Namespace) -> None:
+    """ConfigError for what plain transformers would ignore."""
+    given = [name for name in ("plot_timeline", "plot_steps", "measure_overlap", "trace") if getattr(args, name)]
+    given += ["request_rate"] if not math.isinf(args.request_rate) else []
+    if given:
+        raise ConfigError(f"{given[0]} is not for backend transformers, which runs static batches and has no steps")
 
 
 def machine_facts() -> dict[str, Any]:
@@ -122,7 +135,7 @@ def _run_transformers(
 ) -> tuple[dict[str, Any], bool]:
     from fastdecode.bench.baseline import run_baseline
 
-    return run_baseline(config, spec, _progress), False
+    return run_baseline(config, spec, _progress)
 
 
 def _full_model(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]:

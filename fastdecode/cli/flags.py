@@ -11,6 +11,7 @@ from typing import Any
 
 from fastdecode.addresses import SECURITY_LEVELS, describe_security
 from fastdecode.binding import mend_binding
+from fastdecode.cli.output_files import check_output_files
 from fastdecode.config import (
     BLOCK_SIZES,
     DEVICES,
@@ -93,6 +94,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     """
     if args.r_workers == "mpi":
         say_mended()
+    check_output_files(getattr(args, "trace", None))
     names = {field.name for field in fields(EngineConfig)}
     config = EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
     if config.r_workers == "mpi":

@@ -16,6 +16,7 @@ from fastdecode.cli import launch_lines as lines
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.cli.hostfile import HostSlots, read_hostfile, split_roles
 from fastdecode.cli.mpiexec import find_mpiexec, needed_environment
+from fastdecode.config import MAX_THREADS, parse_bytes
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
 
@@ -63,12 +64,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace, hosts: list[HostSlots]) -> lines.JobShape:
     s_host, r_hosts = split_roles(hosts)
-    command = [each for each in args.command if each != "--"] or ["bench", "throughput"]
+    command = args.command[args.command[:1] == ["--"] :] or ["bench", "throughput"]
+    end = command.index("--") if "--" in command else len(command)
+    if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
+        raise ConfigError(f"threads must be from 1 to {MAX_THREADS}, not {args.threads}")
+    if args.kv_cache_memory is not None:
+        parse_bytes("kv_cache_memory", args.kv_cache_memory)
     if any(each.partition("=")[0] == "--r-workers" for each in command):
         raise ConfigError("launch: --r-workers is what launch adds; leave it out of the S-worker's command")
     given = (("--kv-cache-memory", args.kv_cache_memory), ("--threads", args.threads))
     r_flags = "".join(f" {flag} {shlex.quote(str(value))}" for flag, value in given if value is not None)
-    return lines.JobShape(s_host, r_hosts, shlex.join(["fastdecode", *command]), r_flags)
+    rest = "".join(f" {shlex.quote(word)}" for word in command[end:])
+    return lines.JobShape(s_host, r_hosts, shlex.join(["fastdecode", *command[:end]]), r_flags, s_rest=rest)
 
 
 def _text(form: str, job: lines.JobShape, hosts: list[HostSlots], args: argparse.Namespace, mpirun: str) -> str:

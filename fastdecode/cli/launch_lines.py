@@ -19,7 +19,8 @@ FIRST_PORT = 5580
 class JobShape:
     """One S-worker's command, and the R-workers: one per slot, with the flags ``r_flags``.
 
-    ``named``: the hosts are real, and not for a batch system to choose.
+    ``named``: the hosts are real, and not for a batch system to choose. ``s_rest``: of the S-worker's command, "--" and
+    what comes after it.
     """
 
     s_host: str
@@ -27,6 +28,7 @@ class JobShape:
     s_command: str = S_COMMAND
     r_flags: str = ""
     named: bool = True
+    s_rest: str = ""
 
     @property
     def num_r_workers(self) -> int:
@@ -36,7 +38,7 @@ class JobShape:
     @property
     def s_line(self) -> str:
         """The S-worker's command in an MPI job."""
-        return f"{self.s_command} --r-workers mpi"
+        return f"{self.s_command} --r-workers mpi{self.s_rest}"
 
     @property
     def r_line(self) -> str:
@@ -98,7 +100,7 @@ def ssh_commands(job: JobShape, key_file: str) -> Iterator[tuple[str, str]]:
 def ssh_s_line(job: JobShape, key_file: str) -> str:
     """The S-worker's command for R-workers that listen."""
     addresses = ",".join(f"{host.name}:{FIRST_PORT + index}" for host in job.r_hosts for index in range(host.slots))
-    return f"{job.s_command} --r-workers {addresses} --key-file {key_file}"
+    return f"{job.s_command} --r-workers {addresses} --key-file {key_file}{job.s_rest}"
 
 
 def _r_nodes(job: JobShape) -> str:

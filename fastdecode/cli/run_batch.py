@@ -85,7 +85,9 @@ def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput, left:
 def _add(engine: LLMEngine, line: BatchLine) -> None:
     params = sampling_params(line, engine.s_model.generation_defaults)
     if line.url == COMPLETIONS:
-        engine.add_request(line.custom_id, line.body.get("prompt", ""), params)
+        if "prompt" not in line.body:
+            raise RequestError("prompt is missing: text, or a list of token ids")
+        engine.add_request(line.custom_id, line.body["prompt"], params)
         return
     tokenizer = engine.s_model.tokenizer
     if tokenizer is None:

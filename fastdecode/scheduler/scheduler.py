@@ -160,9 +160,10 @@ class Scheduler:
             self.queue.push(sequence)
         self.admission.load_control.lose(worker)
         self.fleet.lose(worker)
-        hopeless = [sequence for sequence in self.queue if not self.admission.fits_somewhere(sequence)]
+        hopeless = [sequence for sequence in self.queue.everybody if not self.admission.fits_somewhere(sequence)]
         for sequence in hopeless:
             self.queue.discard(sequence)
+            self.queue.release_followers(sequence)
         return hopeless
 
     def join(self, num_blocks: int, bandwidth: float) -> None:
@@ -182,7 +183,7 @@ class Scheduler:
             for worker in self.fleet.draining
             if self.fleet.accepting
             and not self.residents.num_on(worker)
-            and all(map(self.admission.fits_elsewhere, self.queue))
+            and all(map(self.admission.fits_elsewhere, self.queue.everybody))
         ]
 
     def next_move(self) -> Move | None:

@@ -25,6 +25,11 @@ class WaitingQueue:
         """Oldest first, without followers."""
         return iter(self._waiting)
 
+    @property
+    def everybody(self) -> list[Sequence]:
+        """Those who wait, followers included, in no order."""
+        return [*self._waiting, *(follower for group in self._following.values() for follower in group)]
+
     def push(self, sequence: Sequence) -> None:
         """Queue ``sequence`` to compute all tokens it has."""
         sequence.num_prefill = sequence.num_tokens
