@@ -49,11 +49,12 @@ def run_validation(args: argparse.Namespace) -> int:
     from fastdecode.bench.offline_run import offline_line
     from fastdecode.bench.validate import configurations, require_measured, validation
     from fastdecode.bench.validate_table import HEADER, error_line, plot_rows, table_line
+    from fastdecode.sworker.loader import model_shape
 
     grid = configurations(profile.shape, usable_cores())
     count = min(args.validate or len(grid), len(grid))
     todo = [grid[index * len(grid) // count] for index in range(count)]
-    require_measured(profile, todo)
+    require_measured(profile, todo, model_shape(config))
     print(f"{profile.shape.name} on {profile.machine.host}: {profile.machine.s_worker}")
     print(HEADER, flush=True)
     rows: list[ValidatedRow] = []
