@@ -36,6 +36,9 @@ from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
 
 NUM_STEPS = 12
+LOOKS = 4
+"""At an anchor, before and after an offline run."""
+
 SIZES = ((16, 128), (48, 256), (256, 128), (96, 512), (16, 2048), (64, 1024), (16, 4096))
 """(sequences in flight, tokens each attends to): contexts of 128 to 4096, and no more than 65,536 tokens cached."""
 
@@ -155,7 +158,8 @@ class Validation:
     def offline(self) -> OfflineRun:
         """A whole run with S and R in turn on all cores, beside its simulation."""
         cores = len(usable_cores())
-        return run_offline(self.config, self.profile, [self._s_anchor(cores), self._r_anchor(cores, None)])
+        anchors = [anchor.averaged(LOOKS) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
+        return run_offline(self.config, self.profile, anchors)
 
     def close(self) -> None:
         """Free the anchors."""
