@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.live_profile import live_step_model
-from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.perfmodel.step_profile import StepProfile
 from fastdecode.perfmodel.token_budget import token_budget
 from fastdecode.protocols import StepTime
@@ -45,16 +44,11 @@ def make_scheduler(
         num_blocks=tuple(worker.num_blocks for worker in r_workers),
         bandwidths=_bandwidths(r_workers),
         kv_load_limit=config.kv_load_limit,
-        balanced_kv_tokens=_balanced_kv_tokens(calibrated, config.max_num_seqs),
+        balanced_kv_tokens=calibrated.balanced_kv_tokens_each(config.max_num_seqs) if calibrated else None,
         micro_batch_interval=config.micro_batch_interval,
         prefix_caching=config.enable_prefix_caching,
     )
     return Scheduler(policy, limits)
-
-
-def _balanced_kv_tokens(model: StepModel | None, max_num_seqs: int) -> int | None:
-    """KV tokens that one R-worker attends in the time of the S-part, with every seat taken; None without a profile."""
-    return None if model is None else int(model.balanced_kv_tokens(max_num_seqs) / model.num_r_workers)
 
 
 def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:

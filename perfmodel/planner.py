@@ -207,8 +207,10 @@ class Planner:
 
     def _can_be_balanced(self, mini_batch_size: int) -> bool:
         """Whether some number of R-workers keeps up: the larger the batch, the less their fixed costs count."""
-        shared = self.r_part.seconds_per_token * self.workload.shared_prefix_len
-        return shared + self.r_part.call_seconds < self._other_stages(mini_batch_size)
+        indivisible = sizing.indivisible_seconds(
+            self.r_part.seconds_per_token, self.workload.shared_prefix_len, self.r_part.call_seconds
+        )
+        return indivisible < self._other_stages(mini_batch_size)
 
     def _gain_of_doubling(self, mini_batch_size: int) -> float:
         rows = mini_batch_size * self.workload.rows_per_output_token

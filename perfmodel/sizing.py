@@ -52,6 +52,11 @@ def r_part_seconds(
     return r_part_seconds_per_token * tokens + row_seconds * rows + call_seconds
 
 
+def indivisible_seconds(r_part_seconds_per_token: float, shared_prefix_len: float, call_seconds: float) -> float:
+    """Of a layer and mini-batch, what every R-worker takes however many there are."""
+    return r_part_seconds_per_token * shared_prefix_len + call_seconds
+
+
 def balanced_r_workers(
     mini_batch_size: float,
     mean_context: float,
@@ -66,7 +71,7 @@ def balanced_r_workers(
     ``stage_seconds`` is T(B), or the transport's seconds where that is overlapped and slower. PlanError where what no
     number of R-workers can divide (a shared prefix, the fixed cost of a call) takes longer already.
     """
-    indivisible = r_part_seconds_per_token * shared_prefix_len + call_seconds
+    indivisible = indivisible_seconds(r_part_seconds_per_token, shared_prefix_len, call_seconds)
     if indivisible >= stage_seconds:
         raise PlanError(
             f"no number of R-workers can keep up: their call's fixed cost and the shared prefix take "

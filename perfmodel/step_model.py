@@ -99,6 +99,10 @@ class StepModel:
         per_worker = self.s_part.layer_seconds(rows) / self.r_workers_per_core - fixed
         return max(per_worker, 0.0) / self.r_part.seconds_per_token * self.num_r_workers * self.num_mini_batches
 
+    def balanced_kv_tokens_each(self, tokens: float) -> int:
+        """Of those, one R-worker's: ``Limits.balanced_kv_tokens``."""
+        return int(self.balanced_kv_tokens(tokens) / self.num_r_workers)
+
     def _pipeline_seconds(self, tokens: float, kv_tokens: float, output_tokens: float) -> float:
         """All layers and heads."""
         n, k, stages = self.num_layers, self.num_mini_batches, self.stages(tokens, kv_tokens, output_tokens)

@@ -58,7 +58,7 @@ def run_offline(
             deployed_step_model, profile, engine.s_model.shape, engine.s_model.layout.kv_dtype,
             Deployment(cores, cores),
         )  # fmt: skip
-        balanced = int(predicted().balanced_kv_tokens(MAX_NUM_SEQS))
+        balanced = predicted().balanced_kv_tokens_each(MAX_NUM_SEQS)
         limits = replace(engine.scheduler.limits, balanced_kv_tokens=balanced)
         engine.scheduler = Scheduler(engine.scheduler.policy, limits)
         items = make_workload(spec, engine.s_model.vocab_size, engine.s_model.max_model_len, None)

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     check_output_files(args.output_json, args.plot_steps)
     slo = _slo(args)
     inputs = read_simulation(args)
-    print(f"{inputs.title}: {len(inputs.workload)} requests, {inputs.schedule}")
+    print(f"{inputs.title}: {len(inputs.workload)} requests, {inputs.schedule}", flush=True)
     for assumption in inputs.assumptions:
         print(f"  {assumption}", flush=True)
     capacity = search_capacity(inputs, slo) if slo else None

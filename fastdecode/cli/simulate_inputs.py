@@ -112,7 +112,7 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     model = planner.step_model(workers)
     capacity = planner.capacity_tokens
     blocks = UNBOUNDED_TOKENS if math.isinf(capacity) else int(capacity) // args.block_size
-    balanced = int(model.balanced_kv_tokens(args.max_num_seqs) / workers)
+    balanced = model.balanced_kv_tokens_each(args.max_num_seqs)
     limits = replace(_limits(args, workload, (blocks,) * workers, _scratch_tokens(inputs)), balanced_kv_tokens=balanced)
     machine = SplitMachine(model, planner.kv_bytes_per_token or 0)
     title = f"{inputs.title}, {workers} R-worker(s)"
