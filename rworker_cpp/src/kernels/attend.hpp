@@ -17,24 +17,34 @@ using rworker::AttendArgs;
 using rworker::kBlockRows;
 using rworker::TokenRow;
 
+template <class L>
+inline void cap_scores(float* scores, Range tokens, float soft_cap) {
+    const auto cap = L::set1(soft_cap);
+    for (int t = tokens.begin; t < tokens.end; t += L::width)
+        L::store(scores + t, L::mul(cap, tanh<L>(L::div(L::load(scores + t), cap))));
+}
+
+/// -inf for the scores of `tokens` outside `seen`.
+template <class L>
+inline void hide_unseen(float* scores, Range tokens, Range seen) {
+    const auto begin = L::set1(float(seen.begin)), end = L::set1(float(seen.end)), minus_inf = L::set1(-kInfinity);
+    for (int t = tokens.begin; t < tokens.end; t += L::width) {
+        const auto token = L::add(L::iota(), L::set1(float(t)));
+        const auto before_end = L::if_less(token, end, L::load(scores + t), minus_inf);
+        L::store(scores + t, L::if_less(token, begin, minus_inf, before_end));
+    }
+}
+
 /// Scores of one row to weights exp(score - max), 0 for what it does not see; returns the factor for its old output.
 /// Only `worked_on`, whole vectors that all rows together touch, is set: no other weight is used, and zeros add
 /// nothing.
 template <class L>
 float soften(float* scores, Range worked_on, Range seen, float soft_cap, float& max, float& sum) {
     using vec = typename L::vec;
-    const vec begin = L::set1(float(seen.begin)), end = L::set1(float(seen.end)), minus_inf = L::set1(-kInfinity);
-    vec top = minus_inf;
-    for (int t = worked_on.begin; t < worked_on.end; t += L::width) {
-        vec score = L::load(scores + t);
-        if (soft_cap != 0.0f) score = L::mul(L::set1(soft_cap), tanh<L>(L::div(score, L::set1(soft_cap))));
-        if (seen.begin > t || seen.end < t + L::width) {
-            const vec token = L::add(L::iota(), L::set1(float(t)));
-            score = L::if_less(token, begin, minus_inf, L::if_less(token, end, score, minus_inf));
-        }
-        L::store(scores + t, score);
-        top = L::max(top, score);
-    }
+    if (soft_cap != 0.0f) cap_scores<L>(scores, worked_on, soft_cap);
+    if (seen.begin > worked_on.begin || seen.end < worked_on.end) hide_unseen<L>(scores, worked_on, seen);
+    vec top = L::set1(-kInfinity);
+    for (int t = worked_on.begin; t < worked_on.end; t += L::width) top = L::max(top, L::load(scores + t));
     const float chunk_max = L::reduce_max(top), new_max = max > chunk_max ? max : chunk_max;
     const float base = new_max == -kInfinity ? 0.0f : new_max;  // -inf - -inf would be NaN
     const float keep = exp_nonpositive_one<L>(max - base);

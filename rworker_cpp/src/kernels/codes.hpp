@@ -22,6 +22,13 @@ struct Stored<L, DType::int4> {
     static constexpr bool pair_dot = false;
 };
 
+/// The low or the high nibbles of all bytes.
+template <class L, int Half>
+inline typename L::ivec nibbles(typename L::ivec line) {
+    if constexpr (Half == 0) return L::low_nibbles(line);
+    if constexpr (Half == 1) return L::high_nibbles(line);
+}
+
 constexpr int kHeaderLineBytes = 4 * kTileTokens;  // a float32 scale, or a bfloat16 scale and zero, of every token
 
 template <DType D>

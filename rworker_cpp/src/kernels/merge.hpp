@@ -22,15 +22,18 @@ template <class L>
 inline void fold(float& max, float& sum, float* output, Partial<const float> part, int n) {
     const float part_max = *part.max;
     if (part_max == -kInfinity && *part.sum == 0.0f) return;
-    const bool first = max == -kInfinity && sum == 0.0f;
+    if (max == -kInfinity && sum == 0.0f) {
+        max = part_max, sum = *part.sum;
+        __builtin_memcpy(output, part.output, size_t(n) * sizeof(float));
+        return;
+    }
     const float new_max = max > part_max ? max : part_max;
     const float keep = exp_nonpositive_one<L>(max - new_max), weight = exp_nonpositive_one<L>(part_max - new_max);
     max = new_max;
-    sum = first ? *part.sum : sum * keep + *part.sum * weight;
+    sum = sum * keep + *part.sum * weight;
     for (int d = 0; d < n; d += L::width) {
-        const auto output_part = L::load(part.output + d);
-        L::store(output + d, first ? output_part
-                                   : L::fma(output_part, L::set1(weight), L::mul(L::load(output + d), L::set1(keep))));
+        const auto kept = L::mul(L::load(output + d), L::set1(keep));
+        L::store(output + d, L::fma(L::load(part.output + d), L::set1(weight), kept));
     }
 }
 

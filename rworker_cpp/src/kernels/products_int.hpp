@@ -92,7 +92,7 @@ struct Sums<L, DType::int4, Rows, Vectors> {
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
             const auto line = L::load_int(address(v));
-            const auto codes = Half == 0 ? L::low_nibbles(line) : L::high_nibbles(line);
+            const auto codes = nibbles<L, Half>(line);
             RWORKER_UNROLL
             for (int r = 0; r < Rows; ++r) {
                 high[r][v] = L::add_quad_products(high[r][v], codes, L::broadcast_int(high_factors(r) + Half * 4));

@@ -12,11 +12,13 @@ constexpr float kNaN = __builtin_nanf("");
 /// codes[i] = offset + (floats[i] - zero) / scale, rounded to nearest even; zeros where the scale is 0 or NaN.
 template <class L>
 inline void divide_row(const float* floats, int count, float zero, float scale, int offset, uint8_t* codes) {
-    const bool empty = !(scale >= kLeastScale);
+    if (!(scale >= kLeastScale)) {
+        __builtin_memset(codes, offset, size_t(count));
+        return;
+    }
     for (int i = 0; i < count; i += L::width) {
         alignas(64) int32_t ints[L::width];
-        const auto above = L::sub(L::load(floats + i), L::set1(zero));
-        L::store_int(ints, L::to_int(empty ? L::set1(0.0f) : L::div(above, L::set1(scale))));
+        L::store_int(ints, L::to_int(L::div(L::sub(L::load(floats + i), L::set1(zero)), L::set1(scale))));
         for (int j = 0; j < L::width; ++j) codes[i + j] = uint8_t(ints[j] + offset);
     }
 }

@@ -9,18 +9,26 @@ using rworker::DType;
 
 constexpr int round_up16(int n) { return (n + 15) / 16 * 16; }
 
-template <class L>
-inline typename L::vec widen(DType dtype, const void* row, int64_t i) {
-    if (dtype == DType::float32) return L::load(static_cast<const float*>(row) + i);
-    const uint16_t* half = static_cast<const uint16_t*>(row) + i;
-    return dtype == DType::float16 ? L::load_half(half) : L::load_bfloat(half);
+/// f.operator()<dtype>() for the dtype of a payload, so that no loop over its elements asks again.
+template <class F>
+inline void with_dtype(DType dtype, F f) {
+    if (dtype == DType::float32) return f.template operator()<DType::float32>();
+    if (dtype == DType::float16) return f.template operator()<DType::float16>();
+    f.template operator()<DType::bfloat16>();
 }
 
-template <class L>
-inline void narrow(DType dtype, typename L::vec x, void* row, int64_t i) {
-    if (dtype == DType::float32) return L::store(static_cast<float*>(row) + i, x);
-    uint16_t* half = static_cast<uint16_t*>(row) + i;
-    dtype == DType::float16 ? L::store_half(half, x) : L::store_bfloat(half, x);
+template <class L, DType D>
+inline typename L::vec widen(const void* row, int64_t i) {
+    if constexpr (D == DType::float32) return L::load(static_cast<const float*>(row) + i);
+    if constexpr (D == DType::float16) return L::load_half(static_cast<const uint16_t*>(row) + i);
+    if constexpr (D == DType::bfloat16) return L::load_bfloat(static_cast<const uint16_t*>(row) + i);
+}
+
+template <class L, DType D>
+inline void narrow(typename L::vec x, void* row, int64_t i) {
+    if constexpr (D == DType::float32) L::store(static_cast<float*>(row) + i, x);
+    if constexpr (D == DType::float16) L::store_half(static_cast<uint16_t*>(row) + i, x);
+    if constexpr (D == DType::bfloat16) L::store_bfloat(static_cast<uint16_t*>(row) + i, x);
 }
 
 constexpr int64_t item_bytes(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
@@ -36,24 +44,27 @@ inline const void* element(DType dtype, const void* data, int64_t index) {
 /// floats[0..round_up16(n)) = row[0..n) * scale, then zeros.
 template <class L>
 void widen_row(DType dtype, const void* row, int n, float scale, float* floats) {
-    int i = 0;
-    for (; i + L::width <= n; i += L::width) L::store(floats + i, L::mul(widen<L>(dtype, row, i), L::set1(scale)));
-    if (i == n && n % 16 == 0) return;
-    alignas(64) float padded[16 + L::width] = {};
-    copy_elements(dtype, element(dtype, row, i), padded, n - i);
-    for (int j = 0; i + j < round_up16(n); j += L::width)
-        L::store(floats + i + j, j < n - i ? L::mul(widen<L>(dtype, padded, j), L::set1(scale)) : L::set1(0.0f));
+    const int whole = n / L::width * L::width;
+    alignas(64) float last[L::width] = {};  // elements of the last vector, zeros behind them
+    copy_elements(dtype, element(dtype, row, whole), last, n - whole);
+    with_dtype(dtype, [&]<DType D>() {
+        for (int i = 0; i < whole; i += L::width) L::store(floats + i, L::mul(widen<L, D>(row, i), L::set1(scale)));
+        if (whole < n) L::store(floats + whole, L::mul(widen<L, D>(last, 0), L::set1(scale)));
+    });
+    for (int i = (n + L::width - 1) / L::width * L::width; i < round_up16(n); i += L::width)
+        L::store(floats + i, L::set1(0.0f));
 }
 
 /// row[0..n) = floats[0..n), rounded to nearest even; floats is readable up to round_up16(n).
 template <class L>
 void narrow_row(DType dtype, const float* floats, int n, void* row) {
-    int i = 0;
-    for (; i + L::width <= n; i += L::width) narrow<L>(dtype, L::load(floats + i), row, i);
-    if (i == n) return;
-    alignas(64) float padded[L::width];
-    narrow<L>(dtype, L::load(floats + i), padded, 0);
-    copy_elements(dtype, padded, const_cast<void*>(element(dtype, row, i)), n - i);
+    const int whole = n / L::width * L::width;
+    alignas(64) float last[L::width];
+    with_dtype(dtype, [&]<DType D>() {
+        for (int i = 0; i < whole; i += L::width) narrow<L, D>(L::load(floats + i), row, i);
+        if (whole < n) narrow<L, D>(L::load(floats + whole), last, 0);
+    });
+    copy_elements(dtype, last, const_cast<void*>(element(dtype, row, whole)), n - whole);
 }
 
 }  // namespace
