@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,21 @@ TESTS = Path(__file__).resolve().parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TESTS.parent]
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))  # for model_zoo
+
+
+def _use_extension(path: str) -> None:
+    """Tests the extension at ``path``, one with emulated instructions, in place of the package's own."""
+    spec = importlib.util.spec_from_file_location("fastdecode._rworker", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    import fastdecode
+
+    sys.modules["fastdecode._rworker"] = fastdecode._rworker = module  # type: ignore[attr-defined]
+
+
+if "RWORKER_EXTENSION" in os.environ:
+    _use_extension(os.environ["RWORKER_EXTENSION"])
 
 ONE_AT_A_TIME = {
     "test_backend_interrupts", "test_backends", "test_calibrate", "test_cli", "test_doctor", "test_elastic",

@@ -47,6 +47,10 @@ void AttentionJob::run(std::int64_t item, std::int64_t next_item, int thread) no
     }
 }
 
+void AttentionJob::leave() noexcept {
+    if (worker_.kernels_.release) worker_.kernels_.release();
+}
+
 void AttentionJob::append(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t begin = std::max(span.context_len, piece.unit->split * kSplitTokens);

@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "rworker/types.hpp"
+#include "tile_permission.hpp"
 
 namespace rworker {
 namespace {
@@ -13,6 +14,7 @@ Kernels refined(Kernels kernels, const Refinement& refinement) {
     kernels.isa = refinement.isa;
     for (std::size_t i = 0; i < std::size(refinement.attend); ++i)
         if (refinement.attend[i]) kernels.attend[i] = refinement.attend[i];
+    if (refinement.release) kernels.release = refinement.release;
     return kernels;
 }
 
@@ -25,7 +27,12 @@ void add_avx512(std::vector<const Kernels*>& kernels) {
     kernels.push_back(&kAvx512Kernels);
     if (__builtin_cpu_supports("avx512vnni") == 0) return;
     kernels.push_back(&vnni_kernels);
-    if (__builtin_cpu_supports("avx512bf16") != 0) kernels.push_back(&bf16_kernels);
+    if (__builtin_cpu_supports("avx512bf16") == 0) return;
+    kernels.push_back(&bf16_kernels);
+#ifdef RWORKER_AVX512_AMX
+    static const Kernels amx_kernels = refined(bf16_kernels, kAvx512Amx);
+    if (tiles_granted()) kernels.push_back(&amx_kernels);
+#endif
 }
 #endif
 

@@ -10,7 +10,7 @@ namespace rworker {
 namespace {
 
 constexpr std::int64_t kItemFloats = 1 << 20, kItemBytes = kItemFloats * 4;  // read by a thread at a time
-constexpr std::int64_t kItemMultiplyAdds = (1 << 13) * kMultiplyAddGranule;  // some 50 us
+constexpr std::int64_t kItemMultiplyAdds = 32 * kMultiplyAddGranule;  // some 50 us
 constexpr std::int64_t kMultiplyAddItemsPerThread = 40;                      // some 2 ms
 
 /// `num_items` calls of work(item), shared by all threads.
@@ -51,7 +51,7 @@ std::vector<const MultiplyAdds*> built_multiply_adds() {
         &kAvx2MultiplyAdds,
 #endif
 #ifdef RWORKER_AVX512
-        &kAvx512MultiplyAdds, &kAvx512VnniMultiplyAdds, &kAvx512Bf16MultiplyAdds,
+        &kAvx512MultiplyAdds, &kAvx512VnniMultiplyAdds, &kAvx512Bf16MultiplyAdds, &kAvx512AmxMultiplyAdds,
 #endif
     };
 }

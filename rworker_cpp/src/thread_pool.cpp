@@ -147,11 +147,13 @@ void ThreadPool::run_items(Job& job, int thread) const {
     const auto claim = [&] { return job.next_item_.fetch_add(1, std::memory_order_relaxed); };
     const std::int64_t claim_ahead_end = job.num_items_ - (num_threads() > 1 ? kLastItems * num_threads() : 0);
     std::int64_t item = claim();
+    if (item >= job.num_items_) return;
     while (item < job.num_items_) {
         const std::int64_t next = item + 1 < claim_ahead_end ? claim() : -1;
         job.run(item, next < job.num_items_ ? next : -1, thread);
         item = next < 0 ? claim() : next;
     }
+    job.leave();
 }
 
 }  // namespace rworker

@@ -18,6 +18,7 @@ class AttentionJob final : public Job {
     bool brief() const { return brief_; }  // not worth waking a thread for
     const WorkList& list() const { return *list_; }
     void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;
+    void leave() noexcept override;
 
   private:
     /// A unit in one KV head, or nothing.

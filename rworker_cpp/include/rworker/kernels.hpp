@@ -50,11 +50,32 @@ constexpr int64_t open_tile_offset(int64_t key_dim) {
     return kBlockRows * ((key_dim + 15) / 16 * 16 + kChunkTokens + 1);
 }
 
+/// Where a kernel of tile registers keeps what, in floats from a multiple of 64 bytes on. Its chunks are longer, the
+/// more so the fewer bytes a token has.
+struct TileScratch {
+    int chunk_tokens;
+    int64_t score_stride, scores, weights, outputs, sums, open_keys, key_tails, values, end;  // queries lie at 0
+
+    constexpr TileScratch(int64_t key_dim, int64_t value_dim) : chunk_tokens(key_dim + value_dim <= 160 ? 256 : 128) {
+        const int64_t query = (key_dim + 63) / 64 * 32, values16 = (value_dim + 15) / 16 * 16;  // two bytes to a dim
+        score_stride = chunk_tokens + 16;
+        scores = kBlockRows * query;
+        weights = scores + kBlockRows * score_stride;
+        outputs = weights + kBlockRows * chunk_tokens / 2;
+        sums = outputs + kBlockRows * values16;
+        open_keys = sums + kBlockRows * 16;
+        key_tails = open_keys + kTileTokens * (query + groups_of(key_dim));
+        values = key_tails + 4 * 256;
+        end = values + chunk_tokens * values16 / 2;
+    }
+};
+
 /// Floats a thread lends to attend and merge.
 constexpr int64_t scratch_floats(int64_t key_dim, int64_t value_dim) {
     const int64_t open_tile = kTileTokens * ((key_dim + 15) / 16 * 16 + groups_of(key_dim));
     const int64_t attend = open_tile_offset(key_dim) + open_tile, values = (value_dim + 15) / 16 * 16;
-    return attend > values ? attend : values;
+    const int64_t most = attend > values ? attend : values, tiles = 16 + TileScratch(key_dim, value_dim).end;
+    return most > tiles ? most : tiles;
 }
 
 /// Floats of the partial result of one query row: max, sum, padding, then o[value_dim rounded up to 16].
@@ -114,12 +135,14 @@ struct Kernels {
     void (*attend[5])(const AttendArgs&);
     void (*merge)(const MergeArgs&);
     float (*read)(const float* data, int64_t count, bool ask);  // sums, to measure bandwidth; count % 256 == 0
+    void (*release)() = nullptr;  // registers that attend keeps; before a thread idles. Null: there are none
 };
 
 /// What a further instruction does better than the set it builds on; null where that one's functions stay.
 struct Refinement {
     const char* isa;
     void (*attend[5])(const AttendArgs&);
+    void (*release)() = nullptr;
 };
 
 extern const Kernels kScalarKernels;
@@ -127,5 +150,6 @@ extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 extern const Refinement kAvx512Vnni;  // of avx512
 extern const Refinement kAvx512Bf16;  // of avx512_vnni
+extern const Refinement kAvx512Amx;   // of avx512_bf16
 
 }  // namespace rworker

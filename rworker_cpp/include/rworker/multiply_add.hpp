@@ -8,7 +8,7 @@ namespace rworker {
 /// What a cache's kernels multiply: floats (also for float16), bfloat16 pairs where the CPU can, or integers.
 enum class MultiplyAddKind : int { float32 = 0, bfloat16 = 1, integer = 2 };
 
-constexpr int64_t kMultiplyAddGranule = 768;  // a whole number of rounds of every loop
+constexpr int64_t kMultiplyAddGranule = 3 << 16;  // a whole number of rounds of every loop
 
 /// One instruction set's fastest loops, by kind, or null where it adds none; each does `count` multiply-adds, a
 /// multiple of the granule. The sum they return only keeps them from being optimised away.
@@ -22,5 +22,6 @@ extern const MultiplyAdds kAvx2MultiplyAdds;
 extern const MultiplyAdds kAvx512MultiplyAdds;
 extern const MultiplyAdds kAvx512VnniMultiplyAdds;
 extern const MultiplyAdds kAvx512Bf16MultiplyAdds;
+extern const MultiplyAdds kAvx512AmxMultiplyAdds;
 
 }  // namespace rworker

@@ -20,6 +20,9 @@ class Job {
     /// Must not throw.
     virtual void run(std::int64_t item, std::int64_t next_item, int thread) noexcept = 0;
 
+    /// Called by a thread that ran items, after its last.
+    virtual void leave() noexcept {}
+
     bool finished() const { return finished_.load(std::memory_order_acquire) != 0; }
     void wait() const;
 
