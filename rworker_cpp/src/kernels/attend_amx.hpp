@@ -62,8 +62,8 @@ struct BfloatTiles : TileRows {
             with_count(tiles.end - tile, [&]<int Count>() { score_tiles<Count>(tile, tiles.end); });
         for (int g = 0; g < groups; ++g)
             soften(
-                g, worked_on, row_units, [&](int row, __m512 base) { return weigh(row, worked_on, base); },
-                [&](int row, float keep) { shrink_output(row, keep); });
+                g, worked_on, row_units, [&](int row, __m512 base) { return weigh(g, row, worked_on, base); },
+                [&](int row, float keep) { shrink_output(g, row, keep); });
         find_values(worked_on);
         finish_stores();
         for (int block = 0; block < blocks; block += kSumTiles)
@@ -119,21 +119,23 @@ struct BfloatTiles : TileRows {
         feed.ask();
     }
 
-    /// A row's exponents to weights; returns their sum by lanes.
-    __m512 weigh(int row, Range worked_on, __m512 base) const {
-        const float* const exponents = scores + row * at.score_stride;
+    /// Exponents of a group's row to weights; returns their sum by lanes.
+    __m512 weigh(int group, int row, Range worked_on, __m512 base) const {
+        const float* const exponents = scores + (group * group_rows + row) * at.score_stride;
+        uint8_t* to = weight_tile(group, worked_on.begin / kRound) + row * kTileLine;
         __m512 total = _mm512_setzero_ps();
         for (int t = worked_on.begin; t < worked_on.end; t += kRound) {
             const __m512 a = exp2_nonpositive(_mm512_sub_ps(_mm512_load_ps(exponents + t), base));
             const __m512 b = exp2_nonpositive(_mm512_sub_ps(_mm512_load_ps(exponents + t + 16), base));
-            store_bfloats(weight_tile(row / group_rows, t / kRound) + row % group_rows * kTileLine, a, b);
+            store_bfloats(to, a, b);
+            to += group_rows * kTileLine;
             total = _mm512_add_ps(total, _mm512_add_ps(a, b));
         }
         return total;
     }
 
-    void shrink_output(int row, float keep) const {
-        float* output = output_tile(row / group_rows, 0) + row % group_rows * 16;
+    void shrink_output(int group, int row, float keep) const {
+        float* output = output_tile(group, 0) + row * 16;
         for (int b = 0; b < blocks; ++b, output += group_rows * 16)
             _mm512_store_ps(output, _mm512_mul_ps(_mm512_load_ps(output), _mm512_set1_ps(keep)));
     }

@@ -70,8 +70,10 @@ class Feed {
 /// Asks for the lines of a tile register that will be loaded soon, from the second-level cache.
 [[gnu::always_inline]] inline void fetch_tile(const uint8_t* data, int64_t stride) {
     RWORKER_UNROLL
-    for (int i = 0; i < 16; ++i) {
-        __builtin_prefetch(data + i * stride);
+    for (int i = 0; i < 4; ++i, data += 4 * stride) {
+        __asm__("" : "+r"(data));  // or g++ keeps all multiples of a stride in memory
+        __builtin_prefetch(data), __builtin_prefetch(data + stride);
+        __builtin_prefetch(data + 2 * stride), __builtin_prefetch(data + 3 * stride);
     }
 }
 

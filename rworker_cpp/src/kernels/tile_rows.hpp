@@ -146,8 +146,8 @@ struct TileRows {
             _mm512_store_ps(row + t, _mm512_mul_ps(_mm512_load_ps(row + t), _mm512_set1_ps(factor)));
     }
 
-    /// Scores of a group's rows to weights: calls weigh(row, exponents, base), which returns their sum by lanes, then
-    /// shrink(row, factor) where older outputs weigh less from now on.
+    /// Scores of a group's rows to weights: calls weigh(row in the group, base), which returns their sum by lanes,
+    /// then shrink(row in the group, factor) where older outputs weigh less from now on.
     template <class Weigh, class Shrink>
     void soften(int group, Range worked_on, int row_units, Weigh weigh, Shrink shrink) {
         __m512 tops[kTileRows];
@@ -158,9 +158,9 @@ struct TileRows {
         for (int i = 0; i < count; ++i) {
             const float keep = maxima[group].keep[i];
             float* const sum = sums + (first + i) * 16;
-            const __m512 total = weigh(first + i, _mm512_set1_ps(maxima[group].base[i]));
+            const __m512 total = weigh(i, _mm512_set1_ps(maxima[group].base[i]));
             _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(sum), _mm512_set1_ps(keep), total));
-            if (keep != 1.0f) shrink(first + i, keep);
+            if (keep != 1.0f) shrink(i, keep);
             feed.ask(row_units);
         }
     }
