@@ -65,7 +65,7 @@ struct TileScratch {
         sums = outputs + kBlockRows * values16;
         open_keys = sums + kBlockRows * 16;
         key_tails = open_keys + kTileTokens * (query + groups_of(key_dim));
-        values = key_tails + 4 * 256;
+        values = key_tails + 4 * 256 * groups_of(key_dim);
         end = values + chunk_tokens * values16 / 2;
     }
 };

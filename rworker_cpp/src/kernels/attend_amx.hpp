@@ -43,12 +43,11 @@ struct BfloatTiles : TileRows {
         for (int r = 0; r < rows; ++r) store_output(r, finish(r));
     }
 
-    /// The keys of the last tile, which is not full, from rows to lanes, zeros behind them.
+    /// The keys of the last tile, which is not full, from rows to lanes.
     void turn_open_keys() const {
         const uint8_t* const open = tile_of(args.view, args.end / kTileTokens).keys;
         rows_to_lanes(reinterpret_cast<const uint32_t*>(open), int(args.end % kTileTokens), key_lines,
                       reinterpret_cast<uint32_t*>(open_keys));
-        __builtin_memset(open_keys + key_lines * kTileLine, 0, size_t(rounds * kLines - key_lines) * kTileLine);
     }
 
     void attend_chunk(int64_t first) {

@@ -13,7 +13,7 @@ namespace {
 
 using rworker::TileScratch;
 
-constexpr int kMaxRowGroups = kBlockRows / kTileRows;
+constexpr int kMaxRowGroups = 8;
 
 /// A chunk: what of it the rows see together, its tiles, and those of the next.
 struct TileChunk {
