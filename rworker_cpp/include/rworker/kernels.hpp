@@ -50,13 +50,14 @@ constexpr int64_t open_tile_offset(int64_t key_dim) {
     return kBlockRows * ((key_dim + 15) / 16 * 16 + kChunkTokens + 1);
 }
 
-/// Where a kernel of tile registers keeps what, in floats from a multiple of 64 bytes on. Its chunks are longer, the
-/// more so the fewer bytes a token has.
+/// Where a kernel of tile registers keeps what, in floats from a multiple of 64 bytes on. Its chunks are longer, so that
+/// eight streams of the next one are pages; longer still where a token has fewer bytes.
 struct TileScratch {
     int chunk_tokens;
     int64_t score_stride, scores, weights, outputs, sums, open_keys, key_tails, values, end;  // queries lie at 0
 
-    constexpr TileScratch(int64_t key_dim, int64_t value_dim) : chunk_tokens(key_dim + value_dim <= 160 ? 256 : 128) {
+    constexpr TileScratch(DType dtype, int64_t key_dim, int64_t value_dim)
+        : chunk_tokens((key_dim + value_dim) * (is_quantized(dtype) ? 1 : 2) <= 320 ? 256 : 128) {
         const int64_t query = (key_dim + 63) / 64 * 32, values16 = (value_dim + 15) / 16 * 16;  // two bytes to a dim
         score_stride = chunk_tokens + 16;
         scores = kBlockRows * query;
@@ -74,7 +75,8 @@ struct TileScratch {
 constexpr int64_t scratch_floats(int64_t key_dim, int64_t value_dim) {
     const int64_t open_tile = kTileTokens * ((key_dim + 15) / 16 * 16 + groups_of(key_dim));
     const int64_t attend = open_tile_offset(key_dim) + open_tile, values = (value_dim + 15) / 16 * 16;
-    const int64_t most = attend > values ? attend : values, tiles = 16 + TileScratch(key_dim, value_dim).end;
+    const int64_t most = attend > values ? attend : values;
+    const int64_t tiles = 16 + TileScratch(DType::int8, key_dim, value_dim).end;  // the longer chunks
     return most > tiles ? most : tiles;
 }
 

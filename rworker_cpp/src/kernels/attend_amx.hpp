@@ -19,7 +19,8 @@ struct BfloatTiles : TileRows {
     uint8_t* const queries = reinterpret_cast<uint8_t*>(scratch);
     const uint8_t* values[kMaxChunkTiles / 2];  // of each 32 tokens of the chunk
 
-    BfloatTiles(const AttendArgs& call, int64_t row, int64_t rows_left) : TileRows(call, row, rows_left, kTileRows) {}
+    BfloatTiles(const AttendArgs& call, int64_t row, int64_t rows_left)
+        : TileRows(call, DType::bfloat16, row, rows_left, kTileRows) {}
 
     // The rows' side, group by group and round by round: a line for each row.
     uint8_t* query_tile(int group, int round) const {
@@ -69,7 +70,7 @@ struct BfloatTiles : TileRows {
             with_count(blocks - block, [&]<int Count>() { add_values<Count>(block, worked_on); });
     }
 
-    /// Scores of all rows with `Count` tiles of keys. Only the first group of rows finds them in the second-level cache.
+    /// Scores of all rows with `Count` tiles of keys. The first group of rows brings these into the first-level cache.
     template <int Count>
     [[gnu::noinline]] void score_tiles(int tile, int end_tile) {
         const uint8_t *keys[Count], *soon[Count];
@@ -178,8 +179,8 @@ struct BfloatTiles : TileRows {
             for_each_round(first, last_round + 1, [&]<int Turn>(int round) __attribute__((always_inline)) {
                 load_tile<kRowTile>(weight_tile(g, round), kTileLine);
                 const uint8_t* const data = values[round] + block * kTileLine;
-                const uint8_t* const soon =
-                    round < last_round ? values[round + 1] + block * kTileLine : values[first] + (block + kSumTiles) * kTileLine;
+                const uint8_t* const soon = round < last_round ? values[round + 1] + block * kTileLine
+                                                               : values[first] + (block + kSumTiles) * kTileLine;
                 for_each_sum<Count>([&]<int I>() __attribute__((always_inline)) {
                     if (g == 0) fetch_tile(soon + I * kTileLine, value_line);
                     multiply<I, Turn>(data + I * kTileLine, value_line);

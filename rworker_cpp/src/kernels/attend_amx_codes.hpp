@@ -22,7 +22,7 @@ struct CodeTiles : TileRows {
     alignas(64) int32_t products[kSumTiles][kTileRows * 16];
 
     CodeTiles(const AttendArgs& call, int64_t row, int64_t rows_left)
-        : TileRows(call, row, rows_left, kTileRows / 2) {}
+        : TileRows(call, D, row, rows_left, kTileRows / 2) {}
 
     uint8_t* query_tile(int group, int round) const { return queries + (group * rounds + round) * tile_bytes; }
     uint8_t* weight_tile(int group, int round) const {
@@ -78,7 +78,7 @@ struct CodeTiles : TileRows {
         }
     }
 
-    /// Scores of all rows with `Count` tiles of keys. Only the first group of rows finds them in the second-level cache.
+    /// Scores of all rows with `Count` tiles of keys. The first group of rows brings these into the first-level cache.
     template <int Count>
     [[gnu::noinline]] void score_tiles(int tile, int end_tile) {
         const uint8_t *keys[Count], *soon[Count];

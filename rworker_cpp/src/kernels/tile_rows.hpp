@@ -29,7 +29,7 @@ struct TileRows {
     const int64_t first_row;
     const int rows, groups, group_rows;
     const bool last;  // of the blocks
-    const TileScratch at{args.key_dim, args.value_dim};
+    const TileScratch at;
     const int value_dim = round_up16(args.value_dim), blocks = value_dim / 16;
     float* const scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(args.scratch) + 63) / 64 * 64);
     float* const scores = scratch + at.scores;
@@ -46,13 +46,14 @@ struct TileRows {
     TileChunk chunk;
     Feed feed;
 
-    TileRows(const AttendArgs& call, int64_t row, int64_t rows_left, int most_group_rows)
+    TileRows(const AttendArgs& call, DType dtype, int64_t row, int64_t rows_left, int most_group_rows)
         : args(call),
           first_row(row),
           rows(int(rows_left < kBlockRows ? rows_left : kBlockRows)),
           groups((rows + most_group_rows - 1) / most_group_rows),
           group_rows((rows + groups - 1) / groups),
-          last(rows_left <= kBlockRows) {}
+          last(rows_left <= kBlockRows),
+          at(dtype, call.key_dim, call.value_dim) {}
 
     /// Calls pack(row, query), with a query's floats and zeros behind them, and sets out what rows see and begin with.
     template <class Pack>
@@ -94,7 +95,8 @@ struct TileRows {
     void open_chunk(int64_t first) {
         chunk.first = first;
         chunk.seen = {in_chunk(begin), in_chunk(end)};
-        find_tiles(args.view, first + chunk.seen.begin, first + chunk.seen.end, chunk.tiles + chunk.seen.begin / kTileTokens);
+        find_tiles(args.view, first + chunk.seen.begin, first + chunk.seen.end,
+                   chunk.tiles + chunk.seen.begin / kTileTokens);
         if (first + chunk.seen.end > args.end / kTileTokens * kTileTokens)
             chunk.tiles[(chunk.seen.end - 1) / kTileTokens].keys = open_keys;
     }
@@ -137,7 +139,8 @@ struct TileRows {
         }
         if (seen.begin > worked_on.begin || seen.end < worked_on.end) hide_unseen<Avx512>(row_scores, worked_on, seen);
         __m512 top = _mm512_set1_ps(-kInfinity);
-        for (int t = worked_on.begin; t < worked_on.end; t += 16) top = _mm512_max_ps(top, _mm512_load_ps(row_scores + t));
+        for (int t = worked_on.begin; t < worked_on.end; t += 16)
+            top = _mm512_max_ps(top, _mm512_load_ps(row_scores + t));
         return top;
     }
 

@@ -30,7 +30,8 @@ inline __m512 largest_of_rows(const __m512 (&rows)[16]) {
     RWORKER_UNROLL
     for (int i = 0; i < 4; ++i) {
         const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
-        quads[i] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        quads[i] =
+            _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
     }
     RWORKER_UNROLL
     for (int i = 0; i < 2; ++i) {

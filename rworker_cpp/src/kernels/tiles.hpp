@@ -106,7 +106,7 @@ template <int Count, class F>
     if constexpr (Count > 3) f.template operator()<3>();
 }
 
-/// Calls f.operator()<turn>(round) for the rounds [begin, end): each of up to four products begins where the last round's
+/// Calls f.operator()<turn>(round) for the rounds [begin, end): each, of up to four products, goes on where the last
 /// ended in the rotation of the cache's tiles.
 template <class F>
 [[gnu::always_inline]] inline void for_each_round(int begin, int end, F f) {
