@@ -4,8 +4,14 @@ void run_cache_tests();
 void run_attention_tests();
 void run_ring_tests();
 void run_thread_tests();
+#ifdef RWORKER_EMULATED_TILES
+void run_tile_tests();
+#endif
 
 int main() {
+#ifdef RWORKER_EMULATED_TILES
+    run_tile_tests();
+#endif
     run_cache_tests();
     run_attention_tests();
     run_ring_tests();  // before any test leaves threads behind, since it forks

@@ -50,8 +50,8 @@ constexpr int64_t open_tile_offset(int64_t key_dim) {
     return kBlockRows * ((key_dim + 15) / 16 * 16 + kChunkTokens + 1);
 }
 
-/// Where a kernel of tile registers keeps what, in floats from a multiple of 64 bytes on. Its chunks are longer, so that
-/// eight streams of the next one are pages; longer still where a token has fewer bytes.
+/// Where a kernel of tile registers keeps what, in floats from a multiple of 64 bytes on. Its chunks are longer, so
+/// that eight streams of the next one are pages; longer still where a token has fewer bytes.
 struct TileScratch {
     int chunk_tokens;
     int64_t score_stride, scores, weights, outputs, sums, open_keys, key_tails, values, end;  // queries lie at 0
