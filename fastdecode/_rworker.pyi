@@ -9,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 def supported_isas() -> list[str]:
-    """Which of "scalar", "avx2" and "avx512" this CPU can run, best last."""
+    """Which of "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16" and "avx512_amx" run here, best last.
+
+    Asks the kernel for the tile registers of the last one, for the whole process, where the CPU has them.
+    """
 
 def block_bytes(
     layers: list[tuple[int, int, int, int, float, int, float, list[float]]], kv_dtype: str, block_size: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,20 +23,15 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TE
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))  # for model_zoo
 
+EXTENSION = os.environ.get("RWORKER_EXTENSION")
+"""Another build of ``fastdecode._rworker`` to test (`make emulated`): a file; only tests that name an ``isa`` run."""
 
-def _use_extension(path: str) -> None:
-    """Tests the extension at ``path``, one with emulated instructions, in place of the package's own."""
-    spec = importlib.util.spec_from_file_location("fastdecode._rworker", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    import fastdecode
-
-    sys.modules["fastdecode._rworker"] = fastdecode._rworker = module  # type: ignore[attr-defined]
-
-
-if "RWORKER_EXTENSION" in os.environ:
-    _use_extension(os.environ["RWORKER_EXTENSION"])
+if EXTENSION:
+    spec = importlib.util.spec_from_file_location("fastdecode._rworker", EXTENSION)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"RWORKER_EXTENSION: {EXTENSION} is no extension module")
+    sys.modules["fastdecode._rworker"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["fastdecode._rworker"])
 
 ONE_AT_A_TIME = {
     "test_backend_interrupts", "test_backends", "test_calibrate", "test_cli", "test_doctor", "test_elastic",
@@ -54,6 +50,24 @@ def _one_torch_thread() -> Iterator[None]:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     yield
+
+
+def native_isas() -> list[str]:
+    """What the installed extension runs on this CPU; asked in another process if this one tests another extension."""
+    command = "from fastdecode import _rworker; print(*_rworker.supported_isas())"
+    return subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With RWORKER_EXTENSION: tests of instruction sets that cannot run otherwise, and those of `test_emulation`."""
+    if not EXTENSION:
+        return
+    native = os.environ.get("RWORKER_NATIVE", " ".join(native_isas())).split()
+    for item in list(items):
+        isa = item.callspec.params.get("isa") if hasattr(item, "callspec") else None
+        if item.path.stem != "test_emulation" and (isa is None or isa in native):
+            items.remove(item)
+            config.hook.pytest_deselected(items=[item])
 
 
 class WholeModules(LoadScopeScheduling):

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "rworker/worker.hpp"
 
 namespace {
 
@@ -154,6 +155,22 @@ void test_tiles_are_a_threads_own() {
     CHECK(!configured && tile_emulation::state().configured);
 }
 
+/// A thread that has run its part of a job keeps no tile registers, be it the caller's.
+void test_kernels_release_their_tiles() {
+    using namespace rworker;
+    for (const DType dtype : {DType::bfloat16, DType::int8, DType::int4}) {
+        const LayerSpec layer{4, 2, 16, 16, 0.25f, 0, 0.0f, {}};
+        Worker worker({{layer}, DType::float32, dtype, 16, 4, 1, {}, "avx512_amx"});
+        const std::vector<float> rows(4 * 16, 0.5f);
+        std::vector<float> out(4 * 16);
+        worker.begin_step({}, std::vector<std::vector<Span>>{{{1, 0, 1, true}}});
+        worker.run(0, 0, {rows.data(), rows.data(), rows.data(), out.data()});
+        worker.end_step();
+        CHECK(!tile_emulation::state().configured);
+        for (const float x : out) CHECK(std::fabs(x - 0.5f) < 1e-2f);
+    }
+}
+
 }  // namespace
 
 void run_tile_tests() {
@@ -168,4 +185,5 @@ void run_tile_tests() {
     test_rounding();
     test_tiles_are_a_threads_own();
     _tile_release();
+    test_kernels_release_their_tiles();
 }

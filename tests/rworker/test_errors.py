@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -202,6 +204,14 @@ def test_environment_forces_the_instruction_set(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("FASTDECODE_ISA", "sse9")
     with pytest.raises(ValueError, match="FASTDECODE_ISA is 'sse9'; this machine supports scalar"):
         make_worker(LAYER)
+
+
+def test_tile_registers_need_the_processor_and_its_system() -> None:
+    flags = Path("/proc/cpuinfo").read_text()
+    if "RWORKER_EXTENSION" in os.environ or "avx512" not in flags:
+        pytest.skip("another build's tile registers are emulated; a CPU without AVX-512 has none")
+    wanted = all(flag in flags for flag in ("amx_tile", "amx_bf16", "amx_int8"))
+    assert ("avx512_amx" in _rworker.supported_isas()) <= wanted
 
 
 def test_arrays_live_until_wait(worker: _rworker.RWorker) -> None:

@@ -119,6 +119,17 @@ def test_reported_sizes() -> None:
     assert _rworker.read_peak(1, 1 << 24, 3) > 0.1
 
 
+TABLES = {
+    "scalar": "kScalarKernels",
+    "avx2": "kAvx2Kernels",
+    "avx512": "kAvx512Kernels",
+    "avx512_vnni": "kAvx512Vnni",
+    "avx512_bf16": "kAvx512Bf16",
+    "avx512_amx": "kAvx512Amx",
+}
+"""What each kernel file exports."""
+
+
 def test_kernels_export_nothing_but_their_table() -> None:
     """A weak symbol from a kernel file would be AVX-512 code that the linker may keep for everyone."""
     nm, library = shutil.which("nm"), Path(_rworker.__file__).resolve()
@@ -132,9 +143,9 @@ def test_kernels_export_nothing_but_their_table() -> None:
     for line in listing.splitlines():
         if line.endswith(":"):
             member = line.split(".")[0]
-        elif member in ("scalar", "avx2", "avx512") and line:
+        elif member in TABLES and line:
             _, kind, symbol = line.split(maxsplit=2)
             if kind not in "tdrb":  # lower case: local to the file
                 exported[symbol] = kind
-    assert set(exported) <= {"rworker::kScalarKernels", "rworker::kAvx2Kernels", "rworker::kAvx512Kernels"}
+    assert set(exported) <= {f"rworker::{table}" for table in TABLES.values()}
     assert exported and set(exported.values()) <= {"D", "R"}
