@@ -34,9 +34,9 @@ struct BfloatTiles : TileRows {
     void run() {
         if (args.end % kTileTokens != 0) turn_open_keys();
         prepare([&](int row, const float* query) {
-            for (int i = 0; i < rounds; ++i)
-                store_bfloats(query_tile(row / group_rows, i) + row % group_rows * kTileLine,
-                              _mm512_load_ps(query + i * kRound), _mm512_load_ps(query + i * kRound + 16));
+            uint8_t* to = query_tile(row / group_rows, 0) + row % group_rows * kTileLine;
+            for (int i = 0; i < rounds * kRound; i += kRound, to += group_rows * kTileLine)
+                store_bfloats(to, _mm512_load_ps(query + i), _mm512_load_ps(query + i + 16));
         });
         configure_tiles(group_rows);
         for (int64_t first = begin / at.chunk_tokens * at.chunk_tokens; first < end; first += at.chunk_tokens)
@@ -123,12 +123,13 @@ struct BfloatTiles : TileRows {
     __m512 weigh(int group, int row, Range worked_on, __m512 base) const {
         const float* const exponents = scores + (group * group_rows + row) * at.score_stride;
         uint8_t* to = weight_tile(group, worked_on.begin / kRound) + row * kTileLine;
+        const int64_t tile_bytes = group_rows * kTileLine;
         __m512 total = _mm512_setzero_ps();
         for (int t = worked_on.begin; t < worked_on.end; t += kRound) {
             const __m512 a = exp2_nonpositive(_mm512_sub_ps(_mm512_load_ps(exponents + t), base));
             const __m512 b = exp2_nonpositive(_mm512_sub_ps(_mm512_load_ps(exponents + t + 16), base));
             store_bfloats(to, a, b);
-            to += group_rows * kTileLine;
+            to += tile_bytes;
             total = _mm512_add_ps(total, _mm512_add_ps(a, b));
         }
         return total;
