@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint sanitize sanitize-quick fuzz clean
+.PHONY: demo test lint sanitize sanitize-quick emulated fuzz clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -23,7 +23,7 @@ demo: $(STAMP)
 	@$(BIN)/fastdecode bench throughput $(SHAPE) --hf-overrides '{"num_hidden_layers": 4}' --num-mini-batches 2 \
 	  --s-threads 1 --r-threads 1 --num-prompts 32 --random-input-len 512 --random-output-len 16 --plot-timeline timeline.png
 
-test: $(STAMP) lint sanitize-quick
+test: $(STAMP) lint sanitize-quick emulated
 	$(BIN)/pytest -q -n 2
 
 lint: $(STAMP)
@@ -37,6 +37,16 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[test,mpi]'
 	touch $@
+
+# AVX-512 in plain C++ (rworker_cpp/emulation): what this CPU cannot run by itself is tested so, and what it can is held
+# against it bit for bit.
+emulated: $(STAMP)
+	$(BIN)/cmake -S . -B out/emulated -DFASTDECODE_EMULATION=ON -DFASTDECODE_KERNEL_OPTIMIZATION=-O2 \
+	  -DFASTDECODE_BUILD_TESTS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
+	$(BIN)/cmake --build out/emulated -j$$(nproc)
+	out/emulated/rworker_cpp/rworker_tests
+	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q -n 2 tests/rworker
 
 # The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: no AVX-512, little optimization, and few
 # compiler runs (many sources in one), since compiling is most of it.

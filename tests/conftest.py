@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,16 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TE
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))  # for model_zoo
 
+EXTENSION = os.environ.get("RWORKER_EXTENSION")
+"""Another build of ``fastdecode._rworker`` to test (`make emulated`): a file; only tests that name an ``isa`` run."""
+
+if EXTENSION:
+    spec = importlib.util.spec_from_file_location("fastdecode._rworker", EXTENSION)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"RWORKER_EXTENSION: {EXTENSION} is no extension module")
+    sys.modules["fastdecode._rworker"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["fastdecode._rworker"])
+
 ONE_AT_A_TIME = {
     "test_backend_interrupts", "test_backends", "test_calibrate", "test_cli", "test_doctor", "test_elastic",
     "test_hostile_peers", "test_launch", "test_mpi", "test_r_worker", "test_recovery", "test_run_batch",
@@ -38,6 +50,24 @@ def _one_torch_thread() -> Iterator[None]:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     yield
+
+
+def native_isas() -> list[str]:
+    """What the installed extension runs on this CPU; asked in another process if this one tests another extension."""
+    command = "from fastdecode import _rworker; print(*_rworker.supported_isas())"
+    return subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With RWORKER_EXTENSION: tests of instruction sets that cannot run otherwise, and those of `test_emulation`."""
+    if not EXTENSION:
+        return
+    native = os.environ.get("RWORKER_NATIVE", " ".join(native_isas())).split()
+    for item in list(items):
+        isa = item.callspec.params.get("isa") if hasattr(item, "callspec") else None
+        if item.path.stem != "test_emulation" and (isa is None or isa in native):
+            items.remove(item)
+            config.hook.pytest_deselected(items=[item])
 
 
 class WholeModules(LoadScopeScheduling):

@@ -5,6 +5,12 @@
 
 #include "rworker/types.hpp"
 
+#ifdef RWORKER_EMULATED
+#define CPU_HAS(feature) true
+#else
+#define CPU_HAS(feature) (__builtin_cpu_supports(feature) != 0)
+#endif
+
 namespace rworker {
 namespace {
 
@@ -19,13 +25,11 @@ Kernels refined(Kernels kernels, const Refinement& refinement) {
 void add_avx512(std::vector<const Kernels*>& kernels) {
     static const Kernels vnni_kernels = refined(kAvx512Kernels, kAvx512Vnni);
     static const Kernels bf16_kernels = refined(vnni_kernels, kAvx512Bf16);
-    if (__builtin_cpu_supports("avx512f") == 0 || __builtin_cpu_supports("avx512bw") == 0 ||
-        __builtin_cpu_supports("avx512dq") == 0 || __builtin_cpu_supports("avx512vl") == 0)
-        return;
+    if (!CPU_HAS("avx512f") || !CPU_HAS("avx512bw") || !CPU_HAS("avx512dq") || !CPU_HAS("avx512vl")) return;
     kernels.push_back(&kAvx512Kernels);
-    if (__builtin_cpu_supports("avx512vnni") == 0) return;
+    if (!CPU_HAS("avx512vnni")) return;
     kernels.push_back(&vnni_kernels);
-    if (__builtin_cpu_supports("avx512bf16") != 0) kernels.push_back(&bf16_kernels);
+    if (CPU_HAS("avx512bf16")) kernels.push_back(&bf16_kernels);
 }
 #endif
 
@@ -34,9 +38,7 @@ void add_avx512(std::vector<const Kernels*>& kernels) {
 std::vector<const Kernels*> supported_kernels() {
     std::vector<const Kernels*> kernels{&kScalarKernels};
 #ifdef RWORKER_AVX2
-    if (__builtin_cpu_supports("avx2") == 0 || __builtin_cpu_supports("fma") == 0 ||
-        __builtin_cpu_supports("f16c") == 0)
-        return kernels;
+    if (!CPU_HAS("avx2") || !CPU_HAS("fma") || !CPU_HAS("f16c")) return kernels;
     kernels.push_back(&kAvx2Kernels);
 #endif
 #ifdef RWORKER_AVX512
