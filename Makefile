@@ -48,16 +48,18 @@ emulated: $(STAMP)
 	out/emulated/rworker_cpp/rworker_tests
 	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q -n 2 tests/rworker
 
-# The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: no AVX-512, little optimization, and few
-# compiler runs (many sources in one), since compiling is most of it.
+# The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: AVX-512 emulated for the first and left out
+# for the second, little optimization, and few compiler runs (many sources in one), since compiling is most of it.
 sanitize: FLAVOR := -DCMAKE_BUILD_TYPE=RelWithDebInfo
 sanitize-quick: FLAVOR := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG='-Og -g1' -DCMAKE_UNITY_BUILD=ON \
-  -DFASTDECODE_AVX512=OFF -DFASTDECODE_KERNEL_OPTIMIZATION=-Og
+  -DFASTDECODE_KERNEL_OPTIMIZATION=-Og
+sanitize-quick: ADDRESS_FLAVOR := -DFASTDECODE_EMULATION=ON
+sanitize-quick: THREAD_FLAVOR := -DFASTDECODE_AVX512=OFF
 sanitize sanitize-quick: $(STAMP)
-	for kind in address,undefined thread; do \
-	  $(BIN)/cmake -S . -B out/$@/$$kind -DFASTDECODE_SANITIZE=$$kind -DFASTDECODE_BUILD_TESTS=ON \
-	    -DFASTDECODE_BUILD_BINDINGS=OFF $(FLAVOR) && \
-	  $(BIN)/cmake --build out/$@/$$kind -j && out/$@/$$kind/rworker_cpp/rworker_tests || exit 1; done
+	for kind in "address,undefined $(ADDRESS_FLAVOR)" "thread $(THREAD_FLAVOR)"; do set -- $$kind; \
+	  $(BIN)/cmake -S . -B out/$@/$$1 -DFASTDECODE_SANITIZE=$$1 -DFASTDECODE_BUILD_TESTS=ON \
+	    -DFASTDECODE_BUILD_BINDINGS=OFF $(FLAVOR) $$2 && \
+	  $(BIN)/cmake --build out/$@/$$1 -j && out/$@/$$1/rworker_cpp/rworker_tests || exit 1; done
 
 # What R-workers and S-workers read from the wire, under libFuzzer; its inputs are kept in out/fuzz.
 FUZZ_RUNS ?= 1000000
