@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdecode import _rworker
-from fastdecode.cluster.local import RWorkerSize
+from fastdecode.cluster.local import RWorkerSize, check_isa
 from fastdecode.errors import CapacityError, ConfigError
 from fastdecode.machine import available_memory_bytes, total_memory_bytes, usable_cores
 
@@ -40,7 +40,7 @@ class Host:
 def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: int | None) -> Host:
     """Bind this process to ``cores`` and measure what its threads read; None: all cores, a thread each, a share.
 
-    ConfigError or CapacityError for what this machine does not have.
+    ConfigError or CapacityError for what this machine does not have, BackendError for kernels that it gets wrong.
     """
     if cores is not None:
         _bind(cores)
@@ -57,8 +57,10 @@ def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: 
     supported = _rworker.supported_isas()
     if isa not in ("auto", *supported):
         raise ConfigError(f"FASTDECODE_ISA: this machine supports {', '.join(supported)}, not {isa!r}")
+    chosen = supported[-1] if isa == "auto" else isa
+    check_isa(chosen)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
-    return Host(size, supported[-1] if isa == "auto" else isa, bandwidth, host_id(), bound)
+    return Host(size, chosen, bandwidth, host_id(), bound)
 
 
 def host_id() -> str:

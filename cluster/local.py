@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.errors import CapacityError
+from fastdecode.errors import BackendError, CapacityError
 from fastdecode.types import KVLayout, LayerLayout, WorkerPlan
 
 
@@ -22,8 +23,19 @@ class RWorkerSize:
     cores: tuple[int, ...] = ()
 
 
+@cache
+def check_isa(isa: str) -> None:
+    """BackendError if this machine or build gets an instruction set wrong; found out once per process, in 10 ms."""
+    refusal = _rworker.self_test(isa)
+    if refusal:
+        raise BackendError(refusal)
+
+
 def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rworker.RWorker:
-    """A cache of as many blocks as fit; CapacityError if not even one does, ValueError for an impossible layout."""
+    """A cache of as many blocks as fit; CapacityError if not even one does, ValueError for an impossible layout.
+
+    BackendError, as ``check_isa``, for kernels that do not compute what they should.
+    """
     layers = [_layer_tuple(layer) for layer in layout.layers]
     block_bytes = _rworker.block_bytes(layers, layout.kv_dtype, block_size)
     num_blocks = size.kv_cache_bytes // block_bytes
@@ -32,7 +44,7 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
             f"a KV cache of {size.kv_cache_bytes:,} bytes per R-worker holds not even one block of "
             f"{block_size} tokens, which takes {block_bytes:,} bytes; give more --kv-cache-memory"
         )
-    return _rworker.RWorker(
+    worker = _rworker.RWorker(
         layers=layers,
         model_dtype=layout.model_dtype,
         kv_dtype=layout.kv_dtype,
@@ -41,6 +53,8 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
         num_threads=size.num_threads,
         cores=list(size.cores),
     )
+    check_isa(worker.isa)
+    return worker
 
 
 def begin_step(worker: _rworker.RWorker, plan: WorkerPlan) -> None:

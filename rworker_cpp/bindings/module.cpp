@@ -1,7 +1,10 @@
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "rworker/kernel_choice.hpp"
 #include "rworker/peaks.hpp"
+#include "rworker/self_test.hpp"
 #include "rworker_binding.hpp"
 
 namespace py = pybind11;
@@ -13,6 +16,12 @@ std::vector<std::string> supported_isas() {
     std::vector<std::string> names;
     for (const rworker::Kernels* kernels : rworker::supported_kernels()) names.emplace_back(kernels->isa);
     return names;
+}
+
+/// None where all is well.
+std::optional<std::string> self_test(const std::string& isa) {
+    const std::string refusal = rworker::self_test(isa);
+    return refusal.empty() ? std::nullopt : std::optional(refusal);
 }
 
 void register_errors() {
@@ -91,6 +100,7 @@ void bind_peaks(py::module_& module) {
 PYBIND11_MODULE(_rworker, module) {
     register_errors();
     module.def("supported_isas", &supported_isas);
+    module.def("self_test", &self_test, py::arg("isa"), py::call_guard<py::gil_scoped_release>());
     bind_peaks(module);
     rworker_binding::bind_ring(module);
     module.def("block_bytes", &PyRWorker::block_bytes, py::arg("layers"), py::arg("kv_dtype"), py::arg("block_size"));

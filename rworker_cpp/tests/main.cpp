@@ -5,12 +5,14 @@ void run_attention_tests();
 void run_ring_tests();
 void run_thread_tests();
 void run_emulation_tests();
+void run_self_test_tests();
 
 int main() {
     run_cache_tests();
     run_attention_tests();
     run_ring_tests();  // before any test leaves threads behind, since it forks
     run_thread_tests();
+    run_self_test_tests();
 #ifdef RWORKER_EMULATED
     run_emulation_tests();
 #endif
