@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint sanitize sanitize-quick emulated fuzz clean
+.PHONY: demo test lint sanitize sanitize-quick emulated compilers fuzz clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -47,6 +47,10 @@ emulated: $(STAMP)
 	$(BIN)/cmake --build out/emulated -j$$(nproc)
 	out/emulated/rworker_cpp/rworker_tests
 	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q -n 2 tests/rworker
+
+# The kernels with every g++, clang and zig that is found, at -O2 and -O3: minutes for each.
+compilers: $(STAMP)
+	$(BIN)/python scripts/compilers.py
 
 # The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: AVX-512 emulated for the first and left out
 # for the second, little optimization, and few compiler runs (many sources in one), since compiling is most of it.
