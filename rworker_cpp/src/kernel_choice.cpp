@@ -5,6 +5,10 @@
 
 #include "rworker/types.hpp"
 
+#ifdef RWORKER_AVX2
+#include <cpuid.h>
+#endif
+
 #ifdef RWORKER_EMULATED
 #define CPU_HAS(feature) true
 #else
@@ -33,12 +37,20 @@ void add_avx512(std::vector<const Kernels*>& kernels) {
 }
 #endif
 
+#ifdef RWORKER_AVX2
+/// Clang's __builtin_cpu_supports has no word for it.
+bool has_f16c() {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
 }  // namespace
 
 std::vector<const Kernels*> supported_kernels() {
     std::vector<const Kernels*> kernels{&kScalarKernels};
 #ifdef RWORKER_AVX2
-    if (!CPU_HAS("avx2") || !CPU_HAS("fma") || !CPU_HAS("f16c")) return kernels;
+    if (!CPU_HAS("avx2") || !CPU_HAS("fma") || !has_f16c()) return kernels;
     kernels.push_back(&kAvx2Kernels);
 #endif
 #ifdef RWORKER_AVX512
