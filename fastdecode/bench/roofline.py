@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Roofline:
     """``kv_bytes`` must be read and ``multiply_adds`` done, one per cached element and query head that attends to it;
-    the machine reads pieces of its size, scattered, at ``scattered_read`` GB/s and does ``mac_peak`` 1e9 multiply-adds a
+    the machine reads scattered pieces of its size at ``scattered_read`` GB/s and does ``mac_peak`` 1e9 multiply-adds a
     second."""
 
     kv_bytes: int
