@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.cluster.tuning import tuning
 from fastdecode.errors import BackendError, CapacityError
 from fastdecode.types import KVLayout, LayerLayout, WorkerPlan
 
@@ -36,6 +38,10 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
 
     BackendError, as ``check_isa``, for kernels that do not compute what they should.
     """
+    tuned = tuning()
+    forced = os.environ.get("FASTDECODE_ISA") or layout.isa
+    if "auto" not in (forced, layout.isa) and forced != layout.isa:
+        raise ValueError(f"the S-worker asks for {layout.isa} arithmetic, and FASTDECODE_ISA is {forced} here")
     layers = [_layer_tuple(layer) for layer in layout.layers]
     block_bytes = _rworker.block_bytes(layers, layout.kv_dtype, block_size)
     num_blocks = size.kv_cache_bytes // block_bytes
@@ -52,6 +58,8 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
         num_blocks=num_blocks,
         num_threads=size.num_threads,
         cores=list(size.cores),
+        isa=tuned.isa if layout.isa == "auto" else layout.isa,
+        streams=tuned.streams,
     )
     check_isa(worker.isa)
     return worker

@@ -73,4 +73,9 @@ const Kernels& choose_kernels(const std::string& isa) {
                 "'; this machine supports " + names);
 }
 
+int checked_streams(int streams) {
+    if (streams == 1 || streams == kStreams) return streams;
+    throw Error("streams is " + std::to_string(streams) + "; it must be 1 or " + std::to_string(kStreams));
+}
+
 }  // namespace rworker
