@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint sanitize sanitize-quick fuzz clean
+.PHONY: demo test lint sanitize sanitize-quick emulated compilers fuzz clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -23,7 +23,7 @@ demo: $(STAMP)
 	@$(BIN)/fastdecode bench throughput $(SHAPE) --hf-overrides '{"num_hidden_layers": 4}' --num-mini-batches 2 \
 	  --s-threads 1 --r-threads 1 --num-prompts 32 --random-input-len 512 --random-output-len 16 --plot-timeline timeline.png
 
-test: $(STAMP) lint sanitize-quick
+test: $(STAMP) lint sanitize-quick emulated
 	$(BIN)/pytest -q -n 2
 
 lint: $(STAMP)
@@ -38,16 +38,32 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[test,mpi]'
 	touch $@
 
-# The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: no AVX-512, little optimization, and few
-# compiler runs (many sources in one), since compiling is most of it.
+# AVX-512 in plain C++ (rworker_cpp/emulation): what this CPU cannot run by itself is tested so, and what it can is held
+# against it bit for bit.
+emulated: $(STAMP)
+	$(BIN)/cmake -S . -B out/emulated -DFASTDECODE_EMULATION=ON -DFASTDECODE_KERNEL_OPTIMIZATION=-O2 \
+	  -DFASTDECODE_BUILD_TESTS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
+	$(BIN)/cmake --build out/emulated -j$$(nproc)
+	out/emulated/rworker_cpp/rworker_tests
+	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q -n 2 tests/rworker
+
+# The kernels with every g++, clang and zig that is found, at -O2 and -O3: minutes for each.
+compilers: $(STAMP)
+	$(BIN)/python scripts/compilers.py
+
+# The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: AVX-512 emulated for the first and left out
+# for the second, little optimization, and few compiler runs (many sources in one), since compiling is most of it.
 sanitize: FLAVOR := -DCMAKE_BUILD_TYPE=RelWithDebInfo
 sanitize-quick: FLAVOR := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG='-Og -g1' -DCMAKE_UNITY_BUILD=ON \
-  -DFASTDECODE_AVX512=OFF -DFASTDECODE_KERNEL_OPTIMIZATION=-Og
+  -DFASTDECODE_KERNEL_OPTIMIZATION=-Og
+sanitize-quick: ADDRESS_FLAVOR := -DFASTDECODE_EMULATION=ON
+sanitize-quick: THREAD_FLAVOR := -DFASTDECODE_AVX512=OFF
 sanitize sanitize-quick: $(STAMP)
-	for kind in address,undefined thread; do \
-	  $(BIN)/cmake -S . -B out/$@/$$kind -DFASTDECODE_SANITIZE=$$kind -DFASTDECODE_BUILD_TESTS=ON \
-	    -DFASTDECODE_BUILD_BINDINGS=OFF $(FLAVOR) && \
-	  $(BIN)/cmake --build out/$@/$$kind -j && out/$@/$$kind/rworker_cpp/rworker_tests || exit 1; done
+	for kind in "address,undefined $(ADDRESS_FLAVOR)" "thread $(THREAD_FLAVOR)"; do set -- $$kind; \
+	  $(BIN)/cmake -S . -B out/$@/$$1 -DFASTDECODE_SANITIZE=$$1 -DFASTDECODE_BUILD_TESTS=ON \
+	    -DFASTDECODE_BUILD_BINDINGS=OFF $(FLAVOR) $$2 && \
+	  $(BIN)/cmake --build out/$@/$$1 -j && out/$@/$$1/rworker_cpp/rworker_tests || exit 1; done
 
 # What R-workers and S-workers read from the wire, under libFuzzer; its inputs are kept in out/fuzz.
 FUZZ_RUNS ?= 1000000

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdecode import _rworker
-from fastdecode.cluster.local import RWorkerSize
+from fastdecode.cluster.local import RWorkerSize, check_isa
+from fastdecode.cluster.tuning import Tuning, tuning
 from fastdecode.errors import CapacityError, ConfigError
 from fastdecode.machine import available_memory_bytes, total_memory_bytes, usable_cores
 
@@ -24,7 +25,7 @@ class Host:
     """What an R-worker has: memory and threads, its bandwidth, and the machine and cores it runs on."""
 
     size: RWorkerSize
-    isa: str
+    tuning: Tuning
     read_gb_per_s: float
     host_id: str
     cores: tuple[int, ...]
@@ -32,7 +33,8 @@ class Host:
     def describe(self) -> str:
         """Cores, threads, instruction set, memory and bandwidth, for people."""
         return (
-            f"cores {_ranges(self.cores)}, {self.size.num_threads} thread(s), {self.isa}, "
+            f"cores {_ranges(self.cores)}, {self.size.num_threads} thread(s), "
+            f"{self.tuning.isa} ({self.tuning.streams} stream(s)), "
             f"{self.size.kv_cache_bytes / 2**30:.2f} GiB of KV cache, reads {self.read_gb_per_s:.1f} GB/s"
         )
 
@@ -40,7 +42,7 @@ class Host:
 def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: int | None) -> Host:
     """Bind this process to ``cores`` and measure what its threads read; None: all cores, a thread each, a share.
 
-    ConfigError or CapacityError for what this machine does not have.
+    ConfigError or CapacityError for what this machine does not have, BackendError for kernels that it gets wrong.
     """
     if cores is not None:
         _bind(cores)
@@ -53,12 +55,10 @@ def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: 
         )
     threads = num_threads or len(bound)
     size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, bound)
-    isa = os.environ.get("FASTDECODE_ISA") or "auto"
-    supported = _rworker.supported_isas()
-    if isa not in ("auto", *supported):
-        raise ConfigError(f"FASTDECODE_ISA: this machine supports {', '.join(supported)}, not {isa!r}")
+    tuned = tuning()
+    check_isa(tuned.isa)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
-    return Host(size, supported[-1] if isa == "auto" else isa, bandwidth, host_id(), bound)
+    return Host(size, tuned, bandwidth, host_id(), bound)
 
 
 def host_id() -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.errors import CapacityError
+from fastdecode.cluster.tuning import tuning
+from fastdecode.errors import BackendError, CapacityError
 from fastdecode.types import KVLayout, LayerLayout, WorkerPlan
 
 
@@ -22,8 +25,23 @@ class RWorkerSize:
     cores: tuple[int, ...] = ()
 
 
+@cache
+def check_isa(isa: str) -> None:
+    """BackendError if this machine or build gets an instruction set wrong; found out once per process, in 10 ms."""
+    refusal = _rworker.self_test(isa)
+    if refusal:
+        raise BackendError(refusal)
+
+
 def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rworker.RWorker:
-    """A cache of as many blocks as fit; CapacityError if not even one does, ValueError for an impossible layout."""
+    """A cache of as many blocks as fit; CapacityError if not even one does, ValueError for an impossible layout.
+
+    BackendError, as ``check_isa``, for kernels that do not compute what they should.
+    """
+    tuned = tuning()
+    forced = os.environ.get("FASTDECODE_ISA") or layout.isa
+    if "auto" not in (forced, layout.isa) and forced != layout.isa:
+        raise ValueError(f"the S-worker asks for {layout.isa} arithmetic, and FASTDECODE_ISA is {forced} here")
     layers = [_layer_tuple(layer) for layer in layout.layers]
     block_bytes = _rworker.block_bytes(layers, layout.kv_dtype, block_size)
     num_blocks = size.kv_cache_bytes // block_bytes
@@ -32,7 +50,7 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
             f"a KV cache of {size.kv_cache_bytes:,} bytes per R-worker holds not even one block of "
             f"{block_size} tokens, which takes {block_bytes:,} bytes; give more --kv-cache-memory"
         )
-    return _rworker.RWorker(
+    worker = _rworker.RWorker(
         layers=layers,
         model_dtype=layout.model_dtype,
         kv_dtype=layout.kv_dtype,
@@ -40,7 +58,11 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
         num_blocks=num_blocks,
         num_threads=size.num_threads,
         cores=list(size.cores),
+        isa=tuned.isa if layout.isa == "auto" else layout.isa,
+        streams=tuned.streams,
     )
+    check_isa(worker.isa)
+    return worker
 
 
 def begin_step(worker: _rworker.RWorker, plan: WorkerPlan) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import reprlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -16,7 +16,7 @@ from fastdecode.addresses import split_address
 from fastdecode.cluster.pool_worker import StepTimes
 from fastdecode.config import BLOCK_SIZES
 from fastdecode.errors import ConfigError, FrameError
-from fastdecode.types import CONTROL, KV_BITS, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, WorkerPlan
+from fastdecode.types import CONTROL, ISAS, KV_BITS, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, WorkerPlan
 
 MAX_JSON_BYTES = 1 << 22
 """As Python objects JSON may take some thirty times its bytes; this keeps it below a frame's limit."""
@@ -95,7 +95,7 @@ def decode_welcome(data: bytes | bytearray) -> Welcome:
     return Welcome(
         num_blocks=_whole(message, "num_blocks", 1, 1 << 31),
         num_threads=_whole(message, "num_threads", 1, 1 << 16),
-        isa=_text(message, "isa"),
+        isa=_one_of(message, "isa", ISAS),
         read_gb_per_s=_number(message, "read_gb_per_s", 0),
         cores=tuple(cores),
         host_id=_text(message, "host_id"),
@@ -187,13 +187,15 @@ def _cache_json(layout: KVLayout, block_size: int) -> dict[str, Any]:
 
 
 def _layout(cache: Mapping[str, Any]) -> KVLayout:
-    for name, known in (("model_dtype", WIRE_DTYPE), ("kv_dtype", KV_BITS)):
-        if cache.get(name) not in tuple(known):
-            raise FrameError(f"HELLO: {name} is {reprlib.repr(cache.get(name))}; known are {', '.join(known)}")
     layers = cache.get("layers")
     if not isinstance(layers, list) or not 1 <= len(layers) <= MAX_LAYERS:
         raise FrameError(f"HELLO: layers must be a list of 1 to {MAX_LAYERS}")
-    return KVLayout(tuple(_layer(layer) for layer in layers), str(cache["model_dtype"]), str(cache["kv_dtype"]))
+    return KVLayout(
+        tuple(_layer(layer) for layer in layers),
+        model_dtype=_one_of(cache, "model_dtype", tuple(WIRE_DTYPE)),
+        kv_dtype=_one_of(cache, "kv_dtype", tuple(KV_BITS)),
+        isa=_one_of(cache, "isa", ("auto", *ISAS)),
+    )
 
 
 def _layer(layer: Any) -> LayerLayout:
@@ -245,6 +247,13 @@ def _number(message: Mapping[str, Any], name: str, low: float = -MAX_NUMBER) -> 
     if type(value) not in (int, float) or not low <= value <= MAX_NUMBER:  # type: ignore[operator]
         raise FrameError(f"{name} must be a number of {low:g} to {MAX_NUMBER:g}, not {reprlib.repr(value)}")
     return value  # type: ignore[return-value]
+
+
+def _one_of(message: Mapping[str, Any], name: str, choices: Sequence[str]) -> str:
+    value = message.get(name)
+    if value not in choices:
+        raise FrameError(f"{name} is {reprlib.repr(value)}; known are {', '.join(choices)}")
+    return str(value)
 
 
 def _text(message: Mapping[str, Any], name: str) -> str:

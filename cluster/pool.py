@@ -17,6 +17,7 @@ from fastdecode.cluster.pool_worker import PoolWorker
 from fastdecode.cluster.timing import transfer_seconds
 from fastdecode.errors import BackendError, WorkerLostError
 from fastdecode.types import (
+    ISAS,
     WIRE_DTYPE,
     KVLayout,
     LayerLayout,
@@ -58,6 +59,7 @@ class PoolBackend:
         self._rows: list[_MiniBatchRows] = []
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
         self._blocks: dict[str, tuple[int, int]] = {}
+        self._isas: dict[str, str] = {}
 
     def extend_from(self, lobby: Lobby) -> None:
         """R-workers may join in ``lobby``, which this closes; before ``open``."""
@@ -74,6 +76,7 @@ class PoolBackend:
             self.close()
             raise
         self._blocks = {info.name: (info.num_blocks, info.num_blocks) for info in infos}
+        self._say_unlike(infos)
         if self._lobby:
             self._lobby.open(layout)
         return infos
@@ -152,6 +155,7 @@ class PoolBackend:
             self.workers.append(newcomer.worker)
             self._blocks[newcomer.info.name] = (newcomer.info.num_blocks,) * 2
             infos.append(newcomer.info)
+        self._say_unlike(infos)
         return infos
 
     def dismiss(self, worker: int) -> None:
@@ -170,6 +174,19 @@ class PoolBackend:
     def blocks_used(self) -> int:
         """Referenced blocks over all workers, as of the last step's end."""
         return sum(num_blocks - free for num_blocks, free in self._blocks.values())
+
+    def _say_unlike(self, infos: Sequence[RWorkerInfo]) -> None:
+        """Warn where ``infos`` bring an arithmetic that the R-workers here do not share."""
+        before = len(self._isas)
+        for info in infos:
+            self._isas.setdefault(info.isa, info.name)
+        if len(self._isas) > max(before, 1):
+            logger.warning(
+                "R-workers attend in different arithmetic (%s): on another one a sequence may get other tokens; "
+                "--uniform-arithmetic %s makes all take one",
+                ", ".join(f"{isa} on {name}" for isa, name in self._isas.items()),
+                min(self._isas, key=ISAS.index),
+            )
 
     def _is_ready(self, index: int, mini_batch: int) -> bool:
         return self._on(index, "ready", mini_batch)

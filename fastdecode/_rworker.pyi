@@ -14,6 +14,14 @@ def supported_isas() -> list[str]:
     Asks the kernel for the tile registers of the last one, for the whole process, where the CPU has them.
     """
 
+def self_test(isa: str) -> str | None:
+    """Hold an instruction set's kernels against the scalar ones, in some milliseconds and a few MB: None if they agree.
+
+    Otherwise one sentence: which instruction set, what it got wrong, and, behind a semicolon, what to set instead.
+    Stored bytes and a sequence after export and import must be the same, outputs within each cache dtype's rounding.
+    ValueError for an ``isa`` that this CPU does not support.
+    """
+
 def block_bytes(
     layers: list[tuple[int, int, int, int, float, int, float, list[float]]], kv_dtype: str, block_size: int
 ) -> int:
@@ -36,6 +44,13 @@ class Peaks:
 
     def read(self) -> float:
         """Read bandwidth in GB/s (1e9 bytes): the faster of a pass through the buffer with and one without prefetch."""
+
+    def read_scattered(self, *, piece_bytes: int, streams: int) -> float:
+        """GB/s of reading the buffer in pieces of ``piece_bytes`` in random order, asked for as attention does it.
+
+        The ceiling of a cache in blocks. ``streams`` as in :class:`RWorker`. ValueError for pieces below 64 bytes or
+        above an eighth of ``num_bytes``.
+        """
 
     def multiply_add(self, *, kv_dtype: str) -> float:
         """1e9 multiply-adds per second with ``isa``, of all threads, of the kind a cache of ``kv_dtype`` needs."""
@@ -77,6 +92,7 @@ class RWorker:
         num_threads: int,
         cores: list[int] = ...,
         isa: str = "auto",
+        streams: int = 1,
     ) -> None:
         """Reserve address space for the cache (committed as it fills) and start the threads.
 
@@ -86,6 +102,7 @@ class RWorker:
         ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
         ``cores``: thread i is pinned to ``cores[i % len(cores)]``; empty: not pinned. ``isa``: "auto" is the
         environment's FASTDECODE_ISA where set, else the best; ValueError if this machine does not support it.
+        ``streams``: lines of the cache asked for side by side, 1 or 8; changes speed, not results.
         """
 
     @property

@@ -11,6 +11,7 @@ from fastdecode.resources import kv_cache_bytes
 
 if TYPE_CHECKING:
     from fastdecode.cluster.pool import PoolBackend
+    from fastdecode.cluster.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,13 @@ def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
         logger.info("R-workers may join at %s", lobby.address)
         pool.extend_from(lobby)
     return pool
+
+
+def tuning() -> Tuning:
+    """What R-workers of this machine attend with; see :func:`fastdecode.cluster.tuning.tuning`."""
+    from fastdecode.cluster import tuning as measured
+
+    return measured.tuning()
 
 
 def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:

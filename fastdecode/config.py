@@ -12,6 +12,7 @@ from typing import Any
 from fastdecode.addresses import RWorkerSpec, check_key, check_security, parse_r_workers, split_address
 from fastdecode.errors import ConfigError
 from fastdecode.machine import total_memory_bytes, usable_cores
+from fastdecode.types import ISAS
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 """The byte-level model that ships with the package."""
@@ -65,6 +66,7 @@ class EngineConfig:
     key_file: str | None = None
     profile: str | None = None
     security: str | None = None
+    uniform_arithmetic: str = "auto"
     seed: int = 0
     trace: str | None = None
 
@@ -74,6 +76,7 @@ class EngineConfig:
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         self._check_device()
         _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("uniform_arithmetic", self.uniform_arithmetic, ("auto", *ISAS))
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(
                 f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, not {self.block_size!r}"

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -69,7 +70,7 @@ class LLMEngine:
         self.s_model = SModel(self.config)
         self.backend = backend or make_backend(self.config, r_cores)
         self._cleanup.callback(self.backend.close)
-        self.r_workers = self.backend.open(self.s_model.layout)
+        self.r_workers = self.backend.open(replace(self.s_model.layout, isa=self.config.uniform_arithmetic))
         check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
         own_cores = self.s_model.on_gpu or any(worker.own_cores for worker in self.r_workers)
         self.num_mini_batches = self.config.num_mini_batches or (2 if own_cores else 1)

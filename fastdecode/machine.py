@@ -47,6 +47,16 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def cpu_identity() -> str:
+    """The same for all processors of one kind, in letters, digits and dashes: vendor, family, model and stepping."""
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    names = ("vendor_id", "cpu family", "model", "stepping")
+    return "-".join(fields[name] for name in names if name in fields) or platform.machine()
+
+
 def _meminfo_bytes(key: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith(key + ":"):

@@ -16,6 +16,12 @@ KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 INT4_GROUP_DIMS = 64
 """Dims of a token and head that share one int4 scale and zero."""
 
+ISAS = ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx")
+"""Instruction sets of R-workers; a machine that has one has those before it. Each rounds in its own way."""
+
+STREAMS = (1, 8)
+"""Lines of the cache that attention may ask for side by side."""
+
 WIRE_DTYPE: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.uint16),
@@ -53,11 +59,15 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Everything an R-worker must know about a model: its layers and the dtypes of payload and cache."""
+    """Everything an R-worker must know about a model: its layers and the dtypes of payload and cache.
+
+    ``isa``: the instruction set in whose arithmetic it is to attend, one of ``ISAS``; "auto": the R-worker's fastest.
+    """
 
     layers: tuple[LayerLayout, ...]
     model_dtype: str
     kv_dtype: str
+    isa: str = "auto"
 
     @property
     def kv_bytes_per_token(self) -> int:

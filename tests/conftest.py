@@ -59,13 +59,17 @@ def native_isas() -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With RWORKER_EXTENSION: tests of instruction sets that cannot run otherwise, and those of `test_emulation`."""
+    """With RWORKER_EXTENSION: tests of instruction sets that cannot run otherwise, and those of `test_emulation`.
+
+    RWORKER_TESTED names other instruction sets to leave out; empty: none.
+    """
     if not EXTENSION:
         return
-    native = os.environ.get("RWORKER_NATIVE", " ".join(native_isas())).split()
+    named = os.environ.get("RWORKER_TESTED")
+    tested = native_isas() if named is None else named.split()
     for item in list(items):
         isa = item.callspec.params.get("isa") if hasattr(item, "callspec") else None
-        if item.path.stem != "test_emulation" and (isa is None or isa in native):
+        if item.path.stem != "test_emulation" and (isa is None or isa in tested):
             items.remove(item)
             config.hook.pytest_deselected(items=[item])
 

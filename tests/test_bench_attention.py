@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fastdecode import _rworker
+from fastdecode.backends import tuning
 from fastdecode.bench.attention_cache import FilledCache
 from fastdecode.bench.attention_oracle import exact_attention, relative_error
 from fastdecode.bench.attention_plot import roofline_lines
@@ -23,8 +24,14 @@ SMALL = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "16", "--conte
 SMALL += ["--cache-bytes", "4MiB", "--repeats", "9"]
 
 CONTRACT = ["isa", "kv_cache_dtype", "num_heads", "num_kv_heads", "head_dim", "context_len", "batch_size", "q_len"]
-CONTRACT += ["threads", "seconds_p50", "kv_gb_per_s", "read_peak_gb_per_s", "mac_peak_g_per_s", "fraction_of_read_peak"]
-CONTRACT += ["fraction_of_roofline", "max_relative_error"]
+CONTRACT += ["threads", "seconds_p50", "kv_gb_per_s", "read_peak_gb_per_s", "scattered_read_gb_per_s"]
+CONTRACT += [
+    "mac_peak_g_per_s",
+    "fraction_of_read_peak",
+    "fraction_of_scattered",
+    "fraction_of_roofline",
+    "max_relative_error",
+]
 
 
 def bench(*more: str) -> list[str]:
@@ -49,12 +56,12 @@ def test_json_has_the_contracts_keys(capsys: pytest.CaptureFixture[str]) -> None
     """In its order, and the figures belong together."""
     (row,) = rows_of(capsys)
     assert list(row)[: len(CONTRACT)] == CONTRACT
-    assert row["isa"] == _rworker.supported_isas()[-1]
+    assert row["isa"] == tuning().isa
     assert (row["kv_cache_dtype"], row["context_len"], row["batch_size"], row["threads"]) == ("bfloat16", 70, 3, 1)
     assert row["kv_bytes"] == 3 * 70 * 2 * 2 * 16 * 2
     assert row["kv_gb_per_s"] == pytest.approx(row["kv_bytes"] / row["seconds_p50"] / 1e9)
     assert row["fraction_of_read_peak"] == pytest.approx(row["kv_gb_per_s"] / row["read_peak_gb_per_s"])
-    ceiling = min(row["read_peak_gb_per_s"], row["mac_peak_g_per_s"] * 2 / 2)  # two bytes, two query heads of a KV head
+    ceiling = min(row["scattered_read_gb_per_s"], row["mac_peak_g_per_s"] * 2 / 2)  # two bytes, two query heads each
     assert row["fraction_of_roofline"] == pytest.approx(row["kv_gb_per_s"] / ceiling)
     assert row["seconds_p10"] <= row["seconds_p50"] <= row["seconds_p90"]
     assert 0 < row["max_relative_error"] <= 5e-3
@@ -137,7 +144,7 @@ def test_the_environments_isa_is_used_and_checked(
     assert rows_of(capsys)[0]["isa"] == "scalar"
     monkeypatch.setenv("FASTDECODE_ISA", "mmx")
     assert main(bench()) == 2
-    assert "FASTDECODE_ISA must be one of scalar" in capsys.readouterr().err
+    assert "FASTDECODE_ISA: this machine supports scalar" in capsys.readouterr().err
 
 
 def test_roofline_arithmetic() -> None:

@@ -26,6 +26,7 @@ def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
         "cores: ",
         "memory: ",
         "memory lock: ",
+        "instruction set scalar: ",
         "mpi4py: Open MPI",
         "mpirun: ",
         "the same MPI",

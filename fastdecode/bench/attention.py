@@ -11,6 +11,7 @@ from fastdecode.bench.attention_cache import FilledCache, check_memory
 from fastdecode.bench.attention_shape import AttentionShape
 from fastdecode.bench.roofline import Roofline
 from fastdecode.machine import usable_cores
+from fastdecode.types import STREAMS
 
 
 class AttentionBench:
@@ -33,7 +34,7 @@ class AttentionBench:
         cache = FilledCache(shape, lengths, self.seed)
         try:
             cache.call()
-            samples = Samples(peaks, cache, shape.kv_cache_dtype, self.repeats)
+            samples = Samples(peaks, cache, shape, self.repeats)
             error = cache.commit_and_check()
             isa = cache.worker.isa
         finally:
@@ -53,15 +54,20 @@ class AttentionBench:
 
 
 class Samples:
-    """read, multiply-add, call, read, multiply-add, call, …, read: what each took."""
+    """read, read scattered, multiply-add, call, again and again: what each took. Reads come once more at the end."""
 
-    def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, kv_dtype: str, repeats: int) -> None:
+    def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, shape: AttentionShape, repeats: int) -> None:
+        def reads() -> tuple[float, float]:
+            scattered = (peaks.read_scattered(piece_bytes=shape.piece_bytes, streams=each) for each in STREAMS)
+            return peaks.read(), max(scattered)
+
         rounds = []
         for _ in range(repeats):
-            rounds.append((peaks.read(), peaks.multiply_add(kv_dtype=kv_dtype), *cache.call()))
+            rounds.append((*reads(), peaks.multiply_add(kv_dtype=shape.kv_cache_dtype), *cache.call()))
         columns = np.array(rounds).T
-        self.read, self.mac, self.plan_seconds, self.seconds = columns
-        self.read = np.append(self.read, peaks.read())
+        self.read, self.scattered, self.mac, self.plan_seconds, self.seconds = columns
+        read, scattered = reads()
+        self.read, self.scattered = np.append(self.read, read), np.append(self.scattered, scattered)
 
 
 def _row(shape: AttentionShape, lengths: np.ndarray, isa: str, samples: Samples, error: float) -> dict[str, Any]:
@@ -70,7 +76,8 @@ def _row(shape: AttentionShape, lengths: np.ndarray, isa: str, samples: Samples,
     elements = int(lengths.sum()) * shape.layout.layers[0].kv_elements_per_token
     seconds = float(np.median(samples.seconds))
     read_peak, mac_peak = float(np.median(samples.read)), float(np.median(samples.mac))
-    roofline = Roofline(kv_bytes, elements * shape.group * shape.q_len, read_peak, mac_peak)
+    scattered = float(np.median(samples.scattered))
+    roofline = Roofline(kv_bytes, elements * shape.group * shape.q_len, scattered, mac_peak)
     rate = kv_bytes / seconds / 1e9
     return {
         "isa": isa,
@@ -85,8 +92,10 @@ def _row(shape: AttentionShape, lengths: np.ndarray, isa: str, samples: Samples,
         "seconds_p50": seconds,
         "kv_gb_per_s": rate,
         "read_peak_gb_per_s": read_peak,
+        "scattered_read_gb_per_s": scattered,
         "mac_peak_g_per_s": mac_peak,
         "fraction_of_read_peak": rate / read_peak,
+        "fraction_of_scattered": rate / scattered,
         "fraction_of_roofline": rate / roofline.gb_per_s,
         "max_relative_error": error,
         "shared_prefix_len": shape.shared_prefix_len,
@@ -99,6 +108,8 @@ def _row(shape: AttentionShape, lengths: np.ndarray, isa: str, samples: Samples,
         "plan_seconds_p50": float(np.median(samples.plan_seconds)),
         "read_peak_gb_per_s_min": float(samples.read.min()),
         "read_peak_gb_per_s_max": float(samples.read.max()),
+        "scattered_read_gb_per_s_min": float(samples.scattered.min()),
+        "scattered_read_gb_per_s_max": float(samples.scattered.max()),
         "mac_peak_g_per_s_min": float(samples.mac.min()),
         "mac_peak_g_per_s_max": float(samples.mac.max()),
         "repeats": len(samples.seconds),

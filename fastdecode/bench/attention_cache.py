@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.backends import tuning
 from fastdecode.bench.attention_oracle import exact_attention, relative_error
 from fastdecode.bench.attention_shape import BLOCK_SIZE, AttentionShape
 from fastdecode.errors import CapacityError
@@ -154,6 +155,7 @@ def _open_worker(shape: AttentionShape, lengths: np.ndarray) -> _rworker.RWorker
         num_threads=shape.threads,
         cores=usable_cores()[: shape.threads],
         isa=shape.isa,
+        streams=tuning().streams,
     )
 
 

@@ -95,6 +95,11 @@ class AttentionShape:
         return KVLayout((layer,), self.model_dtype, self.kv_cache_dtype)
 
     @property
+    def piece_bytes(self) -> int:
+        """Keys and values of one block in one KV head, which lie together."""
+        return self.layout.kv_bytes_per_token * BLOCK_SIZE // self.num_kv_heads
+
+    @property
     def shared_tokens(self) -> int:
         """Tokens of the prefix that lie in shared blocks: a partial block is copied."""
         return self.shared_prefix_len // BLOCK_SIZE * BLOCK_SIZE

@@ -23,8 +23,9 @@ COLUMNS = (
     ("seconds_p50", "seconds", "{:>9.6f}"),
     ("kv_gb_per_s", "KV GB/s", "{:>7.2f}"),
     ("read_peak_gb_per_s", "read peak", "{:>9.2f}"),
+    ("scattered_read_gb_per_s", "scattered", "{:>9.2f}"),
     ("mac_peak_g_per_s", "MAC peak", "{:>8.1f}"),
-    ("fraction_of_read_peak", "of read", "{:>7.3f}"),
+    ("fraction_of_scattered", "of scattered", "{:>12.3f}"),
     ("fraction_of_roofline", "of roofline", "{:>11.3f}"),
     ("max_relative_error", "max error", "{:>9.1e}"),
 )

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Roofline:
     """``kv_bytes`` must be read and ``multiply_adds`` done, one per cached element and query head that attends to it;
-    the machine reads ``read_peak`` GB/s and does ``mac_peak`` 1e9 multiply-adds a second."""
+    the machine reads scattered pieces of its size at ``scattered_read`` GB/s and does ``mac_peak`` 1e9 multiply-adds a
+    second."""
 
     kv_bytes: int
     multiply_adds: int
-    read_peak: float
+    scattered_read: float
     mac_peak: float
 
     @property
@@ -23,5 +24,5 @@ class Roofline:
 
     @property
     def gb_per_s(self) -> float:
-        """The most KV a call can go through: min(read peak, multiply-add peak × intensity)."""
-        return min(self.read_peak, self.arithmetic_gb_per_s)
+        """The most KV a call can go through: min(scattered read, multiply-add peak × intensity)."""
+        return min(self.scattered_read, self.arithmetic_gb_per_s)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from fastdecode.backends import tuning
 from fastdecode.cli.flags import add_common_flags
-from fastdecode.cli.isa import chosen_isa
 from fastdecode.cli.output_files import check_output_files
 from fastdecode.config import KV_CACHE_DTYPES, parse_bytes
 from fastdecode.errors import ConfigError
@@ -154,4 +154,4 @@ def _one_of(name: str, text: str, choices: tuple[str, ...]) -> str:
 def _isa(text: str) -> str:
     from fastdecode import _rworker
 
-    return chosen_isa() if text == "auto" else _one_of("isa", text, ("auto", *_rworker.supported_isas()))
+    return tuning().isa if text == "auto" else _one_of("isa", text, ("auto", *_rworker.supported_isas()))

@@ -13,8 +13,8 @@ from typing import Any
 from tqdm import tqdm
 
 from fastdecode.bench.workload import WorkItem, WorkloadSpec, make_workload
+from fastdecode.cli.collect_env import chosen_isa
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_workload_flags, engine_config
-from fastdecode.cli.isa import chosen_isa
 from fastdecode.cli.output_files import check_output_files
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from fastdecode import __version__
+from fastdecode.backends import tuning
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.machine import available_memory_bytes, cpu_name, total_memory_bytes, usable_cores
 
@@ -31,10 +32,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def chosen_isa() -> str:
+    """The instruction set that R-workers of this machine use; ConfigError where FASTDECODE_ISA is none it has."""
+    return tuning().isa
+
+
 def facts() -> dict[str, str]:
     """Name → value, in the order worth reading."""
     from fastdecode import _rworker
 
+    chosen = tuning()
     found = {
         "fastdecode": __version__,
         "python": sys.version.split()[0],
@@ -43,6 +50,7 @@ def facts() -> dict[str, str]:
         "cores": f"{len(usable_cores())} usable: {usable_cores()}",
         "memory": f"{available_memory_bytes() / 2**30:.1f} GiB free of {total_memory_bytes() / 2**30:.1f} GiB",
         "instruction sets": ", ".join(_rworker.supported_isas()),
+        "R-workers here use": f"{chosen.isa}, {chosen.streams} stream(s)",
         "gpu": _first_line("nvidia-smi", "-L") or "none found",
         "mpirun": _first_line("mpirun", "--version") or "none found",
     }

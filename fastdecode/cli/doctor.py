@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from fastdecode.addresses import parse_r_workers
-from fastdecode.cli.doctor_checks import Finding, check_machine, check_mpi, check_port
+from fastdecode.cli.doctor_checks import Finding, check_kernels, check_machine, check_mpi, check_port
 from fastdecode.cli.doctor_links import check_links
 from fastdecode.cli.flags import add_common_flags, add_security_flag
 from fastdecode.errors import ConfigError
@@ -46,4 +46,4 @@ def run(args: argparse.Namespace) -> int:
 
 def _findings(args: argparse.Namespace) -> list[Finding]:
     links = check_links(args.r_workers, args.key_file, args.security) if args.r_workers else []
-    return [*check_machine(), *check_mpi(), check_port(args.port), *links]
+    return [*check_machine(), *check_kernels(), *check_mpi(), check_port(args.port), *links]

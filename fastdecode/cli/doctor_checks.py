@@ -1,4 +1,4 @@
-"""What the doctor looks at on this machine: cores, memory, MPI, ports."""
+"""What the doctor looks at on this machine: cores, memory, kernels, MPI, ports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fastdecode import _rworker
 from fastdecode.binding import is_trapped
 from fastdecode.cli.mpiexec import Mpiexec, find_mpiexec
 from fastdecode.machine import available_memory_bytes, usable_cores
@@ -54,6 +55,16 @@ def check_machine() -> Iterator[Finding]:
             f"memory lock: {limit >> 10} KiB, which is too little for InfiniBand and pinned GPU buffers",
             "ulimit -l unlimited, or `* - memlock unlimited` in /etc/security/limits.conf and a new login",
         )
+
+
+def check_kernels() -> Iterator[Finding]:
+    """Each instruction set that an R-worker could use here, against the scalar one."""
+    for isa in _rworker.supported_isas():
+        broken, _, cure = (_rworker.self_test(isa) or "").partition("; ")
+        if broken:
+            yield Finding("broken", broken, cure)
+        else:
+            yield Finding("ok", f"instruction set {isa}: computes what the scalar one does")
 
 
 def check_mpi() -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from fastdecode.config import (
     SCHEDULES,
     EngineConfig,
 )
+from fastdecode.types import ISAS
 
 DEFAULTS: dict[str, Any] = {
     field.name: field.default for field in fields(EngineConfig) if isinstance(field.default, int | str | type(None))
@@ -199,6 +200,11 @@ def _add_worker_flags(group: Any) -> None:
     )
     group.add_argument("--key-file", metavar="FILE", help="secret shared with R-workers at host:port, mode 0600")
     add_security_flag(group)
+    group.add_argument(
+        "--uniform-arithmetic", default="auto", choices=("auto", *ISAS), metavar="ISA",
+        help="in which all R-workers attend, so that results depend on none of them: scalar, avx2, avx512, … "
+        "(auto: each in its fastest)",
+    )  # fmt: skip
     group.add_argument("--r-threads", type=int, metavar="N", help="per R-worker (its cores)")
     group.add_argument("--s-threads", type=int, metavar="N", help="(its cores)")
     group.add_argument(

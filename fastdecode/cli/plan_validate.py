@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from fastdecode.cli.isa import chosen_isa
+from fastdecode.cli.collect_env import chosen_isa
 from fastdecode.cli.plan_inputs import BARE_FLAGS
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError

@@ -1,10 +1,12 @@
-// One thread's attend kernel in GB/s of keys and values and in cached tokens/s, beside a plain read, in thread CPU
-// time: what a kernel can do even where neighbours share the cores. Usage: kernel_bench [isa [dtype [group]]]
+// One thread's attend kernel in GB/s of keys and values and in cached tokens/s, beside a plain read of the same pieces
+// in the same order, in thread CPU time: what a kernel can do even where neighbours share the cores.
+// Usage: kernel_bench [isa [dtype [group [head_dim [streams]]]]]
 #include <algorithm>
 #include <cstdio>
 #include <ctime>
 #include <functional>
 #include <numeric>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -16,7 +18,7 @@ using namespace rworker;
 
 namespace {
 
-constexpr std::int64_t kContext = 1024, kHeadDim = 128, kBlockSize = 64;
+constexpr std::int64_t kContext = 1024, kBlockSize = 64, kPageBytes = 4096;
 
 double cpu_seconds() {
     timespec t;
@@ -34,25 +36,40 @@ double best_seconds(const std::function<void()>& call, int repeats) {
     return *std::min_element(seconds.begin(), seconds.end());
 }
 
-/// Sequences of one KV head, each of kContext tokens.
+/// Sequences of one KV head, each of kContext tokens, in blocks in random order.
 class FilledCache {
   public:
-    FilledCache(const Kernels& kernels, DType dtype, int group, std::int64_t num_sequences)
+    FilledCache(const Kernels& kernels, DType dtype, int group, int head_dim, int streams, std::int64_t num_sequences)
         : kernels_(kernels),
+          streams_(streams),
           dtype_(dtype),
-          layer_{group, 1, kHeadDim, kHeadDim, 0.09f, 0, 0.0f, {}},
+          layer_{group, 1, head_dim, head_dim, 0.09f, 0, 0.0f, {}},
           layout_(layer_, dtype, kBlockSize, 0),
           arena_(layout_.block_bytes * kBlocksEach * num_sequences),
           blocks_(kBlocksEach * num_sequences),
-          queries_(group * kHeadDim, 0.01f),
-          partials_(group * partial_floats(kHeadDim)),
-          scratch_(scratch_floats(kHeadDim, kHeadDim)) {
+          queries_(group * head_dim, 0.01f),
+          partials_(group * partial_floats(head_dim)),
+          scratch_(scratch_floats(head_dim, head_dim)) {
         std::iota(blocks_.begin(), blocks_.end(), 0);
-        const std::vector<float> rows(kContext * kHeadDim, 0.5f);
+        std::shuffle(blocks_.begin(), blocks_.end(), std::mt19937(1));
+        const std::vector<float> rows(kContext * head_dim, 0.5f);
         for (std::int64_t i = 0; i < num_sequences; ++i)
-            kernels.append[int(dtype)]({view(i), DType::float32, rows.data(), rows.data(), kHeadDim, kHeadDim, 0,
-                                        kContext, kHeadDim, kHeadDim});
+            kernels.append[int(dtype)]({view(i), DType::float32, rows.data(), rows.data(), head_dim, head_dim, 0,
+                                        kContext, head_dim, head_dim});
     }
+
+    /// Reads what attend_all reads, in its order, kStreams pages side by side.
+    void read_all() {
+        if (pages_.empty()) {
+            const std::int64_t per_block = (layout_.block_bytes + kPageBytes - 1) / kPageBytes;
+            page_bytes_ = layout_.block_bytes / per_block / 64 * 64;
+            for (const std::int32_t block : blocks_)
+                for (std::int64_t page = 0; page < per_block; ++page)
+                    pages_.push_back(arena_.data() + block * layout_.block_bytes + page * page_bytes_);
+        }
+        sum_ = sum_ + kernels_.read_pages(pages_.data(), std::int64_t(pages_.size()), page_bytes_, streams_);
+    }
+    std::int64_t read_bytes() const { return std::int64_t(pages_.size()) * page_bytes_; }
 
     /// The last token's rows to all of it, split by split.
     void attend_all() {
@@ -76,7 +93,7 @@ class FilledCache {
     void attend(std::int64_t sequence, std::int64_t begin) {
         const TokenRow token{kContext - 1, 0, 0, 0};
         const std::int64_t following = sequence * kContext + begin + kSplitTokens;
-        const NextKeys next{view(following % std::int64_t(blocks_.size() * kBlockSize) / kContext),
+        const NextTokens next{view(following % std::int64_t(blocks_.size() * kBlockSize) / kContext),
                             following % kContext, kContext};
         kernels_.attend[int(dtype_)]({.view = view(sequence),
                                       .dtype = DType::float32,
@@ -90,27 +107,42 @@ class FilledCache {
                                       .window = 0,
                                       .scale = 0.09f,
                                       .soft_cap = 0.0f,
-                                      .key_dim = kHeadDim,
-                                      .value_dim = kHeadDim,
+                                      .key_dim = int(layer_.key_dim),
+                                      .value_dim = int(layer_.value_dim),
                                       .partials = partials_.data(),
                                       .partial_stride = 0,
                                       .next = &next,
+                                      .streams = streams_,
                                       .scratch = scratch_.data()});
     }
 
     const Kernels& kernels_;
+    int streams_;
     DType dtype_;
     LayerSpec layer_;
     LayerLayout layout_;
     Arena arena_;
     std::vector<std::int32_t> blocks_;
     std::vector<float> queries_, partials_, scratch_;
+    std::vector<const std::uint8_t*> pages_;
+    std::int64_t page_bytes_ = 0;
+    volatile float sum_ = 0.0f;
 };
 
-/// Cached tokens per second of attending over `num_sequences` sequences of one KV head.
-double attend_rate(const Kernels& kernels, DType dtype, int group, std::int64_t num_sequences, int repeats) {
-    FilledCache cache(kernels, dtype, group, num_sequences);
-    return double(num_sequences * kContext) / best_seconds([&] { cache.attend_all(); }, repeats);
+/// Best rates in turns: 1e9 bytes per second of the read, and cached tokens per second of attending.
+struct Rates {
+    double scattered, attend;
+};
+
+Rates rates(const Kernels& kernels, DType dtype, int group, int head_dim, int streams, std::int64_t num_sequences,
+            int repeats) {
+    FilledCache cache(kernels, dtype, group, head_dim, streams, num_sequences);
+    double read = 1e9, attend = 1e9;
+    for (int i = 0; i < repeats; ++i) {
+        read = std::min(read, best_seconds([&] { cache.read_all(); }, 1));
+        attend = std::min(attend, best_seconds([&] { cache.attend_all(); }, 1));
+    }
+    return {double(cache.read_bytes()) / read / 1e9, double(num_sequences * kContext) / attend};
 }
 
 double read_rate(const Kernels& kernels, std::int64_t bytes, int repeats) {
@@ -128,16 +160,18 @@ int main(int argc, char** argv) {
     const char* names[] = {"float32", "float16", "bfloat16", "int8", "int4"};
     std::printf("%s, GB/s by CPU time: read %.1f from memory, %.1f from cache\n", kernels.isa,
                 read_rate(kernels, 256 << 20, 9), read_rate(kernels, 256 << 10, 999));
+    const int head_dim = argc > 4 ? std::stoi(argv[4]) : 128, streams = argc > 5 ? std::stoi(argv[5]) : 1;
     for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::int8, DType::int4})
-        for (const int group : {1, 2, 3, 4, 7, 8, 32, 64}) {
+        for (const int group : {1, 2, 3, 4, 7, 8, 16, 32}) {
             if (argc > 2 && names[int(dtype)] != std::string(argv[2])) continue;
-            if (argc > 3 && group != std::stoi(argv[3])) continue;
-            const std::int64_t bytes = token_bytes({group, 1, kHeadDim, kHeadDim, 0.09f, 0, 0.0f, {}}, dtype);
-            const double memory =
-                attend_rate(kernels, dtype, group, (256 << 20) / (kContext * bytes), group < 8 ? 9 : 5);
-            const double cache = attend_rate(kernels, dtype, group, 1, 199);
-            std::printf("%-8s group %2d   memory %5.1f GB/s %6.1f Mtokens/s   cache %5.1f GB/s %6.1f Mtokens/s\n",
-                        names[int(dtype)], group, memory * double(bytes) / 1e9, memory / 1e6,
-                        cache * double(bytes) / 1e9, cache / 1e6);
+            if (argc > 3 && std::string(argv[3]) != "all" && group != std::stoi(argv[3])) continue;
+            const std::int64_t bytes = token_bytes({group, 1, head_dim, head_dim, 0.09f, 0, 0.0f, {}}, dtype);
+            const Rates memory = rates(kernels, dtype, group, head_dim, streams, (256 << 20) / (kContext * bytes), 7);
+            const double gb_per_s = memory.attend * double(bytes) / 1e9;
+            const double cache = rates(kernels, dtype, group, head_dim, streams, 1, 199).attend;
+            std::printf("%-8s group %2d   memory %5.1f GB/s, %4.2f of %5.1f scattered, %6.1f Mtokens/s   cache %5.1f "
+                        "GB/s %6.1f Mtokens/s\n",
+                        names[int(dtype)], group, gb_per_s, gb_per_s / memory.scattered, memory.scattered,
+                        memory.attend / 1e6, cache * double(bytes) / 1e9, cache / 1e6);
         }
 }

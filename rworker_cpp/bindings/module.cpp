@@ -1,7 +1,10 @@
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "rworker/kernel_choice.hpp"
 #include "rworker/peaks.hpp"
+#include "rworker/self_test.hpp"
 #include "rworker_binding.hpp"
 
 namespace py = pybind11;
@@ -13,6 +16,12 @@ std::vector<std::string> supported_isas() {
     std::vector<std::string> names;
     for (const rworker::Kernels* kernels : rworker::supported_kernels()) names.emplace_back(kernels->isa);
     return names;
+}
+
+/// None where all is well.
+std::optional<std::string> self_test(const std::string& isa) {
+    const std::string refusal = rworker::self_test(isa);
+    return refusal.empty() ? std::nullopt : std::optional(refusal);
 }
 
 void register_errors() {
@@ -76,6 +85,8 @@ void bind_peaks(py::module_& module) {
     cls.def(py::init<int, std::int64_t, std::vector<int>, const std::string&>(), py::kw_only(), py::arg("num_threads"),
             py::arg("num_bytes"), py::arg("cores") = std::vector<int>{}, py::arg("isa") = "auto");
     cls.def("read", &rworker::Peaks::read, py::call_guard<py::gil_scoped_release>());
+    cls.def("read_scattered", &rworker::Peaks::read_scattered, py::kw_only(), py::arg("piece_bytes"), py::arg("streams"),
+            py::call_guard<py::gil_scoped_release>());
     cls.def(
         "multiply_add",
         [](rworker::Peaks& self, const std::string& kv_dtype) {
@@ -91,15 +102,16 @@ void bind_peaks(py::module_& module) {
 PYBIND11_MODULE(_rworker, module) {
     register_errors();
     module.def("supported_isas", &supported_isas);
+    module.def("self_test", &self_test, py::arg("isa"), py::call_guard<py::gil_scoped_release>());
     bind_peaks(module);
     rworker_binding::bind_ring(module);
     module.def("block_bytes", &PyRWorker::block_bytes, py::arg("layers"), py::arg("kv_dtype"), py::arg("block_size"));
     py::class_<PyRWorker> cls(module, "RWorker");
     cls.def(py::init<const py::list&, const std::string&, const std::string&, std::int64_t, std::int64_t, int,
-                     std::vector<int>, const std::string&>(),
+                     std::vector<int>, const std::string&, int>(),
             py::kw_only(), py::arg("layers"), py::arg("model_dtype"), py::arg("kv_dtype"), py::arg("block_size"),
             py::arg("num_blocks"), py::arg("num_threads"), py::arg("cores") = std::vector<int>{},
-            py::arg("isa") = "auto");
+            py::arg("isa") = "auto", py::arg("streams") = 1);
     bind_properties(cls);
     bind_step(cls);
     bind_tables(cls);

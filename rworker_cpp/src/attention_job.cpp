@@ -42,8 +42,8 @@ void AttentionJob::run(std::int64_t item, std::int64_t next_item, int thread) no
         append(piece);
         if (next.unit) prefetch_append(next);
         if (piece.unit->num_tokens == 0) continue;
-        const NextKeys keys = next.unit ? keys_of(next) : NextKeys{};
-        attend(piece, next.unit ? &keys : nullptr, thread);
+        const NextTokens tokens = next.unit ? tokens_of(next) : NextTokens{};
+        attend(piece, next.unit ? &tokens : nullptr, thread);
     }
 }
 
@@ -72,7 +72,7 @@ void AttentionJob::append(const Piece& piece) const {
     });
 }
 
-void AttentionJob::attend(const Piece& piece, const NextKeys* next, int thread) const {
+void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread) const {
     const WorkUnit& unit = *piece.unit;
     const PlannedSpan& span = list_->spans[unit.span];
     const std::int64_t row_floats = partial_floats(spec_->value_dim);
@@ -101,6 +101,7 @@ void AttentionJob::attend(const Piece& piece, const NextKeys* next, int thread) 
         .partials = partials,
         .partial_stride = partial_stride,
         .next = next,
+        .streams = worker_.streams_,
         .scratch = worker_.scratch_[thread].data(),
     });
     if (span.one_split()) return merge(span, piece.head, partials, partial_stride, thread);
@@ -141,7 +142,7 @@ void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, const float
     });
 }
 
-NextKeys AttentionJob::keys_of(const Piece& piece) const {
+NextTokens AttentionJob::tokens_of(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t split_begin = piece.unit->split * kSplitTokens;
     return {worker_.cache_.view(layer_, piece.head, span.blocks), std::max(span.first_token, split_begin),

@@ -6,6 +6,16 @@
 #include "rworker/types.hpp"
 #include "tile_permission.hpp"
 
+#ifdef RWORKER_AVX2
+#include <cpuid.h>
+#endif
+
+#ifdef RWORKER_EMULATED
+#define CPU_HAS(feature) true
+#else
+#define CPU_HAS(feature) (__builtin_cpu_supports(feature) != 0)
+#endif
+
 namespace rworker {
 namespace {
 
@@ -21,18 +31,22 @@ Kernels refined(Kernels kernels, const Refinement& refinement) {
 void add_avx512(std::vector<const Kernels*>& kernels) {
     static const Kernels vnni_kernels = refined(kAvx512Kernels, kAvx512Vnni);
     static const Kernels bf16_kernels = refined(vnni_kernels, kAvx512Bf16);
-    if (__builtin_cpu_supports("avx512f") == 0 || __builtin_cpu_supports("avx512bw") == 0 ||
-        __builtin_cpu_supports("avx512dq") == 0 || __builtin_cpu_supports("avx512vl") == 0)
-        return;
+    if (!CPU_HAS("avx512f") || !CPU_HAS("avx512bw") || !CPU_HAS("avx512dq") || !CPU_HAS("avx512vl")) return;
     kernels.push_back(&kAvx512Kernels);
-    if (__builtin_cpu_supports("avx512vnni") == 0) return;
+    if (!CPU_HAS("avx512vnni")) return;
     kernels.push_back(&vnni_kernels);
-    if (__builtin_cpu_supports("avx512bf16") == 0) return;
+    if (!CPU_HAS("avx512bf16")) return;
     kernels.push_back(&bf16_kernels);
-#ifdef RWORKER_AVX512_AMX
     static const Kernels amx_kernels = refined(bf16_kernels, kAvx512Amx);
     if (tiles_granted()) kernels.push_back(&amx_kernels);
+}
 #endif
+
+#ifdef RWORKER_AVX2
+/// Clang's __builtin_cpu_supports has no word for it.
+bool has_f16c() {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
 }
 #endif
 
@@ -41,9 +55,7 @@ void add_avx512(std::vector<const Kernels*>& kernels) {
 std::vector<const Kernels*> supported_kernels() {
     std::vector<const Kernels*> kernels{&kScalarKernels};
 #ifdef RWORKER_AVX2
-    if (__builtin_cpu_supports("avx2") == 0 || __builtin_cpu_supports("fma") == 0 ||
-        __builtin_cpu_supports("f16c") == 0)
-        return kernels;
+    if (!CPU_HAS("avx2") || !CPU_HAS("fma") || !has_f16c()) return kernels;
     kernels.push_back(&kAvx2Kernels);
 #endif
 #ifdef RWORKER_AVX512
@@ -64,6 +76,11 @@ const Kernels& choose_kernels(const std::string& isa) {
     }
     throw Error((wanted == isa ? "isa" : "FASTDECODE_ISA") + std::string(" is '") + wanted +
                 "'; this machine supports " + names);
+}
+
+int checked_streams(int streams) {
+    if (streams == 1 || streams == kStreams) return streams;
+    throw Error("streams is " + std::to_string(streams) + "; it must be 1 or " + std::to_string(kStreams));
 }
 
 }  // namespace rworker

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
+#include <random>
 
 #include "rworker/kernel_choice.hpp"
 #include "rworker/types.hpp"
@@ -10,6 +12,7 @@ namespace rworker {
 namespace {
 
 constexpr std::int64_t kItemFloats = 1 << 20, kItemBytes = kItemFloats * 4;  // read by a thread at a time
+constexpr std::int64_t kCacheLine = 64, kPageBytes = 4096, kLeastPieceBytes = 64;
 constexpr std::int64_t kItemMultiplyAdds = 32 * kMultiplyAddGranule;  // some 50 us
 constexpr std::int64_t kMultiplyAddItemsPerThread = 40;                      // some 2 ms
 
@@ -96,6 +99,36 @@ double Peaks::read_once(bool ask) {
         static_cast<void>(sum);
     });
     return double(num_bytes_) / seconds / 1e9;
+}
+
+void Peaks::scatter(std::int64_t piece_bytes) {
+    if (piece_bytes < kLeastPieceBytes || piece_bytes > num_bytes_ / 8)
+        throw Error("piece_bytes is " + std::to_string(piece_bytes) + "; it must be " +
+                    std::to_string(kLeastPieceBytes) + " to an eighth of num_bytes, " + std::to_string(num_bytes_ / 8));
+    const std::int64_t pages_each = (piece_bytes + kPageBytes - 1) / kPageBytes;
+    std::vector<std::int64_t> pieces(num_bytes_ / piece_bytes);
+    std::iota(pieces.begin(), pieces.end(), 0);
+    std::shuffle(pieces.begin(), pieces.end(), std::mt19937(1));
+    piece_bytes_ = piece_bytes;
+    page_bytes_ = piece_bytes / pages_each / kCacheLine * kCacheLine;
+    pages_.clear();
+    for (const std::int64_t piece : pieces)
+        for (std::int64_t page = 0; page < pages_each; ++page)
+            pages_.push_back(arena_.data() + piece * piece_bytes / kCacheLine * kCacheLine + page * page_bytes_);
+}
+
+double Peaks::read_scattered(std::int64_t piece_bytes, int streams) {
+    checked_streams(streams);
+    if (piece_bytes != piece_bytes_) scatter(piece_bytes);
+    const Kernels& kernels = *supported_kernels().back();
+    const std::int64_t pages_per_item = std::max<std::int64_t>(kItemBytes / page_bytes_ / kStreams, 1) * kStreams;
+    const std::int64_t items = std::int64_t(pages_.size()) / pages_per_item;
+    const double seconds = seconds_of(pool_, items, [&kernels, pages_per_item, streams, this](std::int64_t item) {
+        const std::uint8_t* const* first = pages_.data() + item * pages_per_item;
+        volatile float sum = kernels.read_pages(first, pages_per_item, page_bytes_, streams);
+        static_cast<void>(sum);
+    });
+    return double(items * pages_per_item * page_bytes_) / seconds / 1e9;
 }
 
 double Peaks::multiply_add(MultiplyAddKind kind) {

@@ -4,17 +4,21 @@ void run_cache_tests();
 void run_attention_tests();
 void run_ring_tests();
 void run_thread_tests();
-#ifdef RWORKER_EMULATED_TILES
 void run_tile_tests();
-#endif
+void run_emulation_tests();
+void run_self_test_tests();
 
 int main() {
-#ifdef RWORKER_EMULATED_TILES
-    run_tile_tests();
+#ifdef RWORKER_EMULATED
+    run_tile_tests();  // before any thread, since it forks
 #endif
     run_cache_tests();
     run_attention_tests();
     run_ring_tests();  // before any test leaves threads behind, since it forks
     run_thread_tests();
+    run_self_test_tests();
+#ifdef RWORKER_EMULATED
+    run_emulation_tests();
+#endif
     std::puts("all R-worker tests passed");
 }

@@ -1,5 +1,4 @@
-// The emulated tile registers against naive sums in double and in 64-bit integers, and what they refuse. Built only
-// where tiles are emulated.
+// The emulated tile registers against naive sums in double and in 64-bit integers, and what they refuse.
 #include "emulation/tiles.hpp"
 
 #include <sys/wait.h>

@@ -10,7 +10,7 @@ from fastdecode import _rworker
 
 from .harness import FORK, RELEASE, TRUNCATE, Harness, Layer, random_rows
 from .oracle import TOLERANCE, relative_error
-from .quantised import KV_DTYPES
+from .quantised import KV_DTYPES, QUANTISED
 
 MODEL_DTYPES = ["float32", "float16", "bfloat16"]
 
@@ -60,13 +60,15 @@ def grow(
 ) -> None:
     """Some sequences grow; each that attends must agree with the oracle.
 
-    Roundings do not cancel where values do: errors are taken relative to what the values' sizes would give.
+    Over quantised caches queries and weights are rounded too, which does not cancel where values do; and of an output
+    of a few dims the values may cancel as a whole.
     """
+    may_cancel = harness.kv_dtype in QUANTISED or harness.layer.value_dim < 8
     rows = {i: random_rows(rng, harness.layer, count) for i, count in num_rows.items()}
     append_only = tuple(i for i in rows if data.draw(st.booleans(), label="append only"))
     tolerance = max(TOLERANCE[harness.model_dtype], TOLERANCE[harness.kv_dtype])
     for i, output in harness.step(rows, append_only, controls).items():
         last = slice(-min(len(output), 4), None)
-        size = harness.expected(i, rows[i].q[last], absolute=True)
+        size = harness.expected(i, rows[i].q[last], absolute=True) if may_cancel else None
         error = relative_error(output[last], harness.expected(i, rows[i].q[last]), size)
         assert error <= tolerance, f"sequence {i} of {harness.lengths[i]} tokens: {error:.2e}"

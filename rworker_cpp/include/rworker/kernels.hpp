@@ -19,6 +19,7 @@ constexpr int kSplitTokens =
     512;  // a sequence is cut here, always at multiples, so that results do not depend on who else runs
 constexpr int kBlockRows = 64;  // query rows that pass over a split together
 constexpr int kMaxHeadDim = 512;
+constexpr int kStreams = 8;  // pages read side by side where memory is scattered
 constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 scale and zero
 
 constexpr int64_t groups_of(int64_t dim) { return (dim + kGroupDims - 1) / kGroupDims; }
@@ -91,8 +92,8 @@ struct TokenRow {
     int64_t partials;     // index of its partial result in split 0, which it may not have; then come the next splits'
 };
 
-/// Tokens [begin, end) of keys that will be wanted next.
-struct NextKeys {
+/// Tokens [begin, end) whose keys and values will be wanted next.
+struct NextTokens {
     HeadView view;
     int64_t begin, end;
 };
@@ -113,7 +114,8 @@ struct AttendArgs {
     int key_dim, value_dim;
     float* partials;
     int64_t partial_stride;
-    const NextKeys* next;  // asked for while the last values are used; or null
+    const NextTokens* next;  // asked for while the last chunk is used; or null
+    int streams;             // of lines asked for side by side: 1 or kStreams
     float* scratch;
 };
 
@@ -136,7 +138,10 @@ struct Kernels {
     void (*append[5])(const AppendArgs&);
     void (*attend[5])(const AttendArgs&);
     void (*merge)(const MergeArgs&);
-    float (*read)(const float* data, int64_t count, bool ask);  // sums, to measure bandwidth; count % 256 == 0
+    // Sums, to measure bandwidth.
+    float (*read)(const float* data, int64_t count, bool ask);  // count % 256 == 0
+    float (*read_pages)(const uint8_t* const* pages, int64_t count, int64_t page_bytes,
+                        int streams);  // count % kStreams == 0; streams as attend's
     void (*release)() = nullptr;  // registers that attend keeps; before a thread idles. Null: there are none
 };
 

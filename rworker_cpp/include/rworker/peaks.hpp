@@ -24,13 +24,20 @@ class Peaks {
     /// GB/s (1e9 bytes) of the faster of two passes over the buffer, with the best instruction set there is: one that
     /// leaves it to the hardware to run ahead, one that asks for lines itself.
     double read();
+    /// GB/s of reading the buffer in pieces of `piece_bytes` in random order, the next ones asked for as attention does
+    /// with `streams`: the ceiling of a cache in blocks. Throws Error for pieces below 64 bytes or above an eighth of
+    /// the buffer, and for streams but 1 and kStreams.
+    double read_scattered(std::int64_t piece_bytes, int streams);
     /// 1e9 multiply-adds per second of all threads together, with `isa`.
     double multiply_add(MultiplyAddKind kind);
 
   private:
     double read_once(bool ask);
+    void scatter(std::int64_t piece_bytes);
 
     std::int64_t num_bytes_;
+    std::int64_t piece_bytes_ = 0, page_bytes_ = 0;  // of `pages_`, pieces in random order
+    std::vector<const std::uint8_t*> pages_;
     MultiplyAdds multiply_adds_;
     Arena arena_;
     ThreadPool pool_;  // last: its threads end before what they use

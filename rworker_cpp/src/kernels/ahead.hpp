@@ -1,20 +1,39 @@
-// Asking for tiles of codes before they are needed.
+// Asking for the tiles of the next chunk while this one is used.
 #pragma once
 
-#include "kernels/products.hpp"
+#include "kernels/stored.hpp"
+
+#define RWORKER_UNROLL _Pragma("GCC unroll 16")
 
 namespace {
 
-/// Asks for some tiles line by line in one ascending run. Codes are few bytes, so a phase is over before what it asked
-/// for has come, unless the hardware's own streams run ahead of it; these follow nothing but a lone ascending run. At
-/// the end it stays on the last line.
-struct Ahead {
-    uint8_t* Tile::* part;  // values or next keys
-    const Tile *tile, *last_tile;
-    int64_t tile_bytes;
-    int step;  // kCacheLineBytes, or 0 where another row has asked already
-    const uint8_t *at = tile->*part, *end = at + tile_bytes;
-    int owed = 0;  // bytes
+using rworker::kChunkTokens;
+using rworker::kStreams;
+
+constexpr int kChunkTiles = kChunkTokens / kTileTokens;
+constexpr int kCacheLineBytes = 64;
+
+/// What a call reads after this chunk: tiles of keys, then as many of values.
+struct Coming {
+    const uint8_t* tiles[2 * kChunkTiles];
+    int num_tiles;
+    int key_lines, value_lines;  // of a tile
+    int streams;                 // 1 or kStreams
+};
+
+/// Asks for them line by line, evenly over all that is done with this chunk: blocks are short, so the hardware's own
+/// streams end before they help. Either in one ascending run, which starts those streams anew, or a line of every tile
+/// in turn, in as many pages: some processors read the one faster, some the other (measured when an R-worker starts).
+class Ahead {
+  public:
+    explicit Ahead(const Coming& coming) : coming_(&coming) { begin_run(); }
+
+    /// Asks for nothing: of the rows that pass over a chunk the first have asked already.
+    static Ahead idle(const Coming& coming) {
+        Ahead ahead(coming);
+        ahead.stay();
+        return ahead;
+    }
 
     /// As many lines as `Bytes` bytes take, on average.
     template <int Bytes>
@@ -22,28 +41,42 @@ struct Ahead {
         RWORKER_UNROLL
         for (int i = 0; i < Bytes / kCacheLineBytes; ++i) next_line();
         if constexpr (Bytes % kCacheLineBytes != 0) {
-            owed += Bytes % kCacheLineBytes;
-            if (owed >= kCacheLineBytes) owed -= kCacheLineBytes, next_line();
+            owed_ += Bytes % kCacheLineBytes;
+            if (owed_ >= kCacheLineBytes) owed_ -= kCacheLineBytes, next_line();
         }
     }
 
+  private:
     [[gnu::always_inline]] void next_line() {
-        prefetch(at);
-        at += step;
-        if (at >= end) {
-            if (tile < last_tile)
-                at = (++tile)->*part, end = at + tile_bytes;
-            else
-                at -= step;
+        __builtin_prefetch(at_);
+        at_ += step_;
+        if (--left_ == 0) ++run_, begin_run();
+    }
+
+    /// A run is a whole tile, or one line of it.
+    [[gnu::always_inline]] void begin_run() {
+        const Coming& coming = *coming_;
+        if (coming.streams == 1 && run_ < 2 * coming.num_tiles) {
+            at_ = coming.tiles[run_];
+            left_ = run_ < coming.num_tiles ? coming.key_lines : coming.value_lines;
+        } else if (coming.streams == kStreams && run_ < kStreams * coming.key_lines) {
+            at_ = coming.tiles[run_ % kStreams] + run_ / kStreams * kCacheLineBytes;
+            left_ = 1;
+        } else {
+            stay();
         }
     }
-};
 
-/// `tile_bytes` of each tile; 0: nothing.
-inline Ahead run_ahead(const Tile* tiles, Range tokens, uint8_t* Tile::* part, int64_t tile_bytes) {
-    const int step = tile_bytes != 0 ? kCacheLineBytes : 0;
-    return {part, tiles + tokens.begin / kTileTokens, tiles + tokens.end / kTileTokens - 1,
-            step ? tile_bytes : kCacheLineBytes, step};
-}
+    /// On the line asked for last, or on any that is here.
+    void stay() {
+        at_ = coming_->tiles[0];
+        step_ = 0;
+        left_ = 1 << 30;
+    }
+
+    const Coming* coming_;
+    const uint8_t* at_;
+    int step_ = kCacheLineBytes, left_, run_ = 0, owed_ = 0;
+};
 
 }  // namespace

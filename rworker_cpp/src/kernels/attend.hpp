@@ -105,7 +105,6 @@ struct RowBlock {
           last(rows_left <= kBlockRows),
           open_keys(open_keys_in_lanes) {}
 
-    static int value_lines(int tokens) { return (tokens + S::pack - 1) / S::pack; }
     int64_t begin_of(int row) const { return args.window && ends[row] > args.window ? ends[row] - args.window : 0; }
 
     void prepare() {
@@ -139,29 +138,34 @@ struct RowBlock {
             attend_chunk(chunk, clip(begin, end, chunk));
     }
 
-    /// The keys a chunk after `tile`; past the end those the next call begins with, else `tile`'s own, already here.
-    uint8_t* keys_after(int64_t tile, uint8_t* own) const {
-        const int64_t next = tile + kChunkTiles;
-        if (next * kTileTokens < end) return tile_of(args.view, next).keys;
-        if (!last || !args.next) return own;
-        const int64_t theirs = args.next->begin / kTileTokens + tile % kChunkTiles;
-        return theirs * kTileTokens < args.next->end ? tile_of(args.next->view, theirs).keys : own;
-    }
-
-    /// Of keys to ask for. Those of 16 bits come a little faster to one row alone where the hardware follows its four
-    /// streams unaided; wider ones, codes, and several rows want them asked for (docs/performance.md).
-    int64_t next_key_tile_bytes() const {
-        constexpr bool half = D == DType::float16 || D == DType::bfloat16;
-        return half && rows == 1 ? 0 : args.view.key_tile_bytes;
+    /// Of this call, or past its end of the one that comes after it.
+    Coming coming_after(int64_t chunk) const {
+        const bool at_end = chunk + kChunkTokens >= end, follows = last && args.next;
+        const HeadView& view = at_end && follows ? args.next->view : args.view;
+        const int64_t from = !at_end ? chunk + kChunkTokens : follows ? args.next->begin : chunk;
+        const int64_t to = !at_end ? end : follows ? args.next->end : chunk + 1;
+        const int64_t tile = from / kTileTokens, tiles = (to + kTileTokens - 1) / kTileTokens - tile;
+        Coming coming;
+        coming.num_tiles = int(tiles < kChunkTiles ? tiles : kChunkTiles);
+        coming.key_lines = int((view.key_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
+        coming.value_lines = int((view.value_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
+        coming.streams = coming.num_tiles < kChunkTiles ? 1 : args.streams;
+        for (int i = 0; i < coming.num_tiles; ++i) {
+            const Tile next = tile_of(view, tile + i);
+            coming.tiles[i] = next.keys, coming.tiles[coming.num_tiles + i] = next.values;
+        }
+        return coming;
     }
 
     void attend_chunk(int64_t chunk, Range seen) {
         Tile tiles[kChunkTiles];
         const Range worked_on = is_quantized(D) ? whole_tiles(seen) : round_out(seen, L::width);
         find_tiles(chunk, seen, tiles);
+        const Coming coming = coming_after(chunk);
+        Ahead ahead(coming), idle = Ahead::idle(coming);
         for_row_groups<L>(rows, [&]<int R>(int r) {
-            score_rows<L, D, R>(tiles, seen, r == 0 ? args.view.value_tile_bytes : 0, queries + r * query_stride,
-                                query_stride, key_lines, scores + r * kChunkTokens);
+            score_rows<L, D, R>(tiles, seen, r == 0 ? ahead : idle, queries + r * query_stride, query_stride, key_lines,
+                                scores + r * kChunkTokens);
         });
         for (int r = 0; r < rows; ++r) {
             if constexpr (S::pair_dot) scale_scores<L>(scores + r * kChunkTokens, args.scale);
@@ -171,8 +175,8 @@ struct RowBlock {
             if constexpr (S::pair_dot) pack_all_pairs<L>(scores + r * kChunkTokens, kChunkTokens);
         }
         for_row_groups<L>(rows, [&]<int R>(int r) {
-            add_value_rows<L, D, R>(tiles, seen, r == 0 ? next_key_tile_bytes() : 0, scores + r * kChunkTokens,
-                                    keep + r, outputs + r, padded_dim);
+            add_value_rows<L, D, R>(tiles, seen, r == 0 ? ahead : idle, scores + r * kChunkTokens, keep + r,
+                                    outputs + r, padded_dim);
         });
     }
 
@@ -180,10 +184,6 @@ struct RowBlock {
         for (int i = seen.begin / kTileTokens; i * kTileTokens < seen.end; ++i) {
             tiles[i] = tile_of(args.view, chunk / kTileTokens + i);
             if (chunk + (i + 1) * kTileTokens > args.end) tiles[i].keys = open_keys;
-            tiles[i].next_keys = keys_after(chunk / kTileTokens + i, tiles[i].keys);
-            if constexpr (is_quantized(D)) continue;
-            const int tokens = seen.end - i * kTileTokens < kTileTokens ? seen.end - i * kTileTokens : kTileTokens;
-            tiles[i].values_step = (value_lines(tokens) * padded_dim * S::lane_bytes + key_lines - 1) / key_lines;
         }
     }
 };

@@ -13,7 +13,9 @@ constexpr int kIntegerChains = 6;  // where only the addition is in the chain, a
 /// `operand` could be anything from here on: a product with it is not the one computed a line before.
 template <class T>
 [[gnu::always_inline]] inline void forget(T& operand) {
-#if defined(__x86_64__)
+#if defined(RWORKER_EMULATED)
+    asm volatile("" : "+m"(operand));
+#elif defined(__x86_64__)
     asm volatile("" : "+x"(operand));
 #else
     asm volatile("" : "+g"(operand));

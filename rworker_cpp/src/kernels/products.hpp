@@ -1,20 +1,9 @@
 // The two products of attention over the tiles of a chunk: queries with keys, and weights with values.
 #pragma once
 
-#include "kernels/stored.hpp"
-
-#define RWORKER_UNROLL _Pragma("GCC unroll 16")
+#include "kernels/ahead.hpp"
 
 namespace {
-
-using rworker::kChunkTokens;
-
-constexpr int kChunkTiles = kChunkTokens / kTileTokens;
-constexpr int kCacheLineBytes = 64;
-
-/// The hardware follows long streams; blocks are short, so a chunk's values are asked for while its keys are used, and
-/// the next keys while its values are. Lines asked for stand in address order, which starts the hardware's own streams.
-inline void prefetch(const uint8_t* address) { __builtin_prefetch(address); }
 
 /// Tokens of a chunk, or of a row in it: [begin, end), relative to the chunk's first.
 struct Range {
@@ -82,11 +71,10 @@ template <class L, class S, int Rows, int Vectors, int From, int To, class Addre
     }
 }
 
-/// scores[row][token] of `Rows` queries and `Vectors` vectors of tokens from a tile's first on. Meanwhile the tiles'
-/// values are on their way, if `ask`.
+/// scores[row][token] of `Rows` queries and `Vectors` vectors of tokens from a tile's first on.
 /// A function of its own: inlined among its siblings, compilers let sums spill.
 template <class L, DType D, int Rows, int Vectors>
-[[gnu::noinline]] void score_tiles(const Tile* tiles, bool ask, const float* queries, int query_stride, int lines,
+[[gnu::noinline]] void score_tiles(const Tile* tiles, Ahead& shared, const float* queries, int query_stride, int lines,
                                    float* scores) {
     using S = Stored<L, D>;
     constexpr int tile_vectors = kTileTokens / L::width, num_tiles = (Vectors + tile_vectors - 1) / tile_vectors;
@@ -99,25 +87,16 @@ template <class L, DType D, int Rows, int Vectors>
             sum[r][v] = L::set1(0.0f);
         }
     }
-    const uint8_t* coming[num_tiles];
-    int steps[num_tiles];
-    RWORKER_UNROLL
-    for (int i = 0; i < num_tiles; ++i) {
-        coming[i] = tiles[i].values;
-        steps[i] = ask ? tiles[i].values_step : 0;
-    }
+    Ahead ahead = shared;  // in registers
     for (int line = 0; line < lines; ++line) {
-        RWORKER_UNROLL
-        for (int i = 0; i < num_tiles; ++i) {
-            prefetch(coming[i]);
-            coming[i] += steps[i];
-        }
+        ahead.ask<num_tiles * line_bytes>();
         add_line<L, S, Rows, Vectors, 0, S::pack>(
             [&](int v) {
                 return tiles[v / tile_vectors].keys + line * line_bytes + v % tile_vectors * L::width * S::lane_bytes;
             },
             queries + line * S::pack, query_stride, sum);
     }
+    shared = ahead;
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL
@@ -127,10 +106,9 @@ template <class L, DType D, int Rows, int Vectors>
     }
 }
 
-/// Scores of `Rows` queries with the tiles of a chunk that `seen` touches. `ask_bytes` of each one's values, or none,
-/// are asked for; so are, by add_value_rows, those of the next keys.
+/// Scores of `Rows` queries with the tiles of a chunk that `seen` touches.
 template <class L, DType D, int Rows>
-void score_rows(const Tile* tiles, Range seen, int64_t ask_bytes, const float* queries, int query_stride, int lines,
+void score_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* queries, int query_stride, int lines,
                 float* scores) {
     constexpr int tile_vectors = kTileTokens / L::width, fit = L::accumulators / (Rows * tile_vectors);
     constexpr int together = fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
@@ -138,24 +116,23 @@ void score_rows(const Tile* tiles, Range seen, int64_t ask_bytes, const float* q
     // The last tile may be seen no further than its first vector.
     const int end = (seen.end + kTileTokens - 1 - L::width) / kTileTokens;
     for (; tile + together <= end; tile += together)
-        score_tiles<L, D, Rows, together * tile_vectors>(tiles + tile, ask_bytes != 0, queries, query_stride, lines,
+        score_tiles<L, D, Rows, together * tile_vectors>(tiles + tile, ahead, queries, query_stride, lines,
                                                          scores + tile * kTileTokens);
     for (; tile < end; ++tile)
-        score_tiles<L, D, Rows, tile_vectors>(tiles + tile, ask_bytes != 0, queries, query_stride, lines,
+        score_tiles<L, D, Rows, tile_vectors>(tiles + tile, ahead, queries, query_stride, lines,
                                               scores + tile * kTileTokens);
     if (tile * kTileTokens < seen.end)
-        score_tiles<L, D, Rows, 1>(tiles + tile, ask_bytes != 0, queries, query_stride, lines,
+        score_tiles<L, D, Rows, 1>(tiles + tile, ahead, queries, query_stride, lines,
                                    scores + tile * kTileTokens);
 }
 
 /// outputs[row][lane..] = output * keep + weights x values, over the tokens in `seen` and nothing beyond: what lies
-/// there may be a former owner's NaN, which a weight of 0 would not silence. Meanwhile the next keys are on their way,
-/// if `ask`.
+/// there may be a former owner's NaN, which a weight of 0 would not silence.
 template <class L, DType D, int Rows, int Vectors>
-[[gnu::noinline]] void add_values(const Tile* tiles, Range seen, bool ask, const float* weights, const float* keep,
-                                  int lane, float* const* outputs, int padded_dim) {
+[[gnu::noinline]] void add_values(const Tile* tiles, Range seen, Ahead& shared, const float* weights,
+                                  const float* keep, int lane, float* const* outputs, int padded_dim) {
     using S = Stored<L, D>;
-    constexpr int pack = S::pack, tile_lines = kTileTokens / pack;
+    constexpr int pack = S::pack;
     constexpr int vector_bytes = L::width * S::lane_bytes, step_bytes = Vectors * vector_bytes;
     const int line_bytes = padded_dim * S::lane_bytes;
     typename L::vec sum[Rows][Vectors];
@@ -166,6 +143,7 @@ template <class L, DType D, int Rows, int Vectors>
             sum[r][v] = L::mul(L::load(outputs[r] + lane + v * L::width), L::set1(keep[r]));
         }
     }
+    Ahead ahead = shared;  // in registers
     // A dot product takes whole pairs: a partner out of sight has a weight of 0, and is no former owner's.
     constexpr int least = S::pair_dot ? 1 : pack;  // tokens for which a line is taken whole
     for (int t = S::pair_dot ? seen.begin / pack * pack : seen.begin; t < seen.end;) {
@@ -173,23 +151,19 @@ template <class L, DType D, int Rows, int Vectors>
         const Tile& tile = tiles[t / kTileTokens];
         const int first_line = t % kTileTokens / pack;
         const uint8_t* line = tile.values + first_line * line_bytes + lane * S::lane_bytes;
-        const int coming_step = ask ? step_bytes : 0;
-        const uint8_t* coming = tile.next_keys + lane * S::lane_bytes * tile_lines + first_line * coming_step;
         const auto address = [&](int v) { return line + v * vector_bytes; };
         if (!S::pair_dot && pack == 2 && t % 2 == 1) {
             add_line<L, S, Rows, Vectors, pack - 1, pack>(address, weights + t - 1, kChunkTokens, sum);
             line += line_bytes, ++t;
         }
-        for (; t + least <= end; t += pack, line += line_bytes, coming += coming_step) {
-            RWORKER_UNROLL
-            for (int i = 0; i < step_bytes; i += kCacheLineBytes) {
-                prefetch(coming + i);
-            }
+        for (; t + least <= end; t += pack, line += line_bytes) {
+            ahead.ask<step_bytes>();
             add_line<L, S, Rows, Vectors, 0, pack>(address, weights + t, kChunkTokens, sum);
         }
         if (!S::pair_dot && pack == 2 && t < end)
             add_line<L, S, Rows, Vectors, 0, 1>(address, weights + t, kChunkTokens, sum), ++t;
     }
+    shared = ahead;
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL
@@ -200,16 +174,16 @@ template <class L, DType D, int Rows, int Vectors>
 }
 
 template <class L, DType D, int Rows>
-void add_value_rows(const Tile* tiles, Range seen, int64_t ask_bytes, const float* weights, const float* keep,
+void add_value_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* weights, const float* keep,
                     float* const* outputs, int padded_dim) {
     constexpr int least = kTileTokens / L::width;  // vectors in 16 dims
     constexpr int fit = L::accumulators / Rows < 8 ? L::accumulators / Rows : 8;
     constexpr int together = fit > least ? fit / least * least : least;
     int lane = 0;
     for (; lane + together * L::width <= padded_dim; lane += together * L::width)
-        add_values<L, D, Rows, together>(tiles, seen, ask_bytes != 0, weights, keep, lane, outputs, padded_dim);
+        add_values<L, D, Rows, together>(tiles, seen, ahead, weights, keep, lane, outputs, padded_dim);
     for (; lane < padded_dim; lane += kTileTokens)
-        add_values<L, D, Rows, least>(tiles, seen, ask_bytes != 0, weights, keep, lane, outputs, padded_dim);
+        add_values<L, D, Rows, least>(tiles, seen, ahead, weights, keep, lane, outputs, padded_dim);
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 // are integers, so exact: only the steps from one group or chunk to the next have an order, and it is fixed.
 #pragma once
 
-#include "kernels/ahead.hpp"
 #include "kernels/factors.hpp"
 
 namespace {

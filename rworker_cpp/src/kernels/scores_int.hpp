@@ -104,11 +104,10 @@ inline void score_vectors(const Tile* tiles, int first, const float* queries, in
 /// Scores of `Rows` queries with the tokens of a chunk in whose vectors there is one `seen`.
 template <class L, DType D, int Rows>
     requires(is_quantized(D))
-void score_rows(const Tile* tiles, Range seen, int64_t ask_bytes, const float* queries, int query_stride, int lines,
+void score_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* queries, int query_stride, int lines,
                 float* scores) {
     constexpr int together = vectors_together<L, D, Rows>(4);
     int vector = seen.begin / kTileTokens * (kTileTokens / L::width);
-    Ahead ahead = run_ahead(tiles, whole_tiles(seen), &Tile::values, ask_bytes);
     const int end = (seen.end + L::width - 1) / L::width;
     for (; vector + together <= end; vector += together)
         score_vectors<L, D, Rows, together>(tiles, vector, queries, query_stride, lines, ahead, scores);

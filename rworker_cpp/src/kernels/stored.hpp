@@ -57,16 +57,13 @@ using StoredWord = typename WordOf<LaneBytes>::type;
 /// Where a tile of 16 tokens of one sequence lies.
 struct Tile {
     uint8_t *keys, *values;
-    uint8_t* next_keys;  // what will be read a chunk later
-    int values_step;     // bytes of its values to ask for with each line of its keys, if these are floats
 };
 
 inline Tile tile_of(const HeadView& view, int64_t tile) {
     const int64_t block = view.blocks[tile >> view.log2_tiles_per_block];
     const int64_t within = tile & ((int64_t(1) << view.log2_tiles_per_block) - 1);
     uint8_t* data = view.base + block * view.block_stride_bytes;
-    return {data + within * view.key_tile_bytes, data + view.values_offset_bytes + within * view.value_tile_bytes,
-            nullptr, 0};
+    return {data + within * view.key_tile_bytes, data + view.values_offset_bytes + within * view.value_tile_bytes};
 }
 
 }  // namespace

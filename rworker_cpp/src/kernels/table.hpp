@@ -33,6 +33,32 @@ float read_all(const float* data, int64_t count, bool ask) {
     return total;
 }
 
+/// As kernels read scattered pieces: kStreams pages in one ascending run, while the next ones are asked for, page after
+/// page (streams 1) or a line of each in turn.
+template <class L>
+float read_pages(const uint8_t* const* pages, int64_t count, int64_t page_bytes, int streams) {
+    constexpr int vectors = kCacheLineBytes / 4 / L::width;
+    typename L::vec sum[vectors];
+    for (auto& s : sum) s = L::set1(0.0f);
+    for (int64_t first = 0; first + kStreams <= count; first += kStreams) {
+        const uint8_t* const* next = pages + (first + 2 * kStreams <= count ? first + kStreams : first);
+        int64_t asked = 0;
+        for (int64_t page = 0; page < kStreams; ++page)
+            for (int64_t i = 0; i < page_bytes; i += kCacheLineBytes, ++asked) {
+                __builtin_prefetch(streams == 1 ? next[page] + i
+                                                : next[asked % kStreams] + asked / kStreams * kCacheLineBytes);
+                const float* line = reinterpret_cast<const float*>(pages[first + page] + i);
+                RWORKER_UNROLL
+                for (int v = 0; v < vectors; ++v) {
+                    sum[v] = L::add(sum[v], L::load(line + v * L::width));
+                }
+            }
+    }
+    float total = 0.0f;
+    for (const auto& s : sum) total += L::reduce_add(s);
+    return total;
+}
+
 template <class L>
 constexpr rworker::Kernels make_kernels(const char* isa) {
     return {isa,
@@ -41,7 +67,8 @@ constexpr rworker::Kernels make_kernels(const char* isa) {
             {attend<L, DType::float32>, attend<L, DType::float16>, attend<L, DType::bfloat16>, attend<L, DType::int8>,
              attend<L, DType::int4>},
             merge<L>,
-            read_all<L>};
+            read_all<L>,
+            read_pages<L>};
 }
 
 }  // namespace

@@ -1,15 +1,15 @@
 // Asking for the next chunk while this one is used.
 #pragma once
 
-#include "kernels/stored.hpp"
+#include "kernels/ahead.hpp"
 
 namespace {
 
-constexpr int kStreams = 8;         // one stream of lines is slow, eight pages side by side are not
 constexpr int kMaxChunkTiles = 16;  // of a tile kernel's chunk
 
 /// Brings keys and values of some tiles into the second-level cache: eight streams side by side, line by line, spread
-/// evenly over the work on the chunk before. A stream is a tile, or two neighbours, which share a page in most blocks.
+/// evenly over the work on the chunk before; whatever AttendArgs say of streams, for one is slow where there are tile
+/// registers. A stream is a tile, or two neighbours, which share a page in most blocks.
 class Feed {
   public:
     /// `tiles` [count], of these sizes; `units`: how often ask() will be called, weights counted.

@@ -17,17 +17,26 @@ using rworker::kTileTokens;
 #endif
 
 #ifdef RWORKER_SHUFFLES
+using Quad = uint32_t __attribute__((vector_size(16)));
+
+/// Copied, since words need no alignment of 16 bytes; clang takes no attribute of `Quad` for leave to do without.
+inline Quad load_quad(const uint32_t* words) {
+    Quad quad;
+    __builtin_memcpy(&quad, words, sizeof(quad));
+    return quad;
+}
+
+inline void store_quad(uint32_t* words, Quad quad) { __builtin_memcpy(words, &quad, sizeof(quad)); }
+
 /// 4 x 4 words: four rows become four lanes of four lines, which lie 16 words apart.
 inline void transpose_square(const uint32_t* const (&rows)[4], uint32_t* out) {
-    using quad = uint32_t __attribute__((vector_size(16), aligned(4), may_alias));
-    const quad a = *(const quad*)rows[0], b = *(const quad*)rows[1], c = *(const quad*)rows[2],
-               d = *(const quad*)rows[3];
-    const quad ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-    const quad cd_low = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-    *(quad*)(out) = __builtin_shufflevector(ab_low, cd_low, 0, 1, 4, 5);
-    *(quad*)(out + kTileTokens) = __builtin_shufflevector(ab_low, cd_low, 2, 3, 6, 7);
-    *(quad*)(out + 2 * kTileTokens) = __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5);
-    *(quad*)(out + 3 * kTileTokens) = __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7);
+    const Quad a = load_quad(rows[0]), b = load_quad(rows[1]), c = load_quad(rows[2]), d = load_quad(rows[3]);
+    const Quad ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    const Quad cd_low = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    store_quad(out, __builtin_shufflevector(ab_low, cd_low, 0, 1, 4, 5));
+    store_quad(out + kTileTokens, __builtin_shufflevector(ab_low, cd_low, 2, 3, 6, 7));
+    store_quad(out + 2 * kTileTokens, __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5));
+    store_quad(out + 3 * kTileTokens, __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7));
 }
 #endif
 

@@ -5,7 +5,7 @@
 
 namespace {
 
-/// Calls f(tile, line in the tile, where its `lane` lies) for all lines of the tiles, asking for the next keys.
+/// Calls f(tile, line in the tile, where its `lane` lies) for all lines of the tiles, asking for the next chunk.
 template <int Pack, int StepBytes, class F>
 [[gnu::always_inline]] inline void for_value_lines(const Tile* tiles, Range tokens, int header, int lane,
                                                    int padded_dim, Ahead& shared, F f) {
@@ -85,10 +85,9 @@ inline void for_lanes(int lane, int end, F f) {
 /// output = output * keep + weights x values over the tokens in `seen`.
 template <class L, DType D, int Rows>
     requires(is_quantized(D))
-void add_value_rows(const Tile* tiles, Range seen, int64_t ask_bytes, const float* weights, const float* keep,
+void add_value_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* weights, const float* keep,
                     float* const* outputs, int padded_dim) {
     const Range tokens = whole_tiles(seen);
-    Ahead ahead = run_ahead(tiles, tokens, &Tile::next_keys, ask_bytes);
     if constexpr (D == DType::int8) {
         PairWeights shrunk[Rows];
         for (int r = 0; r < Rows; ++r) shrink_weights<L>(tiles, tokens, weights + r * kChunkTokens, shrunk[r]);

@@ -1,0 +1,203 @@
+#include "rworker/self_test.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "rworker/kernel_choice.hpp"
+#include "rworker/kv_cache.hpp"
+
+namespace rworker {
+namespace {
+
+constexpr std::int64_t kSequence = 1, kBlockSize = 32;
+
+/// A layer with one KV head, `length` tokens in its cache, and query rows of the last `num_rows` of them.
+struct Case {
+    const char* name;
+    LayerSpec layer;
+    std::int64_t length, num_rows;
+};
+
+const Case kCases[] = {
+    {"groups of 5 over two splits", {5, 1, 72, 40, 0.12f, 0, 0.0f, {}}, 531, 2},
+    {"one query row with a window, a soft cap and a sink", {1, 1, 128, 130, 0.09f, 50, 3.0f, {0.5f}}, 79, 1},
+    {"many query rows of small heads", {3, 1, 7, 5, 0.4f, 0, 0.0f, {}}, 33, 20},
+};
+
+constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int8", "int4"};
+
+/// Largest difference of an element of the output, as part of the row's root mean square. Some paths round queries and
+/// weights to bfloat16, and those of integers to about 12 bits.
+float tolerance(DType kv_dtype) {
+    if (kv_dtype == DType::bfloat16) return 5e-2f;
+    return is_quantized(kv_dtype) ? 1e-2f : 1e-4f;
+}
+
+struct Rows {
+    std::vector<float> queries, keys, values;
+
+    explicit Rows(const Case& of) {
+        std::minstd_rand random(20240521);
+        const auto fill = [&random](std::vector<float>& floats, std::int64_t count) {
+            floats.resize(std::size_t(count));
+            for (float& x : floats) x = float(random() % 4001) / 1000.0f - 2.0f;
+        };
+        fill(queries, of.num_rows * of.layer.num_heads * of.layer.key_dim);
+        fill(keys, of.length * of.layer.key_dim);
+        fill(values, of.length * of.layer.value_dim);
+    }
+};
+
+/// One path's cache for a case.
+class Subject {
+  public:
+    Subject(const Kernels& kernels, const Case& of, DType dtype)
+        : kernels_(kernels), case_(of), cache_({of.layer}, dtype, kBlockSize, of.length / kBlockSize + 1) {}
+
+    /// In pieces that end within tiles and at their ends.
+    void append(const Rows& rows) {
+        cache_.begin_step({}, std::vector<Span>{{kSequence, 0, case_.length, true}});
+        for (std::int64_t begin = 0; begin < case_.length;) {
+            const std::int64_t end = std::min(case_.length, begin == 0 ? 21 : begin == 21 ? 32 : case_.length);
+            append_piece(rows, begin, end);
+            begin = end;
+        }
+        cache_.commit_step();
+    }
+
+    std::vector<std::uint8_t> exported() const {
+        std::vector<std::uint8_t> bytes(std::size_t(cache_.sequence_bytes(case_.length)));
+        cache_.export_sequence(kSequence, bytes.data());
+        return bytes;
+    }
+
+    void import(const std::vector<std::uint8_t>& bytes) { cache_.import_sequence(kSequence, case_.length, bytes); }
+
+    /// float32 [num_rows, num_heads, value_dim].
+    std::vector<float> attend(const Rows& rows, int streams) const {
+        const LayerSpec& layer = case_.layer;
+        const std::int64_t num_splits = (case_.length + kSplitTokens - 1) / kSplitTokens;
+        const std::int64_t stride = layer.num_heads * partial_floats(layer.value_dim);
+        std::vector<TokenRow> tokens;
+        for (std::int64_t row = 0; row < case_.num_rows; ++row)
+            tokens.push_back({case_.length - case_.num_rows + row, std::int32_t(row), 0, row * num_splits});
+        std::vector<float> partials(std::size_t(case_.num_rows * num_splits * stride));
+        std::vector<float> scratch(std::size_t(scratch_floats(layer.key_dim, layer.value_dim)));
+        std::vector<float> out(std::size_t(case_.num_rows * layer.num_heads * layer.value_dim));
+        for (std::int64_t split = 0; split < num_splits; ++split)
+            attend_split(rows, tokens, split, streams, partials.data(), stride, scratch.data());
+        kernels_.merge({.partials = partials.data(),
+                        .num_partials = num_splits,
+                        .partial_stride = stride,
+                        .num_tokens = case_.num_rows,
+                        .token_stride = layer.num_heads * layer.value_dim,
+                        .group = int(layer.num_heads),
+                        .value_dim = int(layer.value_dim),
+                        .sinks = layer.sinks.empty() ? nullptr : layer.sinks.data(),
+                        .dtype = DType::float32,
+                        .out = out.data(),
+                        .scratch = scratch.data()});
+        return out;
+    }
+
+  private:
+    HeadView view() const { return cache_.view(0, 0, cache_.sequence(kSequence).blocks.data()); }
+
+    void append_piece(const Rows& rows, std::int64_t begin, std::int64_t end) {
+        const LayerSpec& layer = case_.layer;
+        kernels_.append[int(cache_.dtype())]({.view = view(),
+                                              .dtype = DType::float32,
+                                              .keys = rows.keys.data() + begin * layer.key_dim,
+                                              .values = rows.values.data() + begin * layer.value_dim,
+                                              .key_stride = layer.key_dim,
+                                              .value_stride = layer.value_dim,
+                                              .begin = begin,
+                                              .end = end,
+                                              .key_dim = int(layer.key_dim),
+                                              .value_dim = int(layer.value_dim)});
+    }
+
+    void attend_split(const Rows& rows, const std::vector<TokenRow>& tokens, std::int64_t split, int streams,
+                      float* partials, std::int64_t stride, float* scratch) const {
+        const LayerSpec& layer = case_.layer;
+        kernels_.attend[int(cache_.dtype())]({.view = view(),
+                                              .dtype = DType::float32,
+                                              .queries = rows.queries.data(),
+                                              .tokens = tokens.data(),
+                                              .num_tokens = case_.num_rows,
+                                              .token_stride = layer.num_heads * layer.key_dim,
+                                              .group = int(layer.num_heads),
+                                              .split = split,
+                                              .end = std::min(case_.length, (split + 1) * kSplitTokens),
+                                              .window = layer.window,
+                                              .scale = layer.scale,
+                                              .soft_cap = layer.soft_cap,
+                                              .key_dim = int(layer.key_dim),
+                                              .value_dim = int(layer.value_dim),
+                                              .partials = partials,
+                                              .partial_stride = stride,
+                                              .next = nullptr,
+                                              .streams = streams,
+                                              .scratch = scratch});
+    }
+
+    const Kernels& kernels_;
+    const Case& case_;
+    KVCache cache_;
+};
+
+/// Whether each row of `got` is within the tolerance of `want`'s; a NaN is not.
+bool close(const std::vector<float>& got, const std::vector<float>& want, std::int64_t row_floats, float tolerance) {
+    for (std::size_t row = 0; row < want.size(); row += std::size_t(row_floats)) {
+        float squares = 0.0f, largest = 0.0f;
+        for (std::int64_t i = 0; i < row_floats; ++i) {
+            const float difference = std::fabs(got[row + i] - want[row + i]);
+            squares += want[row + i] * want[row + i];
+            largest = difference <= largest ? largest : difference;  // a NaN stays
+        }
+        if (!(largest <= tolerance * std::sqrt(squares / float(row_floats)))) return false;
+    }
+    return true;
+}
+
+std::string find_difference(const Kernels& tested, const Kernels& oracle, const Case& of, DType dtype) {
+    const std::string where = std::string(" of a ") + kDTypeNames[int(dtype)] + " cache (" + of.name + ")";
+    const Rows rows(of);
+    Subject right(oracle, of, dtype), subject(tested, of, dtype), moved(tested, of, dtype);
+    right.append(rows), subject.append(rows);
+    const std::vector<std::uint8_t> stored = right.exported();
+    if (subject.exported() != stored) return "what append stores" + where;
+    const std::vector<float> output = subject.attend(rows, 1);
+    if (!close(output, right.attend(rows, 1), of.layer.value_dim, tolerance(dtype))) return "the attention" + where;
+    moved.import(stored);
+    if (moved.attend(rows, kStreams) != output) return "the attention after export and import" + where;
+    return "";
+}
+
+}  // namespace
+
+std::string find_difference(const Kernels& tested, const Kernels& oracle) {
+    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::int8, DType::int4})
+        for (const Case& of : kCases) {
+            const std::string difference = find_difference(tested, oracle, of, dtype);
+            if (!difference.empty()) return difference;
+        }
+    return "";
+}
+
+std::string self_test(const std::string& isa) {
+    const Kernels& tested = choose_kernels(isa);
+    const std::vector<const Kernels*> supported = supported_kernels();
+    const Kernels& oracle = *supported.front();
+    if (&tested == &oracle) return "";
+    const std::string difference = find_difference(tested, oracle);
+    if (difference.empty()) return "";
+    const std::string name = tested.isa, other = name.starts_with("avx512") ? "avx2" : "scalar";
+    return "instruction set " + name + " is broken here: " + difference +
+           " differs from the scalar path's; set FASTDECODE_ISA=" + other + " and report this machine and build";
+}
+
+}  // namespace rworker

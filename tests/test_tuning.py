@@ -1,0 +1,157 @@
+"""The arithmetic R-workers choose, what is kept of the choice, and one arithmetic for all where it is asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import r_workers
+
+from fastdecode import LLM, SamplingParams, _rworker
+from fastdecode.cluster import tuning
+from fastdecode.cluster.inproc import InprocBackend, InprocSettings
+from fastdecode.cluster.tcp import TcpBackend
+from fastdecode.errors import ConfigError
+from fastdecode.types import ISAS, STREAMS, KVLayout, LayerLayout
+
+LAYOUT = KVLayout((LayerLayout(4, 2, 16, 16, 0.25),), "float32", "float32")
+SUPPORTED = _rworker.supported_isas()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing kept, nothing forced."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("FASTDECODE_ISA", raising=False)
+    monkeypatch.delenv("FASTDECODE_STREAMS", raising=False)
+    tuning._fastest.cache_clear()
+    yield
+    tuning._fastest.cache_clear()
+
+
+def kept_file(folder: Path) -> Path:
+    (path,) = (folder / "fastdecode").iterdir()
+    return path
+
+
+def test_names_of_instruction_sets_are_known_and_in_order() -> None:
+    assert tuple(SUPPORTED) == tuple(isa for isa in ISAS if isa in SUPPORTED)
+
+
+def test_a_choice_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = tuning.tuning()
+    assert first.isa in SUPPORTED and first.streams in STREAMS
+    assert json.loads(kept_file(tmp_path).read_text()) == {"isa": first.isa, "streams": first.streams}
+    tuning._fastest.cache_clear()
+    monkeypatch.setattr(tuning, "_fastest_isa", lambda: pytest.fail("measured again"))
+    assert tuning.tuning() == first
+
+
+@pytest.mark.parametrize("kept", ["", "{", '{"isa": "mmx", "streams": 1}', '{"isa": "scalar", "streams": 3}', "[1]"])
+def test_what_is_kept_is_checked(kept: str, tmp_path: Path) -> None:
+    first = tuning.tuning()
+    kept_file(tmp_path).write_text(kept)
+    tuning._fastest.cache_clear()
+    assert tuning.tuning().isa == first.isa
+    assert json.loads(kept_file(tmp_path).read_text())["isa"] == first.isa
+
+
+def test_a_home_that_cannot_be_written_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert tuning.tuning().isa in SUPPORTED
+
+
+@pytest.mark.parametrize(("seconds", "isa"), [((1.0, 0.9), "avx512_vnni"), ((1.0, 0.97), "avx512_bf16")])
+def test_the_faster_arithmetic_is_chosen_by_a_margin(
+    seconds: tuple[float, float], isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Trial:
+        def __init__(self, tried: str) -> None:
+            self.tried = tried
+
+        def seconds(self) -> float:
+            return dict(zip(("avx512_bf16", "avx512_vnni"), seconds, strict=True))[self.tried]
+
+    monkeypatch.setattr(tuning, "_Trial", Trial)
+    monkeypatch.setattr(tuning._rworker, "supported_isas", lambda: list(ISAS[:5]))
+    assert tuning._fastest_isa() == isa
+
+
+def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_fastest_isa", lambda: pytest.fail("measured"))
+    monkeypatch.setenv("FASTDECODE_ISA", "scalar")
+    monkeypatch.setenv("FASTDECODE_STREAMS", "8")
+    assert tuning.tuning() == tuning.Tuning("scalar", 8)
+    monkeypatch.setenv("FASTDECODE_STREAMS", "2")
+    with pytest.raises(ConfigError, match="FASTDECODE_STREAMS must be 1 or 8, not '2'"):
+        tuning.tuning()
+    monkeypatch.setenv("FASTDECODE_ISA", "mmx")
+    with pytest.raises(ConfigError, match=r"FASTDECODE_ISA: this machine supports scalar.*, not 'mmx'"):
+        tuning.tuning()
+
+
+def test_streams_change_no_bit() -> None:
+    outputs = []
+    for streams in STREAMS:
+        worker = _rworker.RWorker(
+            layers=[(4, 2, 64, 64, 0.1, 0, 0.0, [])], model_dtype="float32", kv_dtype="bfloat16", block_size=16,
+            num_blocks=64, num_threads=1, streams=streams,
+        )  # fmt: skip
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((700, heads, 64), dtype=np.float32) for heads in (4, 2, 2))
+        out = np.empty_like(q)
+        worker.begin_step(np.zeros((0, 4), np.int64), [np.array([[0, 0, 700, 1]])])
+        worker.run(0, 0, q, k, v, out)
+        outputs.append(out)
+    np.testing.assert_array_equal(*outputs)
+    with pytest.raises(ValueError, match="streams is 2; it must be 1 or 8"):
+        _rworker.RWorker(
+            layers=[(1, 1, 8, 8, 1.0, 0, 0.0, [])], model_dtype="float32", kv_dtype="float32", block_size=16,
+            num_blocks=1, num_threads=1, streams=2,
+        )  # fmt: skip
+
+
+def test_one_arithmetic_for_all_threads() -> None:
+    backend = InprocBackend(InprocSettings(2, 1 << 24, 16, num_threads=1))
+    assert {info.isa for info in backend.open(replace(LAYOUT, isa="scalar"))} == {"scalar"}
+    backend.close()
+
+
+def test_the_engine_passes_it_on() -> None:
+    with LLM(uniform_arithmetic="scalar", kv_cache_memory="64MiB", max_model_len=64) as llm:
+        assert [worker.isa for worker in llm.engine.r_workers] == ["scalar"]
+        assert llm.generate(["def"], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
+    with pytest.raises(ConfigError, match="uniform_arithmetic must be one of auto, scalar, avx2"):
+        LLM(uniform_arithmetic="fast")
+
+
+@pytest.mark.skipif(len(SUPPORTED) < 2, reason="this machine has one instruction set")
+def test_unlike_r_workers_are_named_and_can_be_made_alike(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as processes:
+        _, free = processes.enter_context(r_workers.listening())
+        monkeypatch.setenv("FASTDECODE_ISA", "scalar")
+        _, forced = processes.enter_context(r_workers.listening())
+        monkeypatch.delenv("FASTDECODE_ISA")
+        with caplog.at_level(logging.WARNING):
+            backend = TcpBackend([free, forced], 16)
+            best = backend.open(LAYOUT)[0].isa
+            backend.close()
+        assert f"R-workers attend in different arithmetic ({best} on {free}, scalar on {forced})" in caplog.text
+        assert "--uniform-arithmetic scalar makes all take one" in caplog.text
+        caplog.clear()
+        backend = TcpBackend([free, forced], 16)
+        assert [info.isa for info in backend.open(replace(LAYOUT, isa="scalar"))] == ["scalar"] * 2
+        backend.close()
+        assert "different arithmetic" not in caplog.text
+        backend = TcpBackend([free, forced], 16)
+        with pytest.raises(ValueError, match=r"asks for avx2 arithmetic, and FASTDECODE_ISA is scalar here"):
+            backend.open(replace(LAYOUT, isa="avx2"))
