@@ -10,7 +10,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-FACTS = ["shape", "dtype", "layout", "ndim", "requires_grad", "is_leaf", "grad"]
+FACTS = ["shape", "dtype", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn"]
 METHODS = ["size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous", "is_floating_point"]
 METHODS += ["requires_grad_", "__len__", "__hash__"]
 

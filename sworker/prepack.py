@@ -117,7 +117,8 @@ class SharedProduct:
 
     def weight(self, index: int) -> torch.Tensor:
         """A copy of layer ``index``'s weight as it was, [out_features, in_features]."""
-        return self._packed.to_dense().split(self._widths)[index].to(self._own_dtype, copy=True)
+        dense = self._packed.to_dense().to(self._own_dtype)
+        return dense if len(self._widths) == 1 else dense.split(self._widths)[index].clone()
 
     def _part(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         """A view of the columns of layer ``index``; each part is handed out once, and then forgotten."""

@@ -124,6 +124,15 @@ def test_weights_are_let_go_and_read_back(dtype: torch.dtype) -> None:
     check()
 
 
+def test_packing_unpacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a packed weight on the way would take its memory twice."""
+    monkeypatch.setattr(prepack.SharedProduct, "weight", lambda self, index: pytest.fail("unpacked"))
+    model = torch.nn.Sequential(Attention(), torch.nn.Linear(96, 40))
+    assert pack(model).num_layers == 4
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0
+    model[0](torch.randn(1, 20, 96))
+
+
 def test_a_tied_weight_is_kept() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(50, 96), torch.nn.Linear(96, 50, bias=False))
     model[1].weight = model[0].weight
