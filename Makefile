@@ -32,7 +32,7 @@ lint: $(STAMP)
 	$(BIN)/mypy fastdecode tests/typings/fastdecode
 
 # One pip command; again whenever the C++ or the packaging changed.
-SOURCES := $(shell find rworker_cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name CMakeLists.txt)
+SOURCES := $(shell find rworker_cpp sworker/cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name CMakeLists.txt)
 $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[test,mpi]'

@@ -65,5 +65,12 @@ class StandInBackend:
         """Refused: see ``AttentionBackend.import_``."""
         raise BackendError("import: the stand-in keeps no keys and values")
 
+    def admit(self) -> list[RWorkerInfo]:
+        """See ``AttentionBackend.admit``; nobody joins."""
+        return []
+
+    def dismiss(self, worker: int) -> None:
+        """See ``AttentionBackend.dismiss``."""
+
     def close(self) -> None:
         """See ``AttentionBackend.close``."""

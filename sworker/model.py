@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
+from fastdecode.errors import ConfigError, UnsupportedModelError
 from fastdecode.machine import available_memory_bytes
 from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.sworker.fused import FusedRows
 from fastdecode.sworker.loader import load_hf_config, load_model, max_position_embeddings, model_shape
-from fastdecode.sworker.prepack import prepack_linears
+from fastdecode.sworker.prepack import PackedLinears
 from fastdecode.sworker.probe import probe_layout
 from fastdecode.sworker.support import check_rope
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
+from fastdecode.types import KVLayout
+
+logger = logging.getLogger(__name__)
 
 
 class SModel:
@@ -28,8 +34,7 @@ class SModel:
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
         self.model = load_model(config, hf_config)
-        prepack_linears(self.model)
-        self.layout = probe_layout(self.model, hf_config, config.kv_cache_dtype)
+        self.layout = _replace_and_probe(self.model, hf_config, config.kv_cache_dtype)
         self.model_type = str(hf_config.model_type)
         self._config, self._hf_config = config, hf_config
 
@@ -72,6 +77,19 @@ class SModel:
         encode = self.tokenizer.backend.encode
         spellings = (prefix + word.lstrip() for word in words for prefix in ("", " "))
         return tuple({tuple(encode(spelling, add_special_tokens=False).ids): None for spelling in spellings})
+
+
+def _replace_and_probe(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLayout:
+    """Replace what has a faster form, and prove by the probe that the model's code runs with it."""
+    replaced = PackedLinears(model), FusedRows(model)
+    try:
+        return probe_layout(model, hf_config, kv_dtype)
+    except UnsupportedModelError as error:
+        for each in replaced:
+            each.undo()
+        layout = probe_layout(model, hf_config, kv_dtype)  # of a model that is refused anyway this raises again
+        logger.info("runs as it is, with nothing replaced: %s", error)
+        return layout
 
 
 def _max_model_len(config: EngineConfig, longest: int) -> int:

@@ -11,6 +11,7 @@ from fastdecode.clock import HOST, MODEL, WAIT, StateClock
 from fastdecode.protocols import AttentionBackend
 from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.staging import HostStaging, Staging
+from fastdecode.sworker.threads import SharedCores
 
 
 class Pipeline:
@@ -20,6 +21,7 @@ class Pipeline:
         """``staging`` is the forwards' own; by default that of a model on the CPU."""
         self.staging = staging or HostStaging(backend)
         self.clock = clock
+        self.cores = SharedCores()
 
     def run(self, forwards: Sequence[MiniBatchForward], overlap: bool = True) -> list[torch.Tensor]:
         """The logits of every mini-batch, [num_sampled, vocab] each.
@@ -65,7 +67,9 @@ class Pipeline:
         """Run ``forward`` to its next attention call, or to its end."""
         self.clock.enter(MODEL, forward.mini_batch, forward.layer)
         self.staging.mark()
+        self.cores.start()
         result = forward.lane.switch(*o)
+        self.cores.stop()
         self.staging.mark()
         self.clock.enter(WAIT)
         if forward.lane.dead:

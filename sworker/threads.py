@@ -1,8 +1,11 @@
-"""torch's threads beside the R-workers' own."""
+"""torch's threads beside the R-workers' own, and beside other processes that use the same cores."""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from collections.abc import Callable
 
 SPIN_COUNT = "20000"
 """Turns that an idle OpenMP thread spins before it sleeps, some tens of microseconds.
@@ -17,7 +20,77 @@ os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 import torch  # noqa: E402
 
+logger = logging.getLogger(__name__)
+
+LOST_SECONDS = 3e-3
+"""Who is off its core for so long within one layer's model code waited for a thread that had none."""
+
+LOST_PART = 0.3
+"""And for this part of the time at least: less costs less than a thread fewer does."""
+
+REST_SECONDS = 1.0, 16.0
+"""How long fewer threads are used before all are tried again: at first, and at most where every trial fails."""
+
 
 def set_threads(num_threads: int) -> None:
     """Threads torch uses within one operation."""
     torch.set_num_threads(num_threads)
+
+
+class SharedCores:
+    """Uses fewer threads while another process keeps a core busy.
+
+    An operation ends with its last thread. On a core that a busy process holds that thread waits for its time slice,
+    some milliseconds in every operation, and the others wait for it asleep. So this looks at how long the thread that
+    calls the model is off its core: an operation on cores of its own spins through its short waits.
+    """
+
+    def __init__(
+        self,
+        threads_now: Callable[[], int] = torch.get_num_threads,
+        use_threads: Callable[[int], None] = set_threads,
+        now: Callable[[], float] = time.perf_counter,
+        cpu_now: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """``now`` and ``cpu_now``: seconds passed, and those that this thread had a core."""
+        self._all = self.num_threads = threads_now()
+        self._threads_now, self._use_threads, self._now, self._cpu_now = threads_now, use_threads, now, cpu_now
+        self._started = self._cpu_started = 0.0
+        self._rest_seconds = REST_SECONDS[0]
+        self._rests_until = 0.0
+
+    def start(self) -> None:
+        """Model code begins to run; after a rest with all threads again."""
+        self._started, self._cpu_started = self._now(), self._cpu_now()
+        if self._threads_now() != self.num_threads:  # the engine's owner has decided anew
+            self._all = self.num_threads = self._threads_now()
+        if self.num_threads < self._all and self._started >= self._rests_until:
+            self._use(self._all)
+
+    def stop(self) -> None:
+        """Model code paused; takes threads away where it waited for one of them."""
+        if self.num_threads == 1:
+            return
+        now = self._now()
+        seconds = now - self._started
+        lost = seconds - (self._cpu_now() - self._cpu_started)
+        if lost > max(LOST_SECONDS, LOST_PART * seconds):
+            self._rest(now)
+
+    def _rest(self, now: float) -> None:
+        """One thread in eight fewer, at least one; for longer where the last rest has just ended."""
+        if self.num_threads == self._all:
+            failed_at_once = now < self._rests_until + REST_SECONDS[0]
+            self._rest_seconds = min(2 * self._rest_seconds, REST_SECONDS[1]) if failed_at_once else REST_SECONDS[0]
+        self._rests_until = now + self._rest_seconds
+        self._use(self.num_threads - max(1, self.num_threads // 8))
+        logger.info(
+            "another process uses this one's cores: %d of %d threads for %g s",
+            self.num_threads,
+            self._all,
+            self._rest_seconds,
+        )
+
+    def _use(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._use_threads(num_threads)

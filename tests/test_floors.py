@@ -19,7 +19,7 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 FLOORS = [
     {"", "types", "step", "addresses", "binding", "config", "protocols", "errors", "clock", "interrupts", "machine"}
     | {"outputs", "rounding", "sampling_params", "metrics"},
-    {"scheduler", "perfmodel", "_rworker"},
+    {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
     {"engine", "backends", "in_flight", "live_profile", "membership", "request", "resources", "scheduling", "prompts"}
     | {"text", "trace"},
@@ -95,7 +95,7 @@ def sources() -> dict[str, Path]:
 
 
 def read_modules() -> list[Module]:
-    known = {*sources(), "fastdecode._rworker"}
+    known = {*sources(), "fastdecode._rworker", "fastdecode._sworker"}
     return [
         read_module(name.partition(".")[2], path.read_text(encoding="utf-8"), known) for name, path in sources().items()
     ]
@@ -133,6 +133,8 @@ def _own_violations(module: Module) -> Iterator[str]:
         yield f"{module.name} imports the R side, which only {', '.join(sorted(KNOW_CLUSTER))} may"
     if "_rworker" in module.own and room_of(module.name) not in ("cluster", "cli", "bench"):
         yield f"{module.name} imports the extension, which only cluster (and cli and bench, to report it) may"
+    if "_sworker" in module.own and room_of(module.name) != "sworker":
+        yield f"{module.name} imports the S-part's extension, which only sworker may"
 
 
 def _other_violations(module: Module) -> Iterator[str]:
@@ -175,6 +177,7 @@ def test_only_the_engine_knows_both_sides() -> None:
         ("sworker.worker", "import fastdecode.engine"),
         ("sworker.worker", "from fastdecode import _rworker"),
         ("sworker.worker", "import zmq"),
+        ("cluster.inproc", "from fastdecode import _sworker"),
         ("cluster.inproc", "from fastdecode.sworker.staging import to_numpy"),
         ("cluster.inproc", "if TYPE_CHECKING:\n    import torch.nn"),
         ("cluster.inproc", "from pickle import dumps"),
@@ -185,7 +188,7 @@ def test_only_the_engine_knows_both_sides() -> None:
     ],
 )
 def test_a_breach_is_found(name: str, source: str) -> None:
-    known = {*sources(), "fastdecode._rworker", "fastdecode.perfmodel.simulate"}
+    known = {*sources(), "fastdecode._rworker", "fastdecode._sworker", "fastdecode.perfmodel.simulate"}
     assert len(violations([read_module(name, source, known)])) >= 1
 
 

@@ -1,0 +1,104 @@
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "row_kernels.hpp"
+
+namespace py = pybind11;
+using sworker::BFloat16;
+using sworker::RowKernels;
+
+namespace {
+
+/// Those this CPU can run, best last.
+std::vector<const RowKernels*> supported_kernels() {
+    std::vector<const RowKernels*> found{&sworker::scalar::kernels};
+#ifdef SWORKER_X86_64
+    if (__builtin_cpu_supports("avx2") != 0) found.push_back(&sworker::avx2::kernels);
+    if (__builtin_cpu_supports("avx512bw") != 0 && __builtin_cpu_supports("avx512dq") != 0 &&
+        __builtin_cpu_supports("avx512vl") != 0)
+        found.push_back(&sworker::avx512::kernels);
+#endif
+    return found;
+}
+
+const RowKernels& kernels_of(const std::string& isa) {
+    static const std::vector<const RowKernels*> supported = supported_kernels();
+    if (isa == "auto") return *supported.back();
+    for (const RowKernels* kernels : supported)
+        if (isa == kernels->isa) return *kernels;
+    throw std::invalid_argument("this CPU runs no kernels named " + isa);
+}
+
+void check(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+bool same_shape(const py::array& a, const py::array& b) {
+    if (a.ndim() != b.ndim()) return false;
+    for (py::ssize_t i = 0; i < a.ndim(); ++i)
+        if (a.shape(i) != b.shape(i)) return false;
+    return true;
+}
+
+template <typename T>
+using Rows = py::array_t<T, py::array::c_style>;
+
+template <typename T>
+sworker::RmsNorm<T> norm_job(const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out) {
+    check(x.ndim() == 2 && same_shape(x, out), "x and out must be [rows, dim] alike");
+    check(weight.ndim() == 1 && weight.shape(0) == x.shape(1), "weight must be [dim]");
+    return {x.data(), weight.data(),   out.mutable_data(), std::size_t(x.shape(0)), std::size_t(x.shape(1)),
+            eps,      round_first};
+}
+
+/// x may have gaps between its rows, as a slice of a wider product has.
+template <typename T>
+sworker::Rotation<T> rotation_job(const py::array_t<T, 0>& x, const Rows<T>& cos, const Rows<T>& sin, Rows<T>& out) {
+    check(x.ndim() == 3 && same_shape(x, out), "x and out must be [rows, heads, dim] alike");
+    check(x.shape(2) % 2 == 0, "dim must be even");
+    check(cos.ndim() == 2 && cos.shape(0) == x.shape(0) && cos.shape(1) == x.shape(2), "cos must be [rows, dim]");
+    check(same_shape(cos, sin), "sin must be like cos");
+    const auto size = py::ssize_t(sizeof(T));
+    check(x.strides(2) == size && x.strides(1) == x.shape(2) * size && x.strides(0) % size == 0 && x.strides(0) >= 0,
+          "x may have gaps between its rows only");
+    return {x.data(),
+            cos.data(),
+            sin.data(),
+            out.mutable_data(),
+            std::size_t(x.shape(0)),
+            std::size_t(x.shape(1)),
+            std::size_t(x.shape(2)),
+            std::size_t(x.strides(0) / size)};
+}
+
+template <typename T, typename Norm, typename Rotate>
+void bind(py::module_& module, Norm norm, Rotate rotate) {
+    module.def(
+        "rms_norm",
+        [norm](const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out,
+               const std::string& isa) { (kernels_of(isa).*norm)(norm_job<T>(x, weight, eps, round_first, out)); },
+        py::arg("x").noconvert(), py::arg("weight").noconvert(), py::arg("eps"), py::arg("round_first"),
+        py::arg("out").noconvert(), py::arg("isa") = "auto");
+    module.def(
+        "rotate",
+        [rotate](const py::array_t<T, 0>& x, const Rows<T>& cos, const Rows<T>& sin, Rows<T>& out,
+                 const std::string& isa) { (kernels_of(isa).*rotate)(rotation_job<T>(x, cos, sin, out)); },
+        py::arg("x").noconvert(), py::arg("cos").noconvert(), py::arg("sin").noconvert(), py::arg("out").noconvert(),
+        py::arg("isa") = "auto");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_sworker, module) {
+    module.def("supported_isas", [] {
+        std::vector<std::string> names;
+        for (const RowKernels* kernels : supported_kernels()) names.emplace_back(kernels->isa);
+        return names;
+    });
+    bind<float>(module, &RowKernels::norm_float32, &RowKernels::rotate_float32);
+    bind<BFloat16>(module, &RowKernels::norm_bfloat16, &RowKernels::rotate_bfloat16);
+}

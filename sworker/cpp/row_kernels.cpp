@@ -1,0 +1,90 @@
+// Plain loops; compiled once for each instruction set, whose name is SWORKER_ISA. Nothing of std:: is called here: the
+// linker may keep such a function's copy with wide instructions for everybody.
+#include "row_kernels.hpp"
+
+#define SWORKER_TEXT(name) #name
+#define SWORKER_NAME(name) SWORKER_TEXT(name)
+
+namespace sworker::SWORKER_ISA {
+namespace {
+
+constexpr std::size_t LANES = 16;
+
+float load(float value) {
+    return value;
+}
+
+float load(BFloat16 value) {
+    return __builtin_bit_cast(float, std::uint32_t(value) << 16);
+}
+
+/// `value` as a T, to the nearest, ties to even.
+template <typename T>
+T as(float value) {
+    return value;
+}
+
+template <>
+BFloat16 as<BFloat16>(float value) {
+    const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, value);
+    const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return BFloat16(nan ? 0x7fc0u : rounded);
+}
+
+/// `value` as it is after a visit to memory.
+template <typename T>
+float round_to(float value) {
+    return load(as<T>(value));
+}
+
+/// Sixteen sums side by side, then pairwise: the same order whatever the registers hold.
+template <typename T>
+float mean_square(const T* x, std::size_t dim) {
+    float lanes[LANES] = {};
+    std::size_t i = 0;
+    for (; i + LANES <= dim; i += LANES)
+        for (std::size_t lane = 0; lane < LANES; ++lane) lanes[lane] += load(x[i + lane]) * load(x[i + lane]);
+    for (; i < dim; ++i) lanes[i % LANES] += load(x[i]) * load(x[i]);
+    for (std::size_t width = LANES / 2; width > 0; width /= 2)
+        for (std::size_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+    return lanes[0] / float(dim);
+}
+
+template <typename T>
+void norm(const RmsNorm<T>& job) {
+    const float* __restrict__ weight = job.weight;
+    for (std::size_t row = 0; row < job.rows; ++row) {
+        const T* __restrict__ x = job.x + row * job.dim;
+        T* __restrict__ out = job.out + row * job.dim;
+        const float scale = 1.0f / __builtin_sqrtf(mean_square(x, job.dim) + job.eps);
+        if (job.round_first)
+            for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(round_to<T>(load(x[i]) * scale) * weight[i]);
+        else
+            for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(load(x[i]) * scale * weight[i]);
+    }
+}
+
+template <typename T>
+void rotate_head(const T* __restrict__ x, const T* __restrict__ cos, const T* __restrict__ sin, T* __restrict__ out,
+                 std::size_t half) {
+    for (std::size_t i = 0; i < half; ++i) {
+        const float first = load(x[i]), second = load(x[half + i]);
+        out[i] = as<T>(round_to<T>(first * load(cos[i])) + round_to<T>(-second * load(sin[i])));
+        out[half + i] = as<T>(round_to<T>(second * load(cos[half + i])) + round_to<T>(first * load(sin[half + i])));
+    }
+}
+
+template <typename T>
+void rotate(const Rotation<T>& job) {
+    for (std::size_t row = 0; row < job.rows; ++row)
+        for (std::size_t head = 0; head < job.heads; ++head)
+            rotate_head(job.x + row * job.row_stride + head * job.dim, job.cos + row * job.dim,
+                        job.sin + row * job.dim, job.out + (row * job.heads + head) * job.dim, job.dim / 2);
+}
+
+}  // namespace
+
+const RowKernels kernels{SWORKER_NAME(SWORKER_ISA), norm<float>, norm<BFloat16>, rotate<float>, rotate<BFloat16>};
+
+}  // namespace sworker::SWORKER_ISA

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+/// What models compute between their matrix products, in one pass where torch makes five to ten. A row's bits depend on
+/// that row alone, whatever its company.
+namespace sworker {
+
+/// Its bits; results are rounded where torch's own operations round.
+using BFloat16 = std::uint16_t;
+
+/// out = x / sqrt(mean(x²) + eps) · weight; x and out [rows, dim], weight [dim]. `round_first`: to T before the weight is
+/// applied. Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
+template <typename T>
+struct RmsNorm {
+    const T* x;
+    const float* weight;
+    T* out;
+    std::size_t rows, dim;
+    float eps;
+    bool round_first;
+};
+
+/// out = x · cos + rotate_half(x) · sin; x [rows, heads, dim] with `row_stride` elements from row to row, out the same
+/// without gaps, cos and sin [rows, dim]. Su et al., "RoFormer" (2021), equation 34, with halves in place of pairs.
+template <typename T>
+struct Rotation {
+    const T* x;
+    const T* cos;
+    const T* sin;
+    T* out;
+    std::size_t rows, heads, dim, row_stride;
+};
+
+/// The same code compiled for one instruction set.
+struct RowKernels {
+    const char* isa;
+    void (*norm_float32)(const RmsNorm<float>&);
+    void (*norm_bfloat16)(const RmsNorm<BFloat16>&);
+    void (*rotate_float32)(const Rotation<float>&);
+    void (*rotate_bfloat16)(const Rotation<BFloat16>&);
+};
+
+namespace scalar {
+extern const RowKernels kernels;
+}
+namespace avx2 {
+extern const RowKernels kernels;
+}
+namespace avx512 {
+extern const RowKernels kernels;
+}
+
+}  // namespace sworker
