@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "out" / "compilers"
 BIN = Path(sys.executable).parent
 GNU = [f"g++-{version}" for version in range(11, 16)]
-CLANG = [f"clang++-{version}" for version in range(14, 21)]
+CLANG = [f"clang++-{version}" for version in range(13, 21)]
 OPTIMIZATIONS = ["-O2", "-O3"]
 
 

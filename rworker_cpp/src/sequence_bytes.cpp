@@ -17,7 +17,7 @@ TokenPlace place_of(const HeadView& view, std::int64_t position, std::int64_t le
             key_order(tile * kTileTokens, length), position % kTileTokens};
 }
 
-void require(bool holds, const std::string& message) {
+void require_of_import(bool holds, const std::string& message) {
     if (!holds) throw Error("import: " + message);
 }
 
@@ -89,13 +89,13 @@ void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens,
 }
 
 void KVCache::check_import(std::int64_t sequence_id, std::int64_t num_tokens, std::int64_t num_bytes) const {
-    require(!sequences_.contains(sequence_id), "sequence " + std::to_string(sequence_id) + " exists already");
-    require(num_tokens >= 0, "num_tokens is " + std::to_string(num_tokens) + "; it must not be negative");
-    require(num_tokens <= pool_.num_free() * block_size_,
+    require_of_import(!sequences_.contains(sequence_id), "sequence " + std::to_string(sequence_id) + " exists already");
+    require_of_import(num_tokens >= 0, "num_tokens is " + std::to_string(num_tokens) + "; it must not be negative");
+    require_of_import(num_tokens <= pool_.num_free() * block_size_,
             "out of blocks: num_tokens is " + std::to_string(num_tokens) + ", and " + std::to_string(pool_.num_free()) +
                 " free blocks of " + std::to_string(block_size_) + " tokens hold " +
                 std::to_string(pool_.num_free() * block_size_));
-    require(num_bytes == sequence_bytes(num_tokens),
+    require_of_import(num_bytes == sequence_bytes(num_tokens),
             "data has " + std::to_string(num_bytes) + " bytes; keys and values of " + std::to_string(num_tokens) +
                 " tokens take " + std::to_string(sequence_bytes(num_tokens)) + " in this cache's layers and dtype");
 }
