@@ -13,7 +13,7 @@ from fastdecode.scheduler.limits import Limits
 from fastdecode.scheduler.load_control import LoadControl
 from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
 from fastdecode.scheduler.output_lengths import OutputLengths
-from fastdecode.scheduler.placement import workers_by_preference
+from fastdecode.scheduler.placement import placement_costs
 from fastdecode.scheduler.policy import Policy
 from fastdecode.scheduler.prefix_index import Chain
 from fastdecode.scheduler.residents import Residents
@@ -34,8 +34,8 @@ class Admission:
         self._queue = queue
         self._fleet = fleet
         self._forecast: LoadForecast | None = None
-        self._kv_loads = np.zeros(0)
         self._is_open = True
+        self.num_starts = 0
 
     def check(self, sequence: Sequence) -> None:
         """RequestError when ``sequence``, with its siblings, could never run."""
@@ -78,10 +78,10 @@ class Admission:
     def begin_step(self) -> None:
         """The running sequences of this step are known; look at everybody anew."""
         self._forecast = None
+        self.num_starts = 0
         self._is_open = not self._policy.waves or not len(self._residents)
         if not len(self._queue):
             return
-        self._kv_loads = self._residents.kv_loads()
         if self._policy.stabilizes_load:
             seats = self._limits.max_num_seqs - len(self._residents)
             waiting = (self._prompt(sequence) for sequence in islice(self._queue, max(1, seats)))
@@ -99,16 +99,16 @@ class Admission:
         if self._policy.stabilizes_load and not self.load_control.affords(alone):
             return None
         hits = self._residents.prefix_cache.hits(sequence)
+        if not hits and not rows_for(alone.num_left):
+            return None
         able: np.ndarray | None = None
-        for worker in self._workers(sequence, hits):
+        for worker in self._workers(sequence, alone, hits):
             hit = hits.get(worker)
             if able is not None and hit is None and not able[worker]:
                 continue
             prompt = self._prompt(sequence, worker, hit)
             if self._has_room(sequence, worker, hit) and rows_for(prompt.num_left) and self._may_start(prompt):
-                self._queue.pop()
-                self._residents.start(sequence, worker, hit, self.blocks_for(sequence))
-                self._kv_loads[worker] += sequence.num_prefill
+                self._start(sequence, prompt, hit)
                 return sequence
             able = self._able(sequence, alone) if able is None else able
         return None
@@ -146,21 +146,42 @@ class Admission:
     def _may_start(self, prompt: Prompt) -> bool:
         if not self._policy.stabilizes_load:
             return True
-        if not self.load_control.fits(prompt, self.forecast):
-            return False
-        self.load_control.started(prompt)
-        if self._forecast is not None:
-            self._forecast.add(prompt)
-        return True
+        return self.load_control.fits(prompt, self.forecast)
 
-    def _workers(self, sequence: Sequence, hits: dict[int, tuple[int, Chain]]) -> list[int]:
-        """Where ``sequence`` may start, best first; on R-workers that drain only if it could never run elsewhere."""
-        available = self._ledger.available_each()
-        depths = {worker: hit[0] for worker, hit in hits.items()}
-        workers = workers_by_preference(self._kv_loads, self._fleet.speeds, available, depths)
+    def _start(self, sequence: Sequence, prompt: Prompt, hit: tuple[int, Chain] | None) -> None:
+        self._queue.pop()
+        self.num_starts += sequence.outputs_at_start is None
+        self._residents.start(sequence, prompt.worker, hit, self.blocks_for(sequence))
+        self.forecast().add(prompt)
+        if self._policy.stabilizes_load:
+            self.load_control.started(prompt)
+
+    def _workers(self, sequence: Sequence, prompt: Prompt, hits: dict[int, tuple[int, Chain]]) -> list[int]:
+        """Where ``sequence`` may start, best first; on R-workers that drain only if it could never run elsewhere.
+
+        Among equals the one with most blocks available comes first.
+        """
+        ledger, block_size = self._ledger, self._ledger.block_size
+        hit_tokens = {worker: hit[0] * block_size for worker, hit in hits.items()}
+        capacities = np.array(ledger.num_blocks) * block_size
+        forecast = self.forecast()
+        costs = placement_costs(
+            forecast, prompt, self._fleet.speeds, capacities, hit_tokens, self._row_kv_tokens(forecast)
+        )
+        workers: list[int] = np.lexsort((-ledger.available_each(), costs)).tolist()
         if self._fleet.draining and self.fits_elsewhere(sequence):
             return [worker for worker in workers if worker not in self._fleet.draining]
         return workers
+
+    def _row_kv_tokens(self, forecast: LoadForecast) -> float:
+        """KV tokens that an R-worker of mean speed attends while the S-worker computes a row.
+
+        Where neither was measured yet, as if both sides were as busy now, which is what R-workers are bought for.
+        """
+        limit, num_present = self.load_control.limit, max(1, len(self._fleet.present))
+        if limit is not None:
+            return limit / self._limits.max_num_seqs / num_present
+        return float(forecast.loads[:, 0].sum()) / max(1, len(self._residents)) / num_present
 
     def _has_seats(self, sequence: Sequence) -> bool:
         return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+SAMPLES = 64
+"""Steps of the horizon, evenly spread, at which R-workers are compared: enough, and hundreds of them cost little."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -46,6 +49,8 @@ class LoadForecast:
         self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)
         self._budget = token_budget
         self.room = token_budget - attending.sum(axis=0, dtype=np.float64)
+        self._stride = max(1, horizon // SAMPLES)
+        self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])
 
     @property
     def horizon(self) -> int:
@@ -82,6 +87,23 @@ class LoadForecast:
             peaks = np.maximum(peaks, loads[..., :start].max(axis=-1, initial=0.0) + prompt.num_prefill)
         return peaks
 
+    def met_by(self, prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:
+        """Of each R-worker, were the prompt there: the mean and the peak load over the new sequence's steps.
+
+        Each step is weighted by what the new sequence attends in it, and half of that counted; sampled steps stand for
+        all. float64 [num_workers] each, KV tokens.
+        """
+        start = self.first_decode(prompt)
+        first, last = -(-start // self._stride), -(-(start + prompt.decode_steps) // self._stride)
+        steps = np.arange(first, max(last, first + 1)) * self._stride - start
+        ramp = (prompt.num_prefill + 1.0 + steps) * (1 + prompt.num_siblings)
+        known = self._sampled[:, first:last]
+        beyond = ramp[known.shape[1] :]
+        ramp_known = ramp[: known.shape[1]]
+        times = (known @ ramp_known + (ramp @ ramp) / 2) / ramp.sum()
+        peaks = np.maximum((known + ramp_known).max(axis=1, initial=0.0), beyond.max(initial=0.0))
+        return times, peaks
+
     def add(self, prompt: Prompt) -> None:
         """From here on ``prompt`` is counted."""
         start = self.first_decode(prompt)
@@ -91,6 +113,7 @@ class LoadForecast:
             self.loads[prompt.worker, :start] += prompt.num_prefill
         self._take_room(prompt.num_left, start)
         self.loads[prompt.worker, start:end] += self._ramp(prompt)
+        self._sampled[prompt.worker] = self.loads[prompt.worker, :: self._stride]
         self.room[start:end] -= 1 + prompt.num_siblings
 
     def _ramp(self, prompt: Prompt) -> np.ndarray:
@@ -109,3 +132,4 @@ class LoadForecast:
         if more > 0:
             self.loads = np.pad(self.loads, ((0, 0), (0, more)))
             self.room = np.pad(self.room, (0, more), constant_values=self._budget)
+            self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])

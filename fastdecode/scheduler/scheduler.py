@@ -111,7 +111,7 @@ class Scheduler:
             chunks = self._prompt_chunks(budget - len(self._rows))
         decodes = self.residents.table.mini_batch(self._rows)
         mini_batches = deal(decodes, chunks, self.limits.num_mini_batches)
-        return ScheduledStep(mini_batches, self.residents.take_controls())
+        return ScheduledStep(mini_batches, self.residents.take_controls(), self.admission.num_starts)
 
     def controls_alone(self) -> ScheduledStep:
         """A step without rows, which only tells the R-workers what they have yet to hear."""

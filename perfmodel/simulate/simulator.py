@@ -110,6 +110,7 @@ class Simulator:
             r_seconds=tuple(cost.r_seconds.tolist()),
             transfer_seconds=(cost.transfer_seconds,) * len(kv_loads),
             kv_bytes_read=self.machine.kv_bytes_per_token * sum(kv_loads),
+            num_starts=step.num_starts,
         )
 
 
