@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 import numpy as np
@@ -18,6 +18,7 @@ from fastdecode.scheduler.policy import Policy
 from fastdecode.scheduler.prefix_index import Chain
 from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.staggering import SAMPLE, Outlook
 from fastdecode.scheduler.waiting_queue import WaitingQueue
 
 
@@ -82,10 +83,18 @@ class Admission:
         self._is_open = not self._policy.waves or not len(self._residents)
         if not len(self._queue):
             return
+        self.output_lengths.running(self._residents.table.num_outputs)
         if self._policy.stabilizes_load:
-            seats = self._limits.max_num_seqs - len(self._residents)
-            waiting = (self._prompt(sequence) for sequence in islice(self._queue, max(1, seats)))
-            self.load_control.begin_step(waiting, len(self._queue) <= seats, not len(self._residents), self.forecast)
+            seats = max(1, self._limits.max_num_seqs - len(self._residents))
+            head = next(iter(self._queue), None)
+            self.load_control.begin_step(
+                lambda: [self._prompt(sequence) for sequence in islice(self._queue, seats)],
+                None if head is None else self._prompt(head),
+                len(self._queue) <= seats,
+                not len(self._residents),
+                self.forecast,
+                None if head is None or (head.may_stop and not self.output_lengths.is_known) else self._outlook,
+            )
 
     def start_next(self, rows_for: Callable[[int], int]) -> Sequence | None:
         """Start the head of the queue and return it; None when it has to wait.
@@ -127,8 +136,37 @@ class Admission:
                 self._limits.max_num_batched_tokens,
             )
             for sequence in self._residents.prompts.values():
-                self._forecast.add(self._prompt_of(sequence, sequence.worker, not sequence.uses_scratch))
+                self._forecast.add(self._in_prompt(sequence))
         return self._forecast
+
+    def _outlook(self) -> Outlook:
+        """The rest of the run, as far as those that wait by now go."""
+        weight = 1
+        while len(self._queue) > weight * SAMPLE:
+            weight *= 2
+        waiting = [member for each in islice(self._queue, 0, None, weight) for member in (each, *each.siblings)]
+        table, prompts = self._residents.table, self._residents.prompts.values()
+        ends = self.output_lengths.drawn(table.num_outputs, table.max_tokens) - table.num_outputs
+        return Outlook(
+            loads=self.forecast().loads.sum(axis=0),
+            ends=np.append(ends, self._drawn_steps(prompts)),
+            num_prefill=np.array([each.num_prefill or len(each.prompt_token_ids) for each in waiting]),
+            decode_steps=self._drawn_steps(waiting),
+            weight=weight,
+            seats=self._limits.max_num_seqs,
+            limit=float(self.load_control.limit or 0),
+            idle_share=self._limits.idle_s_share,
+        )
+
+    def _drawn_steps(self, sequences: Iterable[Sequence]) -> np.ndarray:
+        """Decode steps that these, none of which decodes yet, may take; int64 [n]."""
+        listed = list(sequences)
+        outputs = np.array([len(each.output_token_ids) for each in listed], np.int64)
+        most = np.array([each.max_tokens for each in listed], np.int64)
+        return np.maximum(self.output_lengths.drawn(outputs, most) - outputs - 1, 0)
+
+    def _in_prompt(self, sequence: Sequence) -> Prompt:
+        return self._prompt_of(sequence, sequence.worker, not sequence.uses_scratch)
 
     def _able(self, sequence: Sequence, prompt: Prompt) -> np.ndarray:
         """R-workers that have room and load to spare for ``sequence`` and all of its ``prompt``: bool [num_workers].
@@ -222,6 +260,9 @@ class Admission:
             decode_steps=expected - outputs - 1,
             num_siblings=len(sequence.siblings),
             attends=attends,
+            expected_area=self.output_lengths.expected_area(sequence.num_prefill, outputs, sequence.max_tokens)
+            if sequence.may_stop
+            else None,
         )
 
 

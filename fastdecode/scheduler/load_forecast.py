@@ -15,7 +15,8 @@ class Prompt:
     """A sequence that is not decoding yet: ``num_prefill`` tokens, ``num_left`` of them to compute.
 
     ``decode_steps`` steps follow, of it and of ``num_siblings`` forked from it. ``attends``: its prompt's chunks
-    attend on the R-worker.
+    attend on the R-worker. ``expected_area``: KV tokens that each of them attends over its life, where lengths are
+    only expected; None: Σ (p + k) over its decode steps k.
     """
 
     worker: int
@@ -24,6 +25,14 @@ class Prompt:
     decode_steps: int
     num_siblings: int = 0
     attends: bool = False
+    expected_area: float | None = None
+
+    @property
+    def kv_area(self) -> float:
+        """KV tokens that it and its siblings attend over their lives."""
+        steps = self.decode_steps
+        known = self.num_prefill * steps + steps * (steps + 1) // 2
+        return (1 + self.num_siblings) * (known if self.expected_area is None else self.expected_area)
 
 
 class LoadForecast:

@@ -19,7 +19,7 @@ class Sequence:
 
     It holds ``num_blocks`` blocks, of which the first are ``shared`` with the prefix cache or with siblings. While it
     decodes, :class:`DecodeTable` keeps ``num_cached`` and ``num_blocks``. ``outputs_at_start``: output tokens that it
-    had when it last began, None before its first start.
+    had when it last began, None before its first start. ``may_stop``: its output may end before ``max_tokens``.
     """
 
     sequence_id: int
@@ -36,6 +36,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     chain_id: int | None = None
     outputs_at_start: int | None = None
+    may_stop: bool = False
     _last_token: np.ndarray | None = None
 
     def append(self, token_id: int) -> None:
