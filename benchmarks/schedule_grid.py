@@ -99,6 +99,7 @@ def measure(scenario: Scenario, schedule: str) -> tuple[float, float]:
         bandwidths=(1.0,) * NUM_WORKERS,
         prefix_caching=False,
         balanced_kv_tokens=machine.model.balanced_kv_tokens_each(SEATS),
+        idle_s_share=machine.model.idle_s_share(SEATS),
     )
     simulator = Simulator(Scheduler(POLICIES[schedule], limits), machine)
     simulator.run(requests)

@@ -118,6 +118,7 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     limits = replace(
         _limits(args, workload, (blocks,) * workers, _scratch_tokens(inputs)),
         balanced_kv_tokens=balanced,
+        idle_s_share=model.idle_s_share(args.max_num_seqs),
         bandwidths=speeds or (1.0,) * workers,
     )
     machine = SplitMachine(model, planner.kv_bytes_per_token or 0, speeds)
