@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -35,6 +35,8 @@ class Admission:
         self._queue = queue
         self._fleet = fleet
         self._forecast: LoadForecast | None = None
+        self._available = self._capacities = np.zeros(0, np.int64)
+        self._speeds, self._num_present = np.zeros(0), 1
         self._is_open = True
         self.num_starts = 0
 
@@ -83,6 +85,9 @@ class Admission:
         self._is_open = not self._policy.waves or not len(self._residents)
         if not len(self._queue):
             return
+        self._available = self._ledger.available_each()
+        self._capacities = np.array(self._ledger.num_blocks) * self._ledger.block_size
+        self._speeds, self._num_present = self._fleet.speeds, max(1, len(self._fleet.present))
         self.output_lengths.running(self._residents.table.num_outputs)
         if self._policy.stabilizes_load:
             seats = max(1, self._limits.max_num_seqs - len(self._residents))
@@ -190,36 +195,36 @@ class Admission:
         self._queue.pop()
         self.num_starts += sequence.outputs_at_start is None
         self._residents.start(sequence, prompt.worker, hit, self.blocks_for(sequence))
+        self._available[prompt.worker] = self._ledger.available(prompt.worker)
         self.forecast().add(prompt)
         if self._policy.stabilizes_load:
             self.load_control.started(prompt)
 
-    def _workers(self, sequence: Sequence, prompt: Prompt, hits: dict[int, tuple[int, Chain]]) -> list[int]:
+    def _workers(self, sequence: Sequence, prompt: Prompt, hits: dict[int, tuple[int, Chain]]) -> Iterator[int]:
         """Where ``sequence`` may start, best first; on R-workers that drain only if it could never run elsewhere.
 
         Among equals the one with most blocks available comes first.
         """
-        ledger, block_size = self._ledger, self._ledger.block_size
-        hit_tokens = {worker: hit[0] * block_size for worker, hit in hits.items()}
-        capacities = np.array(ledger.num_blocks) * block_size
+        hit_tokens = {worker: hit[0] * self._ledger.block_size for worker, hit in hits.items()}
         forecast = self.forecast()
-        costs = placement_costs(
-            forecast, prompt, self._fleet.speeds, capacities, hit_tokens, self._row_kv_tokens(forecast)
-        )
-        workers: list[int] = np.lexsort((-ledger.available_each(), costs)).tolist()
+        row_kv_tokens = self._row_kv_tokens(forecast)
+        costs = placement_costs(forecast, prompt, self._speeds, self._capacities, hit_tokens, row_kv_tokens)
         if self._fleet.draining and self.fits_elsewhere(sequence):
-            return [worker for worker in workers if worker not in self._fleet.draining]
-        return workers
+            costs[self._fleet.draining] = np.inf
+        best = np.flatnonzero(costs == costs.min())
+        yield int(best[np.argmax(self._available[best])])  # nearly always it is that one
+        order = np.lexsort((-self._available, costs))
+        yield from order[np.isfinite(costs[order])].tolist()[1:]
 
     def _row_kv_tokens(self, forecast: LoadForecast) -> float:
         """KV tokens that an R-worker of mean speed attends while the S-worker computes a row.
 
         Where neither was measured yet, as if both sides were as busy now, which is what R-workers are bought for.
         """
-        limit, num_present = self.load_control.limit, max(1, len(self._fleet.present))
+        limit = self.load_control.limit
         if limit is not None:
-            return limit / self._limits.max_num_seqs / num_present
-        return float(forecast.loads[:, 0].sum()) / max(1, len(self._residents)) / num_present
+            return limit / self._limits.max_num_seqs / self._num_present
+        return float(forecast.loads[:, 0].sum()) / max(1, len(self._residents)) / self._num_present
 
     def _has_seats(self, sequence: Sequence) -> bool:
         return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs
@@ -251,8 +256,9 @@ class Admission:
         return self._prompt_of(sequence, worker, attends, taken_over)
 
     def _prompt_of(self, sequence: Sequence, worker: int, attends: bool, taken_over: int = 0) -> Prompt:
-        outputs = len(sequence.output_token_ids)
-        expected = int(self.output_lengths.expected(np.array([outputs]), np.array([sequence.max_tokens]))[0])
+        outputs, expected = len(sequence.output_token_ids), sequence.max_tokens
+        if self.output_lengths.is_known:
+            expected = int(self.output_lengths.expected(np.array([outputs]), np.array([expected]))[0])
         return Prompt(
             worker=worker,
             num_prefill=sequence.num_prefill,

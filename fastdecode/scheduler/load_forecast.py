@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SAMPLES = 64
-"""Steps of the horizon, evenly spread, at which R-workers are compared: enough, and hundreds of them cost little."""
+SAMPLES, LEAST_SAMPLES, CELLS = 64, 16, 8192
+"""Steps of the horizon, evenly spread, at which R-workers are compared: fewer where there are more R-workers than
+these cells have room for."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,34 @@ class Prompt:
         return (1 + self.num_siblings) * (known if self.expected_area is None else self.expected_area)
 
 
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """``known``: load of each R-worker, float64 [num_workers, steps]; beyond it there is none. ``ramp``: what a new
+    sequence attends, float64 [at least as many steps]."""
+
+    known: np.ndarray
+    ramp: np.ndarray
+
+    @property
+    def means(self) -> np.ndarray:
+        """Mean load of each R-worker over the new sequence's steps, each weighted by what it attends then, with half
+        of that; float64 [num_workers]."""
+        num_known = self.known.shape[1]
+        return (self.known @ self.ramp[:num_known] + (self.ramp @ self.ramp) / 2) / self.ramp.sum()
+
+    @property
+    def peaks(self) -> np.ndarray:
+        """The most that each would attend, the new sequence included; float64 [num_workers]."""
+        num_known = self.known.shape[1]
+        peaks = (self.known + self.ramp[:num_known]).max(axis=1, initial=0.0)
+        return np.maximum(peaks, self.ramp[num_known:].max(initial=0.0))
+
+    @property
+    def most(self) -> float:
+        """At least as much as any of ``peaks``."""
+        return float(self.known.max(initial=0.0) + self.ramp[-1])
+
+
 class LoadForecast:
     """Step 0 is the one being planned. A sequence with c cached tokens attends c + 1 + t of them in step t.
 
@@ -58,7 +87,8 @@ class LoadForecast:
         self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)
         self._budget = token_budget
         self.room = token_budget - attending.sum(axis=0, dtype=np.float64)
-        self._stride = max(1, horizon // SAMPLES)
+        samples = min(max(CELLS // num_workers, LEAST_SAMPLES), SAMPLES)
+        self._stride = max(1, horizon // samples)
         self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])
 
     @property
@@ -96,22 +126,13 @@ class LoadForecast:
             peaks = np.maximum(peaks, loads[..., :start].max(axis=-1, initial=0.0) + prompt.num_prefill)
         return peaks
 
-    def met_by(self, prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:
-        """Of each R-worker, were the prompt there: the mean and the peak load over the new sequence's steps.
-
-        Each step is weighted by what the new sequence attends in it, and half of that counted; sampled steps stand for
-        all. float64 [num_workers] each, KV tokens.
-        """
+    def met_by(self, prompt: Prompt) -> Meeting:
+        """What the new sequence would meet on each R-worker, in sampled steps that stand for all of its own."""
         start = self.first_decode(prompt)
         first, last = -(-start // self._stride), -(-(start + prompt.decode_steps) // self._stride)
         steps = np.arange(first, max(last, first + 1)) * self._stride - start
         ramp = (prompt.num_prefill + 1.0 + steps) * (1 + prompt.num_siblings)
-        known = self._sampled[:, first:last]
-        beyond = ramp[known.shape[1] :]
-        ramp_known = ramp[: known.shape[1]]
-        times = (known @ ramp_known + (ramp @ ramp) / 2) / ramp.sum()
-        peaks = np.maximum((known + ramp_known).max(axis=1, initial=0.0), beyond.max(initial=0.0))
-        return times, peaks
+        return Meeting(self._sampled[:, first:last], ramp)
 
     def add(self, prompt: Prompt) -> None:
         """From here on ``prompt`` is counted."""
@@ -137,8 +158,8 @@ class LoadForecast:
             num_left -= taken
 
     def _look_ahead(self, horizon: int) -> None:
-        more = horizon - self.horizon
-        if more > 0:
+        if horizon > self.horizon:
+            more = horizon - self.horizon + SAMPLES  # more than asked for: others will ask for more
             self.loads = np.pad(self.loads, ((0, 0), (0, more)))
             self.room = np.pad(self.room, (0, more), constant_values=self._budget)
             self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])

@@ -30,10 +30,11 @@ def placement_costs(
     R-worker of mean speed; both are spread over the newcomer's steps. Returns float64 [num_workers].
     """
     relative = speeds / max(float(speeds.mean()), 1e-300)
-    times, peaks = forecast.met_by(prompt)
-    costs = times / np.maximum(relative, 1e-300)
+    meeting = forecast.met_by(prompt)
+    costs = meeting.means / np.maximum(relative, 1e-300)
     per_step = row_kv_tokens / max(prompt.decode_steps, 1)
-    costs += np.maximum(peaks - capacities, 0) * per_step
+    if meeting.most > capacities[capacities > 0].min(initial=np.iinfo(np.int64).max):
+        costs += np.maximum(meeting.peaks - capacities, 0) * per_step
     for worker, tokens in hit_tokens.items():
         costs[worker] -= tokens * per_step
     return costs

@@ -37,6 +37,7 @@ class Sequence:
     chain_id: int | None = None
     outputs_at_start: int | None = None
     may_stop: bool = False
+    was_preempted: bool = False
     _last_token: np.ndarray | None = None
 
     def append(self, token_id: int) -> None:
