@@ -45,7 +45,8 @@ def flags(lengths: str, fleet: str, schedule: str) -> str:
     speeds = " --r-worker-speeds 1,2,3,4,1,2,3,4" if ":" in fleet else ""
     return (
         f"--s-part-seconds 4e-3 --num-layers 32 --r-part-seconds-per-token {seconds * workers} "
-        f"--num-r-workers {workers} --max-num-seqs {SEATS} --schedule {schedule} {workload.format(SEATS * generations)}{speeds}"
+        f"--num-r-workers {workers} --max-num-seqs {SEATS} --schedule {schedule} "
+        f"{workload.format(SEATS * generations)}{speeds}"
     )
 
 
@@ -78,8 +79,9 @@ def against_others(lengths: str, found: dict[Key, dict[str, Any]]) -> Iterator[s
         peak = own["peak"] / waves["peak"]
         missed = load < marks[0] or gain < marks[1] or (lengths == "equal" and peak > 0.56)
         yield (
-            f"sls, {lengths}, {fleet} R-worker(s): mean load {load:.3f} of the limit, peak {peak:.3f} of "
-            f"request-level's, {gain:.3f} times the {'waves' if lengths == 'equal' else 'best other'}{' | MISSED' if missed else ''}"
+            f"sls, {lengths}, {fleet} R-worker(s): load {load:.3f} of its limit, peak {peak:.3f} of waves', "
+            f"{gain:.3f} times {'their speed' if lengths == 'equal' else 'the best other'}"
+            f"{' | MISSED' if missed else ''}"
         )
 
 
