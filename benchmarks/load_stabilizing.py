@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models import llama_folder
 from stand_in import StandInBackend
@@ -77,8 +77,12 @@ def _balanced_seconds_per_token(folder: str, args: argparse.Namespace) -> float:
     finally:
         engine.close()
     s_seconds = statistics.median(step.s_seconds for step in steps)
-    mean_load = args.in_flight * (PROMPT_LEN + (32 * args.interval + 1) / 2)
-    return s_seconds / args.layers * args.stand_ins / mean_load
+    return s_seconds / args.layers * args.stand_ins / _mean_load(args)
+
+
+def _mean_load(args: argparse.Namespace) -> float:
+    """KV tokens attended per step, all places taken by sequences of every age."""
+    return args.in_flight * (PROMPT_LEN + (32 * args.interval + 1) / 2)
 
 
 def _run(schedule: str, folder: str, args: argparse.Namespace, seconds_per_token: float) -> ThroughputRun:
@@ -102,8 +106,8 @@ def _engine(schedule: str, folder: str, args: argparse.Namespace, seconds_per_to
         max_num_seqs=args.in_flight,
         schedule=schedule,
         enable_prefix_caching=False,
-        kv_load_limit=args.in_flight * (2 * PROMPT_LEN + 33 * args.interval) // 2,
-        micro_batch_interval=args.interval,
+        kv_load_limit=None if args.stand_ins else args.in_flight * (2 * PROMPT_LEN + 33 * args.interval) // 2,
+        micro_batch_interval=None if args.stand_ins else args.interval,
         num_mini_batches=2,
         s_threads=1,
         r_threads=1,
@@ -113,13 +117,17 @@ def _engine(schedule: str, folder: str, args: argparse.Namespace, seconds_per_to
     if not args.stand_ins:
         return LLMEngine(config)
     stand_ins = StandInBackend(0.0, num_workers=args.stand_ins, seconds_per_token=seconds_per_token)
-    return LLMEngine(config, stand_ins)
+    engine = LLMEngine(config, stand_ins)
+    balanced = int(_mean_load(args) / args.stand_ins)
+    engine.scheduler.limits = replace(engine.scheduler.limits, balanced_kv_tokens=balanced)
+    engine.scheduler.balance_at(balanced)
+    return engine
 
 
 def _figures(schedule: str, run: ThroughputRun, in_flight: int) -> Figures:
     steps = run.steps
     if schedule == "sls":
-        full = next((i for i, step in enumerate(steps) if step.num_output_tokens >= in_flight), 0)
+        full = next((i for i, step in enumerate(steps) if step.num_output_tokens >= 0.97 * in_flight), 0)
         last_start = max(i for i, step in enumerate(steps) if not step.is_decode)
         steps = steps[full : last_start + 1]
     seconds, tokens = _sum(steps, "wall_seconds"), _sum(steps, "num_output_tokens")

@@ -10,6 +10,9 @@ from fastdecode.errors import RequestError
 from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
 from fastdecode.scheduler.staggering import Outlook
 
+SLACK = 1.04
+"""A user's limit over the schedule's peak: with less, chance keeps newcomers back, and they come as a wave later."""
+
 KEPT_PART = 1 / 16
 """Of a sequence's life, what it earns in which is kept while newcomers wait for room: more would start as a wave."""
 
@@ -172,7 +175,8 @@ class LoadControl:
         area, interval = head.kv_area, self._interval(head)
         middle = head.num_prefill + (head.decode_steps + 1) / 2
         ripple = (middle + (interval - 1) / 2) / middle
-        mean = (self.limit or 0) / (ripple if self.is_strict else 1.0)
+        slack = 1.0 if self._interval_steps else SLACK
+        mean = (self.limit or 0) / (ripple * slack if self.is_strict else 1.0)
         enough = max(interval * mean, area)
         self._earned = min(self._earned + mean, enough + mean * head.decode_steps * KEPT_PART - self._granted)
         total = self._earned + self._granted
