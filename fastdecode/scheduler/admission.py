@@ -115,16 +115,12 @@ class Admission:
         hits = self._residents.prefix_cache.hits(sequence)
         if not hits and not rows_for(alone.num_left):
             return None
-        able: np.ndarray | None = None
         for worker in self._workers(sequence, alone, hits):
             hit = hits.get(worker)
-            if able is not None and hit is None and not able[worker]:
-                continue
             prompt = self._prompt(sequence, worker, hit)
             if self._has_room(sequence, worker, hit) and rows_for(prompt.num_left) and self._may_start(prompt):
                 self._start(sequence, prompt, hit)
                 return sequence
-            able = self._able(sequence, alone) if able is None else able
         return None
 
     def forecast(self) -> LoadForecast:
@@ -203,7 +199,7 @@ class Admission:
     def _workers(self, sequence: Sequence, prompt: Prompt, hits: dict[int, tuple[int, Chain]]) -> Iterator[int]:
         """Where ``sequence`` may start, best first; on R-workers that drain only if it could never run elsewhere.
 
-        Among equals the one with most blocks available comes first.
+        Among equals the one with most blocks available comes first. After the best only those that have room.
         """
         hit_tokens = {worker: hit[0] * self._ledger.block_size for worker, hit in hits.items()}
         forecast = self.forecast()
@@ -213,8 +209,10 @@ class Admission:
             costs[self._fleet.draining] = np.inf
         best = np.flatnonzero(costs == costs.min())
         yield int(best[np.argmax(self._available[best])])  # nearly always it is that one
+        able = self._able(sequence, prompt)
+        able[list(hits)] = True
         order = np.lexsort((-self._available, costs))
-        yield from order[np.isfinite(costs[order])].tolist()[1:]
+        yield from order[(able & np.isfinite(costs))[order]].tolist()
 
     def _row_kv_tokens(self, forecast: LoadForecast) -> float:
         """KV tokens that an R-worker of mean speed attends while the S-worker computes a row.
