@@ -50,7 +50,7 @@ class Scenario:
             moments = np.cumsum(rng.exponential(self._seconds_per_request / self.arrivals, count))
         most = 2 * OUTPUT_LEN if self.lengths == "unknown" else None
         return [
-            SimulatedRequest([0] * PROMPT_LEN, output, moment, most)
+            SimulatedRequest([0] * PROMPT_LEN, output, moment, max_tokens=most)
             for output, moment in zip(outputs, moments.tolist(), strict=True)
         ]
 

@@ -20,9 +20,9 @@ class SimulatedRequest:
     prompt_token_ids: list[int]
     output_len: int
     arrival_seconds: float = 0.0
-    max_tokens: int | None = None
     start_seconds: float | None = None
     token_seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    max_tokens: int | None = None
 
     @property
     def finished(self) -> bool:
