@@ -4,15 +4,20 @@ Equal requests with short prompts, several times as many as are in flight, S-wor
 another (FastDecode, section 4.2 and its figure of step latencies). The same requests run under ``fcfs`` (all start
 together, wave after wave) and ``sls`` (a micro-batch every F = S/32 steps, limit B(S+F)/2 and the prompts), A B A B.
 Tune ``--intermediate`` until the S:R line says 1.0 within a tenth. ``--plot`` draws each schedule's steps.
+
+With ``--stand-ins 8`` the R-workers only take time, as much per cached token as makes R time equal S time at the mean
+load (S time is measured first, with R-workers that answer at once), and use no core: what two cores cannot show.
+Waves are then ``request-level``.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models import llama_folder
+from stand_in import StandInBackend
 
 from fastdecode.bench.steps_plot import plot_steps
 from fastdecode.bench.throughput import ThroughputRun, run_throughput, warm_up
@@ -26,7 +31,7 @@ PROMPT_LEN = 16
 
 @dataclass(frozen=True)
 class Figures:
-    """``steady``: output tokens per second from full occupancy to the last start; of all steps under fcfs."""
+    """``steady``: output tokens per second from full occupancy to the last start; of all steps in waves."""
 
     seconds: float
     steady: float
@@ -45,39 +50,43 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="(4)")
     parser.add_argument("--intermediate", type=int, default=2048, help="sets S time (2048)")
     parser.add_argument("--kv-cache-dtype", default="float32", help="(float32)")
+    parser.add_argument("--stand-ins", type=int, default=0, metavar="N", help="R-workers that only take time (none)")
     parser.add_argument("--plot", metavar="PREFIX", help="write PREFIX-fcfs.png and PREFIX-sls.png")
     args = parser.parse_args()
     folder = llama_folder(args.hidden, args.layers, vocab=512, group=1, intermediate=args.intermediate)
-    found: dict[str, list[Figures]] = {"fcfs": [], "sls": []}
+    waves = "request-level" if args.stand_ins else "fcfs"
+    found: dict[str, list[Figures]] = {waves: [], "sls": []}
+    seconds_per_token = _balanced_seconds_per_token(folder, args) if args.stand_ins else 0.0
     for _ in range(args.rounds):
         for schedule, figures in found.items():
-            run = _run(schedule, folder, args)
+            run = _run(schedule, folder, args, seconds_per_token)
             figures.append(_figures(schedule, run, args.in_flight))
             print(f"{schedule:5s} {figures[-1]}", flush=True)
             if args.plot:
                 plot_steps(run.steps, run.kv_load_limit, f"{args.plot}-{schedule}.png")
-    _compare(found)
+    _compare(found, waves)
 
 
-def _run(schedule: str, folder: str, args: argparse.Namespace) -> ThroughputRun:
-    config = EngineConfig(
-        model=folder,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        kv_cache_dtype=args.kv_cache_dtype,
-        max_num_seqs=args.in_flight,
-        schedule=schedule,
-        enable_prefix_caching=False,
-        kv_load_limit=args.in_flight * (2 * PROMPT_LEN + 33 * args.interval) // 2,
-        micro_batch_interval=args.interval,
-        num_mini_batches=2,
-        s_threads=1,
-        r_threads=1,
-        s_cores="0",
-        r_cores="1",
-    )
-    engine = LLMEngine(config)
+def _balanced_seconds_per_token(folder: str, args: argparse.Namespace) -> float:
+    """Of one stand-in and one layer, so that all of them at the schedule's mean load take as long as S does."""
+    engine = _engine("fcfs", folder, args, 0.0)
+    items = [WorkItem([1 + i % 500] * PROMPT_LEN, 24) for i in range(args.in_flight)]
+    try:
+        warm_up(engine, items)
+        steps = [step for step in run_throughput(engine, items).steps if step.is_decode]
+    finally:
+        engine.close()
+    s_seconds = statistics.median(step.s_seconds for step in steps)
+    return s_seconds / args.layers * args.stand_ins / _mean_load(args)
+
+
+def _mean_load(args: argparse.Namespace) -> float:
+    """KV tokens attended per step, all places taken by sequences of every age."""
+    return args.in_flight * (PROMPT_LEN + (32 * args.interval + 1) / 2)
+
+
+def _run(schedule: str, folder: str, args: argparse.Namespace, seconds_per_token: float) -> ThroughputRun:
+    engine = _engine(schedule, folder, args, seconds_per_token)
     requests = range(args.in_flight * args.waves)
     items = [WorkItem([1 + i % 500] * PROMPT_LEN, 32 * args.interval + 1) for i in requests]
     try:
@@ -87,14 +96,42 @@ def _run(schedule: str, folder: str, args: argparse.Namespace) -> ThroughputRun:
         engine.close()
 
 
+def _engine(schedule: str, folder: str, args: argparse.Namespace, seconds_per_token: float) -> LLMEngine:
+    config = EngineConfig(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        kv_cache_dtype=args.kv_cache_dtype,
+        max_num_seqs=args.in_flight,
+        schedule=schedule,
+        enable_prefix_caching=False,
+        kv_load_limit=None if args.stand_ins else args.in_flight * (2 * PROMPT_LEN + 33 * args.interval) // 2,
+        micro_batch_interval=None if args.stand_ins else args.interval,
+        num_mini_batches=2,
+        s_threads=1,
+        r_threads=1,
+        s_cores="0",
+        r_cores="1",
+    )
+    if not args.stand_ins:
+        return LLMEngine(config)
+    stand_ins = StandInBackend(0.0, num_workers=args.stand_ins, seconds_per_token=seconds_per_token)
+    engine = LLMEngine(config, stand_ins)
+    balanced = int(_mean_load(args) / args.stand_ins)
+    engine.scheduler.limits = replace(engine.scheduler.limits, balanced_kv_tokens=balanced)
+    engine.scheduler.balance_at(balanced)
+    return engine
+
+
 def _figures(schedule: str, run: ThroughputRun, in_flight: int) -> Figures:
     steps = run.steps
     if schedule == "sls":
-        full = next((i for i, step in enumerate(steps) if step.num_output_tokens >= in_flight), 0)
+        full = next((i for i, step in enumerate(steps) if step.num_output_tokens >= 0.97 * in_flight), 0)
         last_start = max(i for i, step in enumerate(steps) if not step.is_decode)
         steps = steps[full : last_start + 1]
     seconds, tokens = _sum(steps, "wall_seconds"), _sum(steps, "num_output_tokens")
-    r_seconds = sum(step.r_seconds[0] for step in steps)
+    r_seconds = sum(max(step.r_seconds) for step in steps)
     peak = max(step.kv_load for step in run.steps)
     return Figures(run.elapsed_seconds, tokens / seconds, peak, _sum(steps, "s_seconds") / r_seconds)
 
@@ -103,15 +140,15 @@ def _sum(steps: list[StepRecord], name: str) -> float:
     return sum(getattr(step, name) for step in steps)
 
 
-def _compare(found: dict[str, list[Figures]]) -> None:
+def _compare(found: dict[str, list[Figures]], waves: str) -> None:
     def median(schedule: str, name: str) -> float:
         return statistics.median(getattr(figures, name) for figures in found[schedule])
 
-    print(f"S:R on average: fcfs {median('fcfs', 's_to_r'):.2f}, sls {median('sls', 's_to_r'):.2f}")
+    print(f"S:R on average: {waves} {median(waves, 's_to_r'):.2f}, sls {median('sls', 's_to_r'):.2f}")
     for name, text in (("peak", "peak KV load"), ("steady", "steady tokens/s"), ("seconds", "total seconds")):
-        ratios = [getattr(b, name) / getattr(a, name) for a, b in zip(found["fcfs"], found["sls"], strict=True)]
+        ratios = [getattr(b, name) / getattr(a, name) for a, b in zip(found[waves], found["sls"], strict=True)]
         print(
-            f"{text}: fcfs {median('fcfs', name):.1f}, sls {median('sls', name):.1f}, "
+            f"{text}: {waves} {median(waves, name):.1f}, sls {median('sls', name):.1f}, "
             f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         )
 

@@ -1,4 +1,4 @@
-"""An R-worker that only takes time: zeros after a given delay, calls served one after another."""
+"""R-workers that only take time: zeros after a given delay, the calls of each served one after another."""
 
 from __future__ import annotations
 
@@ -10,33 +10,51 @@ from fastdecode.errors import BackendError
 from fastdecode.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 
 TIMER_SECONDS = 2e-4
+NUM_BLOCKS = 1 << 24
 
 
 class StandInBackend:
-    """``AttentionBackend`` whose every call is busy for ``call_seconds`` after the call before it, using no core."""
+    """``AttentionBackend`` whose R-workers use no core.
 
-    def __init__(self, call_seconds: float = 0.0, block_size: int = 32) -> None:
+    Each is busy for ``call_seconds``, and ``seconds_per_token`` for every cached token that it attends, after its call
+    before; o is there when the last of them is done.
+    """
+
+    def __init__(
+        self,
+        call_seconds: float = 0.0,
+        block_size: int = 32,
+        num_workers: int = 1,
+        seconds_per_token: float = 0.0,
+    ) -> None:
         self.call_seconds = call_seconds
         self.block_size = block_size
+        self.num_workers = num_workers
+        self.seconds_per_token = seconds_per_token
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         """See ``AttentionBackend.open``."""
         self.layout = layout
-        return [RWorkerInfo("stand-in", 1 << 24, self.block_size, 1, "none", own_cores=True)]
+        info = RWorkerInfo("stand-in", NUM_BLOCKS, self.block_size, 1, "none", own_cores=True)
+        return [info] * self.num_workers
 
     def begin_step(self, plan: StepPlan) -> None:
         """See ``AttentionBackend.begin_step``."""
-        count = len(plan.workers[0].mini_batches)
+        tokens = [[_attended(spans) for spans in worker.mini_batches] for worker in plan.workers]
+        self._tokens = np.array(tokens, np.float64)
         self._end: dict[int, float] = {}
         self._rows: dict[int, np.ndarray] = {}
-        self._free_at = 0.0
-        self._busy = np.zeros((2, count, len(self.layout.layers)))
+        self._free_at = np.zeros(self.num_workers)
+        self._busy = np.zeros((2, *self._tokens.shape, len(self.layout.layers)))
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         """See ``AttentionBackend.submit``."""
-        start = max(time.perf_counter(), self._free_at)
-        self._free_at = self._end[mini_batch] = start + self.call_seconds
-        self._busy[:, mini_batch, layer] = start, self._free_at
+        tokens = self._tokens[:, mini_batch]
+        start = np.maximum(time.perf_counter(), self._free_at)
+        end = start + (self.call_seconds + self.seconds_per_token * tokens) * (tokens > 0)
+        self._free_at = end
+        self._end[mini_batch] = float(end.max())
+        self._busy[:, :, mini_batch, layer] = np.where(tokens > 0, (start, end), 0.0)
         shape = (len(q), self.layout.layers[layer].num_heads, self.layout.layers[layer].value_head_dim)
         self._rows[mini_batch] = np.zeros(shape, WIRE_DTYPE[self.layout.model_dtype])
 
@@ -52,7 +70,8 @@ class StandInBackend:
 
     def end_step(self) -> StepReport:
         """See ``AttentionBackend.end_step``."""
-        return StepReport((WorkerReport(self._busy[0], self._busy[1], 0.0, 0, 1 << 24),))
+        start, end = self._busy
+        return StepReport(tuple(WorkerReport(*times, 0.0, 0, NUM_BLOCKS) for times in zip(start, end, strict=True)))
 
     def abandon_step(self) -> None:
         """See ``AttentionBackend.abandon_step``."""
@@ -66,7 +85,7 @@ class StandInBackend:
         raise BackendError("import: the stand-in keeps no keys and values")
 
     def admit(self) -> list[RWorkerInfo]:
-        """See ``AttentionBackend.admit``; nobody joins."""
+        """See ``AttentionBackend.admit``: nobody joins."""
         return []
 
     def dismiss(self, worker: int) -> None:
@@ -74,3 +93,8 @@ class StandInBackend:
 
     def close(self) -> None:
         """See ``AttentionBackend.close``."""
+
+
+def _attended(spans: np.ndarray) -> int:
+    """Cached tokens that a mini-batch's SPAN records attend on one R-worker."""
+    return int(((spans["context_len"] + spans["num_rows"]) * (spans["attends"] > 0)).sum())

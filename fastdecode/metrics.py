@@ -16,6 +16,7 @@ class StepRecord:
     """Seconds of one step. ``wall = s + wait + host``.
 
     ``kv_loads`` (KV tokens attended), ``r_seconds`` and ``transfer_seconds`` are per R-worker.
+    ``num_starts``: requests that began in this step for the first time.
     """
 
     is_decode: bool
@@ -31,6 +32,7 @@ class StepRecord:
     transfer_seconds: tuple[float, ...]
     kv_bytes_read: int
     lost_workers: int = 0
+    num_starts: int = 0
 
     @property
     def kv_load(self) -> int:
@@ -56,4 +58,5 @@ def step_record(
         transfer_seconds=tuple(worker.transfer_seconds for worker in report.workers),
         kv_bytes_read=sum(worker.bytes_read for worker in report.workers),
         lost_workers=len(report.lost),
+        num_starts=step.num_starts,
     )

@@ -117,6 +117,8 @@ def make_completions(
     text = tokenizer is not None and params.detokenize
     sequences = [Sequence(first_sequence_id + i, prompt_token_ids, max_tokens) for i in range(params.n)]
     sequences[0].siblings = tuple(sequences[1:])
+    for sequence in sequences:
+        sequence.may_stop = not params.ignore_eos or bool(params.stop or params.stop_token_ids)
     return [
         Completion(
             index,

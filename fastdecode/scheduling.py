@@ -45,6 +45,7 @@ def make_scheduler(
         bandwidths=_bandwidths(r_workers),
         kv_load_limit=config.kv_load_limit,
         balanced_kv_tokens=calibrated.balanced_kv_tokens_each(config.max_num_seqs) if calibrated else None,
+        idle_s_share=calibrated.idle_s_share(config.max_num_seqs) if calibrated else 1.0,
         micro_batch_interval=config.micro_batch_interval,
         prefix_caching=config.enable_prefix_caching,
     )

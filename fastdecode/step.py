@@ -121,10 +121,14 @@ class MiniBatch:
 
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
-    """The scheduler's answer: the mini-batches, and the controls of each R-worker."""
+    """The scheduler's answer: the mini-batches, and the controls of each R-worker.
+
+    ``num_starts``: requests that begin in this step for the first time.
+    """
 
     mini_batches: tuple[MiniBatch, ...]
     controls: tuple[tuple[tuple[int, int, int, int], ...], ...]
+    num_starts: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -103,6 +103,12 @@ class StepModel:
         """Of those, one R-worker's: ``Limits.balanced_kv_tokens``."""
         return int(self.balanced_kv_tokens(tokens) / self.num_r_workers)
 
+    def idle_s_share(self, tokens: int) -> float:
+        """S-part seconds of a step of one row over those of ``tokens``: ``Limits.idle_s_share``."""
+        layer, head = self.s_part.layer_seconds, self.s_part.head_seconds
+        seconds = [self.num_layers * layer(rows) + head(rows) for rows in (1, tokens / self.num_mini_batches)]
+        return min(1.0, seconds[0] / seconds[1])
+
     def _pipeline_seconds(self, tokens: float, kv_tokens: float, output_tokens: float) -> float:
         """All layers and heads."""
         n, k, stages = self.num_layers, self.num_mini_batches, self.stages(tokens, kv_tokens, output_tokens)

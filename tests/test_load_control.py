@@ -170,7 +170,10 @@ def test_below_the_limit_nothing_is_staggered() -> None:
 
 
 def test_a_found_limit_lets_everybody_start_who_has_a_seat() -> None:
-    """Where R time equals S time nobody gains by waiting, unless some wait for seats; the longest request fits."""
+    """Where R time equals S time nobody gains by waiting, unless there are many generations for as many seats.
+
+    The longest request fits whatever was found.
+    """
     limits = replace(AMPLE, max_num_seqs=50, max_num_batched_tokens=2048)
     jobs = [Job([1] * 10, 20, [20]) for _ in range(50)]
     run = Run("sls", limits, jobs)
@@ -179,14 +182,18 @@ def test_a_found_limit_lets_everybody_start_who_has_a_seat() -> None:
     assert run.scheduler.kv_load_limit == 29
     run.step()
     assert len(run.starts) == 50
-    crowd = Run("sls", limits, [*jobs, *jobs])
-    crowd.scheduler.balance_at(300)
-    crowd.arrive_and_abort()
-    crowd.step()
-    assert 1 <= len(crowd.starts) < 20
-    crowd.step_number += 1
-    crowd.to_the_end()
-    assert loads_of(crowd).max() <= 300
+    for generations in (2, 12):
+        crowd = Run("sls", limits, jobs * generations)
+        crowd.scheduler.balance_at(900)
+        crowd.to_the_end()
+        loads = loads_of(crowd)[0]
+        if generations == 2:
+            assert len([step for step, _ in crowd.starts if step == 0]) == 50
+        else:
+            last_start = max(step for step, _ in crowd.starts)
+            assert 1 <= len([step for step, _ in crowd.starts if step == 0]) < 20
+            assert loads[30 : last_start - 30].mean() == pytest.approx(900, rel=0.03)
+            assert loads[: last_start - 30].max() <= 1.1 * 900
 
 
 def test_outputs_shorter_than_expected_make_room_for_more() -> None:

@@ -184,6 +184,24 @@ def test_when_blocks_run_out_the_youngest_is_computed_again() -> None:
     assert all(len(group[0].output_token_ids) == 7 for group in run.members)
 
 
+def test_who_was_preempted_gets_on_before_being_preempted_again() -> None:
+    """Five grow to 40 tokens in room for two and a half: whoever comes back gets tokens before leaving again."""
+    limits = limits_of(num_blocks=(25,), max_num_batched_tokens=200)
+    run = Run("stall-free", limits, [Job([i] * 12, 28, [28]) for i in range(5)])
+    at_last_preemption: dict[int, int] = {}
+    preempt = run.scheduler._preempt
+
+    def noted(sequence: Sequence) -> None:
+        count = len(sequence.output_token_ids)
+        assert count > at_last_preemption.get(sequence.sequence_id, -1)
+        at_last_preemption[sequence.sequence_id] = count
+        preempt(sequence)
+
+    run.scheduler._preempt = noted  # type: ignore[method-assign]
+    run.to_the_end()
+    assert at_last_preemption, "nobody was preempted"
+
+
 def test_a_reservation_for_siblings_counts_shared_blocks_once() -> None:
     limits = limits_of(num_blocks=(5, 20), bandwidths=(1.0, 1.0))
     run = Run("stall-free", limits, [Job([0] * 10, 3, [3, 3, 3])])

@@ -14,7 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdecode.bench.report import breakdown, decode_figures, latencies, summary_lines, throughput_report
+from fastdecode.bench.report import (
+    breakdown,
+    decode_figures,
+    latencies,
+    steady_figures,
+    summary_lines,
+    throughput_report,
+)
 from fastdecode.bench.throughput import ThroughputRun
 from fastdecode.bench.workload import WorkloadSpec, make_workload
 from fastdecode.cluster.timing import transfer_seconds
@@ -331,3 +338,16 @@ def moments(*rows: list[float]) -> np.ndarray:
 )
 def test_transfer_seconds(submitted: np.ndarray, busy_start: np.ndarray, busy_end: np.ndarray, expected: float) -> None:
     assert transfer_seconds(submitted, busy_start, busy_end) == expected
+
+
+def test_the_steady_part_is_from_one_output_after_the_first_start_to_the_last_start() -> None:
+    """Ten steps of a second; starts in steps 1, 4 and 7, outputs of 3 tokens: steps 4 to 7."""
+    steps = [
+        StepRecord(True, True, 2, 2, (10 * i, 0), 1.0, 1.0, 0.0, 0.0, (3.0, 1.0), (0.0, 0.0), 0, 0, int(i in (1, 4, 7)))
+        for i in range(10)
+    ]
+    found = steady_figures(steps, 3.0, 77)
+    assert found == {
+        "seconds": 4.0, "tokens_per_second": 2.0, "mean_kv_tokens": 55.0, "limit_kv_tokens": 77, "imbalance": 1.5,
+    }  # fmt: skip
+    assert steady_figures(steps[:2], 3.0, None)["seconds"] == 0.0

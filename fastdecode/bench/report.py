@@ -43,6 +43,7 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
         },
         "prefix_cache": {"queries": run.statistics.prefix_queries, "hit_tokens": run.statistics.prefix_hit_tokens},
         "preemptions": run.statistics.preemptions,
+        "steady": steady_figures(run.steps, _rate(output_tokens, len(run.outputs)), run.kv_load_limit),
         "lost_workers": sum(step.lost_workers for step in run.steps),
     }
 
@@ -88,6 +89,28 @@ def breakdown(steps: Sequence[StepRecord], separate_cores: bool) -> dict[str, An
     }
 
 
+def steady_figures(
+    steps: Sequence[StepRecord], mean_output_len: float, kv_load_limit: int | None
+) -> dict[str, float | int | None]:
+    """From one mean output length (tokens, so steps) after the first start until the last request has started.
+
+    ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's. Zeros where the run has no
+    such steps: everybody started at once.
+    """
+    starts = [index for index, step in enumerate(steps) if step.num_starts]
+    first, last = (starts[0] + round(mean_output_len), starts[-1]) if starts else (0, -1)
+    steady = steps[first : last + 1]
+    seconds = sum(step.wall_seconds for step in steady)
+    uneven = [max(each) / float(np.mean(each)) for each in (step.r_seconds for step in steady) if sum(each) > 0]
+    return {
+        "seconds": seconds,
+        "tokens_per_second": _rate(sum(step.num_output_tokens for step in steady), seconds),
+        "mean_kv_tokens": float(np.mean([step.kv_load for step in steady])) if steady else 0.0,
+        "limit_kv_tokens": kv_load_limit,
+        "imbalance": float(np.mean(uneven)) if uneven else 0.0,
+    }
+
+
 def latencies(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Time to first token and time between tokens, over all requests."""
     first = [out.metrics.token_seconds[0] - out.metrics.arrival_seconds for out in outputs if out.metrics.token_seconds]
@@ -120,6 +143,11 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
     if (load := report.get("kv_load")) and load["peak_tokens"]:
         limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""
         yield f"KV load: mean {load['mean_tokens']:.0f}, peak {load['peak_tokens']} tokens per step{limit}"
+    if (steady := report.get("steady")) and steady["seconds"]:
+        yield (
+            f"Steady: {steady['tokens_per_second']:.1f} tokens/s over {steady['seconds']:.4g} s, mean KV load "
+            f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f}"
+        )
     if (cache := report.get("prefix_cache")) and (cache["queries"] or report["preemptions"]):
         yield (
             f"Prefix cache: {cache['hit_tokens']} prompt tokens found for {cache['queries']} requests; "

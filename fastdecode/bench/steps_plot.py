@@ -23,6 +23,7 @@ def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str
     for label, color, values in (
         ("step", "#555555", [step.wall_seconds for step in steps]),
         ("S-worker", "#d98c3f", [step.s_seconds for step in steps]),
+        ("mean R-worker", "#9db8d2", [sum(step.r_seconds) / len(step.r_seconds) for step in steps]),
         ("busiest R-worker", "#3b6ea5", [max(step.r_seconds) for step in steps]),
     ):
         seconds.plot([value * 1e3 for value in values], color=color, linewidth=0.9, label=label)

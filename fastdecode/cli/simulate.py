@@ -37,6 +37,9 @@ def add_command(commands: Any) -> None:
     group = parser.add_argument_group("model and machine, by name")
     add_machine_flags(group)
     group.add_argument("--num-r-workers", type=int, metavar="N", help="0: the GPU alone (as many as plan says)")
+    group.add_argument(
+        "--r-worker-speeds", metavar="LIST", help="of each R-worker, relative to their mean, such as 1,2,1,2 (equal)"
+    )
     add_number_flags(parser.add_argument_group("or as measured"))
     group = parser.add_argument_group("engine")
     add_schedule_flags(group)

@@ -46,6 +46,7 @@ OF_R_WORKERS = (
     "link",
     "kv_cache_memory",
     "r_workers_per_host",
+    "r_worker_speeds",
     "profile",
     *BARE_FLAGS,
     "exposed_transport",
@@ -113,10 +114,31 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     capacity = planner.capacity_tokens
     blocks = UNBOUNDED_TOKENS if math.isinf(capacity) else int(capacity) // args.block_size
     balanced = model.balanced_kv_tokens_each(args.max_num_seqs)
-    limits = replace(_limits(args, workload, (blocks,) * workers, _scratch_tokens(inputs)), balanced_kv_tokens=balanced)
-    machine = SplitMachine(model, planner.kv_bytes_per_token or 0)
+    speeds = _speeds(args.r_worker_speeds, workers)
+    limits = replace(
+        _limits(args, workload, (blocks,) * workers, _scratch_tokens(inputs)),
+        balanced_kv_tokens=balanced,
+        idle_s_share=model.idle_s_share(args.max_num_seqs),
+        bandwidths=speeds or (1.0,) * workers,
+    )
+    machine = SplitMachine(model, planner.kv_bytes_per_token or 0, speeds)
     title = f"{inputs.title}, {workers} R-worker(s)"
     return SimulationInputs(machine, limits, args.schedule, workload, rate, title, inputs.assumptions)
+
+
+def _speeds(text: str | None, num_r_workers: int) -> tuple[float, ...] | None:
+    """One above 0 for each R-worker; ConfigError otherwise."""
+    if text is None:
+        return None
+    try:
+        speeds = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"r_worker_speeds must be numbers such as 1,2,1,2, not {text!r}") from None
+    if len(speeds) != num_r_workers or not all(0 < speed < math.inf for speed in speeds):
+        raise ConfigError(
+            f"r_worker_speeds needs a number above 0 for each of {num_r_workers} R-worker(s), not {text!r}"
+        )
+    return speeds
 
 
 def _limits(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -13,11 +13,12 @@ from fastdecode.scheduler.limits import Limits
 from fastdecode.scheduler.load_control import LoadControl
 from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
 from fastdecode.scheduler.output_lengths import OutputLengths
-from fastdecode.scheduler.placement import workers_by_preference
+from fastdecode.scheduler.placement import placement_costs
 from fastdecode.scheduler.policy import Policy
 from fastdecode.scheduler.prefix_index import Chain
 from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.staggering import SAMPLE, Outlook
 from fastdecode.scheduler.waiting_queue import WaitingQueue
 
 
@@ -34,8 +35,10 @@ class Admission:
         self._queue = queue
         self._fleet = fleet
         self._forecast: LoadForecast | None = None
-        self._kv_loads = np.zeros(0)
+        self._available = self._capacities = np.zeros(0, np.int64)
+        self._speeds, self._num_present = np.zeros(0), 1
         self._is_open = True
+        self.num_starts = 0
 
     def check(self, sequence: Sequence) -> None:
         """RequestError when ``sequence``, with its siblings, could never run."""
@@ -78,14 +81,25 @@ class Admission:
     def begin_step(self) -> None:
         """The running sequences of this step are known; look at everybody anew."""
         self._forecast = None
+        self.num_starts = 0
         self._is_open = not self._policy.waves or not len(self._residents)
         if not len(self._queue):
             return
-        self._kv_loads = self._residents.kv_loads()
+        self._available = self._ledger.available_each()
+        self._capacities = np.array(self._ledger.num_blocks) * self._ledger.block_size
+        self._speeds, self._num_present = self._fleet.speeds, max(1, len(self._fleet.present))
+        self.output_lengths.running(self._residents.table.num_outputs)
         if self._policy.stabilizes_load:
-            seats = self._limits.max_num_seqs - len(self._residents)
-            waiting = (self._prompt(sequence) for sequence in islice(self._queue, max(1, seats)))
-            self.load_control.begin_step(waiting, len(self._queue) <= seats, not len(self._residents), self.forecast)
+            seats = max(1, self._limits.max_num_seqs - len(self._residents))
+            head = next(iter(self._queue), None)
+            self.load_control.begin_step(
+                lambda: [self._prompt(sequence) for sequence in islice(self._queue, seats)],
+                None if head is None else self._prompt(head),
+                len(self._queue) <= seats,
+                not len(self._residents),
+                self.forecast,
+                None if head is None or (head.may_stop and not self.output_lengths.is_known) else self._outlook,
+            )
 
     def start_next(self, rows_for: Callable[[int], int]) -> Sequence | None:
         """Start the head of the queue and return it; None when it has to wait.
@@ -99,18 +113,14 @@ class Admission:
         if self._policy.stabilizes_load and not self.load_control.affords(alone):
             return None
         hits = self._residents.prefix_cache.hits(sequence)
-        able: np.ndarray | None = None
-        for worker in self._workers(sequence, hits):
+        if not hits and not rows_for(alone.num_left):
+            return None
+        for worker in self._workers(sequence, alone, hits):
             hit = hits.get(worker)
-            if able is not None and hit is None and not able[worker]:
-                continue
             prompt = self._prompt(sequence, worker, hit)
             if self._has_room(sequence, worker, hit) and rows_for(prompt.num_left) and self._may_start(prompt):
-                self._queue.pop()
-                self._residents.start(sequence, worker, hit, self.blocks_for(sequence))
-                self._kv_loads[worker] += sequence.num_prefill
+                self._start(sequence, prompt, hit)
                 return sequence
-            able = self._able(sequence, alone) if able is None else able
         return None
 
     def forecast(self) -> LoadForecast:
@@ -127,8 +137,37 @@ class Admission:
                 self._limits.max_num_batched_tokens,
             )
             for sequence in self._residents.prompts.values():
-                self._forecast.add(self._prompt_of(sequence, sequence.worker, not sequence.uses_scratch))
+                self._forecast.add(self._in_prompt(sequence))
         return self._forecast
+
+    def _outlook(self) -> Outlook:
+        """The rest of the run, as far as those that wait by now go."""
+        weight = 1
+        while len(self._queue) > weight * SAMPLE:
+            weight *= 2
+        waiting = [member for each in islice(self._queue, 0, None, weight) for member in (each, *each.siblings)]
+        table, prompts = self._residents.table, self._residents.prompts.values()
+        ends = self.output_lengths.drawn(table.num_outputs, table.max_tokens) - table.num_outputs
+        return Outlook(
+            loads=self.forecast().loads.sum(axis=0),
+            ends=np.append(ends, self._drawn_steps(prompts)),
+            num_prefill=np.array([each.num_prefill or len(each.prompt_token_ids) for each in waiting]),
+            decode_steps=self._drawn_steps(waiting),
+            weight=weight,
+            seats=self._limits.max_num_seqs,
+            limit=float(self.load_control.limit or 0),
+            idle_share=self._limits.idle_s_share,
+        )
+
+    def _drawn_steps(self, sequences: Iterable[Sequence]) -> np.ndarray:
+        """Decode steps that these, none of which decodes yet, may take; int64 [n]."""
+        listed = list(sequences)
+        outputs = np.array([len(each.output_token_ids) for each in listed], np.int64)
+        most = np.array([each.max_tokens for each in listed], np.int64)
+        return np.maximum(self.output_lengths.drawn(outputs, most) - outputs - 1, 0)
+
+    def _in_prompt(self, sequence: Sequence) -> Prompt:
+        return self._prompt_of(sequence, sequence.worker, not sequence.uses_scratch)
 
     def _able(self, sequence: Sequence, prompt: Prompt) -> np.ndarray:
         """R-workers that have room and load to spare for ``sequence`` and all of its ``prompt``: bool [num_workers].
@@ -146,21 +185,44 @@ class Admission:
     def _may_start(self, prompt: Prompt) -> bool:
         if not self._policy.stabilizes_load:
             return True
-        if not self.load_control.fits(prompt, self.forecast):
-            return False
-        self.load_control.started(prompt)
-        if self._forecast is not None:
-            self._forecast.add(prompt)
-        return True
+        return self.load_control.fits(prompt, self.forecast)
 
-    def _workers(self, sequence: Sequence, hits: dict[int, tuple[int, Chain]]) -> list[int]:
-        """Where ``sequence`` may start, best first; on R-workers that drain only if it could never run elsewhere."""
-        available = self._ledger.available_each()
-        depths = {worker: hit[0] for worker, hit in hits.items()}
-        workers = workers_by_preference(self._kv_loads, self._fleet.speeds, available, depths)
+    def _start(self, sequence: Sequence, prompt: Prompt, hit: tuple[int, Chain] | None) -> None:
+        self._queue.pop()
+        self.num_starts += sequence.outputs_at_start is None
+        self._residents.start(sequence, prompt.worker, hit, self.blocks_for(sequence))
+        self._available[prompt.worker] = self._ledger.available(prompt.worker)
+        self.forecast().add(prompt)
+        if self._policy.stabilizes_load:
+            self.load_control.started(prompt)
+
+    def _workers(self, sequence: Sequence, prompt: Prompt, hits: dict[int, tuple[int, Chain]]) -> Iterator[int]:
+        """Where ``sequence`` may start, best first; on R-workers that drain only if it could never run elsewhere.
+
+        Among equals the one with most blocks available comes first. After the best only those that have room.
+        """
+        hit_tokens = {worker: hit[0] * self._ledger.block_size for worker, hit in hits.items()}
+        forecast = self.forecast()
+        row_kv_tokens = self._row_kv_tokens(forecast)
+        costs = placement_costs(forecast, prompt, self._speeds, self._capacities, hit_tokens, row_kv_tokens)
         if self._fleet.draining and self.fits_elsewhere(sequence):
-            return [worker for worker in workers if worker not in self._fleet.draining]
-        return workers
+            costs[self._fleet.draining] = np.inf
+        best = np.flatnonzero(costs == costs.min())
+        yield int(best[np.argmax(self._available[best])])  # nearly always it is that one
+        able = self._able(sequence, prompt)
+        able[list(hits)] = True
+        order = np.lexsort((-self._available, costs))
+        yield from order[(able & np.isfinite(costs))[order]].tolist()
+
+    def _row_kv_tokens(self, forecast: LoadForecast) -> float:
+        """KV tokens that an R-worker of mean speed attends while the S-worker computes a row.
+
+        Where neither was measured yet, as if both sides were as busy now, which is what R-workers are bought for.
+        """
+        limit = self.load_control.limit
+        if limit is not None:
+            return limit / self._limits.max_num_seqs / self._num_present
+        return float(forecast.loads[:, 0].sum()) / max(1, len(self._residents)) / self._num_present
 
     def _has_seats(self, sequence: Sequence) -> bool:
         return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs
@@ -192,8 +254,9 @@ class Admission:
         return self._prompt_of(sequence, worker, attends, taken_over)
 
     def _prompt_of(self, sequence: Sequence, worker: int, attends: bool, taken_over: int = 0) -> Prompt:
-        outputs = len(sequence.output_token_ids)
-        expected = int(self.output_lengths.expected(np.array([outputs]), np.array([sequence.max_tokens]))[0])
+        outputs, expected = len(sequence.output_token_ids), sequence.max_tokens
+        if self.output_lengths.is_known:
+            expected = int(self.output_lengths.expected(np.array([outputs]), np.array([expected]))[0])
         return Prompt(
             worker=worker,
             num_prefill=sequence.num_prefill,
@@ -201,6 +264,9 @@ class Admission:
             decode_steps=expected - outputs - 1,
             num_siblings=len(sequence.siblings),
             attends=attends,
+            expected_area=self.output_lengths.expected_area(sequence.num_prefill, outputs, sequence.max_tokens)
+            if sequence.may_stop
+            else None,
         )
 
 

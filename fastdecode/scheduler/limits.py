@@ -12,7 +12,7 @@ class Limits:
     any was observed. ``kv_load_limit``: KV tokens attended per step over all R-workers, None while unknown.
     ``micro_batch_interval``: steps between micro-batches, None for a 32nd of an output. ``balanced_kv_tokens``: what an
     R-worker of mean speed attends in the time of the S-part, where that is known beforehand; without a load limit it
-    gives one."""
+    gives one. ``idle_s_share``: S-part seconds of a step with hardly any row over those of one with all seats taken."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -26,3 +26,4 @@ class Limits:
     micro_batch_interval: int | None = None
     prefix_caching: bool = True
     balanced_kv_tokens: int | None = None
+    idle_s_share: float = 1.0

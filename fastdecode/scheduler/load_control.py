@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from fastdecode.errors import RequestError
 from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
+from fastdecode.scheduler.staggering import Outlook
 
+SLACK = 1.04
+"""A user's limit over the schedule's peak: with less, chance keeps newcomers back, and they come as a wave later."""
 
-def kv_area(prompt: Prompt) -> int:
-    """KV tokens that a sequence attends over its life: Σ (p + k) over its decode steps k."""
-    steps = prompt.decode_steps
-    return (1 + prompt.num_siblings) * (prompt.num_prefill * steps + steps * (steps + 1) // 2)
+KEPT_PART = 1 / 16
+"""Of a sequence's life, what it earns in which is kept while newcomers wait for room: more would start as a wave."""
+
+TOLERANCE = 0.015
+"""Spreading the starts may take this part longer and still counts as worth it: its steps are even."""
 
 
 class LoadControl:
     """FastDecode's load control (paper, section 4.2), for unequal lengths, prompts and arrivals.
 
     A newcomer starts where the forecast, with it, stays within the limit of its R-worker in every coming step. That
-    alone would start one big wave: so while the waiting ones do not all fit at once, starts are spread as well. Each
-    costs its KV area, and every step earns the limit, since in a steady state the area started per step is the mean
-    load. Earnings are spent in micro-batches: every F steps as many sequences as F steps earn, which for equal lengths
-    S and B in flight are the paper's M = B·F/S.
+    alone would start one big wave: so starts are spread as well. Each costs its KV area, and every step earns the mean
+    load, since in a steady state the area started per step is the mean load. Earnings are spent in micro-batches:
+    every F steps as many sequences as F steps earn, which for equal lengths S and B in flight are the paper's
+    M = B·F/S. Unless F is given it is short, so that prompts do not come in bursts; but where an R-worker holds few
+    sequences it is what it takes to earn one for each of them, so that all have the same mix of ages at every moment
+    (else the one whose oldest is about to end would always be far above the mean). What cannot be spent, because a
+    sequence waits for room, is kept.
 
     ``limit``: KV tokens per step over all R-workers, shared in proportion to ``bandwidths``; None while unknown.
-    ``is_strict``: the user's limit, never exceeded; else it is where R time equals S time, and what fits the free
-    seats starts at once whatever the load, since nobody would gain by waiting.
+    ``is_strict``: the user's limit, never exceeded. Else it is where R time equals S time, which the mean load is to
+    meet: the schedule's own ripple, F/S, comes on top. Such a limit costs nothing to exceed but even steps; starts are
+    spread only while that pays, and what fits the free seats starts at once whatever the load.
     """
 
     def __init__(self, limit: int | None, bandwidths: Sequence[float], interval_steps: int | None = None) -> None:
@@ -36,9 +44,11 @@ class LoadControl:
         self._longest = 0
         self._shares = np.array(bandwidths) / sum(bandwidths)
         self._interval_steps = interval_steps
-        self._crowded = False
+        self._is_paced = False
+        self._steps_paced = 0
+        self._looked = 0
         self._earned = 0.0
-        self._spending = False
+        self._granted = 0.0
 
     @property
     def limits(self) -> np.ndarray:
@@ -89,45 +99,101 @@ class LoadControl:
         return not self.is_strict or longest <= self.limits[worker]
 
     def begin_step(
-        self, waiting: Iterable[Prompt], fits_seats: bool, is_idle: bool, forecast: Callable[[], LoadForecast]
+        self,
+        waiting: Callable[[], list[Prompt]],
+        head: Prompt | None,
+        fits_seats: bool,
+        is_idle: bool,
+        forecast: Callable[[], LoadForecast],
+        outlook: Callable[[], Outlook] | None,
     ) -> None:
-        """Earn a step's limit, or all that is missing where nobody runs.
+        """Decide whether starts are spread, and earn a step's mean load; a micro-batch's where nobody runs.
 
-        ``waiting``: those that the free seats could take now, in order, workers unknown; ``fits_seats``: they are all.
+        ``head`` is the first that waits, ``waiting`` gives those that the free seats could take now, in order, workers
+        unknown; ``fits_seats``: they are all. ``outlook`` is the rest of the run, if asked for; None while
+        nobody knows how long outputs are.
         """
-        queue = iter(waiting)
-        head = next(queue, None)
         if self.limit is None or head is None:
-            self._crowded = False
+            self._is_paced, self._looked = False, 0
             return
-        if not self._crowded and (self.is_strict or not fits_seats):
-            self._crowded = self._exceeds([head, *queue], forecast())
-            is_idle = is_idle or self._crowded  # the first micro-batch starts at once
-        interval = self._interval_steps or max(1, head.decode_steps // 32)
-        enough = max(interval * self.limit, kv_area(head))
-        self._earned = enough if is_idle else min(self._earned + self.limit, enough)
-        self._spending = self._earned >= enough
+        begins = not self._is_paced and self._should_begin(waiting, head, fits_seats, forecast, outlook)
+        if begins:
+            self._is_paced, self._steps_paced, self._earned, self._granted = True, 0, 0.0, 0.0
+        elif self._is_paced and not self.is_strict and self._looks_again(head):
+            self._is_paced = outlook is not None and self._goes_on(outlook())
+        if self._is_paced:
+            self._earn(head, is_idle or begins)
 
     def affords(self, prompt: Prompt) -> bool:
         """Whether enough was earned for ``prompt`` to start in this step, on whichever worker."""
-        return not self._crowded or (self._spending and self._earned >= kv_area(prompt))
+        return not self._is_paced or self._granted >= prompt.kv_area
 
     def fits(self, prompt: Prompt, forecast: Callable[[], LoadForecast]) -> bool:
         """Whether ``prompt``'s worker stays within its limit with it."""
-        if self.limit is None or (not self._crowded and not self.is_strict):
+        if not self.is_strict:
             return True
         return forecast().peak_with(prompt) <= self.limits[prompt.worker]
 
     def fits_where(self, prompt: Prompt, forecast: Callable[[], LoadForecast]) -> np.ndarray:
         """The same for every R-worker, were ``prompt`` there: bool [num_workers]."""
-        if self.limit is None or (not self._crowded and not self.is_strict):
+        if not self.is_strict:
             return np.ones(len(self._shares), bool)
         return forecast().peaks_with(prompt) <= self.limits
 
     def started(self, prompt: Prompt) -> None:
         """``prompt`` starts in this step."""
-        if self._crowded:
-            self._earned -= kv_area(prompt)
+        if self._is_paced:
+            self._granted -= prompt.kv_area
+
+    def _should_begin(
+        self,
+        waiting: Callable[[], list[Prompt]],
+        head: Prompt,
+        fits_seats: bool,
+        forecast: Callable[[], LoadForecast],
+        outlook: Callable[[], Outlook] | None,
+    ) -> bool:
+        """A user's limit has to be kept; else staggering must pay, from the first step of a queue or clearly."""
+        if self.is_strict:
+            return self._exceeds(waiting(), forecast())
+        if outlook is None or fits_seats or not self._looks_again(head) or not self._exceeds(waiting(), forecast()):
+            return False
+        ahead = outlook()
+        return ahead.spread <= (1 + TOLERANCE if self._looked == 1 else 1 - TOLERANCE) * ahead.together
+
+    def _goes_on(self, ahead: Outlook) -> bool:
+        """Whether starts stay spread: to end that has to win a part of all that was spread so far as well."""
+        return ahead.spread - ahead.together <= 2 * TOLERANCE * (self._steps_paced + ahead.together)
+
+    def _looks_again(self, head: Prompt) -> bool:
+        """True in the first step of a queue, and then 16 times in a sequence's life: looking ahead takes time."""
+        self._looked += 1
+        return self._looked % max(1, head.decode_steps // 16) == 1 or head.decode_steps < 32
+
+    def _earn(self, head: Prompt, at_once: bool) -> None:
+        """Earn a step's mean load, and say whether a micro-batch starts."""
+        area, interval = head.kv_area, self._interval(head)
+        middle = head.num_prefill + (head.decode_steps + 1) / 2
+        ripple = (middle + (interval - 1) / 2) / middle
+        slack = 1.0 if self._interval_steps else SLACK
+        mean = (self.limit or 0) / (ripple * slack if self.is_strict else 1.0)
+        enough = max(interval * mean, area)
+        self._earned = min(self._earned + mean, enough + mean * head.decode_steps * KEPT_PART - self._granted)
+        total = self._earned + self._granted
+        is_due = self._steps_paced % self._interval_steps == 0 if self._interval_steps else total >= enough
+        if at_once or is_due:
+            self._granted, self._earned = max(total, enough if at_once else area), 0.0
+        self._steps_paced += 1
+
+    def _interval(self, head: Prompt) -> float:
+        """F."""
+        if self._interval_steps is not None:
+            return self._interval_steps
+        steps, prompt_rows = head.kv_area / (self.limit or 1), head.num_prefill * (1 + head.num_siblings)
+        num_workers = np.count_nonzero(self._shares)
+        uneven, bursts = num_workers * steps / max(1, head.decode_steps), prompt_rows / max(1, head.decode_steps)
+        least = head.decode_steps / 32 if self.is_strict else 1.0
+        return max(1.0, least, num_workers * steps if uneven > bursts else steps)
 
     def _hold_longest(self) -> None:
         """A limit that is not strict holds whatever may come, on the fastest R-worker."""
@@ -144,4 +210,4 @@ class LoadControl:
         total = np.zeros(max(together.horizon, forecast.horizon))
         total[: forecast.horizon] += forecast.loads.sum(axis=0)
         total[: together.horizon] += together.loads[0]
-        return bool(total.max() > self.limit)
+        return bool(total.max() > (self.limit or 0))

@@ -6,13 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+SAMPLES, LEAST_SAMPLES, CELLS = 64, 16, 8192
+"""Steps of the horizon, evenly spread, at which R-workers are compared: fewer where there are more R-workers than
+these cells have room for."""
+
 
 @dataclass(frozen=True)
 class Prompt:
     """A sequence that is not decoding yet: ``num_prefill`` tokens, ``num_left`` of them to compute.
 
     ``decode_steps`` steps follow, of it and of ``num_siblings`` forked from it. ``attends``: its prompt's chunks
-    attend on the R-worker.
+    attend on the R-worker. ``expected_area``: KV tokens that each of them attends over its life, where lengths are
+    only expected; None: Σ (p + k) over its decode steps k.
     """
 
     worker: int
@@ -21,6 +26,42 @@ class Prompt:
     decode_steps: int
     num_siblings: int = 0
     attends: bool = False
+    expected_area: float | None = None
+
+    @property
+    def kv_area(self) -> float:
+        """KV tokens that it and its siblings attend over their lives."""
+        steps = self.decode_steps
+        known = self.num_prefill * steps + steps * (steps + 1) // 2
+        return (1 + self.num_siblings) * (known if self.expected_area is None else self.expected_area)
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """``known``: load of each R-worker, float64 [num_workers, steps]; beyond it there is none. ``ramp``: what a new
+    sequence attends, float64 [at least as many steps]."""
+
+    known: np.ndarray
+    ramp: np.ndarray
+
+    @property
+    def means(self) -> np.ndarray:
+        """Mean load of each R-worker over the new sequence's steps, each weighted by what it attends then, with half
+        of that; float64 [num_workers]."""
+        num_known = self.known.shape[1]
+        return (self.known @ self.ramp[:num_known] + (self.ramp @ self.ramp) / 2) / self.ramp.sum()
+
+    @property
+    def peaks(self) -> np.ndarray:
+        """The most that each would attend, the new sequence included; float64 [num_workers]."""
+        num_known = self.known.shape[1]
+        peaks = (self.known + self.ramp[:num_known]).max(axis=1, initial=0.0)
+        return np.maximum(peaks, self.ramp[num_known:].max(initial=0.0))
+
+    @property
+    def most(self) -> float:
+        """At least as much as any of ``peaks``."""
+        return float(self.known.max(initial=0.0) + self.ramp[-1])
 
 
 class LoadForecast:
@@ -46,6 +87,9 @@ class LoadForecast:
         self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)
         self._budget = token_budget
         self.room = token_budget - attending.sum(axis=0, dtype=np.float64)
+        samples = min(max(CELLS // num_workers, LEAST_SAMPLES), SAMPLES)
+        self._stride = max(1, horizon // samples)
+        self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])
 
     @property
     def horizon(self) -> int:
@@ -82,6 +126,14 @@ class LoadForecast:
             peaks = np.maximum(peaks, loads[..., :start].max(axis=-1, initial=0.0) + prompt.num_prefill)
         return peaks
 
+    def met_by(self, prompt: Prompt) -> Meeting:
+        """What the new sequence would meet on each R-worker, in sampled steps that stand for all of its own."""
+        start = self.first_decode(prompt)
+        first, last = -(-start // self._stride), -(-(start + prompt.decode_steps) // self._stride)
+        steps = np.arange(first, max(last, first + 1)) * self._stride - start
+        ramp = (prompt.num_prefill + 1.0 + steps) * (1 + prompt.num_siblings)
+        return Meeting(self._sampled[:, first:last], ramp)
+
     def add(self, prompt: Prompt) -> None:
         """From here on ``prompt`` is counted."""
         start = self.first_decode(prompt)
@@ -91,6 +143,7 @@ class LoadForecast:
             self.loads[prompt.worker, :start] += prompt.num_prefill
         self._take_room(prompt.num_left, start)
         self.loads[prompt.worker, start:end] += self._ramp(prompt)
+        self._sampled[prompt.worker] = self.loads[prompt.worker, :: self._stride]
         self.room[start:end] -= 1 + prompt.num_siblings
 
     def _ramp(self, prompt: Prompt) -> np.ndarray:
@@ -105,7 +158,8 @@ class LoadForecast:
             num_left -= taken
 
     def _look_ahead(self, horizon: int) -> None:
-        more = horizon - self.horizon
-        if more > 0:
+        if horizon > self.horizon:
+            more = horizon - self.horizon + SAMPLES  # more than asked for: others will ask for more
             self.loads = np.pad(self.loads, ((0, 0), (0, more)))
             self.room = np.pad(self.room, (0, more), constant_values=self._budget)
+            self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])

@@ -1,4 +1,4 @@
-"""Which R-worker a new sequence goes to."""
+"""Which R-worker a new sequence goes to: what it would cost there, in one unit."""
 
 from __future__ import annotations
 
@@ -6,24 +6,35 @@ from collections.abc import Mapping
 
 import numpy as np
 
-CROWDED = 1.25
-"""A worker with a sequence's prefix is passed over when its load is above this many times the mean."""
+from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
 
 
-def workers_by_preference(
-    kv_loads: np.ndarray, speeds: np.ndarray, available: np.ndarray, hit_blocks: Mapping[int, int]
-) -> list[int]:
-    """Workers, best first: the one that holds most of the prefix unless it is crowded, then the least loaded.
+def placement_costs(
+    forecast: LoadForecast,
+    prompt: Prompt,
+    speeds: np.ndarray,
+    capacities: np.ndarray,
+    hit_tokens: Mapping[int, int],
+    row_kv_tokens: float,
+) -> np.ndarray:
+    """What ``prompt`` costs on each R-worker, as KV tokens that one of mean speed would attend more in each step.
 
-    ``kv_loads``, ``speeds``: float64 [num_workers], cached tokens, and how fast each attends to them, in any unit: a
-    load counts as the time it takes. ``available``: int64 [num_workers], blocks. Among equals the one with most blocks
-    available comes first.
+    The load that is coming counts, not the one that is here: what a placement does to an R-worker shows a whole output
+    later. So an R-worker costs the time of those steps in which the newcomer will be there, each weighted by what the
+    newcomer attends in it: placed where that is least, newcomers keep the sum of squares of all R-workers' times, and
+    with it the busiest one's time, as low as one choice can.
+
+    ``speeds``: float64 [num_workers], in any unit. ``capacities``: int64 [num_workers], tokens that their blocks hold;
+    what the forecast lacks of them would be preempted and computed again. ``hit_tokens``: of the prompt, by R-worker,
+    what need not be computed there. Computing a row takes the S-worker as long as attending ``row_kv_tokens`` takes an
+    R-worker of mean speed; both are spread over the newcomer's steps. Returns float64 [num_workers].
     """
-    relative = kv_loads / speeds
-    order = np.lexsort((-available, relative)).tolist()
-    if hit_blocks:
-        home = max(hit_blocks, key=lambda worker: (hit_blocks[worker], -relative[worker]))
-        if relative[home] <= CROWDED * relative.mean():
-            order.remove(home)
-            order.insert(0, home)
-    return order
+    relative = speeds / max(float(speeds.mean()), 1e-300)
+    meeting = forecast.met_by(prompt)
+    costs = meeting.means / np.maximum(relative, 1e-300)
+    per_step = row_kv_tokens / max(prompt.decode_steps, 1)
+    if meeting.most > capacities[capacities > 0].min(initial=np.iinfo(np.int64).max):
+        costs += np.maximum(meeting.peaks - capacities, 0) * per_step
+    for worker, tokens in hit_tokens.items():
+        costs[worker] -= tokens * per_step
+    return costs

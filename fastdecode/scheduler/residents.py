@@ -76,6 +76,7 @@ class Residents:
     def start(self, sequence: Sequence, worker: int, hit: tuple[int, Chain] | None, num_blocks: int) -> None:
         """``sequence`` begins its prompt on ``worker``, with ``num_blocks`` blocks, ``hit``'s among them."""
         sequence.worker, sequence.num_blocks = worker, num_blocks
+        sequence.outputs_at_start = len(sequence.output_token_ids)
         self._controls[worker] += self.prefix_cache.begin(sequence, hit)
         self.make_room(worker, sequence.num_own_blocks)
         self.ledger.take(worker, sequence.num_own_blocks)

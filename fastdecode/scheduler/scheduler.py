@@ -111,7 +111,7 @@ class Scheduler:
             chunks = self._prompt_chunks(budget - len(self._rows))
         decodes = self.residents.table.mini_batch(self._rows)
         mini_batches = deal(decodes, chunks, self.limits.num_mini_batches)
-        return ScheduledStep(mini_batches, self.residents.take_controls())
+        return ScheduledStep(mini_batches, self.residents.take_controls(), self.admission.num_starts)
 
     def controls_alone(self) -> ScheduledStep:
         """A step without rows, which only tells the R-workers what they have yet to hear."""
@@ -216,7 +216,7 @@ class Scheduler:
             if not short:
                 self.residents.grow(growing)
                 return rows
-            self._preempt(self.residents.on(short[0])[-1])
+            self._preempt(self._victim(short[0]))
 
     def _within_load_limit(self) -> np.ndarray:
         """All rows, but for the youngest where expected lengths were exceeded and a strict limit would be."""
@@ -235,9 +235,19 @@ class Scheduler:
             running[oldest_first[load > limits[worker]]] = False
         return rows[running]
 
+    def _victim(self, worker: int) -> Sequence:
+        """The youngest on ``worker``, but nobody who has got no token since being preempted, nor the oldest."""
+        here = self.residents.on(worker)
+        for sequence in reversed(here[1:]):
+            stuck = sequence.was_preempted and len(sequence.output_token_ids) == sequence.outputs_at_start
+            if not stuck:
+                return sequence
+        return here[-1]
+
     def _preempt(self, sequence: Sequence) -> None:
         """Take the cache of ``sequence``; it will be computed again from its tokens."""
         self.residents.leave(sequence, keep=True)
+        sequence.was_preempted = True
         self.queue.release_followers(sequence)
         self.queue.push(sequence)
         self.num_preemptions += 1

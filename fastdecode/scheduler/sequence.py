@@ -18,7 +18,8 @@ class Sequence:
     before it can decode: its prompt, and after a preemption also its output so far.
 
     It holds ``num_blocks`` blocks, of which the first are ``shared`` with the prefix cache or with siblings. While it
-    decodes, :class:`DecodeTable` keeps ``num_cached`` and ``num_blocks``.
+    decodes, :class:`DecodeTable` keeps ``num_cached`` and ``num_blocks``. ``outputs_at_start``: output tokens that it
+    had when it last began, None before its first start. ``may_stop``: its output may end before ``max_tokens``.
     """
 
     sequence_id: int
@@ -34,6 +35,9 @@ class Sequence:
     shared: list[Block] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     chain_id: int | None = None
+    outputs_at_start: int | None = None
+    may_stop: bool = False
+    was_preempted: bool = False
     _last_token: np.ndarray | None = None
 
     def append(self, token_id: int) -> None:

@@ -38,18 +38,24 @@ class Machine(Protocol):
 
 @dataclass(frozen=True)
 class SplitMachine:
-    """FastDecode: an S-worker and equal R-workers. A step waits for the busiest of these, whatever the others do."""
+    """FastDecode: an S-worker and R-workers. A step waits for the busiest of these, whatever the others do.
+
+    ``speeds``: of each R-worker, in any unit; the model's is their mean. None: all are equal.
+    """
 
     model: StepModel
     kv_bytes_per_token: int = 0
+    speeds: tuple[float, ...] | None = None
 
     def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
-        """By the model, as if every R-worker had the busiest one's load."""
+        """By the model, as if every R-worker were as fast as the mean and had the busiest one's load."""
         model = self.model
-        as_busiest = model.num_r_workers * max(kv_loads)
+        loads = np.asarray(kv_loads, np.float64)
+        if self.speeds is not None:
+            loads = loads * np.mean(self.speeds) / self.speeds
+        as_busiest = model.num_r_workers * float(loads.max())
         stages, k = model.stages(num_tokens, as_busiest, num_output_tokens), model.num_mini_batches
         calls = model.num_layers * k
-        loads = np.asarray(kv_loads, np.float64)
         fixed = model.r_part.seconds(0, num_output_tokens / k / model.num_r_workers)
         attending = fixed * (loads > 0) + model.r_part.seconds_per_token * loads / k
         return StepCost(

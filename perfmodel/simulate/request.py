@@ -11,6 +11,7 @@ import numpy as np
 class SimulatedRequest:
     """A prompt, exactly ``output_len`` tokens to generate, and the moments of its life in simulated seconds.
 
+    ``max_tokens``: what the scheduler is told, for outputs that stop by themselves; None: the length itself.
     ``prompt_token_ids`` is never changed, so runs may share it; which tokens they are matters to prefix caching alone.
     ``start_seconds``: the start of the first step that computed any of it. ``token_seconds``: the end of each step
     that gave it a token, float64 [tokens so far], there once the run has ended.
@@ -21,6 +22,7 @@ class SimulatedRequest:
     arrival_seconds: float = 0.0
     start_seconds: float | None = None
     token_seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    max_tokens: int | None = None
 
     @property
     def finished(self) -> bool:

@@ -64,7 +64,9 @@ class Simulator:
 
     def _add(self, request: SimulatedRequest) -> None:
         sequence_id = len(self._requests)
-        sequence = SimulatedSequence(sequence_id, request.prompt_token_ids, request.output_len, self._tokens)
+        most = request.max_tokens or request.output_len
+        sequence = SimulatedSequence(sequence_id, request.prompt_token_ids, most, self._tokens)
+        sequence.may_stop = most > request.output_len
         self.scheduler.add(sequence)
         self._requests.append(request)
         self._sequences.append(sequence)
@@ -93,7 +95,9 @@ class Simulator:
     def _take(self, sampled_ids: np.ndarray) -> None:
         """One token for everybody who sampled. Thousands do: what can be is done on arrays."""
         for sequence_id in self._tokens.take(sampled_ids, self.now_seconds).tolist():
-            self.scheduler.finish(self._sequences[sequence_id], "length")
+            sequence = self._sequences[sequence_id]
+            was_cut = self._requests[sequence_id].output_len == sequence.max_tokens
+            self.scheduler.finish(sequence, "length" if was_cut else "stop")
             self._num_finished += 1
 
     def _record(self, step: ScheduledStep, kv_loads: list[int], cost: StepCost, num_output_tokens: int) -> StepRecord:
@@ -110,6 +114,7 @@ class Simulator:
             r_seconds=tuple(cost.r_seconds.tolist()),
             transfer_seconds=(cost.transfer_seconds,) * len(kv_loads),
             kv_bytes_read=self.machine.kv_bytes_per_token * sum(kv_loads),
+            num_starts=step.num_starts,
         )
 
 

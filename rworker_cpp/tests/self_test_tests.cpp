@@ -59,10 +59,14 @@ void attend_one_token_less(const AttendArgs& args) {
 }
 
 void merge_without_the_last_split(const MergeArgs& args) {
-    MergeArgs changed = args;
-    if (args.num_partials > 1 && args.num_tokens == 1) changed.num_partials -= 1;
-    if (args.num_partials > 1 && args.num_tokens > 1) changed.partials += args.partial_stride;
-    best().merge(changed);
+    for (std::int64_t token = 0; token < args.num_tokens; ++token) {
+        MergeArgs changed = args;
+        changed.num_tokens = 1;
+        changed.num_partials -= args.num_partials > 1;
+        changed.partials += token * args.num_partials * args.partial_stride;
+        changed.out = static_cast<float*>(args.out) + token * args.token_stride;
+        best().merge(changed);
+    }
 }
 
 void merge_without_sinks(const MergeArgs& args) {
