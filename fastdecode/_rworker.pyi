@@ -48,7 +48,8 @@ class Peaks:
     def read_scattered(self, *, piece_bytes: int, streams: int) -> float:
         """GB/s of reading the buffer in pieces of ``piece_bytes`` in random order, asked for as attention does it.
 
-        The ceiling of a cache in blocks. ``streams`` as in :class:`RWorker`. ValueError for pieces below 64 bytes or
+        ``streams`` as in :class:`RWorker`, or 0: eight pages side by side, none asked for. The best of these is the
+        ceiling of a cache in blocks. ValueError for pieces below 64 bytes or
         above an eighth of ``num_bytes``.
         """
 

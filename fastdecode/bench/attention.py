@@ -58,7 +58,7 @@ class Samples:
 
     def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, shape: AttentionShape, repeats: int) -> None:
         def reads() -> tuple[float, float]:
-            scattered = (peaks.read_scattered(piece_bytes=shape.piece_bytes, streams=each) for each in STREAMS)
+            scattered = (peaks.read_scattered(piece_bytes=shape.piece_bytes, streams=each) for each in (0, *STREAMS))
             return peaks.read(), max(scattered)
 
         rounds = []

@@ -118,7 +118,7 @@ void Peaks::scatter(std::int64_t piece_bytes) {
 }
 
 double Peaks::read_scattered(std::int64_t piece_bytes, int streams) {
-    checked_streams(streams);
+    if (streams != 0) checked_streams(streams);
     if (piece_bytes != piece_bytes_) scatter(piece_bytes);
     const Kernels& kernels = *supported_kernels().back();
     const std::int64_t pages_per_item = std::max<std::int64_t>(kItemBytes / page_bytes_ / kStreams, 1) * kStreams;

@@ -141,7 +141,7 @@ struct Kernels {
     // Sums, to measure bandwidth.
     float (*read)(const float* data, int64_t count, bool ask);  // count % 256 == 0
     float (*read_pages)(const uint8_t* const* pages, int64_t count, int64_t page_bytes,
-                        int streams);  // count % kStreams == 0; streams as attend's
+                        int streams);  // count % kStreams == 0; streams as attend's, or 0
     void (*release)() = nullptr;  // registers that attend keeps; before a thread idles. Null: there are none
 };
 

@@ -33,10 +33,33 @@ float read_all(const float* data, int64_t count, bool ask) {
     return total;
 }
 
+/// kStreams pages side by side, line by line, nothing asked for.
+template <class L>
+float read_side_by_side(const uint8_t* const* pages, int64_t count, int64_t page_bytes) {
+    constexpr int vectors = kCacheLineBytes / 4 / L::width;
+    typename L::vec sum[kStreams];
+    for (auto& s : sum) s = L::set1(0.0f);
+    for (int64_t first = 0; first + kStreams <= count; first += kStreams)
+        for (int64_t i = 0; i < page_bytes; i += kCacheLineBytes) {
+            RWORKER_UNROLL
+            for (int j = 0; j < kStreams; ++j) {
+                const float* line = reinterpret_cast<const float*>(pages[first + j] + i);
+                RWORKER_UNROLL
+                for (int v = 0; v < vectors; ++v) {
+                    sum[j] = L::add(sum[j], L::load(line + v * L::width));
+                }
+            }
+        }
+    float total = 0.0f;
+    for (const auto& s : sum) total += L::reduce_add(s);
+    return total;
+}
+
 /// As kernels read scattered pieces: kStreams pages in one ascending run, while the next ones are asked for, page after
-/// page (streams 1) or a line of each in turn.
+/// page (streams 1) or a line of each in turn. streams 0: side by side.
 template <class L>
 float read_pages(const uint8_t* const* pages, int64_t count, int64_t page_bytes, int streams) {
+    if (streams == 0) return read_side_by_side<L>(pages, count, page_bytes);
     constexpr int vectors = kCacheLineBytes / 4 / L::width;
     typename L::vec sum[vectors];
     for (auto& s : sum) s = L::set1(0.0f);
