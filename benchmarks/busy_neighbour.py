@@ -55,6 +55,11 @@ def main() -> None:
         engine.close()
 
 
+def use_all_threads(engine: LLMEngine) -> None:
+    """End the rest of those threads that waited for the neighbour, which would last some seconds into the quiet."""
+    engine._s_worker._pipeline.cores.start_anew()
+
+
 def report(engine: LLMEngine, args: argparse.Namespace, neighbour: int) -> None:
     """One line per round, and the medians."""
     time.sleep(1)
@@ -62,6 +67,7 @@ def report(engine: LLMEngine, args: argparse.Namespace, neighbour: int) -> None:
     ratios = []
     for _ in range(args.rounds):
         os.kill(neighbour, signal.SIGSTOP)
+        use_all_threads(engine)
         quiet = step_seconds(engine, args.rows, args.steps)
         os.kill(neighbour, signal.SIGCONT)
         busy = step_seconds(engine, args.rows, args.steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 
 SPIN_COUNT = "20000"
@@ -27,6 +28,9 @@ LOST_SECONDS = 3e-3
 
 LOST_PART = 0.3
 """And for this part of the time at least: less costs less than a thread fewer does."""
+
+LOSSES = 3, 16
+"""A busy process takes a core again and again, a hiccup of the machine once: so many losses among so many calls."""
 
 REST_SECONDS = 1.0, 16.0
 """How long fewer threads are used before all are tried again: at first, and at most where every trial fails."""
@@ -56,6 +60,7 @@ class SharedCores:
         self._all = self.num_threads = threads_now()
         self._threads_now, self._use_threads, self._now, self._cpu_now = threads_now, use_threads, now, cpu_now
         self._started = self._cpu_started = 0.0
+        self._losses: deque[bool] = deque(maxlen=LOSSES[1])
         self._rest_seconds = REST_SECONDS[0]
         self._rests_until = 0.0
 
@@ -68,14 +73,22 @@ class SharedCores:
             self._use(self._all)
 
     def stop(self) -> None:
-        """Model code paused; takes threads away where it waited for one of them."""
+        """Model code paused; takes threads away where it waited for one of them again and again."""
         if self.num_threads == 1:
             return
         now = self._now()
         seconds = now - self._started
         lost = seconds - (self._cpu_now() - self._cpu_started)
-        if lost > max(LOST_SECONDS, LOST_PART * seconds):
+        self._losses.append(lost > max(LOST_SECONDS, LOST_PART * seconds))
+        if sum(self._losses) >= LOSSES[0]:
+            self._losses.clear()
             self._rest(now)
+
+    def start_anew(self) -> None:
+        """All threads again, as if none had ever waited."""
+        self._losses.clear()
+        self._rest_seconds, self._rests_until = REST_SECONDS[0], 0.0
+        self._use(self._all)
 
     def _rest(self, now: float) -> None:
         """One thread in eight fewer, at least one; for longer where the last rest has just ended."""
