@@ -125,8 +125,11 @@ class _Trial:
 
 
 def _cache_path() -> Path:
-    """A file of its own for each processor, version and choice of paths."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdecode"
+    """A file of its own for each processor, version and choice of paths; where there is no home, one that cannot be."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdecode"
+    except RuntimeError:  # a user whom the system does not know, as containers have them
+        folder = Path(os.devnull)
     return folder / f"tuning-{__version__}-{cpu_identity()}-{_rworker.supported_isas()[-1]}.json"
 
 

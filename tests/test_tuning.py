@@ -68,6 +68,15 @@ def test_a_home_that_cannot_be_written_is_no_matter(tmp_path: Path, monkeypatch:
     assert tuning.tuning().isa in SUPPORTED
 
 
+def test_a_user_without_a_home_measures_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", unknown)
+    assert tuning.tuning().isa in SUPPORTED
+
+
 @pytest.mark.parametrize(("seconds", "isa"), [((1.0, 0.9), "avx512_vnni"), ((1.0, 0.97), "avx512_bf16")])
 def test_the_faster_arithmetic_is_chosen_by_a_margin(
     seconds: tuple[float, float], isa: str, monkeypatch: pytest.MonkeyPatch
