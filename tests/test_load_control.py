@@ -170,7 +170,7 @@ def test_below_the_limit_nothing_is_staggered() -> None:
 
 
 def test_a_found_limit_lets_everybody_start_who_has_a_seat() -> None:
-    """Where R time equals S time nobody gains by waiting, unless there are many generations for as many seats.
+    """Where R time equals S time no request gains by waiting, unless there are many generations for as many seats.
 
     The longest request fits whatever was found.
     """

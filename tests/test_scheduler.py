@@ -185,7 +185,7 @@ def test_when_blocks_run_out_the_youngest_is_computed_again() -> None:
 
 
 def test_who_was_preempted_gets_on_before_being_preempted_again() -> None:
-    """Five grow to 40 tokens in room for two and a half: whoever comes back gets tokens before leaving again."""
+    """Five grow to 40 tokens in room for two and a half: one that comes back gets tokens before leaving again."""
     limits = limits_of(num_blocks=(25,), max_num_batched_tokens=200)
     run = Run("stall-free", limits, [Job([i] * 12, 28, [28]) for i in range(5)])
     at_last_preemption: dict[int, int] = {}

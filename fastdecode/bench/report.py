@@ -95,7 +95,7 @@ def steady_figures(
     """From one mean output length (tokens, so steps) after the first start until the last request has started.
 
     ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's. Zeros where the run has no
-    such steps: everybody started at once.
+    such steps: all requests started at once.
     """
     starts = [index for index, step in enumerate(steps) if step.num_starts]
     first, last = (starts[0] + round(mean_output_len), starts[-1]) if starts else (0, -1)

@@ -107,11 +107,11 @@ class LoadControl:
         forecast: Callable[[], LoadForecast],
         outlook: Callable[[], Outlook] | None,
     ) -> None:
-        """Decide whether starts are spread, and earn a step's mean load; a micro-batch's where nobody runs.
+        """Decide whether starts are spread, and earn a step's mean load; a micro-batch's where nothing runs.
 
         ``head`` is the first that waits, ``waiting`` gives those that the free seats could take now, in order, workers
         unknown; ``fits_seats``: they are all. ``outlook`` is the rest of the run, if asked for; None while
-        nobody knows how long outputs are.
+        output lengths are unknown.
         """
         if self.limit is None or head is None:
             self._is_paced, self._looked = False, 0

@@ -236,7 +236,7 @@ class Scheduler:
         return rows[running]
 
     def _victim(self, worker: int) -> Sequence:
-        """The youngest on ``worker``, but nobody who has got no token since being preempted, nor the oldest."""
+        """The youngest on ``worker``, but none that has got no token since it was preempted, and not the oldest."""
         here = self.residents.on(worker)
         for sequence in reversed(here[1:]):
             stuck = sequence.was_preempted and len(sequence.output_token_ids) == sequence.outputs_at_start

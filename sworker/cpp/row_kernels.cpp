@@ -1,5 +1,5 @@
 // Plain loops; compiled once for each instruction set, whose name is SWORKER_ISA. Nothing of std:: is called here: the
-// linker may keep such a function's copy with wide instructions for everybody.
+// linker may keep such a function's copy with wide instructions for all files.
 #include "row_kernels.hpp"
 
 #define SWORKER_TEXT(name) #name
