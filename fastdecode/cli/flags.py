@@ -130,6 +130,7 @@ def _add_model_flags(group: Any) -> None:
     group.add_argument(
         "--device", default="auto", choices=DEVICES, help="of the S-worker (auto: cuda where there is a GPU, else cpu)"
     )
+    group.add_argument("--enforce-eager", action="store_true", help="on a GPU, decode without CUDA graphs (off)")
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output (the model's)")
 
 
