@@ -9,10 +9,11 @@ import pytest
 
 from fastdecode import config as config_module
 from fastdecode.addresses import RWorkerSpec
-from fastdecode.config import EngineConfig, parse_bytes
+from fastdecode.config import EngineConfig
 from fastdecode.errors import CapacityError, ConfigError
 from fastdecode.machine import total_memory_bytes
 from fastdecode.resources import check_room, kv_cache_bytes, scratch_tokens
+from fastdecode.settings import parse_bytes
 from fastdecode.types import KVLayout, LayerLayout, RWorkerInfo
 
 BAD: list[tuple[str, Any]] = [
@@ -46,6 +47,11 @@ BAD: list[tuple[str, Any]] = [
     ("kv_cache_memory", "-4GiB"),
     ("kv_cache_memory", "4XB"),
     ("kv_cache_memory", 0),
+    ("kv_cache_memory", 1),
+    ("kv_cache_memory", "60K"),
+    ("profile", "no.json"),
+    ("security", "none"),
+    ("uniform_arithmetic", "sse"),
     ("kv_cache_memory", "99999TiB"),
     ("prefill_scratch", ""),
     ("prefill_scratch", "99999TiB"),

@@ -76,7 +76,7 @@ class BatchOutput:
         if Path(path).exists() and not Path(path).is_file():
             raise ConfigError(f"{path}: must be a regular file: a run that was broken off reads its answers again")
         try:
-            self._file = Path(path).open("ab+")  # noqa: SIM115 (closed by __exit__)
+            self._file: BinaryIO = Path(path).open("ab+")  # noqa: SIM115 (closed by __exit__)
             self._file.truncate(self._read(path, custom_ids, model))
             if retry_failed and self.failed:
                 self._file = _without(self._file, path, self.failed)

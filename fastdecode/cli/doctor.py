@@ -20,7 +20,7 @@ from fastdecode import _rworker
 from fastdecode.addresses import check_key, parse_r_workers, split_address
 from fastdecode.backends import make_backend
 from fastdecode.binding import is_trapped
-from fastdecode.cli.flags import add_common_flags, add_security_flag
+from fastdecode.cli.flags import add_common_flags, add_flags
 from fastdecode.cli.launch import Mpiexec, find_mpiexec
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError, FastDecodeError
@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--r-workers", metavar="HOST:PORT,…", help="listening R-workers to measure")
     parser.add_argument("--key-file", metavar="FILE", help="secret shared with them")
-    add_security_flag(parser)
+    add_flags(parser, EngineConfig, ["security"])
     parser.add_argument("--port", type=int, default=5580, help="that an R-worker would listen on here (5580)")
     add_common_flags(parser)
     parser.set_defaults(run=run)

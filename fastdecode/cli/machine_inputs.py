@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fastdecode.config import KV_CACHE_DTYPES, parse_bytes
+from fastdecode.config import KV_CACHE_DTYPES
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuServer
 from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu, parse_link
@@ -23,6 +23,7 @@ from fastdecode.perfmodel.r_part import RPart, host_r_part
 from fastdecode.perfmodel.s_part import GpuSPart, MeasuredSPart, SPart
 from fastdecode.perfmodel.transport import Transport
 from fastdecode.perfmodel.workload import Workload
+from fastdecode.settings import parse_bytes
 
 HOST_MEMORY_FRACTION = 0.8
 """Of a preset host's memory, for KV, where --kv-cache-memory does not say."""

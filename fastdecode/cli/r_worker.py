@@ -9,10 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.addresses import check_key, check_security, describe_security, split_address
-from fastdecode.cli.flags import add_common_flags, add_security_flag, say_mended
-from fastdecode.config import MAX_THREADS, parse_bytes, parse_cores
+from fastdecode.cli.flags import add_common_flags, add_flags, say_mended
+from fastdecode.config import MAX_THREADS, EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
+from fastdecode.settings import parse_cores, parse_kv_cache_memory
 
 if TYPE_CHECKING:
     from fastdecode.cluster.serve import Server
@@ -38,7 +39,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
     )
-    add_security_flag(parser)
+    add_flags(parser, EngineConfig, ["security"])
     parser.add_argument(
         "--join", metavar="HOST:PORT", help="ask the S-worker with this --pool-listen to take it into its running job"
     )
@@ -74,7 +75,7 @@ def _resources(args: argparse.Namespace) -> tuple[list[int] | None, int | None, 
     if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
         raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {args.threads}")
     wanted = args.kv_cache_memory
-    return cores, args.threads, None if wanted is None else parse_bytes("kv_cache_memory", wanted)
+    return cores, args.threads, None if wanted is None else parse_kv_cache_memory(wanted)
 
 
 def _check_cores(cores: list[int] | None) -> None:

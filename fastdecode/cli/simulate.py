@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.cli.flags import add_common_flags, add_schedule_flags, add_workload_flags
+from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags
 from fastdecode.cli.machine_inputs import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.cli.simulate_inputs import DATASETS, SimulationInputs, read_simulation
+from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
+from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec
 from fastdecode.measure.throughput_report import ThroughputRun, summary_lines, throughput_report
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -43,7 +45,7 @@ def add_command(commands: Any) -> None:
     )
     add_number_flags(parser.add_argument_group("or as measured"))
     group = parser.add_argument_group("engine")
-    add_schedule_flags(group)
+    add_flags(group, EngineConfig, SCHEDULE)
     add_pipeline_flags(group)
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="(the workload's longest)")
     group.add_argument(
@@ -57,7 +59,7 @@ def add_command(commands: Any) -> None:
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot-steps", metavar="PNG", help="draw KV load and seconds of every step")
     add_common_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, num_prompts=None, request_rate=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -153,9 +155,10 @@ def _add_workload_group(group: Any) -> None:
         "--dataset-path", metavar="FILE",
         help="a trace: JSONL with timestamp (seconds), input_length and output_length (tokens) per line",
     )  # fmt: skip
-    add_workload_flags(
-        group, None, "(64; sarathi-…: 512; trace: all)", None, "(a trace's own pace, else inf: all at once)"
-    )
+    add_flags(
+        group, WorkloadSpec, (*LENGTHS, *ARRIVALS), num_prompts={"unset": "64; sarathi-…: 512; trace: all"},
+        request_rate={"unset": "a trace's own pace, else inf: all at once"},
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
