@@ -33,12 +33,6 @@ def total_memory_bytes() -> int:
     return min(total, int(limit)) if limit and limit != "max" else total
 
 
-def resident_memory_bytes() -> int:
-    """Bytes of this process now in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def cpu_name() -> str:
     """The processor's name as the kernel gives it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
