@@ -15,7 +15,7 @@ from test_staging import Bits, qkv
 
 from fastdecode import LLM, SamplingParams
 from fastdecode import config as config_module
-from fastdecode.cluster.inproc import InprocBackend
+from fastdecode.cluster.pool import InprocBackend
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.metrics import StepRecord

@@ -24,7 +24,7 @@ from fastdecode.bench.report import (
 )
 from fastdecode.bench.throughput import ThroughputRun
 from fastdecode.bench.workload import WorkloadSpec, make_workload
-from fastdecode.cluster.timing import transfer_seconds
+from fastdecode.cluster.workers import transfer_seconds
 from fastdecode.errors import ConfigError
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import CompletionOutput, RequestMetrics, RequestOutput
