@@ -23,7 +23,7 @@ FLOORS = [
     {"sworker", "cluster", "perfmodel.simulate"},
     {"engine", "backends", "in_flight", "live_profile", "membership", "request", "resources", "scheduling", "prompts"}
     | {"text", "trace"},
-    {"cli", "server", "llm", "bench", "batch"},
+    {"cli", "server", "llm", "measure", "batch"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""
 
@@ -131,8 +131,8 @@ def _own_violations(module: Module) -> Iterator[str]:
     knows_cluster = "cluster" in {room_of(name) for name in module.own}
     if knows_cluster and room_of(module.name) != "cluster" and module.name not in KNOW_CLUSTER:
         yield f"{module.name} imports the R side, which only {', '.join(sorted(KNOW_CLUSTER))} may"
-    if "_rworker" in module.own and room_of(module.name) not in ("cluster", "cli", "bench"):
-        yield f"{module.name} imports the extension, which only cluster (and cli and bench, to report it) may"
+    if "_rworker" in module.own and room_of(module.name) not in ("cluster", "cli", "measure"):
+        yield f"{module.name} imports the extension, which only cluster (and cli and measure, to report it) may"
     if "_sworker" in module.own and room_of(module.name) != "sworker":
         yield f"{module.name} imports the S-part's extension, which only sworker may"
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from fastdecode.bench.throughput import ThroughputRun
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import RequestOutput
+from fastdecode.scheduler import SchedulerStatistics
+
+
+@dataclass
+class ThroughputRun:
+    """Everything a run left behind. ``elapsed_seconds`` is from its start to the last token."""
+
+    elapsed_seconds: float = 0.0
+    outputs: list[RequestOutput] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    statistics: SchedulerStatistics = field(default_factory=SchedulerStatistics)
+    kv_load_limit: int | None = None
 
 
 def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any]:

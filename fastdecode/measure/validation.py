@@ -10,11 +10,13 @@ from itertools import product
 
 import numpy as np
 
-from fastdecode.bench.attention_rig import AttentionRig
-from fastdecode.bench.decode_rig import DecodeRig
-from fastdecode.bench.instant import InstantBackend
-from fastdecode.bench.offline_run import OfflineRun, run_offline
-from fastdecode.bench.samples import (
+from fastdecode.config import EngineConfig
+from fastdecode.errors import ConfigError
+from fastdecode.machine import usable_cores
+from fastdecode.measure.attention_rig import AttentionRig
+from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
+from fastdecode.measure.offline_run import OfflineRun, run_offline
+from fastdecode.measure.samples import (
     ANCHOR_CONTEXT,
     ANCHOR_SEQUENCES,
     MANY_LAYERS,
@@ -27,9 +29,6 @@ from fastdecode.bench.samples import (
     s_anchor_seconds,
     with_layers,
 )
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
-from fastdecode.machine import usable_cores
 from fastdecode.perfmodel.calibration import Anchor, most_moved, steadily
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
 from fastdecode.perfmodel.model_shape import ModelShape

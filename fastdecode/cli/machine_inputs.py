@@ -1,4 +1,4 @@
-"""From the flags of ``fastdecode plan`` to a planner: presets by name, a measured profile, or bare numbers."""
+"""From the flags of ``plan`` and ``simulate`` to a planner: presets by name, a measured profile, or bare numbers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-from fastdecode.config import parse_bytes
+from fastdecode.config import KV_CACHE_DTYPES, parse_bytes
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuServer
 from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu, parse_link
@@ -15,7 +16,7 @@ from fastdecode.perfmodel.identity import check_alike
 from fastdecode.perfmodel.model_config import find_shape
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.planner import Planner, Prices
-from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
+from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, find_cpu_host, find_gpu
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.r_part import RPart, host_r_part
@@ -223,3 +224,33 @@ def _figures(preset: Gpu | CpuHost) -> tuple[str, ...]:
 
 def _giga(gpu: Gpu) -> str:
     return f"{gpu.host_bytes_per_second / 1e9:.4g}"
+
+
+def add_machine_flags(group: Any) -> None:
+    """Presets by name."""
+    group.add_argument("--model", metavar="NAME_OR_PATH", help="such as llama-7b, a model folder or a config.json")
+    group.add_argument("--gpu", metavar="NAME", help=f"of the S-worker: {', '.join(GPUS)}")
+    group.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs of the S-worker (1)")
+    group.add_argument("--cpu", metavar="NAME", help=f"hosts of R-workers: {', '.join(CPU_HOSTS)}")
+    group.add_argument("--link", metavar="RATE", help=f"of the S-worker, such as 100Gb or 12.5GB ({DEFAULT_LINK})")
+    group.add_argument(
+        "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 100GiB (80%% of the host's, shared)"
+    )
+    group.add_argument("--r-workers-per-host", type=int, metavar="N", help="(the host's NUMA nodes)")
+
+
+def add_number_flags(group: Any) -> None:
+    """A profile, or bare numbers."""
+    group.add_argument("--profile", metavar="FILE", help="a HardwareProfile as JSON, from any machine")
+    group.add_argument("--s-part-seconds", type=float, metavar="SECONDS", help="T(B): one layer of one mini-batch")
+    group.add_argument(
+        "--r-part-seconds-per-token", type=float, metavar="SECONDS", help="R: of one R-worker, one layer"
+    )
+    group.add_argument("--num-layers", type=int, metavar="N", help="beside those two")
+
+
+def add_pipeline_flags(group: Any) -> None:
+    """How S-worker and R-workers work together."""
+    group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
+    group.add_argument("--num-mini-batches", type=int, default=2, metavar="K", help="that take turns (2)")
+    group.add_argument("--exposed-transport", action="store_true", help="nobody computes during transfers (off)")
