@@ -6,6 +6,9 @@ import os
 import platform
 from pathlib import Path
 
+KV_CACHE_SHARE = 0.40
+"""Part of the free memory that the R-workers on a machine take together by default."""
+
 
 def usable_cores() -> list[int]:
     """Core numbers in this process's affinity mask, cut to the cgroup's CPU quota where one is set."""

@@ -8,8 +8,8 @@ import pytest
 
 from fastdecode import _rworker
 from fastdecode.cli.doctor import Finding, check_kernels
-from fastdecode.cluster import local
-from fastdecode.cluster.host import take_host
+from fastdecode.cluster.r_worker import host as local
+from fastdecode.cluster.r_worker.host import take_host
 from fastdecode.errors import BackendError
 from fastdecode.types import KVLayout, LayerLayout
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdecode.cluster.timing import transfer_seconds
+from fastdecode.cluster.workers import transfer_seconds
 from fastdecode.errors import ConfigError
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.measure.throughput_report import (

@@ -1,4 +1,4 @@
-"""The bodies of frames: what each says, to bytes and back, with every value checked."""
+"""The bodies of frames, to bytes and back, with every value checked."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from fastdecode.addresses import split_address
-from fastdecode.cluster.pool_worker import StepTimes
 from fastdecode.config import BLOCK_SIZES
 from fastdecode.errors import ConfigError, FrameError
-from fastdecode.types import CONTROL, ISAS, KV_BITS, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, WorkerPlan
+from fastdecode.types import CONTROL, ISAS, KV_BITS, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 MAX_JSON_BYTES = 1 << 22
 """As Python objects JSON may take some thirty times its bytes; this keeps it below a frame's limit."""
@@ -31,13 +30,28 @@ MAX_TEXT = 4096
 MAX_NUMBER = float(np.finfo(np.float32).max)
 """R-workers compute with float32."""
 
+CHUNK_BYTES = 1 << 22
+"""Bytes of a sequence in one DATA frame."""
+
+SEQUENCE_ID = struct.Struct("<q")
+"""The body of EXPORT."""
+
+NUM_BYTES = struct.Struct("<q")
+"""The body of EXPORTED."""
+
+IMPORT = struct.Struct("<qqq")
+"""The body of IMPORT: sequence id, tokens, bytes."""
+
+CLOCK = struct.Struct("<d")
+"""The body of PONG: seconds."""
+
 _COUNTS = struct.Struct("<QQ")
 _REPORT = struct.Struct("<qqQ")
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Who wants to be served, and for which cache."""
+    """The S-worker that asks for a session, and the cache it needs."""
 
     name: str
     layout: KVLayout
@@ -58,7 +72,7 @@ class Welcome:
 
 
 def fingerprint(layout: KVLayout, block_size: int) -> str:
-    """What both sides must agree on: dtypes, every layer's shape and scoring rule, and the block size."""
+    """Identifies what both sides must agree on: dtypes, every layer's shape and scoring rule, and the block size."""
     return hashlib.sha256(_canonical(_cache_json(layout, block_size))).hexdigest()
 
 
@@ -129,14 +143,14 @@ def decode_plan(data: bytes | bytearray) -> WorkerPlan:
     return WorkerPlan(controls, tuple(np.split(spans, np.cumsum(counts)[:-1])) if counts else ())
 
 
-def encode_report(times: StepTimes) -> bytes:
-    """Bytes read, blocks free and whether it would leave (1), then busy starts and ends as float64."""
-    head = _REPORT.pack(times.bytes_read, times.blocks_free, times.leaving)
-    return head + times.busy_start.astype("<f8").tobytes() + times.busy_end.astype("<f8").tobytes()
+def encode_report(report: WorkerReport) -> bytes:
+    """Bytes read, blocks free and whether the R-worker asks to leave (1), then busy starts and ends as float64."""
+    head = _REPORT.pack(report.bytes_read, report.blocks_free, report.leaving)
+    return head + report.busy_start.astype("<f8").tobytes() + report.busy_end.astype("<f8").tobytes()
 
 
-def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: int) -> StepTimes:
-    """Times still on the R-worker's clock; FrameError for another length, times that are none, or negative counts."""
+def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: int) -> WorkerReport:
+    """Times on the R-worker's clock; FrameError for another length, times that are not finite, or negative counts."""
     wanted = _REPORT.size + 16 * num_mini_batches * num_layers
     if len(data) != wanted:
         raise FrameError(f"REPORT: {len(data)} bytes, not {wanted}")
@@ -145,8 +159,8 @@ def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: in
         raise FrameError(f"REPORT: leaving must be 0 or 1, not {leaving}")
     busy = np.frombuffer(data, "<f8", offset=_REPORT.size).reshape(2, num_mini_batches, num_layers)
     if min(bytes_read, blocks_free) < 0 or not np.isfinite(busy).all():
-        raise FrameError(f"REPORT: {bytes_read} bytes read, {blocks_free} blocks free, or times that are no numbers")
-    return StepTimes(busy[0].copy(), busy[1].copy(), bytes_read, blocks_free, bool(leaving))
+        raise FrameError(f"REPORT: {bytes_read} bytes read, {blocks_free} blocks free, or times that are not finite")
+    return WorkerReport(busy[0].copy(), busy[1].copy(), 0.0, bytes_read, blocks_free, bool(leaving))
 
 
 def encode_join(address: str) -> bytes:
@@ -165,7 +179,7 @@ def decode_join(data: bytes | bytearray) -> str:
 
 
 def encode_refusal(error: str, message: str) -> bytes:
-    """``error``: "capacity" (too little memory), "busy" (serving another), "key", "frame" or "refused"."""
+    """``error``: "capacity" (too little memory), "busy" (serving another), "key", "frame" or "refused" (any other)."""
     shown = message[:MAX_TEXT]
     if not shown.isprintable():
         shown = "".join(each if each.isprintable() else "?" for each in shown)
@@ -227,7 +241,7 @@ def _object(data: bytes | bytearray, what: str) -> dict[str, Any]:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two equal keys readers differ in which they believe."""
+    """JSON readers differ in which of two equal keys they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key appears twice")

@@ -1,8 +1,9 @@
-"""R-workers as processes that this one starts and that end with it: the pool for one machine, or one NUMA node each."""
+"""R-workers on this machine, the processes: the S-worker starts them, and they end with it."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -13,18 +14,21 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fastdecode.cluster.frames import Frame, Kind
-from fastdecode.cluster.local import RWorkerSize
+from fastdecode.cluster.links.shared_memory import SharedMemoryLink, make_memory
 from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.r_worker.host import Host, RWorkerSize
+from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.remote import RemoteWorker
-from fastdecode.cluster.shared import SharedPath, make_memory
-from fastdecode.cluster.stream import StreamChannel
+from fastdecode.cluster.wire.frames import Frame, Kind
+from fastdecode.errors import BackendError
 
 END_SECONDS = 10.0
-"""How long an R-worker may take to end once it was told to; then it is killed."""
+"""How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""
 
 EXIT_SECONDS = 0.1
-"""From a process's closing its socket to its end."""
+"""From the moment a process closes its socket to its end."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 class SpawnBackend(PoolBackend):
@@ -33,19 +37,19 @@ class SpawnBackend(PoolBackend):
     def __init__(self, sizes: Sequence[RWorkerSize], block_size: int) -> None:
         super().__init__(
             [
-                RemoteWorker(name, partial(_SpawnedPath, name, size), block_size)
+                RemoteWorker(name, partial(_SpawnedLink, size), block_size)
                 for name, size in ((f"spawn-{index}", size) for index, size in enumerate(sizes))
             ]
         )
 
 
-class _SpawnedPath(SharedPath):
-    """The path to a process of our own, which starts with it and ends with it."""
+class _SpawnedLink(SharedMemoryLink):
+    """The link to a process that it starts and ends."""
 
-    def __init__(self, name: str, size: RWorkerSize) -> None:
+    def __init__(self, size: RWorkerSize) -> None:
         mine, theirs = socket.socketpair()
         memory = make_memory()
-        super().__init__(StreamChannel(mine), memory, is_s_worker=True)
+        super().__init__(mine, memory, is_s_worker=True)
         with theirs:
             self._process = subprocess.Popen(
                 _command(size, theirs.fileno(), memory),
@@ -53,25 +57,25 @@ class _SpawnedPath(SharedPath):
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 cwd="/",  # `-m` puts the current folder on the path, and a checkout is not the installed package
-                start_new_session=True,  # Ctrl-C is the S-worker's, which then says goodbye
+                start_new_session=True,  # Ctrl-C must reach the S-worker alone, which then sends BYE
             )
 
-    def next(self, timeout_seconds: float) -> Frame | None:
-        """See ``Path.next``; how the process ended is said where it did. One that is lost never speaks again."""
+    def receive(self, timeout_seconds: float) -> Frame | None:
+        """See ``Conversation.receive``; the error says how the process ended. A lost process is killed."""
         try:
-            return super().next(timeout_seconds)
+            return super().receive(timeout_seconds)
         except ConnectionError as error:
             raise self._gone(error) from None
 
-    def send(self, kind: Kind, *parts: Any) -> None:
-        """See ``Path.send`` and ``next``."""
+    def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
+        """See ``Conversation.send``; errors as of ``receive``."""
         try:
-            super().send(kind, *parts)
+            super().send(kind, *parts, mini_batch=mini_batch, layer=layer)
         except ConnectionError as error:
             raise self._gone(error) from None
 
     def close(self) -> None:
-        """See ``Path.close``; the process ends, for it sees its socket close."""
+        """See ``Link.close``; the process ends when it sees its socket close."""
         super().close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
@@ -99,6 +103,22 @@ def _command(size: RWorkerSize, control: int, memory: int) -> list[str]:
     if size.cores:
         command += ["--cores", ",".join(map(str, sorted(set(size.cores))))]
     if threading.current_thread() is threading.main_thread():
-        # Linux sends the signal when the thread that started the process ends; only the main one lasts for sure.
+        # Linux sends the signal when the thread that started the process ends; only the main thread is sure to last.
         command += ["--parent", str(os.getpid())]
     return command
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when process ``parent``, which started it, ends in whatever way."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise BackendError(f"the S-worker, process {parent}, is gone already")
+
+
+def serve_parent(control: int, memory: int, host: Host) -> None:
+    """Serve the S-worker at the other end of the socket ``control``, over ``memory``, until it goes."""
+    link = SharedMemoryLink(socket.socket(fileno=control), memory, is_s_worker=False)
+    try:
+        Session(link, host).run()
+    finally:
+        link.close()

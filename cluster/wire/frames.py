@@ -5,8 +5,8 @@ Header, little-endian, 56 bytes::
     magic "FDRW" | version u16 | kind u16 | epoch u64 | sequence u64 | mini_batch u32 | layer u32 | length u64 × 3
 
 ``epoch`` is 0 until the R-worker's WELCOME draws one for the session; ``sequence`` grows with each frame of one
-direction, so that a frame of another session and a replayed or late one are noticed. (It may skip a number, where
-Ctrl-C came between numbering a frame and sending it.) Integers in bodies are little-endian.
+direction, so that the receiver notices a frame of another session, a replayed one and a late one. (The sender skips a
+number where Ctrl-C comes between numbering a frame and sending it.) Integers in bodies are little-endian.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FRAME_LIMIT = 1 << 28
 MAX_PARTS = 3
 
 MOST_SKIPPED = 1 << 16
-"""Numbers that a frame may be ahead of the one before it; one from farther off would make all that follow late."""
+"""Most numbers that a frame may skip; after a larger skip every following frame would count as late."""
 
 
 class Kind(IntEnum):
@@ -41,7 +41,7 @@ class Kind(IntEnum):
     PONG = 4  # R: its clock (float64 seconds)
     PLAN = 5  # S: controls and spans of a step
     READY = 6  # R: the plan is in force, or the import may be sent
-    PAYLOAD = 7  # S: q, k, v of a layer of a mini-batch, one after another as `payload.py` lays them out
+    PAYLOAD = 7  # S: q, k, v of a layer of a mini-batch, in the order and places of `payload.py`
     OUTPUT = 8  # R: its o
     END = 9  # S
     REPORT = 10  # R: busy times, bytes read, blocks free
@@ -54,8 +54,8 @@ class Kind(IntEnum):
     DATA = 17  # either: the next bytes of a sequence
     REFUSED = 18  # R: reason (JSON)
     BYE = 19  # S: the session is over
-    JOIN = 20  # R, outside a session: where it listens (JSON)
-    CHALLENGE = 21  # S, before HELLO: its nonce (see proof.py)
+    JOIN = 20  # R, outside a session: the address at which it listens (JSON)
+    CHALLENGE = 21  # S, before HELLO: its nonce (see handshake.py)
     CHALLENGED = 22  # R: its nonce and its proof
     PROOF = 23  # S: its proof
     PROVEN = 24  # R: HELLO may come
@@ -80,11 +80,11 @@ class Channel(Protocol):
     """Whole messages to and from one peer, in order; ConnectionError, saying why, once the peer is gone."""
 
     def send(self, parts: Sequence[Any]) -> None:
-        """Send a header and its parts (C-contiguous buffers, left alone until the peer has answered)."""
+        """Send a header and its parts: C-contiguous buffers that must not change until the peer has answered."""
         ...
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """The next message's first part, None when none came in time; what is left of the one before is skipped."""
+        """The next message's first part, None when none came in time; unread parts of the one before are dropped."""
         ...
 
     def read_into(self, buffer: Any) -> None:
@@ -97,10 +97,11 @@ class Channel(Protocol):
 
 
 class Conversation:
-    """Numbered frames over one channel: what belongs to another session or is out of order is refused."""
+    """Numbered frames over one channel; a frame of another session, or one out of order, is refused."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
+        self.read_into = channel.read_into
         self.epoch = 0
         self._next_sent = self._least_received = 0
 
@@ -114,7 +115,7 @@ class Conversation:
         self.channel.send([header, *parts])
 
     def receive(self, timeout_seconds: float) -> Frame | None:
-        """The next frame, None when none came in time; FrameError for one that does not belong here."""
+        """The next frame, None when none came in time; FrameError for a malformed one or one of another session."""
         header = self.channel.receive(timeout_seconds)
         if header is None:
             return None
@@ -139,7 +140,7 @@ class Conversation:
         if frame.lengths[0] > most_bytes or any(frame.lengths[1:]):
             raise FrameError(f"a {frame.kind.name} frame with parts of {frame.lengths} bytes; {most_bytes:,} at most")
         data = bytearray(frame.lengths[0])
-        self.channel.read_into(data)
+        self.read_into(data)
         return data
 
     def _header(self, kind: Kind, mini_batch: int, layer: int, lengths: Sequence[int]) -> bytes:

@@ -1,8 +1,8 @@
 """Channels over ZeroMQ and TCP: the only file that knows either.
 
-An R-worker's listener is a ROUTER socket, an S-worker's channel a DEALER. libzmq frames, queues and authenticates; what
-crosses is checked by ``frames.py``. With a secret, both ends prove that they hold it by CURVE keys derived from it, and
-everything is encrypted.
+An R-worker's listener is a ROUTER socket, an S-worker's channel a DEALER. libzmq frames, queues and authenticates;
+``wire/frames.py`` checks what arrives. With a secret, both ends prove that they hold it by CURVE keys derived from it,
+and all data is encrypted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -18,25 +19,23 @@ import zmq.auth.thread
 import zmq.utils.monitor
 import zmq.utils.z85
 
-from fastdecode.cluster.frames import FRAME_LIMIT, HEADER
-from fastdecode.cluster.keys import derive_key
+from fastdecode.cluster.links.link import SILENCE_SECONDS
+from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER
+from fastdecode.cluster.wire.handshake import derive_key
 from fastdecode.errors import BackendError, FrameError
 
-SILENCE_SECONDS = 1.5
-"""An R-worker that answers no heartbeat for so long is lost; one whose process ends is noticed at once."""
-
 PATIENCE_SECONDS = 30.0
-"""How long an R-worker waits for an S-worker that answers none: nobody else needs it meanwhile."""
+"""How long an R-worker waits for an S-worker that answers no heartbeat: it serves no other S-worker meanwhile."""
 
 HEARTBEAT_SECONDS = 0.3
 MAX_QUEUED = 256
-"""Messages each way that wait for the other side, most of them parts of a few hundred KiB."""
+"""Messages each way that may wait for the other side, most of them parts of a few hundred KiB."""
 
 LOOK_SECONDS = 0.02
-"""Between two looks for room in a full queue."""
+"""Between two attempts to send to a full queue."""
 
 DEPARTURE_SECONDS = 2.0
-"""How long after any connection's end the listener asks whether it was the served one's."""
+"""How long after the end of any connection the listener checks whether the served peer is still there."""
 
 S_WORKER, R_WORKER = "s-worker", "r-worker"
 """The two sides of every connection, each with a key of its own."""
@@ -49,10 +48,10 @@ log = logging.getLogger("fastdecode.r_worker")
 
 
 class _Socket:
-    """What both ends share: limits, heartbeats, a monitor of the connections, and reading a message part by part."""
+    """Common to both ends: limits, heartbeats, a monitor of connections, and reading a message part by part."""
 
     def __init__(self, kind: int, silence_seconds: float) -> None:
-        """``kind``: ZeroMQ's; a peer that answers no heartbeat for ``silence_seconds`` is disconnected."""
+        """``kind``: ZeroMQ's; a peer that sends no heartbeat for ``silence_seconds`` is disconnected."""
         self.context = zmq.Context()
         self.socket: zmq.Socket = self.context.socket(kind)
         for option, value in (
@@ -72,18 +71,18 @@ class _Socket:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def poll(self, timeout_seconds: float) -> bool:
-        """True when a message is there; returns early for news of a connection."""
+        """True when a message is there; returns early for a connection's event."""
         return self.socket in dict(self._poller.poll(math.ceil(timeout_seconds * 1000)))
 
     def events(self) -> int:
-        """The connections' news since the last call, or-ed together."""
+        """The connections' events since the last call, or-ed together."""
         found = 0
         while self._monitor.poll(0):
             found |= zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
         return found
 
     def part(self) -> bytes:
-        """The next part of the message at hand, if it can be a header; b"" for anything else."""
+        """The next part of the current message, if it has a header's length; else b""."""
         frame = self.socket.recv(zmq.NOBLOCK, copy=False)
         return frame.bytes if len(frame) == HEADER.size else b""
 
@@ -94,17 +93,17 @@ class _Socket:
             raise FrameError(f"a frame whose part has {got if self.more else 'no'} bytes, not {wanted}")
 
     def skip(self) -> None:
-        """Drop what is left of the message at hand."""
+        """Drop the unread parts of the current message."""
         while self.more:
             self.socket.recv_into(bytearray())
 
     @property
     def more(self) -> bool:
-        """True while the message at hand has parts to read."""
+        """True while the current message has unread parts."""
         return bool(self.socket.getsockopt(zmq.RCVMORE))
 
-    def send(self, parts: Sequence[Any], flags: int = 0) -> None:
-        """One message; large parts are not copied. Where Ctrl-C cuts it short it is ended: the next is whole again."""
+    def send_message(self, parts: Sequence[Any], flags: int = 0) -> None:
+        """Send one message, large parts without a copy. One that Ctrl-C cuts short is ended: the next is whole."""
         try:
             for part in parts[:-1]:
                 self.socket.send(part, zmq.SNDMORE | flags, copy=False)
@@ -120,20 +119,18 @@ class _Socket:
             self.context.destroy()
 
 
-class ZmqChannel:
+class ZmqChannel(_Socket):
     """``Channel`` of an S-worker to the R-worker at ``address`` ("host:port"), or the other way round."""
 
     def __init__(self, address: str, secret: bytes | None, role: str = S_WORKER) -> None:
         """``role``: this side's."""
-        self._socket = _Socket(zmq.DEALER, SILENCE_SECONDS)
-        self._address = address
+        super().__init__(zmq.DEALER, SILENCE_SECONDS)
         self._connected = False
         if secret is not None:
-            _use_curve(self._socket.socket, secret, role)
-            self._socket.socket.curve_serverkey = _keys(secret, _OTHER_ROLE[role])[0]
-        self.read_into, self.close = self._socket.read_into, self._socket.close
+            _use_curve(self.socket, secret, role)
+            self.socket.curve_serverkey = _keys(secret, _OTHER_ROLE[role])[0]
         try:
-            self._socket.socket.connect(f"tcp://{address}")
+            self.socket.connect(f"tcp://{address}")
         except zmq.ZMQError as error:
             self.close()
             raise BackendError(f"R-worker {address}: {error.strerror}") from None
@@ -143,21 +140,21 @@ class ZmqChannel:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                self._socket.send(parts, zmq.NOBLOCK)
+                self.send_message(parts, zmq.NOBLOCK)
                 return
-            except zmq.Again:  # the queue is full, or there is none since the other side would not have us
+            except zmq.Again:  # the queue is full, or there is none since the other side has refused us
                 self._look_at_connection()
             if time.monotonic() > deadline:
                 raise ConnectionError("it takes no more messages")
-            self._socket.poll(LOOK_SECONDS)
+            self.poll(LOOK_SECONDS)
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """See ``Channel.receive``. An empty message only asks whether anybody listens."""
+        """See ``Channel.receive``. An empty message only tests the connection."""
         deadline = time.monotonic() + timeout_seconds
         while True:
-            self._socket.skip()
+            self.skip()
             try:
-                if header := self._socket.socket.recv(zmq.NOBLOCK):
+                if header := self.socket.recv(zmq.NOBLOCK):
                     return header
                 continue
             except zmq.Again:
@@ -165,30 +162,30 @@ class ZmqChannel:
             left = deadline - time.monotonic()
             if timeout_seconds == 0 or left <= 0:
                 return None
-            if not self._socket.poll(left):
+            if not self.poll(left):
                 self._look_at_connection()
 
     def _look_at_connection(self) -> None:
-        events = self._socket.events()
+        events = self.events()
         self._connected = self._connected or bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if not self._connected and events & _FAILED:
             raise ConnectionError(
                 "the two sides do not agree on a key: the same --key-file and --security, or neither, must be on both"
             )
-        if self._connected and events & zmq.EVENT_DISCONNECTED and not self._socket.poll(0):
+        if self._connected and events & zmq.EVENT_DISCONNECTED and not self.poll(0):
             raise ConnectionError("the connection is closed")
 
 
 class ZmqListener:
-    """Where an R-worker waits for S-workers, of which it serves one at a time; or an S-worker for those who would join.
+    """The socket at which an R-worker accepts S-workers, one at a time, or an S-worker the JOINs of R-workers.
 
-    ``on_stranger`` is called with whoever else speaks while one is served, and with the header of what it said.
+    While one peer is served, ``on_stranger`` is called with every other peer that sends a message.
     """
 
     def __init__(self, host: str, port: int, secret: bytes | None, role: str = R_WORKER) -> None:
         """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible.
 
-        ``role``: this side's; only the other one is let in.
+        ``role``: this side's; only peers of the other role are accepted.
         """
         self.is_guarded = secret is not None
         self.socket = _Socket(zmq.ROUTER, PATIENCE_SECONDS)
@@ -206,19 +203,19 @@ class ZmqListener:
         self.address = self.socket.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def accept(self, timeout_seconds: float) -> PeerChannel | None:
-        """The channel to whoever spoke first, None when nobody did in time."""
+        """The channel to the sender of the first message, None when none came in time."""
         if not self.socket.poll(timeout_seconds):
             self.log_failures(self.socket.events())
             return None
         return self.next_peer()
 
     def next_peer(self) -> PeerChannel:
-        """The channel to the sender of the next message, which must be there: that is what it receives first."""
+        """The channel to the sender of the next message, which must be there and is the first that it receives."""
         identity = self.socket.socket.recv(zmq.NOBLOCK)
         return PeerChannel(self, identity, self.socket.part() if self.socket.more else b"")
 
     def log_failures(self, events: int) -> None:
-        """Say once that somebody without the key, or with it used otherwise, knocked."""
+        """Log once that a peer without the key, or with another security level, has tried to connect."""
         if events & _FAILED and not self._logged:
             self._logged = True
             log.warning("refused: a peer that does not hold this R-worker's key, or has another --security")
@@ -231,20 +228,22 @@ class ZmqListener:
         self.socket.close()
 
     def _authenticate(self, secret: bytes, role: str) -> None:
-        """Serve only who holds the other role's key; who does not know this one's cannot even ask."""
+        """Accept only holders of the other role's key; a peer that does not know this role's key cannot connect."""
         _use_curve(self.socket.socket, secret, role)
         self.socket.socket.curve_server = True
         self.socket.socket.zap_domain = _ZAP_DOMAIN.encode()
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self.socket.context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneClient(_keys(secret, _OTHER_ROLE[role])[0]))
+        accepted = _keys(secret, _OTHER_ROLE[role])[0]
+        callback = SimpleNamespace(callback=lambda domain, key: key == accepted)
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, callback)
 
 
 class PeerChannel:
-    """``Channel`` of an R-worker to one S-worker; others who speak meanwhile are refused.
+    """``Channel`` of an R-worker to one S-worker; other peers go to the listener's ``on_stranger``.
 
-    Until ``waits`` is set, what does not fit into the queue to this peer is dropped: nobody who is not served, and does
-    not read what it is told, holds up who is.
+    Until ``waits`` is set, messages that do not fit into the queue to this peer are dropped: a peer that is not served
+    and does not read its messages must not delay the one that is.
     """
 
     def __init__(self, listener: ZmqListener, identity: bytes, first_header: bytes | None = None) -> None:
@@ -257,7 +256,7 @@ class PeerChannel:
     def send(self, parts: Sequence[Any]) -> None:
         """See ``Channel.send``."""
         try:
-            self._socket.send([self.identity, *parts], 0 if self.waits else zmq.NOBLOCK)
+            self._socket.send_message([self.identity, *parts], 0 if self.waits else zmq.NOBLOCK)
         except zmq.Again:
             if self.waits:
                 raise ConnectionError("it takes no more messages") from None
@@ -290,24 +289,13 @@ class PeerChannel:
         self._socket.skip()
 
     def _look_at_connection(self) -> None:
-        """After some connection has ended, ask the served peer's whether it is still there; ConnectionError if not."""
+        """After the end of any connection, test the served peer's; ConnectionError if it is gone."""
         events, now = self._socket.events(), time.monotonic()
         self._listener.log_failures(events)
         if events & zmq.EVENT_DISCONNECTED:
             self._probe_until = now + DEPARTURE_SECONDS
         if now < self._probe_until:
             self.send([b""])
-
-
-class _OneClient:
-    """What the authenticator asks: is this public key the one that is served?"""
-
-    def __init__(self, public_key: bytes) -> None:
-        self._public_key = public_key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """``key``: the client's, in Z85."""
-        return key == self._public_key
 
 
 def _keys(secret: bytes, role: str) -> tuple[bytes, bytes]:

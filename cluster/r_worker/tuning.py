@@ -1,4 +1,4 @@
-"""What only a measurement tells of a processor: which arithmetic is fastest, and how memory is best asked."""
+"""What only a measurement tells of a processor: the fastest arithmetic, and the fastest way to read memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastdecode.machine import cpu_identity
 from fastdecode.types import STREAMS
 
 ROUNDS = 5
-"""Measurements of each kind, in turns; the fastest counts, since neighbours only slow things down."""
+"""Measurements of each kind, in turns; the fastest counts, since other processes only slow a measurement down."""
 
 MARGIN = 0.95
 """Part of the default's time that another choice must stay below, so that no machine hovers between two."""
@@ -44,12 +44,10 @@ class Tuning:
 def tuning() -> Tuning:
     """What R-workers of this machine use: FASTDECODE_ISA and FASTDECODE_STREAMS where set, else what is fastest.
 
-    Measured once for a processor and kept in the user's cache folder. ConfigError for what this machine has not.
+    Measured once for a processor and kept in the user's cache folder. ConfigError for a setting that this machine does
+    not support.
     """
-    isa, streams = os.environ.get("FASTDECODE_ISA") or "auto", os.environ.get("FASTDECODE_STREAMS") or "auto"
-    supported = _rworker.supported_isas()
-    if isa not in ("auto", *supported):
-        raise ConfigError(f"FASTDECODE_ISA: this machine supports {', '.join(supported)}, not {isa!r}")
+    isa, streams = forced_isa(), os.environ.get("FASTDECODE_STREAMS") or "auto"
     if streams not in ("auto", *map(str, STREAMS)):
         raise ConfigError(f"FASTDECODE_STREAMS must be {' or '.join(map(str, STREAMS))}, not {streams!r}")
     if "auto" not in (isa, streams):
@@ -58,9 +56,17 @@ def tuning() -> Tuning:
     return Tuning(fastest.isa if isa == "auto" else isa, fastest.streams if streams == "auto" else int(streams))
 
 
+def forced_isa() -> str:
+    """FASTDECODE_ISA, or "auto" where it is not set; ConfigError for one that this machine does not support."""
+    isa, supported = os.environ.get("FASTDECODE_ISA") or "auto", _rworker.supported_isas()
+    if isa not in ("auto", *supported):
+        raise ConfigError(f"FASTDECODE_ISA: this machine supports {', '.join(supported)}, not {isa!r}")
+    return isa
+
+
 @functools.cache
 def _fastest() -> Tuning:
-    """From the cache folder, or measured and left there."""
+    """From the cache folder, or measured and stored there."""
     path = _cache_path()
     try:
         kept = Tuning(**json.loads(path.read_text()))
@@ -74,7 +80,8 @@ def _fastest() -> Tuning:
 
 
 def _fastest_isa() -> str:
-    """The best there is; but a product of bfloat16 pairs takes two cycles on some processors, one of float32 half."""
+    """The newest here, or the one before: a product of bfloat16 pairs takes two cycles on some processors, one of
+    float32 half."""
     best = _rworker.supported_isas()[-1]
     if best != "avx512_bf16":
         return best
@@ -106,7 +113,7 @@ class _Trial:
         self._worker.end_step()
 
     def seconds(self) -> float:
-        """CPU time of this thread, which others' time slices do not enter."""
+        """CPU time of this thread, which the time slices of other processes do not enter."""
         seconds = self._step(CONTEXT, ROWS, attends=True)
         self._worker.abandon_step()
         return seconds
@@ -125,16 +132,16 @@ class _Trial:
 
 
 def _cache_path() -> Path:
-    """A file of its own for each processor, version and choice of paths; where there is no home, one that cannot be."""
+    """A file per processor, version and newest instruction set; a path that cannot exist where there is no home."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdecode"
-    except RuntimeError:  # a user whom the system does not know, as containers have them
+    except RuntimeError:  # a user without an entry in the system's table, as in containers
         folder = Path(os.devnull)
     return folder / f"tuning-{__version__}-{cpu_identity()}-{_rworker.supported_isas()[-1]}.json"
 
 
 def _keep(path: Path, measured: Tuning) -> None:
-    """For the next process; a home that cannot be written costs it a measurement."""
+    """Store for the next process, which measures again where the home folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

@@ -1,8 +1,9 @@
-"""Where q, k, v and o of every mini-batch of a step lie in one stretch of memory: laid out once per plan."""
+"""The places of q, k, v and o of every mini-batch of a step in one piece of memory: laid out once per plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -15,7 +16,7 @@ Views = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class PayloadSlots:
-    """One slot per mini-batch, large enough for its largest layer; both sides compute the same places.
+    """One slot per mini-batch, large enough for its largest layer; both ends of a link compute the same places.
 
     ``rows``: (attending rows, all rows) of each mini-batch on this R-worker.
     """
@@ -46,7 +47,7 @@ class PayloadSlots:
         return len(self._layers)
 
     def place(self, memory: np.ndarray) -> None:
-        """Lie in ``memory``, uint8 [at least num_bytes], aligned to a cache line."""
+        """Use ``memory``, uint8 [at least num_bytes], aligned to a cache line."""
         self._memory = memory
         self._views.clear()
 
@@ -59,7 +60,7 @@ class PayloadSlots:
         return self._views[key]
 
     def check(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        """ValueError unless these are the q, k, v that the plan has there."""
+        """ValueError unless q, k, v have the shapes and dtype of the plan."""
         for place, array in zip(self.views(mini_batch, layer), arrays, strict=False):
             if array.shape != place.shape or array.dtype != place.dtype:
                 raise ValueError(
@@ -68,13 +69,13 @@ class PayloadSlots:
                 )
 
     def fill(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        """Put q, k, v in their places; ValueError as ``check``."""
+        """Copy q, k, v to their places; ValueError as ``check``."""
         self.check(mini_batch, layer, arrays)
         for place, array in zip(self.views(mini_batch, layer), arrays, strict=False):
             np.copyto(place, array)
 
     def stretch(self, mini_batch: int, layer: int) -> np.ndarray:
-        """The bytes from the first of q to the last of v, uint8 [num_bytes], with what little lies between them."""
+        """The bytes from the first of q to the last of v, uint8 [num_bytes], with the padding between them."""
         first, _, last, _ = self._starts[mini_batch]
         return self._memory[first : last + self.views(mini_batch, layer)[2].nbytes]
 
@@ -96,6 +97,17 @@ def aligned_memory(num_bytes: int) -> np.ndarray:
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + num_bytes]
+
+
+def row_counts(spans: np.ndarray) -> tuple[int, int]:
+    """Attending rows and all rows of one worker's SPAN [num_spans] in a mini-batch."""
+    return int(spans["num_rows"][spans["attends"] != 0].sum()), int(spans["num_rows"].sum())
+
+
+def slices(counts: Sequence[int]) -> tuple[slice, ...]:
+    """Consecutive slices of these lengths."""
+    ends = accumulate(counts, initial=0)
+    return tuple(slice(start, end) for start, end in pairwise(ends))
 
 
 def _key(layer: LayerLayout) -> tuple[int, int, int, int]:

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.cluster.frames import FRAME_LIMIT, Frame, Kind
-from fastdecode.cluster.host import Host
-from fastdecode.cluster.local import begin_step, make_rworker, row_counts
-from fastdecode.cluster.messages import (
+from fastdecode.cluster.links.link import Link, Spin
+from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, make_rworker
+from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
+from fastdecode.cluster.wire.messages import (
+    CHUNK_BYTES,
+    CLOCK,
+    IMPORT,
     MAX_JSON_BYTES,
+    NUM_BYTES,
+    SEQUENCE_ID,
     Hello,
     Welcome,
     decode_hello,
@@ -26,34 +31,24 @@ from fastdecode.cluster.messages import (
     encode_welcome,
     fingerprint,
 )
-from fastdecode.cluster.path import Path
-from fastdecode.cluster.payload import PayloadSlots
-from fastdecode.cluster.pool_worker import StepTimes
-from fastdecode.cluster.spin import Spin
+from fastdecode.cluster.wire.payload import PayloadSlots, row_counts
 from fastdecode.errors import CapacityError, FrameError
 
 TICK_SECONDS = 0.2
-"""How long a wait lasts before signals and the connection are looked at again."""
+"""How long a wait lasts before the R-worker checks signals and the connection again."""
 
 IDLE_SECONDS = 1.0
-"""An S-worker at work does not let so much time pass between two steps."""
-
-CHUNK_BYTES = 1 << 22
-"""Bytes of a sequence in one DATA frame."""
+"""A working S-worker leaves less time than this between two steps."""
 
 PAYLOAD_LIMIT = 8 * FRAME_LIMIT
 """Most bytes of q, k, v and o of all mini-batches of a step, one layer of each."""
-
-IMPORT = struct.Struct("<qqq")
-EXPORT = struct.Struct("<q")
-CLOCK = struct.Struct("<d")
 
 log = logging.getLogger("fastdecode.r_worker")
 
 
 @dataclass
 class _Incoming:
-    """A sequence on its way here: uint8 [num_bytes], filled up to ``filled``."""
+    """A sequence that arrives: uint8 [num_bytes], filled up to ``filled``."""
 
     sequence_id: int
     num_tokens: int
@@ -62,15 +57,15 @@ class _Incoming:
 
 
 class Session:
-    """Serves one S-worker. A frame that cannot be obeyed is refused, said so once in the log, and changes nothing.
+    """Serves one S-worker. An impossible frame is refused, logged once per reason, and changes nothing.
 
-    Once ``leaving`` is set the S-worker is asked at the end of every step to let this R-worker go; if it takes none, it
-    has no sequences either, and this just ends.
+    Once ``leaving`` is set every report asks the S-worker to let this R-worker go. An S-worker that takes no steps has
+    no sequences here either, and then the session just ends.
     """
 
-    def __init__(self, path: Path, host: Host, on_open: Callable[[Hello], None] = lambda hello: None) -> None:
+    def __init__(self, link: Link, host: Host, on_open: Callable[[Hello], None] = lambda hello: None) -> None:
         self.leaving = False
-        self._path, self._host, self._on_open = path, host, on_open
+        self._link, self._host, self._on_open = link, host, on_open
         self._idle_seconds = 0.0
         self._spin = Spin()
         self._worker: _rworker.RWorker | None = None
@@ -92,7 +87,7 @@ class Session:
         }
 
     def run(self) -> None:
-        """Return when the S-worker has said BYE, is gone, or was refused at its HELLO; everything is freed then."""
+        """Return when the S-worker has sent BYE, is gone, or was refused at its HELLO; all memory is freed then."""
         try:
             while not self._over:
                 self._turn()
@@ -103,7 +98,7 @@ class Session:
                 self._worker.close()
 
     def _turn(self) -> None:
-        """Obey the next frame, if one comes."""
+        """Handle the next frame, if one comes."""
         try:
             frame = self._next()
             self._idle_seconds = 0.0 if frame else self._idle_seconds + TICK_SECONDS
@@ -119,9 +114,9 @@ class Session:
             self._refuse("refused", str(error.args[0] if error.args else error))
 
     def _next(self) -> Frame | None:
-        """The next frame, None when none came for a while. Within a step the next layer is never far."""
-        frame = self._spin.until(lambda: self._path.next(0.0)) if self._slots else None
-        return frame or self._path.next(TICK_SECONDS)
+        """The next frame, None when none came within TICK_SECONDS. Within a step this busy-waits for it."""
+        frame = self._spin.until(lambda: self._link.receive(0.0)) if self._slots else None
+        return frame or self._link.receive(TICK_SECONDS)
 
     def _handler(self, frame: Frame) -> Callable[[Frame], None]:
         handler = self._handlers.get(frame.kind)
@@ -133,15 +128,15 @@ class Session:
         if message not in self._refused and len(self._refused) < 100:
             self._refused.add(message)
             log.warning("refused: %s", message)
-        self._path.send(Kind.REFUSED, encode_refusal(error, message))
+        self._link.send(Kind.REFUSED, encode_refusal(error, message))
         self._over = self._worker is None
 
     def _open(self, frame: Frame) -> None:
-        hello = decode_hello(self._path.conversation.body(frame, MAX_JSON_BYTES))
+        hello = decode_hello(self._link.body(frame, MAX_JSON_BYTES))
         worker = make_rworker(hello.layout, hello.block_size, self._host.size)
         self._on_open(hello)
         self._worker, self._layout = worker, hello.layout
-        self._path.conversation.epoch = secrets.randbits(63) + 1
+        self._link.epoch = secrets.randbits(63) + 1
         welcome = Welcome(
             num_blocks=worker.num_blocks,
             num_threads=worker.num_threads,
@@ -151,13 +146,13 @@ class Session:
             host_id=self._host.host_id,
             fingerprint=fingerprint(hello.layout, hello.block_size),
         )
-        self._path.send(Kind.WELCOME, encode_welcome(welcome))
+        self._link.send(Kind.WELCOME, encode_welcome(welcome))
 
     def _ping(self, frame: Frame) -> None:
-        self._path.send(Kind.PONG, CLOCK.pack(time.perf_counter()))
+        self._link.send(Kind.PONG, CLOCK.pack(time.perf_counter()))
 
     def _plan(self, frame: Frame) -> None:
-        plan = decode_plan(self._path.conversation.body(frame))
+        plan = decode_plan(self._link.body(frame))
         slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
         if slots.largest_part > FRAME_LIMIT or slots.num_bytes > PAYLOAD_LIMIT:
             raise FrameError(
@@ -166,12 +161,12 @@ class Session:
             )
         begin_step(self._open_worker, plan)
         try:
-            self._path.place(slots)
+            self._link.place(slots)
         except BaseException:
             self._open_worker.abandon_step()
             raise
         self._slots = slots
-        self._path.send(Kind.READY)
+        self._link.send(Kind.READY)
 
     def _payload(self, frame: Frame) -> None:
         mini_batch, layer = frame.mini_batch, frame.layer
@@ -180,28 +175,28 @@ class Session:
         if mini_batch >= self._slots.num_mini_batches or layer >= self._slots.num_layers:
             raise FrameError(f"a PAYLOAD of mini-batch {mini_batch}, layer {layer}, which the plan does not have")
         q, k, v, o = self._slots.views(mini_batch, layer)
-        self._path.load(frame, (q, k, v))
+        self._link.load(frame, (q, k, v))
         self._open_worker.run(mini_batch, layer, q, k, v, o)
-        self._path.send_arrays(Kind.OUTPUT, mini_batch, layer, (o,))
+        self._link.send_arrays(Kind.OUTPUT, mini_batch, layer, (o,))
 
     def _end(self, frame: Frame) -> None:
-        report = StepTimes(*self._open_worker.end_step(), leaving=self.leaving)
+        report = end_step(self._open_worker, self.leaving)
         self._slots = None
-        self._path.send(Kind.REPORT, encode_report(report))
+        self._link.send(Kind.REPORT, encode_report(report))
 
     def _abandon(self, frame: Frame) -> None:
         if self._slots:
             self._slots = None
             self._open_worker.abandon_step()
         self._incoming = None
-        self._path.send(Kind.ABANDONED)
+        self._link.send(Kind.ABANDONED)
 
     def _export(self, frame: Frame) -> None:
-        (sequence_id,) = self._numbers(frame, EXPORT)
+        (sequence_id,) = self._numbers(frame, SEQUENCE_ID)
         data = self._open_worker.export(sequence_id)
-        self._path.send(Kind.EXPORTED, EXPORT.pack(data.nbytes))
+        self._link.send(Kind.EXPORTED, NUM_BYTES.pack(data.nbytes))
         for start in range(0, data.nbytes, CHUNK_BYTES):
-            self._path.send(Kind.DATA, data[start : start + CHUNK_BYTES])
+            self._link.send(Kind.DATA, data[start : start + CHUNK_BYTES])
 
     def _import(self, frame: Frame) -> None:
         sequence_id, num_tokens, num_bytes = self._numbers(frame, IMPORT)
@@ -210,14 +205,14 @@ class Session:
         if not 0 <= num_bytes <= room:
             raise ValueError(f"import: {num_tokens} tokens of {num_bytes:,} bytes, and {room:,} bytes are free")
         self._incoming = _Incoming(sequence_id, num_tokens, np.empty(num_bytes, np.uint8))
-        self._path.send(Kind.READY)
+        self._link.send(Kind.READY)
         self._import_if_whole()
 
     def _data(self, frame: Frame) -> None:
         incoming, num_bytes = self._incoming, frame.lengths[0]
         if incoming is None or num_bytes > incoming.data.nbytes - incoming.filled or any(frame.lengths[1:]):
-            raise FrameError(f"a DATA frame of {num_bytes:,} bytes that nobody waits for")
-        self._path.conversation.channel.read_into(incoming.data[incoming.filled : incoming.filled + num_bytes])
+            raise FrameError(f"a DATA frame of {num_bytes:,} bytes that was not announced")
+        self._link.read_into(incoming.data[incoming.filled : incoming.filled + num_bytes])
         incoming.filled += num_bytes
         self._import_if_whole()
 
@@ -226,13 +221,13 @@ class Session:
         if incoming and incoming.filled == incoming.data.nbytes:
             self._incoming = None
             self._open_worker.import_(incoming.sequence_id, incoming.num_tokens, incoming.data)
-            self._path.send(Kind.IMPORTED)
+            self._link.send(Kind.IMPORTED)
 
     def _bye(self, frame: Frame) -> None:
         self._over = True
 
     def _numbers(self, frame: Frame, form: struct.Struct) -> tuple[int, ...]:
-        data = self._path.conversation.body(frame, form.size)
+        data = self._link.body(frame, form.size)
         if len(data) != form.size:
             raise FrameError(f"a {frame.kind.name} frame of {len(data)} bytes, not {form.size}")
         return form.unpack(data)
