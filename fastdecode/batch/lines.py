@@ -167,7 +167,7 @@ def _chat_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
 
 
 def _token(token_id: int, entry: Logprob) -> str:
-    """Its text; without a tokenizer its id, as vLLM writes it."""
+    """The token's text; without a tokenizer its id, as vLLM writes it."""
     return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
 
 

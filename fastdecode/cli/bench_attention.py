@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MOST_DIGITS = 12
 LEAST_CACHE_BYTES = 1 << 20
-"""Of each thread: less is no measurement of memory."""
+"""The least bytes that each thread reads: fewer would measure the processor's caches instead of memory."""
 
 DTYPES = tuple(dtype for dtype in KV_CACHE_DTYPES if dtype != "auto")
 LEAST_REPEATS = 9

@@ -42,7 +42,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the workload and print its figures; Ctrl-C prints those of what was done."""
+    """Run the workload and print its figures; on Ctrl-C, those of the part that ran."""
     if args.enable_prefix_caching is None:  # vLLM's rule: random prompts share nothing but what they are told to
         args.enable_prefix_caching = args.dataset_name != "random"
     config = engine_config(args)
@@ -105,7 +105,7 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
 
 
 def _pictures(args: argparse.Namespace, run: ThroughputRun, tracer: Tracer | None) -> Iterator[str]:
-    """Draw what was asked for, when asked for the next; yields a line about each."""
+    """Draw each picture that a flag names when the iterator is advanced, and yield a line that names its file."""
     from fastdecode.measure.plots import plot_steps, plot_timeline, typical_decode_step
 
     if tracer:

@@ -142,7 +142,7 @@ def check_port(port: int) -> Finding:
         try:
             listener.bind(("", port))
         except OSError as error:
-            cure = f"fastdecode r-worker --listen with another port; `ss -ltnp sport = :{port}` shows who has it"
+            cure = f"fastdecode r-worker --listen with another port; `ss -ltnp sport = :{port}` names its owner"
             return Finding("note", f"port {port}: {error.strerror}", cure)
     return Finding("ok", f"port {port}: free")
 
@@ -237,7 +237,7 @@ def _check(address: str, key_file: str | None, security: str | None) -> Finding:
 
 
 def _step_seconds(backend: AttentionBackend) -> float:
-    """Median seconds to begin a step of nothing: there and back once."""
+    """Median seconds to begin an empty step, which takes one round trip."""
     nothing = StepPlan((WorkerPlan(np.zeros(0, CONTROL), ()),))
     seconds = []
     for _ in range(NUM_STEPS):

@@ -136,7 +136,7 @@ def find_mpiexec() -> Mpiexec | None:
 
 
 def needed_environment() -> dict[str, str]:
-    """Variables that mpirun needs here: for root, and nobody else."""
+    """Variables that mpirun needs here: for root alone."""
     return dict(ROOT_ENVIRONMENT) if os.geteuid() == 0 else {}
 
 

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan_figures(inputs: PlanInputs, plan: Plan, alone: GpuOnly | None, verdict: Verdict) -> dict[str, Any]:
-    """The object of ``--output-json``; figures nobody can know from the inputs are null."""
+    """The object of ``--output-json``; figures that the inputs do not determine are null."""
     unknown = dict.fromkeys(("max_batch_size", "output_tokens_per_second", "step_seconds", "limited_by"))
     gpu_only = asdict(alone) if alone else unknown
     rate = alone.output_tokens_per_second if alone else 0.0

@@ -1,4 +1,4 @@
-"""``fastdecode r-worker``: one R-worker, which holds KV caches for whoever decodes. It never imports torch."""
+"""``fastdecode r-worker``: one R-worker, which holds KV caches for S-workers and attends. It never imports torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "r-worker",
         help="one R-worker: KV cache and attention for an S-worker on this or another host",
-        description="Serve one S-worker after another. When one goes, everything it held is freed. SIGTERM: have the "
-        "S-worker move its sequences elsewhere, then end; a second one: end at once.",
+        description="Serves one S-worker after another. When one goes, all it held is freed. On SIGTERM the S-worker "
+        "moves its sequences elsewhere, then this process ends; on a second one it ends at once.",
     )
     parser.add_argument(
         "--listen", metavar="ADDRESS", help=f"port 0: any ({LISTEN}; with --join, any port of the address towards it)"
@@ -143,7 +143,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _end(server: Server | None, number: int, frame: Any) -> None:
-    """End at once, unless somebody is served whose sequences can move first."""
+    """End at once, unless an S-worker is served and can move its sequences first."""
     if server is None or not server.leave():
         raise SystemExit(0)
     print("fastdecode r-worker: leaving as soon as its sequences have moved", flush=True)

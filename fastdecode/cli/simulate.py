@@ -7,9 +7,11 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags
 from fastdecode.cli.machine_inputs import add_machine_flags, add_number_flags, add_pipeline_flags
@@ -63,7 +65,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate at the rate asked for, or at the largest that keeps the SLO; Ctrl-C prints what was done."""
+    """Simulate at the given rate, or at the largest that keeps the SLO; Ctrl-C prints the figures of the part that ran."""
     check_output_files(args.output_json, plots=(args.plot_steps,))
     slo = _slo(args)
     inputs = read_simulation(args)
@@ -120,7 +122,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     interrupted: KeyboardInterrupt | None = None
     try:
         with progress_bar(len(requests), "req") as bar:
-            simulator.run(requests, lambda each: bool(bar.update(each.num_finished - bar.n)) and False)
+            simulator.run(requests, partial(_shown, bar))
     except KeyboardInterrupt as stop:
         interrupted = stop
     scheduler = simulator.scheduler
@@ -128,6 +130,12 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
         requests, steps, simulator.now_seconds, time.perf_counter() - start, scheduler.statistics,
         scheduler.kv_load_limit, interrupted,
     )  # fmt: skip
+
+
+def _shown(bar: tqdm, simulator: Simulator) -> bool:
+    """Move the bar, and never stop."""
+    bar.update(simulator.num_finished - bar.n)
+    return False
 
 
 def _slo(args: argparse.Namespace) -> Slo | None:

@@ -27,7 +27,7 @@ UNBOUNDED_TOKENS = 1 << 40
 """Room where nothing says how much there is."""
 
 VOCABULARY = 32000
-"""Of random prompts where no model says; it decides which tokens, never how many."""
+"""Size of the vocabulary of random prompts where no model is given; it has no effect on lengths."""
 
 CHECKED = (
     "max_num_seqs",

@@ -57,6 +57,7 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
         "preemptions": run.statistics.preemptions,
         "steady": steady_figures(run.steps, _rate(output_tokens, len(run.outputs)), run.kv_load_limit),
         "lost_workers": sum(step.lost_workers for step in run.steps),
+        "joined_workers": _joined_workers(run.steps),
     }
 
 
@@ -160,6 +161,8 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
             f"Steady: {steady['tokens_per_second']:.1f} tokens/s over {steady['seconds']:.4g} s, mean KV load "
             f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f}"
         )
+    if (joined := report.get("joined_workers")) or report.get("lost_workers"):
+        yield f"R-workers: {joined} joined and {report['lost_workers']} were lost during the run"
     if (cache := report.get("prefix_cache")) and (cache["queries"] or report["preemptions"]):
         yield (
             f"Prefix cache: {cache['hit_tokens']} prompt tokens found for {cache['queries']} requests; "
@@ -178,6 +181,11 @@ def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
     """Sums over steps, float64 [num_workers]; R-workers that joined later have no part in the first ones."""
     columns = list(zip_longest(*steps, fillvalue=0.0))
     return np.array(columns).sum(axis=1) if columns else np.zeros(1)
+
+
+def _joined_workers(steps: Sequence[StepRecord]) -> int:
+    """R-workers that came after the first step; those that are lost keep their place in a step's record."""
+    return len(steps[-1].kv_loads) - len(steps[0].kv_loads) if steps else 0
 
 
 def _rate(amount: float, seconds: float) -> float:
