@@ -65,7 +65,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate at the given rate, or at the largest that keeps the SLO; Ctrl-C prints the figures of the part that ran."""
+    """Simulate at the given rate, or at the largest within the SLO; Ctrl-C prints the figures of the part that ran."""
     check_output_files(args.output_json, plots=(args.plot_steps,))
     slo = _slo(args)
     inputs = read_simulation(args)

@@ -79,8 +79,10 @@ def _add_arrived(engine: LLMEngine, waiting: deque[tuple[int, WorkItem]], start_
         engine.add_request(f"bench-{index}", {"prompt_token_ids": item.prompt_token_ids}, params, arrival)
 
 
-NOT_MEASURED = ("breakdown", "ttft_seconds", "tbt_seconds", "kv_load", "prefix_cache", "preemptions")
-NOT_MEASURED += ("lost_workers", "joined_workers")
+NOT_MEASURED = (
+    *("breakdown", "ttft_seconds", "tbt_seconds", "kv_load", "prefix_cache", "preemptions"),
+    *("lost_workers", "joined_workers"),
+)
 """Keys of the report that static batches have no figure for: null."""
 
 
