@@ -11,7 +11,7 @@ from fastdecode.errors import ConfigError
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
-LEAST_KV_CACHE_BYTES = 1 << 16
+LEAST_KV_CACHE_BYTES = 1000
 """Of an R-worker; less is a number without its unit."""
 
 
@@ -67,7 +67,7 @@ def parse_kv_cache_memory(value: int | str) -> int:
     size = parse_bytes("kv_cache_memory", value)
     if size < LEAST_KV_CACHE_BYTES:
         raise ConfigError(
-            f"kv_cache_memory must be at least 64 KiB, not {value} ({size} bytes); give a unit, such as 4GiB"
+            f"kv_cache_memory must be at least {LEAST_KV_CACHE_BYTES} bytes, not {value}; give a unit, such as 4GiB"
         )
     return size
 

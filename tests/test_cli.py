@@ -75,7 +75,7 @@ def bench(folder: str, *more: str) -> list[str]:
         (["generate", "hi", "--profile", __file__], 1, "not valid JSON"),
         (["generate", "hi", "--tensor-parallel-size", "2"], 2, "tensor_parallel_size: more than one GPU"),
         (["generate", "hi", "--gpu-memory-utilization", "0.9"], 2, "--kv-cache-memory sizes them on each R-worker"),
-        (["r-worker", "--kv-cache-memory", "1"], 2, "kv_cache_memory must be at least 64 KiB, not 1 (1 bytes)"),
+        (["r-worker", "--kv-cache-memory", "1"], 2, "kv_cache_memory must be at least 1000 bytes, not 1; give a unit"),
     ],
 )
 def test_failures_are_one_clear_line(

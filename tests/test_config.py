@@ -48,7 +48,7 @@ BAD: list[tuple[str, Any]] = [
     ("kv_cache_memory", "4XB"),
     ("kv_cache_memory", 0),
     ("kv_cache_memory", 1),
-    ("kv_cache_memory", "60K"),
+    ("kv_cache_memory", "999"),
     ("profile", "no.json"),
     ("security", "none"),
     ("uniform_arithmetic", "sse"),
