@@ -2,7 +2,8 @@
 
 Layers of Llama-7B's shape in bfloat16 with random weights, one token per sequence and step. The R-worker is a stand-in
 that answers at once, so whatever a step takes beyond the S time and the host's own is transfer that nothing hid.
-S time and bare matrix products over the same weights are measured in turn (A B A B), both by CUDA events.
+S time and bare matrix products over the same weights are measured in turn (A B A B), both by CUDA events; so are
+steps with CUDA graphs and without (--enforce-eager).
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Step:
     host: float
 
 
-def make_engine(folder: str, rows: int, num_mini_batches: int, device: str = "cuda") -> LLMEngine:
+def make_engine(
+    folder: str, rows: int, num_mini_batches: int, device: str = "cuda", enforce_eager: bool = False
+) -> LLMEngine:
     """An engine for up to ``rows`` sequences, its weights made on the device."""
     config = EngineConfig(
         model=folder,
@@ -81,6 +84,7 @@ def make_engine(folder: str, rows: int, num_mini_batches: int, device: str = "cu
         max_num_seqs=rows,
         max_num_batched_tokens=max(rows, 2048),
         num_mini_batches=num_mini_batches,
+        enforce_eager=enforce_eager,
     )
     return LLMEngine(config, AtOnce())
 
@@ -110,27 +114,35 @@ def bare_seconds(engine: LLMEngine, rows: int) -> float:
     return start.elapsed_time(stop) / 1e3
 
 
-def report(engines: dict[int, LLMEngine], rows: int, rounds: int, steps: int) -> None:
+Kind = tuple[int, bool]
+"""Mini-batches, and whether without CUDA graphs."""
+
+
+def report(engines: dict[Kind, LLMEngine], rows: int, rounds: int, steps: int) -> None:
     """Print one block of lines for ``rows`` sequences."""
     for engine in engines.values():
         step_of(engine, rows, steps)
-    bare_seconds(engines[1], rows)
-    rounds_of = [(step_of(engines[1], rows, steps).s, bare_seconds(engines[1], rows)) for _ in range(rounds)]
+    one = engines[1, False]
+    bare_seconds(one, rows)
+    rounds_of = [(step_of(one, rows, steps).s, bare_seconds(one, rows)) for _ in range(rounds)]
     ratios = [s / bare for s, bare in rounds_of]
     print(
         f"{rows} rows: S {statistics.median(s for s, _ in rounds_of) * 1e3:.2f} ms, bare products "
         f"{statistics.median(bare for _, bare in rounds_of) * 1e3:.2f} ms, ratio {statistics.median(ratios):.3f} "
         f"({min(ratios):.3f} to {max(ratios):.3f})"
     )
-    runs: dict[int, list[Step]] = {count: [] for count in engines}
+    runs: dict[Kind, list[Step]] = {kind: [] for kind in engines}
     for _ in range(rounds):
-        for count, engine in engines.items():
-            runs[count].append(step_of(engine, rows, steps))
-    for count, found in runs.items():
+        for kind, engine in engines.items():
+            runs[kind].append(step_of(engine, rows, steps))
+    for (count, eager), found in runs.items():
         wall, s, wait, host = (statistics.median(getattr(run, name) for run in found) for name in Step.__annotations__)
+        gains = sorted(a.wall / b.wall for a, b in zip(runs[count, True], found, strict=True))
+        gain = f"; eager takes {statistics.median(gains):.2f} x ({gains[0]:.2f} to {gains[-1]:.2f})"
         print(
-            f"  {count} mini-batch(es): step {wall * 1e3:.2f} ms = S {s * 1e3:.2f} + exposed transfer {wait * 1e3:.2f} "
-            f"+ host {host * 1e3:.2f}; {rows / wall:,.0f} tokens/s",
+            f"  {count} mini-batch(es), {'eager' if eager else 'CUDA graphs'}: step {wall * 1e3:.2f} ms = "
+            f"S {s * 1e3:.2f} + exposed transfer {wait * 1e3:.2f} + host {host * 1e3:.2f}; "
+            f"{rows / wall:,.0f} tokens/s{'' if eager else gain}",
             flush=True,
         )
 
@@ -151,7 +163,11 @@ def main() -> None:
     folder = llama_folder(LLAMA_7B["hidden_size"], args.layers)
     path = Path(folder) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | LLAMA_7B))
-    engines = {count: make_engine(folder, max(args.rows), count) for count in (1, 2)}
+    engines = {
+        (count, eager): make_engine(folder, max(args.rows), count, enforce_eager=eager)
+        for count in (1, 2)
+        for eager in (False, True)
+    }
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.layers} layers of Llama-7B's, bfloat16")
     for rows in args.rows:
         report(engines, rows, args.rounds, args.steps)

@@ -44,6 +44,7 @@ class EngineConfig:
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
     device: str = "auto"
+    enforce_eager: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 256
     num_mini_batches: int | None = None

@@ -75,6 +75,8 @@ class LLMEngine:
         own_cores = self.s_model.on_gpu or any(worker.own_cores for worker in self.r_workers)
         self.num_mini_batches = self.config.num_mini_batches or (2 if own_cores else 1)
         self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
+        if not self.config.enforce_eager:
+            self._s_worker.capture_graphs(self.num_mini_batches, self.config.max_num_seqs)
         self.scheduler = make_scheduler(
             self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches
         )
@@ -287,9 +289,7 @@ class LLMEngine:
     def _make_request(self, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams) -> Request:
         model = self.s_model
         room = model.max_model_len - len(token_ids)
-        first_id = next(self._ids)
-        for _ in range(params.n - 1):
-            next(self._ids)
+        first_id, *_ = itertools.islice(self._ids, params.n)
         seed = params.seed if params.seed is not None else (self.config.seed << 32) + first_id
         completions = make_completions(
             params, token_ids, min(params.max_tokens or room, room), first_id, seed, model.tokenizer

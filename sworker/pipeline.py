@@ -4,26 +4,49 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+from greenlet import greenlet
 
 from fastdecode.clock import HOST, MODEL, WAIT, StateClock
 from fastdecode.protocols import AttentionBackend
-from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.staging import HostStaging, Staging
 from fastdecode.sworker.threads import SharedCores
+
+
+class Forward(Protocol):
+    """A mini-batch's way through the model; its greenlet pauses in every attention call and ends with the logits."""
+
+    mini_batch: int
+    layer: int
+
+    @property
+    def lane(self) -> greenlet:
+        """What is switched to, with o from the second time on."""
+        ...
 
 
 class Pipeline:
     """Runs the mini-batches of a step over one backend, from one thread."""
 
-    def __init__(self, backend: AttentionBackend, clock: StateClock, staging: Staging | None = None) -> None:
-        """``staging`` is the forwards' own; by default that of a model on the CPU."""
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        clock: StateClock,
+        staging: Staging | None = None,
+        cores: SharedCores | None = None,
+    ) -> None:
+        """``staging`` is the forwards' own; by default that of a model on the CPU.
+
+        ``cores`` is for a model that computes on this process's cores: a thread that only queues a GPU's work loses
+        no time to a core that is taken.
+        """
         self.staging = staging or HostStaging(backend)
         self.clock = clock
-        self.cores = SharedCores()
+        self.cores = cores
 
-    def run(self, forwards: Sequence[MiniBatchForward], overlap: bool = True) -> list[torch.Tensor]:
+    def run(self, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
         """The logits of every mini-batch, [num_sampled, vocab] each.
 
         With two mini-batches, A and B, layers 0, 1, …; every S segment ends by sending q, k, v::
@@ -49,8 +72,8 @@ class Pipeline:
         self.clock.enter(HOST)
         return [logits[forward.mini_batch] for forward in forwards]
 
-    def _interleave(self, forwards: Sequence[MiniBatchForward], logits: dict[int, torch.Tensor]) -> None:
-        paused: deque[MiniBatchForward] = deque()
+    def _interleave(self, forwards: Sequence[Forward], logits: dict[int, torch.Tensor]) -> None:
+        paused: deque[Forward] = deque()
         for forward in forwards:
             self._resume(forward, paused, logits)
         while paused:
@@ -59,17 +82,19 @@ class Pipeline:
 
     def _resume(
         self,
-        forward: MiniBatchForward,
-        paused: deque[MiniBatchForward],
+        forward: Forward,
+        paused: deque[Forward],
         logits: dict[int, torch.Tensor],
         *o: torch.Tensor,
     ) -> None:
         """Run ``forward`` to its next attention call, or to its end."""
         self.clock.enter(MODEL, forward.mini_batch, forward.layer)
         self.staging.mark()
-        self.cores.start()
+        if self.cores:
+            self.cores.start()
         result = forward.lane.switch(*o)
-        self.cores.stop()
+        if self.cores:
+            self.cores.stop()
         self.staging.mark()
         self.clock.enter(WAIT)
         if forward.lane.dead:
@@ -77,7 +102,7 @@ class Pipeline:
         else:
             paused.append(forward)
 
-    def _next(self, paused: deque[MiniBatchForward]) -> MiniBatchForward:
+    def _next(self, paused: deque[Forward]) -> Forward:
         """The longest paused mini-batch whose o is there; when there is none, the longest paused one, to wait for."""
         mini_batch = self.staging.next_ready([forward.mini_batch for forward in paused])
         forward = next(forward for forward in paused if forward.mini_batch == mini_batch)

@@ -9,13 +9,15 @@ import torch
 from fastdecode.clock import HOST, MODEL, WAIT, StateClock
 from fastdecode.protocols import AttentionBackend
 from fastdecode.step import MiniBatch, ScheduledStep
+from fastdecode.sworker.cuda_graphs import GraphRecorder, ModelGraphs
 from fastdecode.sworker.cuda_staging import CudaStaging, Gpu
 from fastdecode.sworker.forward import MiniBatchForward
-from fastdecode.sworker.packing import pack, to_device
-from fastdecode.sworker.pipeline import Pipeline
+from fastdecode.sworker.packing import PackedRows, pack, to_device
+from fastdecode.sworker.pipeline import Forward, Pipeline
 from fastdecode.sworker.prefill import PromptScratch
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
 from fastdecode.sworker.staging import HostStaging, Staging
+from fastdecode.sworker.threads import SharedCores
 from fastdecode.types import KVLayout
 
 
@@ -30,8 +32,16 @@ class SWorker:
         self.scratch = PromptScratch()
         self.device = next(model.parameters()).device
         self._staging = make_staging(backend, self.device)
-        self._pipeline = Pipeline(backend, clock, self._staging)
+        self._pipeline = Pipeline(backend, clock, self._staging, SharedCores() if self.device.type == "cpu" else None)
         self._sampler = Sampler()
+        self._graphs: ModelGraphs | None = None
+
+    def capture_graphs(self, num_mini_batches: int, max_num_seqs: int) -> None:
+        """Compute decodes from CUDA graphs from now on, where the model runs on a GPU and can be captured."""
+        recorder = make_recorder(self.device)
+        if recorder is not None:
+            max_rows = -(-max_num_seqs // num_mini_batches)
+            self._graphs = ModelGraphs(self.model, recorder, num_mini_batches, max_rows)
 
     def run(
         self, step: ScheduledStep, sampling: Mapping[int, Sequence[SamplingRow]], overlap: bool = True
@@ -68,20 +78,16 @@ class SWorker:
         """Free the scratch of a sequence that was aborted in its prompt."""
         self.scratch.forget(sequence_id)
 
-    def _forwards(self, step: ScheduledStep) -> list[MiniBatchForward]:
-        return [
-            MiniBatchForward(
-                mini_batch,
-                pack(chunks, self.device),
-                self.model,
-                self.layout,
-                self.backend,
-                self.scratch,
-                self._staging,
-            )
-            for mini_batch, chunks in enumerate(step.mini_batches)
-            if chunks
-        ]
+    def _forwards(self, step: ScheduledStep) -> list[Forward]:
+        mini_batches = enumerate(step.mini_batches)
+        return [self._forward(mini_batch, pack(chunks, self.device)) for mini_batch, chunks in mini_batches if chunks]
+
+    def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:
+        """From CUDA graphs where they fit, else by the model's own code."""
+        captured = self._graphs and self._graphs.forward(mini_batch, packed, self._staging)
+        return captured or MiniBatchForward(
+            mini_batch, packed, self.model, self.layout, self.backend, self.scratch, self._staging
+        )
 
     def _sample(
         self,
@@ -120,3 +126,8 @@ class SWorker:
 def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:
     """The hand-off for a model on ``device``."""
     return CudaStaging(backend, Gpu(device)) if device.type == "cuda" else HostStaging(backend)
+
+
+def make_recorder(device: torch.device) -> GraphRecorder | None:
+    """What captures graphs of a model on ``device``; None for the CPU, which has none."""
+    return GraphRecorder(device) if device.type == "cuda" else None

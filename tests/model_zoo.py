@@ -91,6 +91,7 @@ RECIPES = {
 }
 
 ARCHITECTURES = tuple(RECIPES)
+SPARSE = ("mixtral", "qwen3_moe", "gpt_oss")  # their experts are called for the tokens that chose them
 
 
 @dataclass(frozen=True)

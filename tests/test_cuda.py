@@ -12,10 +12,11 @@ import pytest
 import torch
 from engine_checks import assert_nothing_held
 from test_staging import Bits, qkv
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fastdecode import LLM, SamplingParams
 from fastdecode import config as config_module
-from fastdecode.cluster.inproc import InprocBackend
+from fastdecode.cluster.pool import InprocBackend
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.metrics import StepRecord
@@ -49,13 +50,52 @@ def check_nothing_left(llm: LLM) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("num_mini_batches", [1, 2])
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
-def test_greedy_float32_equals_the_cpu(name: str, num_mini_batches: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
+def test_greedy_float32_equals_the_cpu(name: str, num_mini_batches: int, enforce_eager: bool, tmp_path: Path) -> None:
     expected = [list(tokens[: GREEDY.max_tokens]) for tokens in model_zoo.reference(name).tokens]
-    with llm_on_gpu(name, tmp_path, num_mini_batches=num_mini_batches) as llm:
+    with llm_on_gpu(
+        name, tmp_path, num_mini_batches=num_mini_batches, enforce_eager=enforce_eager, max_num_seqs=16
+    ) as llm:
         assert generate(llm, name) == expected
         check_nothing_left(llm)
+        graphs = llm.engine._s_worker._graphs
+        assert (graphs is None) == enforce_eager
+        assert graphs is None or graphs.row_counts == [16] or name in model_zoo.SPARSE
+        assert llm.engine._s_worker._pipeline.cores is None
+
+
+@needs_gpu
+@pytest.mark.parametrize("num_mini_batches", [1, 2])
+def test_graphs_of_every_row_count_give_what_eager_code_gives(num_mini_batches: int, tmp_path: Path) -> None:
+    """80 sequences that end one after the other: 80 rows and fewer, so every count from 128 (or 64) down is used."""
+    prompts: list[Any] = [{"prompt_token_ids": [i, i + 1, 2 * i]} for i in range(80)]
+    params = [SamplingParams(temperature=0, max_tokens=4 + i, ignore_eos=True, detokenize=False) for i in range(80)]
+
+    def tokens(**settings: Any) -> list[list[int]]:
+        with llm_on_gpu("llama-gqa", tmp_path, num_mini_batches=num_mini_batches, max_num_seqs=80, **settings) as llm:
+            graphs = llm.engine._s_worker._graphs
+            assert graphs is None or graphs.row_counts == [16, 32, 64, 128][: 4 - num_mini_batches + 1]
+            return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    assert tokens() == tokens(enforce_eager=True)
+
+
+@needs_gpu
+def test_a_model_that_reads_back_runs_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that failed in the middle leaves the GPU usable."""
+    expected = [list(tokens[: GREEDY.max_tokens]) for tokens in model_zoo.reference("llama-gqa").tokens]
+    forward = LlamaMLP.forward
+
+    def reading_back(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) * float(x[0, 0, 0].item() < 1e9)
+
+    monkeypatch.setattr(LlamaMLP, "forward", reading_back)
+    with llm_on_gpu("llama-gqa", tmp_path, num_mini_batches=2) as llm:
+        graphs = llm.engine._s_worker._graphs
+        assert graphs is not None and graphs.row_counts == []
+        assert generate(llm, "llama-gqa") == expected
 
 
 @needs_gpu

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastdecode.addresses import SECURITY_LEVELS, describe_security
 from fastdecode.binding import mend_binding
-from fastdecode.cli.output_files import check_output_files
+from fastdecode.cli.output import check_output_files
 from fastdecode.config import (
     BLOCK_SIZES,
     DEVICES,
@@ -130,6 +130,7 @@ def _add_model_flags(group: Any) -> None:
     group.add_argument(
         "--device", default="auto", choices=DEVICES, help="of the S-worker (auto: cuda where there is a GPU, else cpu)"
     )
+    group.add_argument("--enforce-eager", action="store_true", help="on a GPU, decode without CUDA graphs (off)")
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt + output (the model's)")
 
 
