@@ -53,6 +53,7 @@ class Migration:
         self._prices = MovePrices(seconds_per_moved_token)
         self._newcomers: list[int] = []
         self._moved_at: dict[int, int] = {}
+        self._correction: Move | None = None
 
     def even_out(self, newcomer: int) -> None:
         """From here on, until the loads are even, sequences move to ``newcomer``."""
@@ -76,16 +77,16 @@ class Migration:
             self._newcomers.clear()
         if not self._prices.may_pay:
             return None
-        move = self._evening_move(self._fleet.accepting, self._prices)
-        self._prices.looked(move is not None)
-        return move
+        self._correction = self._evening_move(self._fleet.accepting, self._prices)
+        self._prices.looked(self._correction is not None)
+        return self._correction
 
     def moved(self, move: Move, seconds: float) -> None:
         """It took ``seconds``."""
         row = self._residents.table.row_of(move.sequence)
         self._moved_at[move.sequence.sequence_id] = int(self._residents.table.num_outputs[row])
         self._residents.move(move.sequence, move.target, move.num_blocks)
-        self._prices.paid(move.num_tokens, seconds)
+        self._prices.paid(move.num_tokens, seconds, is_correction=move is self._correction)
 
     def homeless(self) -> list[Sequence]:
         """Those on R-workers that drain that could run elsewhere, but for which no R-worker has room now."""

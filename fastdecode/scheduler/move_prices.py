@@ -78,7 +78,8 @@ class MovePrices:
     @property
     def may_pay(self) -> bool:
         """Whether to look for a correction now."""
-        return self._is_uneven and self._credit >= 0 and not self._pause and self._seen[0] >= LEAST_SECONDS
+        is_known = self._seen[0] >= LEAST_SECONDS and math.isfinite(self.per_token)
+        return is_known and self._is_uneven and self._credit >= 0 and not self._pause
 
     @property
     def hidden(self) -> float:
@@ -100,8 +101,8 @@ class MovePrices:
         """A look for a correction found one, or none."""
         self._pause = 0 if found else PAUSE_STEPS
 
-    def paid(self, num_tokens: int, seconds: float) -> None:
+    def paid(self, num_tokens: int, seconds: float, is_correction: bool) -> None:
         """A move of ``num_tokens`` cached tokens took ``seconds``."""
         self._moved = KEPT * self._moved + (seconds, num_tokens)
         self.per_token = float(self._moved[0] / max(self._moved[1], 1.0))
-        self._credit -= seconds
+        self._credit -= seconds if is_correction else 0.0
