@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from models import llama_folder
 from stand_in import StandInBackend
 
-from fastdecode.bench.steps_plot import plot_steps
-from fastdecode.bench.throughput import ThroughputRun, run_throughput, warm_up
-from fastdecode.bench.workload import WorkItem
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
+from fastdecode.measure.dataset import WorkItem
+from fastdecode.measure.plots import plot_steps
+from fastdecode.measure.throughput import run_throughput, warm_up
+from fastdecode.measure.throughput_report import ThroughputRun
 from fastdecode.metrics import StepRecord
 
 PROMPT_LEN = 16

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from stand_in import StandInBackend
 
-from fastdecode.bench.throughput import ThroughputRun, run_throughput
-from fastdecode.bench.workload import WorkItem
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
+from fastdecode.measure.dataset import WorkItem
+from fastdecode.measure.throughput import run_throughput
+from fastdecode.measure.throughput_report import ThroughputRun
 
 
 def llama_folder(

@@ -10,10 +10,10 @@ import statistics
 
 from models import llama_folder
 
-from fastdecode.bench.throughput import run_throughput, warm_up
-from fastdecode.bench.workload import WorkItem
 from fastdecode.config import SCHEDULES, EngineConfig
 from fastdecode.engine import LLMEngine
+from fastdecode.measure.dataset import WorkItem
+from fastdecode.measure.throughput import run_throughput, warm_up
 
 
 def main() -> None:

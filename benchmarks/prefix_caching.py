@@ -11,10 +11,10 @@ import statistics
 import numpy as np
 from models import llama_folder
 
-from fastdecode.bench.throughput import run_throughput, warm_up
-from fastdecode.bench.workload import WorkItem
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
+from fastdecode.measure.dataset import WorkItem
+from fastdecode.measure.throughput import run_throughput, warm_up
 
 
 def main() -> None:

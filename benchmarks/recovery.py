@@ -94,7 +94,7 @@ def main() -> None:
     for _ in range(args.kills):
         moment, victim = rng.randrange(1, args.sequences * (OUTPUT_LEN - 2)), rng.randrange(3)
         with _workers(args.transport) as (spec, processes), _engine(folder, spec) as engine:
-            pids = processes or [worker._path._process.pid for worker in engine.backend.workers]
+            pids = processes or [worker._link._process.pid for worker in engine.backend.workers]
             blow = Blow(pids[victim], victim, moment, args.stop)
             engine.on_step = lambda record, blow=blow, engine=engine: blow.watch(engine, record)
             outputs = _run(engine, prompts, GREEDY)

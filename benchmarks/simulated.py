@@ -6,9 +6,8 @@ import argparse
 import math
 from typing import Any
 
-from fastdecode.cli.simulate import add_command, simulate
+from fastdecode.cli.simulate import add_command, simulate, simulation_report
 from fastdecode.cli.simulate_inputs import read_simulation
-from fastdecode.cli.simulate_report import simulation_report
 
 
 def simulated(flags: str) -> dict[str, Any]:

@@ -26,12 +26,11 @@ import numpy as np
 
 from fastdecode.addresses import SECURITY_LEVELS
 from fastdecode.binding import mend_binding
-from fastdecode.cluster.inproc import InprocBackend, InprocSettings
-from fastdecode.cluster.local import RWorkerSize
-from fastdecode.cluster.mpi_backend import MpiBackend
-from fastdecode.cluster.pool import PoolBackend
-from fastdecode.cluster.spawn import SpawnBackend
-from fastdecode.cluster.tcp import TcpBackend
+from fastdecode.cluster.links.mpi_link import MpiBackend
+from fastdecode.cluster.links.spawn import SpawnBackend
+from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.pool import InprocBackend, PoolBackend
+from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, WorkerPlan
 
 NUM_LAYERS = 32
@@ -99,7 +98,7 @@ def backends(core: int) -> Iterator[dict[str, PoolBackend]]:
         key.touch(0o600)
         key.write_text(os.urandom(32).hex())
         found: dict[str, PoolBackend] = {
-            "inproc": InprocBackend(InprocSettings(1, CACHE_BYTES, BLOCK_SIZE, 1, (core,))),
+            "inproc": InprocBackend([RWorkerSize(CACHE_BYTES, 1, (core,))], BLOCK_SIZE),
             "spawn": SpawnBackend([RWorkerSize(CACHE_BYTES, 1, (core,))], BLOCK_SIZE),
             "tcp": TcpBackend([cleanup.enter_context(listening(core))], BLOCK_SIZE),
         }

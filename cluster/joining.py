@@ -1,23 +1,127 @@
-"""An R-worker that asks to be let into a pool."""
+"""R-workers that join a running job, both ends: the S-worker listens for JOIN frames, the R-worker sends them."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import queue
 import socket
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from fastdecode.addresses import split_address
-from fastdecode.cluster.frames import Conversation, Kind
-from fastdecode.cluster.messages import encode_join
-from fastdecode.cluster.zeromq import R_WORKER, ZmqChannel
-from fastdecode.errors import ConfigError
+from fastdecode.addresses import is_loopback, split_address
+from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.links.zeromq import R_WORKER, ZmqChannel, ZmqListener
+from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.cluster.wire.frames import Conversation, Kind
+from fastdecode.cluster.wire.messages import decode_join, encode_join
+from fastdecode.errors import ConfigError, FastDecodeError, FrameError
+from fastdecode.types import KVLayout, RWorkerInfo
 
 ASK_SECONDS = 1.0
-"""Time between questions: an S-worker may not be there yet, or not have noticed that this R-worker was lost."""
+"""Time between two JOINs: the S-worker may not listen yet, or not have noticed that this R-worker was lost."""
+
+MOST_ADDRESSES = 4096
+"""Addresses that are remembered: JOINs cost their sender nothing, so their number must be limited here."""
+
+MOST_JOIN_BYTES = 1 << 12
+
+MOST_AT_ONCE = 64
+"""JOINs that are read between two steps: a flood of them must not delay the job."""
+
+MOST_LOGGED = 100
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An R-worker that has joined and is open, and its description."""
+
+    worker: RemoteWorker
+    info: RWorkerInfo
+
+
+class JoinListener:
+    """Reads the addresses that R-workers send, and connects to each in a thread of its own, so that no step waits.
+
+    An R-worker that is in the pool, or was dismissed, is not connected to again; one that was lost is.
+    """
+
+    def __init__(self, listener: ZmqListener, connect: Callable[[str], Link], block_size: int) -> None:
+        """``connect`` returns the link to the R-worker at "host:port"."""
+        self._listener, self._connect, self._block_size = listener, connect, block_size
+        self._known: set[str] = set()
+        self._refused: set[str] = set()
+        self._opened: queue.SimpleQueue[Joined] = queue.SimpleQueue()
+        self._layout: KVLayout | None = None
+
+    @property
+    def address(self) -> str:
+        """The address of this listener, "host:port"."""
+        return self._listener.address.removeprefix("tcp://")
+
+    def open(self, layout: KVLayout) -> None:
+        """From now on joining R-workers are opened for ``layout``."""
+        self._layout = layout
+
+    def joined(self) -> list[Joined]:
+        """The R-workers that became ready since the last call; never waits."""
+        for _ in range(MOST_AT_ONCE):
+            if self._layout is None or (channel := self._listener.accept(0.0)) is None:
+                break
+            conversation = Conversation(channel)
+            try:
+                frame = conversation.receive(0.0)
+                if frame is None or frame.kind is not Kind.JOIN:
+                    raise FrameError("it sent something else than JOIN")
+                self._connect_to(decode_join(conversation.body(frame, MOST_JOIN_BYTES)), self._layout)
+            except FrameError as error:
+                self._log_once(str(error))
+            channel.close()
+        return [self._opened.get_nowait() for _ in range(self._opened.qsize())]
+
+    def forget(self, address: str) -> None:
+        """Let the R-worker at ``address`` join again."""
+        self._known.discard(address)
+
+    def close(self) -> None:
+        """Also closes R-workers that ``joined`` has not returned yet; may be called twice."""
+        self._layout = None
+        self._listener.close()
+        while not self._opened.empty():
+            self._opened.get_nowait().worker.close()
+
+    def _log_once(self, reason: str) -> None:
+        if reason not in self._refused and len(self._refused) < MOST_LOGGED:
+            self._refused.add(reason)
+            log.warning("refused to let an R-worker join: %s", reason)
+
+    def _connect_to(self, address: str, layout: KVLayout) -> None:
+        if address in self._known:
+            return
+        if not self._listener.is_guarded and not is_loopback(split_address("JOIN", address)[0]):
+            raise FrameError(f"it listens at {address}, beyond this machine, and this pool has no key file")
+        if len(self._known) >= MOST_ADDRESSES:
+            raise FrameError(f"{MOST_ADDRESSES} R-workers have joined already")
+        self._known.add(address)
+        threading.Thread(target=self._open, args=(address, layout), name=f"join {address}", daemon=True).start()
+
+    def _open(self, address: str, layout: KVLayout) -> None:
+        worker = RemoteWorker(address, lambda: self._connect(address), self._block_size)
+        try:
+            worker.open(layout)
+            self._opened.put(Joined(worker, worker.opened()))
+        except FastDecodeError as error:
+            worker.close()
+            log.warning("an R-worker asked to join and cannot: %s", error)
+            self._known.discard(address)
 
 
 class Joiner:
-    """Asks the S-worker at ``pool`` to connect to ``address``, as often as it takes; both are "host:port"."""
+    """Asks the S-worker at ``pool`` again and again to connect to ``address``; both are "host:port"."""
 
     def __init__(self, pool: str, address: str, secret: bytes | None) -> None:
         self._pool, self._address, self._secret = pool, address, secret
@@ -25,7 +129,7 @@ class Joiner:
         self._next = 0.0
 
     def ask(self) -> None:
-        """Ask, unless that was just done; over a new connection each time, so that old questions do not pile up."""
+        """Send a JOIN unless one was just sent; over a new connection each time, so that old JOINs do not pile up."""
         if time.monotonic() < self._next:
             return
         self.close()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode.cluster.local import row_counts, slices
-from fastdecode.cluster.lost import LostWorker
-from fastdecode.cluster.pool_worker import PoolWorker
-from fastdecode.cluster.timing import transfer_seconds
+from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.cluster.wire.payload import row_counts, slices
+from fastdecode.cluster.workers import InprocWorker, LostWorker, PoolWorker, transfer_seconds
 from fastdecode.errors import BackendError, WorkerLostError
 from fastdecode.types import (
     ISAS,
@@ -28,10 +27,7 @@ from fastdecode.types import (
 )
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
-    from fastdecode.cluster.lobby import Lobby
-
-REFUSED = {"begin_step": "the step's plan", "begun": "the step's plan", "ended": "the end of the step"}
-"""What a worker refuses when it answers one of these with an error; a layer else."""
+    from fastdecode.cluster.joining import JoinListener
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +47,7 @@ class PoolBackend:
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
         self.workers = list(workers)
-        self._lobby: Lobby | None = None
+        self.join_listener: JoinListener | None = None
         self._lost: list[int] = []
         self._leaving: list[int] = []
         self._layers: tuple[LayerLayout, ...] = ()
@@ -61,9 +57,9 @@ class PoolBackend:
         self._blocks: dict[str, tuple[int, int]] = {}
         self._isas: dict[str, str] = {}
 
-    def extend_from(self, lobby: Lobby) -> None:
-        """R-workers may join in ``lobby``, which this closes; before ``open``."""
-        self._lobby = lobby
+    def accept_joins(self, listener: JoinListener) -> None:
+        """Let R-workers join through ``listener``, which the pool closes; to be called before ``open``."""
+        self.join_listener = listener
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         """See ``AttentionBackend.open``."""
@@ -76,9 +72,9 @@ class PoolBackend:
             self.close()
             raise
         self._blocks = {info.name: (info.num_blocks, info.num_blocks) for info in infos}
-        self._say_unlike(infos)
-        if self._lobby:
-            self._lobby.open(layout)
+        self._warn_if_arithmetic_differs(infos)
+        if self.join_listener:
+            self.join_listener.open(layout)
         return infos
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -89,9 +85,11 @@ class PoolBackend:
         self._arrived = np.zeros((len(self.workers), *self._submitted.shape))
         try:
             for index, part in enumerate(plan.workers):
-                self._on(index, "begin_step", part)
+                with self._calls(index, "the step's plan") as worker:
+                    worker.begin_step(part)
             for index in range(len(self.workers)):
-                self._on(index, "begun")
+                with self._calls(index, "the step's plan") as worker:
+                    worker.begun()
         except BaseException:
             self.abandon_step()
             raise
@@ -103,8 +101,8 @@ class PoolBackend:
         rows.layer = layer
         o = rows.current = self._output(rows, layer, len(q))
         for index, attending, all_rows in rows.busy:
-            part = (q[attending], k[all_rows], v[all_rows], o[attending])
-            self._on(index, "submit", mini_batch, layer, *part)
+            with self._calls(index) as worker:
+                worker.submit(mini_batch, layer, q[attending], k[all_rows], v[all_rows], o[attending])
 
     def ready(self, mini_batch: int) -> bool:
         """See ``AttentionBackend.ready``."""
@@ -117,7 +115,8 @@ class PoolBackend:
             raise BackendError(f"collect: mini-batch {mini_batch} was never submitted")
         for index, _, _ in rows.busy:
             waits = not self._is_ready(index, mini_batch)
-            self._on(index, "wait", mini_batch)
+            with self._calls(index) as worker:
+                worker.wait(mini_batch)
             if waits:
                 self._arrived[index, mini_batch, rows.layer] = time.perf_counter()
         return rows.current
@@ -125,7 +124,8 @@ class PoolBackend:
     def end_step(self) -> StepReport:
         """See ``AttentionBackend.end_step``."""
         for index in range(len(self.workers)):
-            self._on(index, "end_step")
+            with self._calls(index, "the end of the step") as worker:
+                worker.end_step()
         reports = tuple(self._report(index) for index in range(len(self.workers)))
         lost, self._lost = tuple(self._lost), []
         leaving, self._leaving = tuple(self._leaving), []
@@ -139,33 +139,37 @@ class PoolBackend:
     def export(self, worker: int, sequence_id: int) -> np.ndarray:
         """See ``AttentionBackend.export``."""
         holder = self._worker(worker, "export")
-        with self._refusals(holder, "to export a sequence"):
+        try:
             return holder.export(sequence_id)
+        except (ValueError, KeyError) as error:
+            raise _refusal(holder, "to export a sequence", error) from error
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
         """See ``AttentionBackend.import_``."""
         holder = self._worker(worker, "import")
-        with self._refusals(holder, "to import a sequence"):
+        try:
             holder.import_(sequence_id, num_tokens, data)
+        except (ValueError, KeyError) as error:
+            raise _refusal(holder, "to import a sequence", error) from error
 
     def admit(self) -> list[RWorkerInfo]:
         """See ``AttentionBackend.admit``."""
         infos = []
-        for newcomer in self._lobby.newcomers() if self._lobby else ():
-            self.workers.append(newcomer.worker)
-            self._blocks[newcomer.info.name] = (newcomer.info.num_blocks,) * 2
-            infos.append(newcomer.info)
-        self._say_unlike(infos)
+        for joined in self.join_listener.joined() if self.join_listener else ():
+            self.workers.append(joined.worker)
+            self._blocks[joined.info.name] = (joined.info.num_blocks,) * 2
+            infos.append(joined.info)
+        self._warn_if_arithmetic_differs(infos)
         return infos
 
     def dismiss(self, worker: int) -> None:
         """See ``AttentionBackend.dismiss``."""
-        self._part_with(worker)
+        self._replace(worker)
 
     def close(self) -> None:
         """See ``AttentionBackend.close``."""
-        if self._lobby:
-            self._lobby.close()
+        if self.join_listener:
+            self.join_listener.close()
         for worker in self.workers:
             worker.close()
         self.workers = []
@@ -175,8 +179,8 @@ class PoolBackend:
         """Referenced blocks over all workers, as of the last step's end."""
         return sum(num_blocks - free for num_blocks, free in self._blocks.values())
 
-    def _say_unlike(self, infos: Sequence[RWorkerInfo]) -> None:
-        """Warn where ``infos`` bring an arithmetic that the R-workers here do not share."""
+    def _warn_if_arithmetic_differs(self, infos: Sequence[RWorkerInfo]) -> None:
+        """Warn where the R-workers of ``infos`` round in another way than those before them."""
         before = len(self._isas)
         for info in infos:
             self._isas.setdefault(info.isa, info.name)
@@ -189,26 +193,21 @@ class PoolBackend:
             )
 
     def _is_ready(self, index: int, mini_batch: int) -> bool:
-        return self._on(index, "ready", mini_batch)
+        with self._calls(index) as worker:
+            return worker.ready(mini_batch)
+        return True
 
-    def _on(self, index: int, method: str, *arguments: Any) -> Any:
-        """What a worker answers, or, once it is lost, what stands in its place does."""
-        worker = self.workers[index]
-        try:
-            return getattr(worker, method)(*arguments)
-        except (ValueError, KeyError) as error:
-            raise _refusal(worker, REFUSED.get(method, "a layer"), error) from error
-        except WorkerLostError as error:
-            self._lose(index, error)
-            return getattr(self.workers[index], method)(*arguments)
+    def _calls(self, index: int, refused: str = "a layer") -> _Calls:
+        """For the duration of calls to worker ``index``; ``refused``: what the worker refuses when it raises."""
+        return _Calls(self, index, refused)
 
-    def _lose(self, index: int, error: WorkerLostError) -> None:
-        """Go on without a worker; WorkerLostError when it was the last."""
+    def lose(self, index: int, error: WorkerLostError) -> None:
+        """Go on without a worker, whose rows read zeros from now on; WorkerLostError when it was the last."""
         name = self.workers[index].name
-        self._part_with(index)
+        self._replace(index)
         self._lost.append(index)
-        if self._lobby:
-            self._lobby.forget(name)
+        if self.join_listener:
+            self.join_listener.forget(name)
         if all(isinstance(worker, LostWorker) for worker in self.workers):
             raise WorkerLostError(f"{error}, and no other R-worker is left") from error
         logger.warning("%s; its sequences are computed again on the others", error)
@@ -217,34 +216,35 @@ class PoolBackend:
                 if busy == index and rows.current is not None:
                     rows.current[attending] = 0
 
-    def _part_with(self, index: int) -> None:
+    def _replace(self, index: int) -> None:
         gone = self.workers[index]
         gone.close()
-        self.workers[index] = LostWorker(gone.name, self._submitted.shape)
+        self.workers[index] = LostWorker(gone.name, self._step_shape)
         self._blocks[gone.name] = (0, 0)
+
+    @property
+    def _step_shape(self) -> tuple[int, int]:
+        return self._submitted.shape[0], self._submitted.shape[1]
 
     def _worker(self, index: int, what: str) -> PoolWorker:
         if not 0 <= index < len(self.workers):
             raise BackendError(f"{what}: there is no R-worker {index}; there are {len(self.workers)}")
         return self.workers[index]
 
-    @contextmanager
-    def _refusals(self, worker: PoolWorker, what: str) -> Iterator[None]:
-        """Say as a BackendError which worker refused what."""
-        try:
-            yield
-        except (ValueError, KeyError) as error:
-            raise _refusal(worker, what, error) from error
-
     def _report(self, index: int) -> WorkerReport:
-        times = self._on(index, "ended")
+        times = self._ended(index)
         if times.leaving:
             self._leaving.append(index)
         worker = self.workers[index]
         num_blocks = self._blocks[worker.name][0]
         self._blocks[worker.name] = (num_blocks, min(times.blocks_free, num_blocks))
         transfer = transfer_seconds(self._submitted, times.busy_start, times.busy_end, self._arrived[index])
-        return WorkerReport(times.busy_start, times.busy_end, transfer, times.bytes_read, times.blocks_free)
+        return replace(times, transfer_seconds=transfer)
+
+    def _ended(self, index: int) -> WorkerReport:
+        with self._calls(index, "the end of the step") as worker:
+            return worker.ended()
+        return self.workers[index].ended()  # of what stands in its place
 
     def _mini_batch_rows(self, plan: StepPlan, mini_batch: int) -> _MiniBatchRows:
         counts = [row_counts(part.mini_batches[mini_batch]) for part in plan.workers]
@@ -258,6 +258,39 @@ class PoolBackend:
         if shape not in rows.outputs:
             rows.outputs[shape] = np.empty((num_rows, *shape), dtype=self._o_dtype)
         return rows.outputs[shape]
+
+
+class InprocBackend(PoolBackend):
+    """``AttentionBackend`` over R-workers in this process, one per entry of ``sizes``, each with its own threads."""
+
+    def __init__(self, sizes: Sequence[RWorkerSize], block_size: int, own_cores: bool = False) -> None:
+        """``own_cores``: the S-worker does not run on the cores of ``sizes``."""
+        super().__init__([InprocWorker(f"inproc-{i}", size, block_size, own_cores) for i, size in enumerate(sizes)])
+
+
+class _Calls:
+    """Around calls to one worker: a refusal becomes a BackendError; a lost worker is replaced, and the pool goes on.
+
+    An object and not a generator, since it is entered several times in every layer.
+    """
+
+    __slots__ = ("_index", "_pool", "_refused")
+
+    def __init__(self, pool: PoolBackend, index: int, refused: str) -> None:
+        self._pool, self._index, self._refused = pool, index, refused
+
+    def __enter__(self) -> PoolWorker:
+        return self._pool.workers[self._index]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if isinstance(error, WorkerLostError):
+            self._pool.lose(self._index, error)
+            return True
+        if isinstance(error, ValueError | KeyError):
+            raise _refusal(self._pool.workers[self._index], self._refused, error) from error
+        return False
 
 
 def _refusal(worker: PoolWorker, what: str, error: ValueError | KeyError) -> BackendError:

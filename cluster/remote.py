@@ -1,4 +1,4 @@
-"""An R-worker in another process, as the pool on the S side sees it."""
+"""An R-worker in another process: its client on the S-worker, over any link."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.cluster.frames import Frame, Kind
-from fastdecode.cluster.host import host_id, process_name
-from fastdecode.cluster.local import row_counts
-from fastdecode.cluster.messages import (
+from fastdecode.cluster.links.link import Link, Spin
+from fastdecode.cluster.r_worker.host import host_id, process_name
+from fastdecode.cluster.wire.frames import Frame, Kind
+from fastdecode.cluster.wire.messages import (
+    CHUNK_BYTES,
+    CLOCK,
+    IMPORT,
     MAX_JSON_BYTES,
+    NUM_BYTES,
+    SEQUENCE_ID,
     Hello,
     Welcome,
     decode_refusal,
@@ -26,20 +31,16 @@ from fastdecode.cluster.messages import (
     encode_plan,
     fingerprint,
 )
-from fastdecode.cluster.path import Path
-from fastdecode.cluster.payload import PayloadSlots
-from fastdecode.cluster.pool_worker import StepTimes
-from fastdecode.cluster.session import CHUNK_BYTES, CLOCK, EXPORT, IMPORT
-from fastdecode.cluster.spin import Spin
+from fastdecode.cluster.wire.payload import PayloadSlots, row_counts
 from fastdecode.errors import BackendError, CapacityError, FrameError, WorkerLostError
 from fastdecode.interrupts import interrupts_deferred
-from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan
+from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
 TICK_SECONDS = 0.1
-"""How long a wait lasts before the connection is looked at again."""
+"""How long a wait lasts before the S-worker checks the connection again."""
 
 OPEN_SECONDS = 30.0
-"""Most time from HELLO to WELCOME: an R-worker that is there answers in milliseconds, one that starts in seconds."""
+"""Most time from HELLO to WELCOME: a running R-worker answers in milliseconds, one that starts in seconds."""
 
 ANSWER_SECONDS = 120.0
 """Most time to any other answer. Each takes less than a millisecond, unless the machine stands still."""
@@ -48,17 +49,17 @@ NUM_PINGS = 8
 
 
 class RemoteWorker:
-    """``PoolWorker`` over a path to another process. Once that is lost every call is a WorkerLostError.
+    """``PoolWorker`` over a link to another process. Once the link is lost every call raises WorkerLostError.
 
-    Ctrl-C waits until a question is answered, for half an answer would garble the next. Between layers it need not:
-    what was under way is dropped by ``abandon_step``.
+    Ctrl-C waits until a request is answered, since half an answer would garble the next. Between layers it need not
+    wait: ``abandon_step`` drops what is under way.
     """
 
-    def __init__(self, name: str, connect: Callable[[], Path], block_size: int) -> None:
+    def __init__(self, name: str, connect: Callable[[], Link], block_size: int) -> None:
         """``connect`` starts the process or the connection; it is called by ``open``, and fails with BackendError."""
         self.name = name
         self._connect, self._block_size = connect, block_size
-        self._path: Path | None = None
+        self._link: Link | None = None
         self._lost = ""
         self._losses = _Losses(self)
         self._spin = Spin()
@@ -70,7 +71,7 @@ class RemoteWorker:
     def open(self, layout: KVLayout) -> None:
         """See ``PoolWorker.open``."""
         self._layout = layout
-        self._path = self._connect()
+        self._link = self._connect()
         self._send(Kind.HELLO, encode_hello(Hello(process_name(), layout, self._block_size)))
 
     def opened(self) -> RWorkerInfo:
@@ -94,8 +95,8 @@ class RemoteWorker:
     def begin_step(self, plan: WorkerPlan) -> None:
         """See ``PoolWorker.begin_step``."""
         self._slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
-        with self._losses as path:
-            path.place(self._slots)
+        with self._losses as link:
+            link.place(self._slots)
         self._in_step = True
         self._send(Kind.PLAN, encode_plan(plan))
 
@@ -109,8 +110,8 @@ class RemoteWorker:
         if mini_batch in self._outputs:
             raise BackendError(f"submit: mini-batch {mini_batch} has a layer under way; collect it first")
         self._outputs[mini_batch] = layer, o
-        with self._losses as path:
-            path.send_arrays(Kind.PAYLOAD, mini_batch, layer, (q, k, v))
+        with self._losses as link:
+            link.send_arrays(Kind.PAYLOAD, mini_batch, layer, (q, k, v))
 
     def ready(self, mini_batch: int) -> bool:
         """See ``PoolWorker.ready``."""
@@ -131,7 +132,7 @@ class RemoteWorker:
         self._send(Kind.END)
 
     @interrupts_deferred()
-    def ended(self) -> StepTimes:
+    def ended(self) -> WorkerReport:
         """See ``PoolWorker.ended``."""
         slots = self._slots
         with self._losses:
@@ -158,8 +159,8 @@ class RemoteWorker:
     @interrupts_deferred()
     def export(self, sequence_id: int) -> np.ndarray:
         """See ``PoolWorker.export``."""
-        self._send(Kind.EXPORT, EXPORT.pack(sequence_id))
-        num_bytes = self._number(self._answer(Kind.EXPORTED))
+        self._send(Kind.EXPORT, SEQUENCE_ID.pack(sequence_id))
+        num_bytes = self._number(self._answer(Kind.EXPORTED), NUM_BYTES)
         if not 0 <= num_bytes <= self._room_bytes:
             raise self._lose(f"it exports {num_bytes:,} bytes, and its cache holds {self._room_bytes:,}")
         data = np.empty(num_bytes, np.uint8)
@@ -168,8 +169,8 @@ class RemoteWorker:
             frame = self._answer(Kind.DATA)
             if frame.lengths[0] == 0:
                 raise self._lose("it sent an empty DATA frame")
-            with self._losses as path:
-                path.conversation.channel.read_into(data[filled : filled + frame.lengths[0]])
+            with self._losses as link:
+                link.read_into(data[filled : filled + frame.lengths[0]])
             filled += frame.lengths[0]
         return data
 
@@ -186,32 +187,32 @@ class RemoteWorker:
 
     def close(self) -> None:
         """See ``PoolWorker.close``."""
-        path, self._path = self._path, None
-        if path is None:
+        link, self._link = self._link, None
+        if link is None:
             return
         try:
             if not self._lost:
-                path.send(Kind.BYE)
+                link.send(Kind.BYE)
         except ConnectionError:
-            pass  # it is gone already, which is what was to be said
+            pass  # the R-worker is gone already
         finally:
-            path.close()
+            link.close()
 
     def _take(self, timeout_seconds: float) -> bool:
-        """Receive one o, if one comes in time, to where its mini-batch wants it."""
+        """Receive one o, if one comes in time, into its mini-batch's array."""
         frame = self._next(timeout_seconds)
         if frame is None:
             return False
         layer, o = self._outputs.get(frame.mini_batch, (-1, None))
         if frame.kind is not Kind.OUTPUT or o is None or layer != frame.layer:
             raise self._lose(f"it sent a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer}")
-        with self._losses as path:
-            path.load(frame, (o,))
+        with self._losses as link:
+            link.load(frame, (o,))
         del self._outputs[frame.mini_batch]
         return True
 
     def _answer(self, kind: Kind, most_seconds: float = ANSWER_SECONDS, discard: bool = False) -> Frame:
-        """The next frame, which must be ``kind``; with ``discard`` whatever comes before it is dropped."""
+        """The next frame, which must be ``kind``; with ``discard`` other frames before it are dropped."""
         deadline = time.monotonic() + most_seconds
         while True:
             frame = self._spin.until(lambda: self._next(0.0, discard)) or self._next(TICK_SECONDS, discard)
@@ -223,8 +224,8 @@ class RemoteWorker:
                 raise self._lose(f"it sent a {frame.kind.name} frame, and {kind.name} was to come")
 
     def _next(self, timeout_seconds: float, discard: bool = False) -> Frame | None:
-        with self._losses as path:
-            frame = path.next(timeout_seconds)
+        with self._losses as link:
+            frame = link.receive(timeout_seconds)
         if frame is not None and frame.kind is Kind.REFUSED and not discard:
             self._raise_refusal(frame)
         return frame
@@ -239,14 +240,14 @@ class RemoteWorker:
         raise BackendError(f"R-worker {self.name} refused: {message}")
 
     def _send(self, kind: Kind, *parts: bytes | np.ndarray) -> None:
-        with self._losses as path:
-            path.send(kind, *parts)
+        with self._losses as link:
+            link.send(kind, *parts)
 
     def _body(self, frame: Frame, *most_bytes: int) -> bytearray:
-        with self._losses as path:
-            return path.conversation.body(frame, *most_bytes)
+        with self._losses as link:
+            return link.body(frame, *most_bytes)
 
-    def _number(self, frame: Frame, form: struct.Struct = EXPORT) -> Any:
+    def _number(self, frame: Frame, form: struct.Struct) -> Any:
         """The one number of ``frame``, which is packed as ``form``."""
         try:
             (number,) = form.unpack(self._body(frame, form.size))
@@ -261,7 +262,7 @@ class RemoteWorker:
         return WorkerLostError(self._lost)
 
     def _measure_offset(self) -> float:
-        """The worker's clock less ours, from the quickest of several questions; 0 where they may be the same clock."""
+        """The worker's clock minus ours in seconds, by the quickest of NUM_PINGS; 0 where both may be the same."""
         rounds = []
         for _ in range(NUM_PINGS):
             asked = time.perf_counter()
@@ -274,7 +275,7 @@ class RemoteWorker:
 
 
 class _Losses:
-    """A worker's path, if it still leads anywhere; what breaks it is said with the worker's name.
+    """Around uses of a worker's link: what breaks the link becomes a WorkerLostError with the worker's name.
 
     An object and not a generator, since it is entered several times in every layer.
     """
@@ -282,13 +283,13 @@ class _Losses:
     def __init__(self, worker: RemoteWorker) -> None:
         self._worker = worker
 
-    def __enter__(self) -> Path:
+    def __enter__(self) -> Link:
         worker = self._worker
         if worker._lost:
             raise WorkerLostError(worker._lost)
-        if worker._path is None:
+        if worker._link is None:
             raise BackendError(f"R-worker {worker.name} is closed")
-        return worker._path
+        return worker._link
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

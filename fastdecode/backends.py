@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import TYPE_CHECKING
 
@@ -11,26 +12,26 @@ from fastdecode.resources import kv_cache_bytes
 
 if TYPE_CHECKING:
     from fastdecode.cluster.pool import PoolBackend
-    from fastdecode.cluster.tuning import Tuning
+    from fastdecode.cluster.r_worker.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 
 
 def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
-    """R-workers where ``config.r_workers`` says, those of this machine on ``cores``; and more, where they may join."""
+    """The R-workers that ``config.r_workers`` names, those of this machine on ``cores``, and a listener for more."""
     pool = _make_pool(config, cores)
     if config.pool_listen:
-        from fastdecode.cluster.tcp import make_lobby
+        from fastdecode.cluster.links.tcp import listen_for_joins
 
-        lobby = make_lobby(config.pool_listen, config.block_size, config.key_file, config.security)
-        logger.info("R-workers may join at %s", lobby.address)
-        pool.extend_from(lobby)
+        listener = listen_for_joins(config.pool_listen, config.block_size, config.key_file, config.security)
+        logger.info("R-workers may join at %s", listener.address)
+        pool.accept_joins(listener)
     return pool
 
 
 def tuning() -> Tuning:
-    """What R-workers of this machine attend with; see :func:`fastdecode.cluster.tuning.tuning`."""
-    from fastdecode.cluster import tuning as measured
+    """What R-workers of this machine attend with; see :func:`fastdecode.cluster.r_worker.tuning.tuning`."""
+    from fastdecode.cluster.r_worker import tuning as measured
 
     return measured.tuning()
 
@@ -38,37 +39,39 @@ def tuning() -> Tuning:
 def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
     spec = config.r_worker_spec
     if spec.kind == "tcp":
-        from fastdecode.cluster.tcp import TcpBackend
+        from fastdecode.cluster.links.tcp import TcpBackend
 
         return TcpBackend(spec.addresses, config.block_size, config.key_file, config.security)
 
     if spec.kind == "mpi":
-        from fastdecode.cluster.mpi_backend import MpiBackend
+        from fastdecode.cluster.links.mpi_link import MpiBackend
 
         return MpiBackend(config.block_size)
 
-    from fastdecode.cluster.inproc import InprocBackend, InprocSettings
-    from fastdecode.cluster.spawn import SpawnBackend
+    from fastdecode.cluster.r_worker.host import RWorkerSize
 
-    settings = InprocSettings(
-        num_workers=spec.count,
-        kv_cache_bytes=kv_cache_bytes(config),
-        block_size=config.block_size,
-        num_threads=config.r_threads or max(1, len(cores) // spec.count),
-        cores=tuple(cores),
-        own_cores=config.separate_cores,
-    )
+    num_bytes = kv_cache_bytes(config)
+    num_threads = config.r_threads or max(1, len(cores) // spec.count)
+    turns = itertools.cycle(cores)
+    sizes = [
+        RWorkerSize(num_bytes, num_threads, tuple(itertools.islice(turns, num_threads))) for _ in range(spec.count)
+    ]
     if spec.kind == "spawn":
-        return SpawnBackend([settings.size(index) for index in range(spec.count)], config.block_size)
-    return InprocBackend(settings)
+        from fastdecode.cluster.links.spawn import SpawnBackend
+
+        return SpawnBackend(sizes, config.block_size)
+
+    from fastdecode.cluster.pool import InprocBackend
+
+    return InprocBackend(sizes, config.block_size, config.separate_cores)
 
 
 def join_job() -> None:
     """Take this process's place in its MPI job.
 
-    To be called before a model is loaded: the R-workers should not wait for it, and end with this process if it fails.
-    ConfigError where there is nobody to join.
+    To be called before a model is loaded, since R-workers should not wait for that, and end with this process if it
+    fails. ConfigError where the job has no other rank.
     """
-    from fastdecode.cluster.mpi_backend import join_as_s_worker
+    from fastdecode.cluster.links.mpi_link import join_as_s_worker
 
     join_as_s_worker()

@@ -6,6 +6,9 @@ import os
 import platform
 from pathlib import Path
 
+KV_CACHE_SHARE = 0.40
+"""Part of the free memory that the R-workers on a machine take together by default."""
+
 
 def usable_cores() -> list[int]:
     """Core numbers in this process's affinity mask, cut to the cgroup's CPU quota where one is set."""
@@ -31,12 +34,6 @@ def total_memory_bytes() -> int:
     limit = _cgroup_value("memory.max")
     total = _meminfo_bytes("MemTotal")
     return min(total, int(limit)) if limit and limit != "max" else total
-
-
-def resident_memory_bytes() -> int:
-    """Bytes of this process now in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_name() -> str:

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 
 from fastdecode.config import EngineConfig
 from fastdecode.errors import CapacityError
-from fastdecode.machine import available_memory_bytes, usable_cores
+from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.types import ITEM_BYTES, KVLayout, RWorkerInfo
-
-KV_CACHE_SHARE = 0.40
-"""Part of the free memory that the R-workers on this machine share by default."""
 
 SCRATCH_SHARE = 1 / 8
 """Part of the free memory that prompts in progress may take on the S-worker by default."""

@@ -139,7 +139,8 @@ class WorkerReport:
 
     ``busy_start`` and ``busy_end``: float64 [num_mini_batches, num_layers], seconds on the S-worker's
     ``time.perf_counter``; both are 0 where the worker had no rows. ``transfer_seconds``: from submit to o available,
-    less the time busy and the time queued behind the worker's other calls, summed over the step.
+    less the time busy and the time queued behind the worker's other calls, summed over the step. ``leaving``: the
+    R-worker asks to leave.
     """
 
     busy_start: np.ndarray
@@ -147,6 +148,7 @@ class WorkerReport:
     transfer_seconds: float
     bytes_read: int
     blocks_free: int
+    leaving: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,10 @@ import sessions
 from instrument import instrument
 
 from fastdecode import addresses, errors
-from fastdecode.cluster import frames, local, messages, path, payload, proof, remote, session, stream
+from fastdecode.cluster import remote
+from fastdecode.cluster.links import link, shared_memory
+from fastdecode.cluster.r_worker import host, session
+from fastdecode.cluster.wire import frames, handshake, messages, payload
 
 TARGETS = parsers.TARGETS | sessions.TARGETS
 MOST_BYTES = frames.FRAME_LIMIT + (1 << 24)
@@ -45,7 +48,7 @@ class Watched:
 def main() -> None:
     """Does not return: libFuzzer ends the process."""
     target = TARGETS[sys.argv.pop(1)]
-    instrument(frames, local, messages, path, payload, proof, remote, session, stream, addresses, errors)
+    instrument(frames, handshake, host, link, messages, payload, remote, session, shared_memory, addresses, errors)
     tracemalloc.start(1)
     atheris.Setup(sys.argv, Watched(target))
     atheris.Fuzz()

@@ -13,13 +13,13 @@ from typing import Any
 import atheris
 import numpy as np
 
-from fastdecode.cluster import frames, messages, proof, stream
-from fastdecode.cluster.frames import Kind
-from fastdecode.cluster.local import RWorkerSize, make_rworker
-from fastdecode.cluster.messages import Hello, Welcome
-from fastdecode.cluster.pool_worker import StepTimes
+from fastdecode.cluster.links import shared_memory
+from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
+from fastdecode.cluster.wire import frames, handshake, messages
+from fastdecode.cluster.wire.frames import Kind
+from fastdecode.cluster.wire.messages import Hello, Welcome
 from fastdecode.errors import CapacityError, FrameError
-from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan
+from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 LAYOUT = KVLayout(
     (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4)), "bfloat16", "int8"
@@ -27,7 +27,7 @@ LAYOUT = KVLayout(
 HELLO = Hello("host:1", LAYOUT, 32)
 WELCOME = Welcome(100, 2, "avx2", 10.5, (0, 1), "boot", "0" * 64)
 PLAN = WorkerPlan(np.array([(0, 2, 1, 4)], CONTROL), (np.array([(1, 2, 3, 1)] * 2, SPAN), np.zeros(0, SPAN)))
-REPORT = StepTimes(np.ones((2, 3)), np.ones((2, 3)), 123, 45)
+REPORT = WorkerReport(np.ones((2, 3)), np.ones((2, 3)), 0.0, 123, 45)
 KEY = bytes(32)
 ODD: list[Any] = [None, True, 0, -1, 1, 16, 1 << 31, 1 << 63, 10**400, 0.5, -0.0, 1e39, float("nan"), float("inf")]
 ODD += ["", "float32", "int4", "\ud800", "\n", "x" * 5000, [], [[]], [1] * 5, {}, {"a": 1}]
@@ -85,7 +85,7 @@ def report(data: bytes) -> None:
 
 def gate(data: bytes) -> None:
     """Nobody without the key is admitted, whatever they say, and little is kept of them."""
-    door, provider = proof.Gate(KEY), atheris.FuzzedDataProvider(data)
+    door, provider = handshake.Gate(KEY), atheris.FuzzedDataProvider(data)
     while provider.remaining_bytes():
         kind = provider.PickValueInList([*[Kind.CHALLENGE, Kind.PROOF] * 2, Kind.HELLO, Kind.BYE, 77])
         body = provider.ConsumeBytes(provider.PickValueInList([32, 32, 0, 31, 33]))
@@ -94,7 +94,7 @@ def gate(data: bytes) -> None:
             frames.MAGIC, frames.VERSION, kind, 0, provider.ConsumeIntInRange(0, 3), 0, 0, length, 0, 0
         )
         _require(not door.admits(Message([head, body]), provider.ConsumeBytes(1)))
-    _require(len(door._pending) <= proof.MOST_PENDING)
+    _require(len(door._pending) <= handshake.MOST_PENDING)
 
 
 def stream_reader(data: bytes) -> None:
@@ -103,7 +103,7 @@ def stream_reader(data: bytes) -> None:
     with mine, theirs, suppress(ConnectionError, FrameError):
         theirs.sendall(data)
         theirs.close()
-        channel = stream.StreamChannel(mine)
+        channel = shared_memory.StreamChannel(mine)
         while (head := channel.receive(0)) is not None:
             lengths = frames.decode(head).lengths
             if head[24] % 2:  # else they are skipped

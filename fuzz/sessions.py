@@ -15,16 +15,16 @@ from typing import Any, ClassVar
 import atheris
 import numpy as np
 
-from fastdecode.cluster import messages, remote, session
-from fastdecode.cluster.frames import HEADER, MAGIC, VERSION, Conversation, Kind
-from fastdecode.cluster.host import Host
-from fastdecode.cluster.local import RWorkerSize, make_rworker
-from fastdecode.cluster.messages import Hello, Welcome
-from fastdecode.cluster.path import FramePath
-from fastdecode.cluster.pool_worker import StepTimes
+from fastdecode.cluster import remote
+from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.r_worker import session
+from fastdecode.cluster.r_worker.host import Host, RWorkerSize, make_rworker
 from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.cluster.wire import messages
+from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
+from fastdecode.cluster.wire.messages import Hello, Welcome
 from fastdecode.errors import BackendError, CapacityError, FrameError
-from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, Verb, WorkerPlan
+from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, Verb, WorkerPlan, WorkerReport
 
 LAYOUTS = (
     KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3, window=9)), "float32", "float32"),
@@ -113,7 +113,7 @@ class SessionRun:
     def __init__(self, data: bytes) -> None:
         self._provider = atheris.FuzzedDataProvider(data)
         self._channel = FuzzChannel(self._next)
-        self._session = session.Session(FramePath(Conversation(self._channel)), HOST)
+        self._session = session.Session(Link(self._channel), HOST)
         self._layout = self._provider.PickValueInList(list(LAYOUTS))
         self._frames = 0
         self._before: Any = None
@@ -177,13 +177,13 @@ class SessionRun:
         return self._frame(Kind.PING)
 
     def _export(self) -> list[bytes]:
-        return self._frame(Kind.EXPORT, session.EXPORT.pack(self._id()))
+        return self._frame(Kind.EXPORT, messages.SEQUENCE_ID.pack(self._id()))
 
     def _import(self) -> list[bytes]:
         tokens = self._tokens()
         right = self._provider.ConsumeIntInRange(0, 7)
         num_bytes = tokens * self._layout.kv_bytes_per_token if right and abs(tokens) < 1 << 40 else self._number()
-        return self._frame(Kind.IMPORT, session.IMPORT.pack(self._id(), tokens, num_bytes))
+        return self._frame(Kind.IMPORT, messages.IMPORT.pack(self._id(), tokens, num_bytes))
 
     def _data(self) -> list[bytes]:
         incoming = self._session._incoming
@@ -212,7 +212,7 @@ class SessionRun:
         return [HEADER.pack(*fields), *parts]
 
     def _frame(self, kind: int, *parts: bytes, mini_batch: int = 0, layer: int = 0) -> list[bytes]:
-        conversation = self._session._path.conversation
+        conversation = self._session._link
         lengths = [len(part) for part in parts] + [0] * (3 - len(parts))
         sequence = conversation._least_received
         return [HEADER.pack(MAGIC, VERSION, kind, conversation.epoch, sequence, mini_batch, layer, *lengths), *parts]
@@ -274,7 +274,7 @@ class AnswersRun:
 
     def run(self) -> None:
         """Only the documented errors come out of it."""
-        worker = RemoteWorker("fuzzer", lambda: FramePath(Conversation(self._channel)), BLOCK_SIZE)
+        worker = RemoteWorker("fuzzer", lambda: Link(self._channel), BLOCK_SIZE)
         plan = WorkerPlan(np.zeros(0, CONTROL), (np.array([(1, 0, 2, 1)], SPAN),))
         q, k, v, o = (np.zeros((2, heads, dim), np.float32) for heads, dim in ((4, 8), (2, 8), (2, 16), (4, 16)))
         with suppress(BackendError, CapacityError, ValueError):
@@ -327,9 +327,9 @@ class AnswersRun:
             return messages.encode_refusal(provider.PickValueInList(["capacity", "refused", "frame"]), "no")
         if kind is Kind.REPORT:
             busy = np.frombuffer(provider.ConsumeBytes(32).ljust(32, b"\0")).reshape(2, 1, 2)
-            return messages.encode_report(StepTimes(busy[0], busy[1], 1, provider.ConsumeIntInRange(-2, 100)))
+            return messages.encode_report(WorkerReport(busy[0], busy[1], 0.0, 1, provider.ConsumeIntInRange(-2, 100)))
         if kind is Kind.EXPORTED:
-            return session.EXPORT.pack(provider.ConsumeIntInRange(-4, 400))
+            return messages.NUM_BYTES.pack(provider.ConsumeIntInRange(-4, 400))
         sizes = {Kind.PONG: 8, Kind.OUTPUT: 2 * 4 * 16 * 4, Kind.DATA: provider.ConsumeIntInRange(0, 400)}
         return bytes([provider.ConsumeIntInRange(0, 255)]) * sizes.get(kind, 0)
 

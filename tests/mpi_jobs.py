@@ -10,7 +10,7 @@ from pathlib import Path
 
 import r_workers
 
-from fastdecode.cli.mpiexec import find_mpiexec, needed_environment
+from fastdecode.cli.launch import find_mpiexec, needed_environment
 
 PATIENCE_SECONDS = 120
 R_WORKER = [r_workers.FASTDECODE, "r-worker", "--transport", "mpi", *r_workers.SMALL]

@@ -10,8 +10,8 @@ import pytest
 import r_workers
 import test_backends as contract
 
+from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.pool import PoolBackend
-from fastdecode.cluster.tcp import TcpBackend
 
 NUM_INTERRUPTS = 40
 STEP = [([(1, 40, 1, 1), (2, 20, 1, 1)], [(3, 33, 1, 1)]), ([], [(5, 1, 1, 1)])]

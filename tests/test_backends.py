@@ -13,13 +13,13 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import r_workers
+from doubles.fake_backend import FakeBackend
 
-from fastdecode.cluster.fake import FakeBackend
-from fastdecode.cluster.inproc import InprocBackend, InprocSettings
-from fastdecode.cluster.local import RWorkerSize
-from fastdecode.cluster.mpi_backend import MpiBackend
-from fastdecode.cluster.spawn import SpawnBackend
-from fastdecode.cluster.tcp import TcpBackend
+from fastdecode.cluster.links.mpi_link import MpiBackend
+from fastdecode.cluster.links.spawn import SpawnBackend
+from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.errors import BackendError, CapacityError
 from fastdecode.protocols import AttentionBackend
 from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, StepReport, Verb, WorkerPlan
@@ -37,7 +37,7 @@ Makers = dict[str, Callable[[], AttentionBackend]]
 
 
 def inproc() -> InprocBackend:
-    return InprocBackend(InprocSettings(2, 1 << 24, BLOCK_SIZE, num_threads=1))
+    return InprocBackend([RWorkerSize(1 << 24, 1)] * 2, BLOCK_SIZE)
 
 
 def spawn() -> SpawnBackend:

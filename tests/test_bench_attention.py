@@ -12,13 +12,12 @@ import pytest
 
 from fastdecode import _rworker
 from fastdecode.backends import tuning
-from fastdecode.bench.attention_cache import FilledCache
-from fastdecode.bench.attention_oracle import exact_attention, relative_error
-from fastdecode.bench.attention_plot import roofline_lines
-from fastdecode.bench.attention_shape import AttentionShape, ContextLen, sweep
-from fastdecode.bench.roofline import Roofline
 from fastdecode.cli.main import main
 from fastdecode.errors import ConfigError
+from fastdecode.measure.attention_bench import Roofline
+from fastdecode.measure.attention_cache import FilledCache, exact_attention, relative_error
+from fastdecode.measure.attention_shape import AttentionShape, ContextLen, sweep
+from fastdecode.measure.plots import roofline_lines
 
 SMALL = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "16", "--context-len", "70", "--batch-size", "3"]
 SMALL += ["--cache-bytes", "4MiB", "--repeats", "9"]

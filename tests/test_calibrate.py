@@ -1,4 +1,4 @@
-"""Calibration of this very machine, and what live runs and --validate make of a profile: real engines and R-workers."""
+"""Calibration of this very machine, and what live runs and validate make of a profile: real engines and R-workers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import numpy as np
 import pytest
 import r_workers
 
-from fastdecode.bench.attention_rig import AttentionRig
-from fastdecode.bench.calibrate import Calibrator
-from fastdecode.bench.calibration_plan import CalibrationPlan
-from fastdecode.bench.decode_rig import DecodeRig
-from fastdecode.bench.offline_run import run_offline
-from fastdecode.bench.samples import measuring, r_worker_config
-from fastdecode.bench.throughput import run_throughput
-from fastdecode.bench.validate import Configuration, Validation
-from fastdecode.bench.workload import WorkloadSpec, make_workload
 from fastdecode.cli.calibrate import summary_lines
 from fastdecode.cli.main import main
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import ProfileError
+from fastdecode.measure.attention_rig import AttentionRig
+from fastdecode.measure.calibrator import CalibrationPlan, Calibrator
+from fastdecode.measure.dataset import WorkloadSpec, make_workload
+from fastdecode.measure.decode_rig import DecodeRig
+from fastdecode.measure.offline_run import run_offline
+from fastdecode.measure.samples import measuring, r_worker_config
+from fastdecode.measure.throughput import run_throughput
+from fastdecode.measure.validation import Configuration, Validation
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
 from fastdecode.perfmodel.points import MachineIdentity
 from fastdecode.perfmodel.profile import HardwareProfile
@@ -116,12 +115,12 @@ def test_a_target_between_tokens_is_met_by_the_profile(folder: str, path: str) -
 def test_others_profiles_are_refused(
     folder: str, path: str, profile: HardwareProfile, field: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By live runs and by --validate; plan takes it."""
+    """By live runs and by validate; plan takes it."""
     machine = MachineIdentity(**{**vars(profile.machine), field: "another"})
     Path(path).write_text(write_profile(dataclasses.replace(profile, machine=machine)))
     with pytest.raises(ProfileError, match=f"another {words}, 'another'.*calibrate"):
         LLMEngine(live_config(folder, path))
-    assert main(["plan", "--validate", "--profile", path, "--model", folder]) == 1
+    assert main(["validate", "--profile", path, "--model", folder]) == 1
     assert f"another {words}" in capsys.readouterr().err
     assert main(["plan", "--profile", path, "--seq-len", "64", "--mini-batch-size", "64"]) == 0
 
@@ -157,7 +156,7 @@ def test_a_configuration_is_held_against_its_prediction(
 
 
 def test_an_offline_run_has_the_simulations_schedule(folder: str, profile: HardwareProfile) -> None:
-    """Within a load limit that the profile gives; how long both take is for `plan --validate` to say."""
+    """Within a load limit that the profile gives; how long both take is for `fastdecode validate` to say."""
     config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
     threads = {point.threads for point in profile.anchors}
     spec = WorkloadSpec(random_input_len=16, random_output_len=24, num_prompts=12)
@@ -224,6 +223,17 @@ def test_what_cannot_be_calibrated_is_said(
     assert message in capsys.readouterr().err
 
 
-def test_validation_needs_a_profile_and_its_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--validate"]) == 2
-    assert "validate needs --profile" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-configurations", "0"], "num_configurations must be at least 1"),
+        (["--output-json", "."], ".: is a folder; name a file to write"),
+        (["--plot", "rows.txt"], "a plot must end in"),
+        ([], "no.json"),
+    ],
+)
+def test_what_cannot_be_validated_is_said(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", "--profile", "no.json", "--model", "no", *arguments]) != 0
+    assert message in capsys.readouterr().err

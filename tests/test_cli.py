@@ -14,10 +14,10 @@ from typing import Any
 import model_zoo
 import pytest
 
-from fastdecode.bench.baseline import run_baseline
-from fastdecode.bench.workload import WorkloadSpec
 from fastdecode.cli.main import main
 from fastdecode.config import EngineConfig
+from fastdecode.measure.dataset import WorkloadSpec
+from fastdecode.measure.throughput import run_baseline
 
 SMALL = ["--max-model-len", "300", "--kv-cache-memory", "64MiB", "--s-threads", "1", "--r-threads", "1"]
 
@@ -205,8 +205,11 @@ def test_collect_env_names_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch:" in output and "instruction sets:" in output
 
 
-def test_ctrl_c_says_what_was_done_and_exits_130(folder: str) -> None:
-    """SIGINT in the middle of a long benchmark."""
+@pytest.mark.parametrize(
+    ("number", "status", "last"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_benchmark_that_is_ended_says_what_was_done(folder: str, number: int, status: int, last: str) -> None:
+    """Ctrl-C, or SIGTERM, in the middle of a long one."""
     arguments = bench(folder, "--num-prompts", "500", "--random-output-len", "250", "--max-num-seqs", "4")
     code = f"import sys; from fastdecode.cli.main import main; sys.exit(main({arguments!r}))"
     process = subprocess.Popen(
@@ -216,9 +219,9 @@ def test_ctrl_c_says_what_was_done_and_exits_130(folder: str) -> None:
     while "R-worker(s)" not in process.stdout.readline():
         assert process.poll() is None
     time.sleep(3)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, error = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert "Throughput: " in output
-    assert error.strip().endswith("fastdecode: interrupted")
+    assert error.strip().endswith(f"fastdecode: {last}")
     assert "Traceback" not in error

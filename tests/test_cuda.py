@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fastdecode import LLM, SamplingParams
 from fastdecode import config as config_module
-from fastdecode.cluster.inproc import InprocBackend
+from fastdecode.cluster.pool import InprocBackend
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.metrics import StepRecord

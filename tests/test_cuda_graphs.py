@@ -13,11 +13,11 @@ import model_zoo
 import pytest
 import test_pipeline
 import torch
+from doubles.fake_backend import FakeBackend
 from graph_stand_in import FakeRecorder, Pool
 from test_pipeline import NUM_LAYERS, Tiny
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.cluster.fake import FakeBackend
 from fastdecode.step import Chunk, MiniBatch
 from fastdecode.sworker import model as model_module
 from fastdecode.sworker import worker

@@ -11,9 +11,9 @@ import mpi_jobs
 import pytest
 import r_workers
 
-from fastdecode.cli.doctor_checks import check_mpi, check_port
+from fastdecode.cli.doctor import check_mpi, check_port
+from fastdecode.cli.launch import describe_mpiexec
 from fastdecode.cli.main import main
-from fastdecode.cli.mpiexec import describe_mpiexec
 
 
 def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +80,7 @@ def test_another_mpirun_than_mpi4pys_is_broken(tmp_path: Path, monkeypatch: pyte
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho HYDRA build details:\n")
     mpirun.chmod(0o755)
-    monkeypatch.setattr("fastdecode.cli.doctor_checks.find_mpiexec", lambda: describe_mpiexec(str(mpirun)))
+    monkeypatch.setattr("fastdecode.cli.doctor.find_mpiexec", lambda: describe_mpiexec(str(mpirun)))
     broken = [finding for finding in check_mpi() if finding.level == "broken"]
     assert len(broken) == 1 and "mpirun is of mpich and mpi4py loads openmpi" in broken[0].what and broken[0].cure
 

@@ -45,7 +45,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 
 
 def pool_address(engine: LLMEngine) -> str:
-    return engine.backend._lobby.address  # type: ignore[attr-defined]
+    return engine.backend.join_listener.address  # type: ignore[attr-defined]
 
 
 def num_on(engine: LLMEngine, worker: int) -> int:
@@ -128,7 +128,7 @@ def test_a_spawned_one_that_stands_still_is_killed(folder: Path) -> None:
     with make_llm(folder, r_workers="spawn:2", pool_listen=None) as llm:
         job = Job(llm.engine)
         job.step_until(lambda: num_on(llm.engine, 1) > 3)
-        process = llm.engine.backend.workers[1]._path._process  # type: ignore[attr-defined]
+        process = llm.engine.backend.workers[1]._link._process  # type: ignore[attr-defined]
         process.send_signal(signal.SIGSTOP)
         job.finish()
         assert process.poll() == -signal.SIGKILL

@@ -23,7 +23,7 @@ FLOORS = [
     {"sworker", "cluster", "perfmodel.simulate"},
     {"engine", "backends", "in_flight", "live_profile", "membership", "request", "resources", "scheduling", "prompts"}
     | {"text", "trace"},
-    {"cli", "server", "llm", "bench", "batch"},
+    {"cli", "server", "llm", "measure", "batch"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""
 
@@ -131,8 +131,8 @@ def _own_violations(module: Module) -> Iterator[str]:
     knows_cluster = "cluster" in {room_of(name) for name in module.own}
     if knows_cluster and room_of(module.name) != "cluster" and module.name not in KNOW_CLUSTER:
         yield f"{module.name} imports the R side, which only {', '.join(sorted(KNOW_CLUSTER))} may"
-    if "_rworker" in module.own and room_of(module.name) not in ("cluster", "cli", "bench"):
-        yield f"{module.name} imports the extension, which only cluster (and cli and bench, to report it) may"
+    if "_rworker" in module.own and room_of(module.name) not in ("cluster", "cli", "measure"):
+        yield f"{module.name} imports the extension, which only cluster (and cli and measure, to report it) may"
     if "_sworker" in module.own and room_of(module.name) != "sworker":
         yield f"{module.name} imports the S-part's extension, which only sworker may"
 
@@ -151,7 +151,7 @@ def _other_violations(module: Module) -> Iterator[str]:
 
 def test_floors_are_kept() -> None:
     modules = read_modules()
-    assert {"types", "scheduler.scheduler", "sworker.worker", "cluster.inproc", "engine"} <= {m.name for m in modules}
+    assert {"types", "scheduler.scheduler", "sworker.worker", "cluster.pool", "engine"} <= {m.name for m in modules}
     assert violations(modules) == []
 
 
@@ -173,17 +173,17 @@ def test_only_the_engine_knows_both_sides() -> None:
         ("scheduler.scheduler", "from fastdecode import sworker"),
         ("scheduler.scheduler", "import torch"),
         ("perfmodel.scale", "from fastdecode.perfmodel.simulate import run"),
-        ("sworker.worker", "from fastdecode.cluster.fake import FakeBackend"),
+        ("sworker.worker", "from fastdecode.cluster.pool import InprocBackend"),
         ("sworker.worker", "import fastdecode.engine"),
         ("sworker.worker", "from fastdecode import _rworker"),
         ("sworker.worker", "import zmq"),
-        ("cluster.inproc", "from fastdecode import _sworker"),
-        ("cluster.inproc", "from fastdecode.sworker.staging import to_numpy"),
-        ("cluster.inproc", "if TYPE_CHECKING:\n    import torch.nn"),
-        ("cluster.inproc", "from pickle import dumps"),
+        ("cluster.pool", "from fastdecode import _sworker"),
+        ("cluster.pool", "from fastdecode.sworker.staging import to_numpy"),
+        ("cluster.pool", "if TYPE_CHECKING:\n    import torch.nn"),
+        ("cluster.pool", "from pickle import dumps"),
         ("engine", "from transformers import AutoConfig"),
         ("engine", "from fastdecode.cli.flags import engine_config"),
-        ("llm", "from fastdecode.cluster.inproc import InprocBackend"),
+        ("llm", "from fastdecode.cluster.pool import InprocBackend"),
         ("trace", "import greenlet"),
     ],
 )
@@ -213,7 +213,7 @@ def test_an_r_worker_starts_without_torch(tmp_path: Path) -> None:
     """In a process of its own, outside the checkout; cli.main is on the way to `fastdecode r-worker`."""
     code = """
 import importlib, sys
-for name in ("fastdecode", "fastdecode.scheduler", "fastdecode.cluster.inproc", "fastdecode.cluster.fake",
+for name in ("fastdecode", "fastdecode.scheduler", "fastdecode.cluster.r_worker.session", "fastdecode.cluster.pool",
              "fastdecode.perfmodel.scale", "fastdecode.cli.main"):
     importlib.import_module(name)
     heavy = {"torch", "transformers", "greenlet", "fastdecode.sworker"} & set(sys.modules)

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdecode.cluster import messages
-from fastdecode.cluster.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
-from fastdecode.cluster.path import FramePath
-from fastdecode.cluster.payload import PayloadSlots, aligned_memory
-from fastdecode.cluster.pool_worker import StepTimes
+from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.remote import NUM_PINGS, RemoteWorker
+from fastdecode.cluster.wire import messages
+from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
+from fastdecode.cluster.wire.payload import PayloadSlots, aligned_memory
 from fastdecode.errors import FrameError, WorkerLostError
-from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan
+from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 LAYOUT = KVLayout(
     (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4)), "bfloat16", "int8"
@@ -249,19 +248,19 @@ def test_any_bytes_are_refused_by_every_reader(data: bytes) -> None:
 
 
 def test_a_report_is_read_as_it_was_written() -> None:
-    times = StepTimes(np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) + 1, 123, 45, leaving=True)
+    times = WorkerReport(np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) + 1, 0.0, 123, 45, leaving=True)
     found = messages.decode_report(messages.encode_report(times), 2, 3)
     assert (found.bytes_read, found.blocks_free, found.leaving) == (123, 45, True)
     assert found.busy_start.tolist() == times.busy_start.tolist() and found.busy_end.tolist() == times.busy_end.tolist()
     with pytest.raises(FrameError, match="120 bytes, not 88"):
         messages.decode_report(messages.encode_report(times), 1, 4)
     for bad in (
-        StepTimes(times.busy_start, times.busy_end, -1, 45),
-        StepTimes(times.busy_start, times.busy_end, 123, -1),
-        StepTimes(times.busy_start, times.busy_end + np.nan, 123, 45),
-        StepTimes(times.busy_start + np.inf, times.busy_end, 123, 45),
+        WorkerReport(times.busy_start, times.busy_end, 0.0, -1, 45),
+        WorkerReport(times.busy_start, times.busy_end, 0.0, 123, -1),
+        WorkerReport(times.busy_start, times.busy_end + np.nan, 0.0, 123, 45),
+        WorkerReport(times.busy_start + np.inf, times.busy_end, 0.0, 123, 45),
     ):
-        with pytest.raises(FrameError, match="times that are no numbers"):
+        with pytest.raises(FrameError, match="times that are not finite"):
             messages.decode_report(messages.encode_report(bad), 2, 3)
 
 
@@ -289,7 +288,7 @@ def test_an_r_worker_that_answers_nonsense_is_lost(kind: Kind, body: bytes, mess
     pipe.messages = whole[:1] if kind is Kind.PONG else whole
     answers.send(kind, body)
     pipe.messages = [*pipe.messages, script.messages[-1]]
-    worker = RemoteWorker("liar", lambda: FramePath(Conversation(pipe)), 32)
+    worker = RemoteWorker("liar", lambda: Link(pipe), 32)
     worker.open(LAYOUT)
     with pytest.raises(WorkerLostError, match=f"R-worker liar is lost: {message}"):
         worker.opened()

@@ -22,8 +22,8 @@ from test_r_worker import HELLO, PATIENCE_SECONDS, frame, make_key, works
 from test_spawn import segments
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.cluster.frames import FRAME_LIMIT, Conversation, Kind
-from fastdecode.cluster.keys import derive_key, read_secret
+from fastdecode.cluster.wire.frames import FRAME_LIMIT, Conversation, Kind
+from fastdecode.cluster.wire.handshake import derive_key, read_secret
 from fastdecode.errors import BackendError
 
 NAME = "llama-gqa"
@@ -54,7 +54,7 @@ class Attack:
 
     def __init__(self, llm: LLM, stranger: Stranger) -> None:
         self.backend: Any = llm.engine.backend
-        self.conversation: Conversation = self.backend.workers[0]._path.conversation
+        self.conversation: Conversation = self.backend.workers[0]._link
         self.stranger, self.submits, self.reasons = stranger, 0, list[str]()
         self._submit, self.backend.submit = self.backend.submit, self.submit
 
@@ -160,7 +160,7 @@ S_WORKER = """
     import sys, time
     sys.path.insert(0, {tests!r})
     import test_backends as contract
-    from fastdecode.cluster.tcp import TcpBackend
+    from fastdecode.cluster.links.tcp import TcpBackend
     backend = TcpBackend({addresses!r}, contract.BLOCK_SIZE) if {addresses!r} else contract.spawn()
     backend.open(contract.LAYOUT)
     contract.run(backend, contract.FIRST)

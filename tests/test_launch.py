@@ -12,8 +12,8 @@ import mpi_jobs
 import pytest
 import r_workers
 
-from fastdecode.cli.hostfile import HostSlots, read_hostfile, split_roles
 from fastdecode.cli.launch import FORMATS
+from fastdecode.cli.launch_lines import HostSlots, read_hostfile, split_roles
 from fastdecode.cli.main import main
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores

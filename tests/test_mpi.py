@@ -133,7 +133,7 @@ def test_an_r_worker_that_fails_ends_the_job() -> None:
     job = mpi_jobs.run((1, BENCH), (1, mpi_jobs.R_WORKER), (1, [*mpi_jobs.R_WORKER, "--cores", "9999"]))
     assert job.returncode != 0 and "cores: this process may not use [9999]" in job.stderr
     failing = script("""
-        from fastdecode.cluster.session import Session
+        from fastdecode.cluster.r_worker.session import Session
         def fail(self, frame):
             raise RuntimeError("a worn-out R-worker")
         Session._end = fail
@@ -188,7 +188,7 @@ def test_an_r_worker_never_imports_torch() -> None:
     """)
     s_worker = script("""
         import numpy as np
-        from fastdecode.cluster.mpi_backend import MpiBackend
+        from fastdecode.cluster.links.mpi_link import MpiBackend
         from fastdecode.types import KVLayout, LayerLayout
         backend = MpiBackend(16)
         print(backend.open(KVLayout((LayerLayout(1, 1, 8, 8, 1.0),), "float32", "float32")))

@@ -11,7 +11,7 @@ import torch
 from engine_checks import assert_nothing_held
 from transformers import AutoModelForCausalLM
 
-from fastdecode.bench.perplexity import cut, measure_perplexity
+from fastdecode.cli.bench_perplexity import cut, measure_perplexity
 from fastdecode.config import DEMO_MODEL, EngineConfig
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import RequestError

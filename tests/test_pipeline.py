@@ -11,10 +11,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from doubles.fake_backend import FakeBackend
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastdecode.clock import HOST, MODEL, WAIT, StateClock
-from fastdecode.cluster.fake import FakeBackend
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker.forward import MiniBatchForward

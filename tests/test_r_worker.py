@@ -19,9 +19,9 @@ import test_backends as contract
 import zmq
 
 from fastdecode.cli.main import main
-from fastdecode.cluster.frames import HEADER, MAGIC, VERSION, Kind
-from fastdecode.cluster.messages import Hello, encode_hello, encode_plan
-from fastdecode.cluster.tcp import TcpBackend
+from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
+from fastdecode.cluster.wire.messages import Hello, encode_hello, encode_plan
 from fastdecode.errors import BackendError, ConfigError, WorkerLostError
 from fastdecode.types import SPAN, KVLayout, StepPlan, WorkerPlan
 
@@ -346,7 +346,7 @@ def test_bad_frames_of_the_served_one_change_nothing() -> None:
     """A replayed frame, payloads that lie about their shape or place: each is refused, and then the step ends."""
     with r_workers.listening() as (_, address):
         backend = opened(address)
-        conversation = backend.workers[0]._path.conversation  # type: ignore[attr-defined]
+        conversation = backend.workers[0]._link  # type: ignore[attr-defined]
         mini_batch = ([(1, 0, 4, 1)], [])
         backend.begin_step(alone(contract.plan([mini_batch])))
         q, k, v = contract.rows(mini_batch, 0, 0)
@@ -363,7 +363,7 @@ def test_bad_frames_of_the_served_one_change_nothing() -> None:
         assert "with parts of" in refusal(lambda: conversation.send(Kind.PAYLOAD, q))
         assert "the plan does not have" in refusal(lambda: conversation.send(Kind.PAYLOAD, q, k, v, mini_batch=1))
         assert "the plan does not have" in refusal(lambda: conversation.send(Kind.PAYLOAD, q, k, v, layer=99))
-        assert "nobody waits for" in refusal(lambda: conversation.send(Kind.DATA, b"123"))
+        assert "was not announced" in refusal(lambda: conversation.send(Kind.DATA, b"123"))
         assert "no place here" in refusal(lambda: conversation.send(Kind.HELLO, HELLO))
         assert "8 at most" in refusal(lambda: conversation.send(Kind.EXPORT, bytes(9)))
         assert "not 24" in refusal(lambda: conversation.send(Kind.IMPORT, bytes(9)))

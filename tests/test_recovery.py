@@ -36,7 +36,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 def pids(llm: LLM) -> list[int]:
     """Process ids of the spawned R-workers."""
     workers = [worker for worker in llm.engine.backend.workers if isinstance(worker, RemoteWorker)]
-    return [worker._path._process.pid for worker in workers]
+    return [worker._link._process.pid for worker in workers]
 
 
 def run_and_kill(llm: LLM, prompts: list[list[int]], kill_after_tokens: int, victim: int) -> list[list[int]]:

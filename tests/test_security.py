@@ -19,10 +19,10 @@ from test_r_worker import HELLO, PATIENCE_SECONDS, frame, key_file, make_key, wo
 from fastdecode.addresses import check_security
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.main import main
-from fastdecode.cluster import proof
-from fastdecode.cluster.frames import HEADER, Kind
-from fastdecode.cluster.keys import read_security
-from fastdecode.cluster.tcp import TcpBackend, make_lobby
+from fastdecode.cluster.links.tcp import TcpBackend, listen_for_joins
+from fastdecode.cluster.wire import handshake as proof
+from fastdecode.cluster.wire.frames import HEADER, Kind
+from fastdecode.cluster.wire.handshake import read_security
 from fastdecode.config import EngineConfig
 from fastdecode.errors import BackendError, ConfigError
 
@@ -70,9 +70,9 @@ def test_it_serves_one_after_another(guarded: tuple[Any, str], key_file: Path) -
 
 def test_one_that_joins_proves_its_key_as_well(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
     """And one that would encrypt where the pool does not is not let in."""
-    lobby = make_lobby("127.0.0.1:0", contract.BLOCK_SIZE, str(key_file), "authenticate")
+    lobby = listen_for_joins("127.0.0.1:0", contract.BLOCK_SIZE, str(key_file), "authenticate")
     backend = TcpBackend([], contract.BLOCK_SIZE)
-    backend.extend_from(lobby)
+    backend.accept_joins(lobby)
     backend.open(contract.LAYOUT)
     level = ["--key-file", str(key_file), "--security"]
     with r_workers.joining(lobby.address, *level, "encrypt") as (other, _):
@@ -118,7 +118,7 @@ MISMATCHES = {
     "authenticate": [
         (
             "none",
-            "serves who proves to hold its key: --key-file with --security authenticate",
+            "serves only peers that prove to hold its key: --key-file with --security authenticate",
             "does not prove to hold",
         ),
         ("encrypt", "do not agree on a key: the same --key-file and --security", "or has another --security"),

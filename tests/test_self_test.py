@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from fastdecode import _rworker
-from fastdecode.cli.doctor_checks import Finding, check_kernels
-from fastdecode.cluster import local
-from fastdecode.cluster.host import take_host
+from fastdecode.cli.doctor import Finding, check_kernels
+from fastdecode.cluster.r_worker import host as local
+from fastdecode.cluster.r_worker.host import take_host
 from fastdecode.errors import BackendError
 from fastdecode.types import KVLayout, LayerLayout
 

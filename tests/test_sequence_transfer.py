@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from doubles.fake_backend import FakeBackend
 
-from fastdecode.cluster.fake import FakeBackend
-from fastdecode.cluster.inproc import InprocBackend, InprocSettings
+from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.errors import BackendError
 from fastdecode.protocols import AttentionBackend
 from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, Verb, WorkerPlan
@@ -19,7 +20,7 @@ NO_CONTROLS = np.zeros(0, CONTROL)
 
 
 def inproc(block_size: int, num_workers: int = 1) -> InprocBackend:
-    return InprocBackend(InprocSettings(num_workers, 1 << 19, block_size, num_threads=1))
+    return InprocBackend([RWorkerSize(1 << 19, 1)] * num_workers, block_size)
 
 
 BACKENDS = {

@@ -7,10 +7,10 @@ from typing import Any
 import model_zoo
 import pytest
 
-from fastdecode.bench.throughput import run_throughput
-from fastdecode.bench.workload import WorkItem, WorkloadSpec, make_workload
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
+from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
+from fastdecode.measure.throughput import run_throughput
 from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.r_part import RPart
 from fastdecode.perfmodel.s_part import MeasuredSPart

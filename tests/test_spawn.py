@@ -16,8 +16,8 @@ import pytest
 import test_backends as contract
 
 from fastdecode._rworker import Ring
-from fastdecode.cluster.local import RWorkerSize
-from fastdecode.cluster.spawn import SpawnBackend
+from fastdecode.cluster.links.spawn import SpawnBackend
+from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.errors import BackendError
 
 PATIENCE_SECONDS = 60
@@ -29,7 +29,7 @@ HOLD = """
     backend = contract.spawn()
     backend.open(contract.LAYOUT)
     contract.run(backend, contract.FIRST)
-    print(*(worker._path._process.pid for worker in backend.workers), flush=True)
+    print(*(worker._link._process.pid for worker in backend.workers), flush=True)
     if {busy}:
         backend.begin_step(contract.plan([([(9, 0, 50, 1)], [])]))
     time.sleep(1000)
@@ -74,7 +74,7 @@ def test_a_killed_worker_leaves_the_others_going(caplog: pytest.LogCaptureFixtur
         each.begin_step(contract.plan([mini_batch]))
         start = time.monotonic()
         if each is backend:
-            backend.workers[1]._path._process.kill()  # type: ignore[attr-defined]
+            backend.workers[1]._link._process.kill()  # type: ignore[attr-defined]
         for layer in range(len(contract.LAYERS)):
             each.submit(0, layer, *contract.rows(mini_batch, 0, layer))
             outputs.append(each.collect(0).copy())
@@ -93,7 +93,7 @@ def test_a_stopped_worker_is_waited_for() -> None:
     """SIGSTOP for half a second is no loss."""
     backend = contract.spawn()
     backend.open(contract.LAYOUT)
-    process = backend.workers[0]._path._process  # type: ignore[attr-defined]
+    process = backend.workers[0]._link._process  # type: ignore[attr-defined]
     process.send_signal(signal.SIGSTOP)
     threading.Timer(0.5, process.send_signal, [signal.SIGCONT]).start()
     contract.run(backend, contract.FIRST)
@@ -106,7 +106,7 @@ def test_they_outlive_the_thread_that_started_them() -> None:
     thread.start()
     thread.join()
     contract.run(backend, contract.FIRST)
-    processes = [worker._path._process for worker in backend.workers]  # type: ignore[attr-defined]
+    processes = [worker._link._process for worker in backend.workers]  # type: ignore[attr-defined]
     backend.close()
     assert [process.returncode for process in processes] == [0, 0]
 
@@ -124,7 +124,7 @@ def test_each_has_its_cores() -> None:
     core = max(os.sched_getaffinity(0))
     backend = SpawnBackend([RWorkerSize(1 << 20, 1, (core,))], 16)
     (info,) = backend.open(contract.LAYOUT)
-    assert os.sched_getaffinity(backend.workers[0]._path._process.pid) == {core}  # type: ignore[attr-defined]
+    assert os.sched_getaffinity(backend.workers[0]._link._process.pid) == {core}  # type: ignore[attr-defined]
     assert not info.own_cores and info.name == "spawn-0"
     backend.close()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdecode.cluster.spin import REST_SECONDS, Spin
+from fastdecode.cluster.links.link import REST_SECONDS, Spin
 
 LONG_SECONDS = 20.0
 

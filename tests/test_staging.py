@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import test_pipeline
 import torch
+from doubles.fake_backend import FakeBackend
 from test_pipeline import NUM_LAYERS, Recorder, Tiny
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.clock import HOST, MODEL, WAIT, StateClock
-from fastdecode.cluster.fake import FakeBackend
 from fastdecode.step import Chunk, MiniBatch
 from fastdecode.sworker import cuda_staging, worker
 from fastdecode.sworker.cuda_staging import CudaStaging

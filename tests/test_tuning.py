@@ -14,9 +14,10 @@ import pytest
 import r_workers
 
 from fastdecode import LLM, SamplingParams, _rworker
-from fastdecode.cluster import tuning
-from fastdecode.cluster.inproc import InprocBackend, InprocSettings
-from fastdecode.cluster.tcp import TcpBackend
+from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.r_worker import tuning
+from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.errors import ConfigError
 from fastdecode.types import ISAS, STREAMS, KVLayout, LayerLayout
 
@@ -128,7 +129,7 @@ def test_streams_change_no_bit() -> None:
 
 
 def test_one_arithmetic_for_all_threads() -> None:
-    backend = InprocBackend(InprocSettings(2, 1 << 24, 16, num_threads=1))
+    backend = InprocBackend([RWorkerSize(1 << 24, 1)] * 2, 16)
     assert {info.isa for info in backend.open(replace(LAYOUT, isa="scalar"))} == {"scalar"}
     backend.close()
 

@@ -14,7 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdecode.bench.report import (
+from fastdecode.cluster.workers import transfer_seconds
+from fastdecode.errors import ConfigError
+from fastdecode.measure.dataset import WorkloadSpec, make_workload
+from fastdecode.measure.throughput_report import (
+    ThroughputRun,
     breakdown,
     decode_figures,
     latencies,
@@ -22,10 +26,6 @@ from fastdecode.bench.report import (
     summary_lines,
     throughput_report,
 )
-from fastdecode.bench.throughput import ThroughputRun
-from fastdecode.bench.workload import WorkloadSpec, make_workload
-from fastdecode.cluster.timing import transfer_seconds
-from fastdecode.errors import ConfigError
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastdecode.scheduler import SchedulerStatistics

@@ -11,14 +11,14 @@ from tqdm import tqdm
 
 from fastdecode.backends import tuning
 from fastdecode.cli.flags import add_common_flags
-from fastdecode.cli.output_files import check_output_files
+from fastdecode.cli.output import check_output_files
 from fastdecode.config import KV_CACHE_DTYPES, parse_bytes
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
 
 if TYPE_CHECKING:
-    from fastdecode.bench.attention import AttentionBench
-    from fastdecode.bench.attention_shape import AttentionShape
+    from fastdecode.measure.attention_bench import AttentionBench
+    from fastdecode.measure.attention_shape import AttentionShape
 
 MOST_DIGITS = 12
 LEAST_CACHE_BYTES = 1 << 20
@@ -67,12 +67,12 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a row per shape; Ctrl-C writes what was measured."""
-    from fastdecode.bench.attention import AttentionBench
+    from fastdecode.measure.attention_bench import AttentionBench
 
     shapes = parse_shapes(args)
     if args.repeats < LEAST_REPEATS:
         raise ConfigError(f"repeats must be at least {LEAST_REPEATS}, not {args.repeats}")
-    check_output_files(args.output_json, args.plot)
+    check_output_files(args.output_json, plots=(args.plot,))
     cache_bytes = parse_bytes("cache_bytes", args.cache_bytes)
     if cache_bytes < LEAST_CACHE_BYTES * max(shape.threads for shape in shapes):
         raise ConfigError(f"cache_bytes must be at least 1 MiB for each thread, not {cache_bytes} bytes")
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def parse_shapes(args: argparse.Namespace) -> list[AttentionShape]:
     """Every combination of the lists; ConfigError names the flag that cannot work."""
-    from fastdecode.bench.attention_shape import ContextLen, sweep
+    from fastdecode.measure.attention_shape import ContextLen, sweep
 
     whole = ("num_heads", "num_kv_heads", "head_dim", "threads", "q_len", "shared_prefix_len")
     values: dict[str, list[Any]] = {name: [_whole(name, text) for text in _split(args, name)] for name in whole}
@@ -106,7 +106,7 @@ def parse_shapes(args: argparse.Namespace) -> list[AttentionShape]:
 
 
 def _measure(bench: AttentionBench, shapes: list[AttentionShape], output: str, rows: list[dict[str, Any]]) -> None:
-    from fastdecode.bench.attention_table import RowPrinter
+    from fastdecode.measure.attention_bench import RowPrinter
 
     with tqdm(shapes, unit="shape", leave=False, disable=None if sys.stderr.isatty() else True) as bar:
 
@@ -124,8 +124,8 @@ def _measure(bench: AttentionBench, shapes: list[AttentionShape], output: str, r
 
 
 def _write_files(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    from fastdecode.bench.attention_plot import plot_roofline
-    from fastdecode.bench.attention_table import to_json
+    from fastdecode.measure.attention_bench import to_json
+    from fastdecode.measure.plots import plot_roofline
 
     if args.output_json:
         Path(args.output_json).write_text(to_json(rows) + "\n")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from dataclasses import asdict
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
+import numpy as np
 
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
+from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.config import DEMO_MODEL
 from fastdecode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastdecode.engine import LLMEngine
 
 
 def add_command(commands: Any) -> None:
@@ -33,19 +37,19 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one line."""
+    check_output_files(args.output_json)
     config = engine_config(args)
     if args.window < 2:
         raise ConfigError(f"window must be at least 2 tokens, not {args.window}")
     text = Path(args.text).read_text(encoding="utf-8")
-    from fastdecode.bench.perplexity import measure_perplexity
     from fastdecode.engine import LLMEngine
 
     engine = LLMEngine(config)
     try:
         if args.window > engine.s_model.max_model_len:
             raise ConfigError(f"window {args.window} is more than max_model_len {engine.s_model.max_model_len}")
-        with tqdm(unit="window", disable=None if sys.stderr.isatty() else True) as bar:
-            found = measure_perplexity(engine, text, args.window, lambda: bar.update() and None)
+        with progress_bar(None, "window") as bar:
+            found = measure_perplexity(engine, text, args.window, bar.update)
         kv_dtype = engine.s_model.layout.kv_dtype
     finally:
         engine.close()
@@ -53,6 +57,41 @@ def run(args: argparse.Namespace) -> int:
         f"Perplexity: {found.perplexity:.4f} per token over {found.num_tokens} tokens, "
         f"{found.bits_per_byte:.4f} bits per byte (KV cache {kv_dtype})"
     )
-    if args.output_json:
-        Path(args.output_json).write_text(json.dumps(asdict(found) | {"kv_cache_dtype": kv_dtype}, indent=2) + "\n")
+    write_json(asdict(found) | {"kv_cache_dtype": kv_dtype}, args.output_json)
     return 0
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """``exp`` of the mean negative log-likelihood (natural log) over ``num_tokens`` predicted tokens."""
+
+    num_tokens: int
+    perplexity: float
+    bits_per_byte: float
+
+
+def measure_perplexity(
+    engine: LLMEngine, text: str, window: int, on_window: Callable[[], object] = lambda: None
+) -> Perplexity:
+    """Perplexity of ``text``, cut into windows of ``window`` tokens that are each predicted from their first token.
+
+    Every token's attention, the prompt's too, runs on an R-worker over keys and values as the cache stores them.
+    """
+    if engine.s_model.tokenizer is None:
+        raise ConfigError("perplexity is measured on text: it needs the tokenizer (no --skip-tokenizer-init)")
+    windows = cut(engine.s_model.tokenizer.encode(text), window)
+    if not windows:
+        raise ConfigError("the text is too short: it must have at least two tokens")
+    logprobs = []
+    for token_ids in windows:
+        logprobs.append(engine.score(token_ids))
+        on_window()
+    scores = np.concatenate(logprobs)
+    nats = -float(scores.mean())
+    return Perplexity(len(scores), math.exp(nats), nats * len(scores) / math.log(2) / len(text.encode()))
+
+
+def cut(token_ids: Sequence[int], window: int) -> list[list[int]]:
+    """Windows that share their border token, so that every token but the first is predicted once."""
+    starts = range(0, len(token_ids) - 1, window - 1)
+    return [list(token_ids[start : start + window]) for start in starts]

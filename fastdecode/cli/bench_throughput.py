@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
-import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tqdm import tqdm
-
-from fastdecode.bench.workload import WorkItem, WorkloadSpec, make_workload
-from fastdecode.cli.collect_env import chosen_isa
+from fastdecode.cli.collect_env import machine_facts
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_workload_flags, engine_config
-from fastdecode.cli.output_files import check_output_files
+from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
-from fastdecode.machine import cpu_name, total_memory_bytes, usable_cores
+from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
 
-READ_PEAK_BYTES = 512 * 2**20
+if TYPE_CHECKING:
+    from fastdecode.measure.throughput_report import ThroughputRun
+    from fastdecode.trace import Tracer
+
+Outcome: TypeAlias = tuple[dict[str, Any], KeyboardInterrupt | None, Iterator[str]]
+"""The report, what ended the run early, and its pictures, each drawn when its line is asked for."""
 
 
 def add_command(commands: Any) -> None:
@@ -46,22 +46,25 @@ def run(args: argparse.Namespace) -> int:
     if args.enable_prefix_caching is None:  # vLLM's rule: random prompts share nothing but what they are told to
         args.enable_prefix_caching = args.dataset_name != "random"
     config = engine_config(args)
-    check_output_files(args.output_json, args.plot_timeline, args.plot_steps)
+    check_output_files(args.output_json, plots=(args.plot_timeline, args.plot_steps))
     spec = WorkloadSpec(**{name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__})
     if args.backend == "transformers":
         _refuse_engine_flags(args)
-    report, interrupted = (_run_engine if args.backend == "fastdecode" else _run_transformers)(args, config, spec)
+    report, interrupted, pictures = (_run_engine if args.backend == "fastdecode" else _run_transformers)(
+        args, config, spec
+    )
     rate = "inf" if math.isinf(spec.request_rate) else spec.request_rate  # JSON knows no infinity
     report["config"] = {"backend": args.backend, **vars(spec), **vars(config), "request_rate": rate}
     report["machine"] = machine_facts()
-    from fastdecode.bench.report import summary_lines
+    from fastdecode.measure.throughput_report import summary_lines
 
     for line in summary_lines(report):
+        print(line, flush=True)
+    write_json(report, args.output_json)
+    for line in pictures:
         print(line)
-    if args.output_json:
-        Path(args.output_json).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     if interrupted:
-        raise KeyboardInterrupt
+        raise interrupted
     return 0
 
 
@@ -73,28 +76,14 @@ def _refuse_engine_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"{given[0]} is not for backend transformers, which runs static batches and has no steps")
 
 
-def machine_facts() -> dict[str, Any]:
-    """Where the figures were taken, with the read bandwidth of all cores measured now."""
-    from fastdecode import _rworker
-
-    cores = usable_cores()
-    return {
-        "cpu": cpu_name(),
-        "isa": chosen_isa(),
-        "cores": len(cores),
-        "memory_bytes": total_memory_bytes(),
-        "read_peak_gb_per_s": _rworker.read_peak(len(cores), READ_PEAK_BYTES, 5),
-        "platform": platform.platform(),
-    }
-
-
-def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSpec) -> tuple[dict[str, Any], bool]:
-    from fastdecode.bench.report import throughput_report
-    from fastdecode.bench.throughput import ThroughputRun, run_throughput, warm_up
+def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSpec) -> Outcome:
     from fastdecode.engine import LLMEngine
+    from fastdecode.measure.throughput import run_throughput, warm_up
+    from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
 
     engine = LLMEngine(config)
-    interrupted, run, tracer = False, ThroughputRun(), None
+    run, tracer = ThroughputRun(), None
+    interrupted: KeyboardInterrupt | None = None
     try:
         model = engine.s_model
         items = make_workload(
@@ -103,39 +92,35 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
         _describe(engine, items)
         warm_up(engine, items)
         tracer = engine.start_tracing() if args.plot_timeline else None
-        with _progress(len(items)) as bar:
-            run_throughput(engine, items, args.measure_overlap, lambda output: bar.update() and None, run)
-    except KeyboardInterrupt:
-        interrupted = True
+        with progress_bar(len(items), "req") as bar:
+            run_throughput(engine, items, args.measure_overlap, lambda _: bar.update(), run)
+    except KeyboardInterrupt as stop:
+        interrupted = stop
     finally:
         engine.close()
-    if args.plot_timeline and run.steps:
-        _plot_timeline(tracer, run, args.plot_timeline)
-    if args.plot_steps and run.steps:
-        from fastdecode.bench.steps_plot import plot_steps
-
-        plot_steps(run.steps, run.kv_load_limit, args.plot_steps)
-        print(f"KV load and seconds of every step: {args.plot_steps}")
     report = throughput_report(run, config.separate_cores)
     if "num_hidden_layers" in config.hf_overrides and run.steps:
         report["estimated_full_model"] = _full_model(config, report)
-    return report, interrupted
+    return report, interrupted, _pictures(args, run, tracer) if run.steps else iter(())
 
 
-def _plot_timeline(tracer: Any, run: Any, path: str) -> None:
-    from fastdecode.bench.timeline import plot_timeline, typical_decode_step
+def _pictures(args: argparse.Namespace, run: ThroughputRun, tracer: Tracer | None) -> Iterator[str]:
+    """Draw what was asked for, when asked for the next; yields a line about each."""
+    from fastdecode.measure.plots import plot_steps, plot_timeline, typical_decode_step
 
-    steps = tracer.steps[-len(run.steps) :]
-    plot_timeline(typical_decode_step(steps, [step.is_decode for step in run.steps]), path)
-    print(f"Timeline of one decode step: {path}")
+    if tracer:
+        steps = tracer.steps[-len(run.steps) :]
+        plot_timeline(typical_decode_step(steps, [step.is_decode for step in run.steps]), args.plot_timeline)
+        yield f"Timeline of one decode step: {args.plot_timeline}"
+    if args.plot_steps:
+        plot_steps(run.steps, run.kv_load_limit, args.plot_steps)
+        yield f"KV load and seconds of every step: {args.plot_steps}"
 
 
-def _run_transformers(
-    args: argparse.Namespace, config: EngineConfig, spec: WorkloadSpec
-) -> tuple[dict[str, Any], bool]:
-    from fastdecode.bench.baseline import run_baseline
+def _run_transformers(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSpec) -> Outcome:
+    from fastdecode.measure.throughput import run_baseline
 
-    return run_baseline(config, spec, _progress)
+    return (*run_baseline(config, spec, partial(progress_bar, unit="req")), iter(()))
 
 
 def _full_model(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +146,3 @@ def _describe(engine: Any, items: list[WorkItem]) -> None:
         f"each; {engine.num_mini_batches} mini-batch(es); {len(items)} requests",
         flush=True,
     )
-
-
-def _progress(total: int) -> tqdm:
-    return tqdm(total=total, unit="req", disable=None if sys.stderr.isatty() else True)

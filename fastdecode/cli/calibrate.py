@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from fastdecode.cli.flags import add_calibrated_flags, add_common_flags, engine_config
-from fastdecode.cli.output_files import check_output_files
+from fastdecode.cli.output import check_output_files, progress_bar
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.profile import HardwareProfile
@@ -41,15 +38,14 @@ def run(args: argparse.Namespace) -> int:
     if args.r_workers == "mpi":
         raise ConfigError("r_workers: calibrate measures inproc, spawn and host:port; ranks of an MPI job not yet")
     config = engine_config(args)
-    from fastdecode.bench.calibrate import Calibrator
-    from fastdecode.bench.calibration_plan import full_plan, quick_plan
+    from fastdecode.measure.calibrator import Calibrator, full_plan, quick_plan
     from fastdecode.sworker.loader import device_name, model_shape
 
     shape = model_shape(config)
     kv_dtype = shape.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     links, on_gpu = _links(config), bool(device_name(config))
     plan = quick_plan(shape, kv_dtype, links, on_gpu) if args.quick else full_plan(shape, links, on_gpu)
-    with tqdm(total=plan.num_measurements, disable=None if sys.stderr.isatty() else True) as bar:
+    with progress_bar(plan.num_measurements, "it") as bar:
         profile = Calibrator(config, shape, plan, bar.update).run()
     Path(args.output).write_text(write_profile(profile))
     for line in summary_lines(profile):

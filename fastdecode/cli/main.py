@@ -3,42 +3,64 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from fastdecode import __version__
-from fastdecode.cli import (
-    bench_attention,
-    bench_perplexity,
-    bench_throughput,
-    calibrate,
-    collect_env,
-    doctor,
-    generate,
-    launch,
-    plan,
-    r_worker,
-    run_batch,
-    simulate,
-)
 from fastdecode.errors import ConfigError, FastDecodeError
 
-EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+COMMANDS = (
+    "generate",
+    "run-batch",
+    "bench throughput",
+    "bench attention",
+    "bench perplexity",
+    "calibrate",
+    "plan",
+    "validate",
+    "simulate",
+    "r-worker",
+    "launch",
+    "doctor",
+    "collect-env",
+)
+"""Each has a module in this package, of the same name with underscores, whose ``add_command`` registers it."""
+
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a command ends as on Ctrl-C, and prints what was done."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviated flags: ``launch`` looks for some in the S-worker's command, by their whole names."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
-    args = build_parser().parse_args(argv)
+    """Run one command; returns 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C, 143 on SIGTERM."""
+    words = sys.argv[1:] if argv is None else argv
+    args = build_parser(words).parse_args(words)
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        return args.run(args) or 0
-    except KeyboardInterrupt:
-        print("fastdecode: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        with _signals_raise():
+            return args.run(args) or 0
+    except KeyboardInterrupt as stop:
+        terminated = isinstance(stop, Terminated)
+        print(f"fastdecode: {'terminated' if terminated else 'interrupted'}", file=sys.stderr)
+        return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
@@ -48,29 +70,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    parser = argparse.ArgumentParser(
-        prog="fastdecode", description="Decode large language models with the attention on CPU R-workers."
-    )
+def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The command line: only of the command that ``words`` begin with, whose imports alone are then paid for, or of all
+    commands where they begin with none."""
+    parser = Parser(prog="fastdecode", description="Decode large language models with the attention on CPU R-workers.")
     parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    generate.add_command(commands)
-    run_batch.add_command(commands)
-    bench = commands.add_parser("bench", help="measure").add_subparsers(
-        title="benchmarks", metavar="WHAT", required=True
-    )
-    bench_throughput.add_command(bench)
-    bench_attention.add_command(bench)
-    bench_perplexity.add_command(bench)
-    calibrate.add_command(commands)
-    plan.add_command(commands)
-    simulate.add_command(commands)
-    r_worker.add_command(commands)
-    launch.add_command(commands)
-    doctor.add_command(commands)
-    collect_env.add_command(commands)
+    bench = None
+    for name in [name for name in COMMANDS if list(words[: name.count(" ") + 1]) == name.split()] or COMMANDS:
+        module = importlib.import_module(f"fastdecode.cli.{name.replace(' ', '_').replace('-', '_')}")
+        if name.startswith("bench "):
+            bench = bench or commands.add_parser("bench", help="measure").add_subparsers(
+                title="benchmarks", metavar="WHAT", required=True
+            )
+            module.add_command(bench)
+        else:
+            module.add_command(commands)
     return parser
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, unless this process was started to ignore it, and SIGTERM raises Terminated.
+
+    SIGTERM goes through the handler of SIGINT, which the engine replaces while it must not be interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, frame: Any) -> None:
+        if number == signal.SIGTERM:
+            raise Terminated
+        if before[signal.SIGINT] != signal.SIG_IGN:
+            raise KeyboardInterrupt
+
+    def as_interrupt(number: int, frame: Any) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        (handler if callable(handler) else stop)(number, frame)
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, as_interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _report(error: Exception) -> int:

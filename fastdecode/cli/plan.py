@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from fastdecode.cli.flags import add_common_flags
-from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
-from fastdecode.cli.output_files import check_output_files
-from fastdecode.cli.plan_emit import FORMATS, emit
-from fastdecode.cli.plan_inputs import PlanInputs, read_inputs
-from fastdecode.cli.plan_text import plan_text
-from fastdecode.cli.plan_validate import run_validation
+from fastdecode.cli.launch_lines import S_COMMAND, HostSlots, JobShape, openmpi_line, slurm_script
+from fastdecode.cli.machine_inputs import (
+    PlanInputs,
+    add_machine_flags,
+    add_number_flags,
+    add_pipeline_flags,
+    read_inputs,
+)
+from fastdecode.cli.output import check_output_files, write_json
+from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuOnly
-from fastdecode.perfmodel.plan import Plan
+from fastdecode.perfmodel.plan import Candidate, Plan
+from fastdecode.perfmodel.token_budget import TILE_TOKENS
 from fastdecode.perfmodel.verdict import Verdict, judge
 
 
@@ -39,11 +43,7 @@ def add_command(commands: Any) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot", metavar="PNG", help="draw throughput and price against the number of R-workers")
-    group.add_argument(
-        "--validate", nargs="?", type=int, const=0, metavar="N",
-        help="run real configurations here (N of them; all) and print predicted against measured; needs --profile and "
-        "the --model folder it was made with",
-    )  # fmt: skip
+    group.add_argument("--validate", nargs="?", const="", help=argparse.SUPPRESS)  # was `fastdecode validate`
     group.add_argument("--emit", choices=FORMATS, help="print this in place of the plan")
     add_common_flags(parser)
     parser.set_defaults(run=run)
@@ -51,9 +51,9 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
-    check_output_files(args.output_json, args.plot)
+    check_output_files(args.output_json, plots=(args.plot,))
     if args.validate is not None:
-        return run_validation(args)
+        raise ConfigError("plan --validate is a command of its own: fastdecode validate --profile FILE --model MODEL")
     inputs = read_inputs(args)
     planner = inputs.planner
     plan = planner.plan(_mini_batch_size(args, inputs))
@@ -66,10 +66,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(plan_text(inputs, plan, alone, verdict))
     if args.output_json:
-        figures = plan_figures(inputs, plan, alone, verdict)
-        Path(args.output_json).write_text(json.dumps(figures, indent=2) + "\n")
+        write_json(plan_figures(inputs, plan, alone, verdict), args.output_json)
     if args.plot:
-        from fastdecode.cli.plan_plot import plot_plan
+        from fastdecode.measure.plots import plot_plan
 
         plot_plan(planner, plan, alone, args.plot)
     return 0
@@ -115,9 +114,7 @@ def _r_worker_flags(args: argparse.Namespace, inputs: PlanInputs) -> str:
 
 
 def _add_workload_flags(group: Any) -> None:
-    group.add_argument(
-        "--seq-len", type=float, metavar="TOKENS", help="prompt + output, the mean (needed, but not with --validate)"
-    )
+    group.add_argument("--seq-len", type=float, metavar="TOKENS", help="prompt + output, the mean (needed)")
     group.add_argument("--prompt-len", type=float, default=0.0, metavar="TOKENS", help="of those, the prompt's (0)")
     group.add_argument("--shared-prefix-len", type=float, default=0.0, metavar="TOKENS", help="all prompts' start (0)")
     group.add_argument(
@@ -130,3 +127,101 @@ def _add_workload_flags(group: Any) -> None:
     )
     group.add_argument("--interval-steps", type=int, metavar="F", help="between micro-batches (a 32nd of the output)")
     add_pipeline_flags(group)
+
+
+def plan_text(inputs: PlanInputs, plan: Plan, alone: GpuOnly | None, verdict: Verdict) -> str:
+    """The figures, the GPU alone, the verdict, the candidates and what all of it rests on."""
+    blocks = [_title(inputs), "\n".join(_figures(plan)), _alone(inputs, alone), verdict.sentence]
+    blocks += ["\n".join(_candidates(plan)), "\n".join(("Rests on:", *(f"  {line}" for line in inputs.assumptions)))]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _title(inputs: PlanInputs) -> str:
+    workload = inputs.planner.workload
+    lengths = f"{workload.prompt_len:g} prompt + {workload.output_len:g} output tokens"
+    dtype = f", {inputs.kv_cache_dtype} cache" if inputs.kv_cache_dtype != "auto" else ""
+    return f"{inputs.title}: {lengths}{dtype}"
+
+
+def _figures(plan: Plan) -> Iterator[str]:
+    yield _line(
+        "mini-batch size", f"{plan.mini_batch_size}, {plan.num_mini_batches} of them: {plan.in_flight} in flight"
+    )
+    reading = plan.r_worker_bandwidth_gb_per_s
+    each = f", each reading {reading:.1f} GB/s of KV" if reading else ""
+    why = " (more for their memory)" if plan.r_workers_set_by == "memory" else ""
+    yield _line("R-workers", f"{plan.num_r_workers}{why}, {plan.num_r_workers_exact:.2f} exactly{each}")
+    yield _line("hosts", f"{plan.num_hosts}")
+    yield _line("schedule", f"{plan.micro_batch_size} sequences (M) start every {plan.interval_steps} steps (F)")
+    yield _line("KV load limit", f"{plan.kv_load_limit} tokens (W_lim)")
+    yield _line("step", f"{plan.step_seconds * 1e3:.1f} ms, S busy {plan.s_busy:.0%}, R busy {plan.r_busy:.0%}")
+    yield _line("throughput", f"{plan.output_tokens_per_second:.0f} output tokens/s")
+    yield _line("sequence", f"{plan.sequence_seconds:.1f} s")
+    hint = " (--num-mini-batches 3 would hide more of it)" if plan.bottleneck == "round-trip" else ""
+    yield _line("bottleneck", plan.bottleneck + hint)
+    if plan.price_per_million_tokens is not None:
+        yield _line("price", f"{plan.price_per_million_tokens:.3g} per million output tokens")
+
+
+def _alone(inputs: PlanInputs, alone: GpuOnly | None) -> str:
+    if alone is None:
+        return ""
+    price = inputs.planner.prices.per_million_tokens(0, alone.output_tokens_per_second)
+    paid = f", {price:.3g} per million" if price is not None else ""
+    batch = f"batch {alone.max_batch_size} (limited by {alone.limited_by})"
+    return _line("GPU alone", f"{batch}, {alone.output_tokens_per_second:.0f} output tokens/s{paid}")
+
+
+def _candidates(plan: Plan) -> Iterator[str]:
+    price = "price/1M" if plan.price_per_million_tokens is not None else ""
+    yield f"  R-workers  hosts   step ms  tokens/s  S busy  R busy  bottleneck  {price:>9s}".rstrip()
+    for row in plan.candidates:
+        mark = "*" if row.num_r_workers == plan.num_r_workers else " "
+        busy = f"{row.s_busy:7.0%} {row.r_busy:7.0%}"
+        yield (
+            f"{mark} {row.num_r_workers:9d} {row.num_hosts:6d} {row.step_seconds * 1e3:9.1f} "
+            f"{row.output_tokens_per_second:9.0f} {busy}  {_limit(row):11s} {_price(row):>9s}"
+        ).rstrip()
+
+
+def _limit(row: Candidate) -> str:
+    return row.bottleneck if row.fits_memory else "no memory"
+
+
+def _price(row: Candidate) -> str:
+    return "" if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:.3g}"
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:18s}{text}"
+
+
+FORMATS = ("hostfile", "sbatch", "mpirun")
+
+
+def emit(form: str, plan: Plan, args_text: str, rows_per_output_token: float, r_flags: str = "") -> str:
+    """Hosts are placeholders.
+
+    ``args_text``: the engine flags that the plan's own inputs fix, such as the model's; ``r_flags``: each R-worker's,
+    such as its memory, which an S-worker of an MPI job is not to be told.
+    """
+    s_command = f"{S_COMMAND} {args_text}{_flags(plan, rows_per_output_token)}"
+    job = JobShape("s-worker", tuple(_hosts(plan)), s_command, r_flags, named=False)
+    if form == "hostfile":
+        return "\n".join(map(str, (HostSlots(job.s_host, 1), *job.r_hosts)))
+    return openmpi_line(job, "hostfile") if form == "mpirun" else slurm_script(job)
+
+
+def _hosts(plan: Plan) -> Iterator[HostSlots]:
+    """R-workers are spread as evenly as they go."""
+    least, more = divmod(plan.num_r_workers, plan.num_hosts)
+    for index in range(plan.num_hosts):
+        yield HostSlots(f"r-host-{index + 1}", least + (index < more))
+
+
+def _flags(plan: Plan, rows_per_output_token: float) -> str:
+    tokens = math.ceil(plan.in_flight * rows_per_output_token / TILE_TOKENS) * TILE_TOKENS
+    return (
+        f"--schedule sls --num-mini-batches {plan.num_mini_batches} --max-num-seqs {plan.in_flight} "
+        f"--max-num-batched-tokens {tokens} --kv-load-limit {plan.kv_load_limit}"
+    )

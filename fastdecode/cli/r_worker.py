@@ -15,7 +15,7 @@ from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.serve import Server
+    from fastdecode.cluster.links.tcp import Server
 
 
 LISTEN = "tcp://127.0.0.1:5580"
@@ -87,8 +87,8 @@ def _serve_parent(
     args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None
 ) -> int:
     """The S-worker has chosen the cores, and may have bound itself, and so this process, to others since."""
-    from fastdecode.cluster.host import take_host
-    from fastdecode.cluster.spawned import die_with, serve_parent
+    from fastdecode.cluster.links.spawn import die_with, serve_parent
+    from fastdecode.cluster.r_worker.host import take_host
 
     if args.parent is not None:
         die_with(args.parent)
@@ -98,8 +98,8 @@ def _serve_parent(
 
 def _serve_job(cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None) -> int:
     """What this machine has is looked at first: where that cannot work, MPI has not begun and mpirun ends the job."""
-    from fastdecode.cluster.host import take_host
-    from fastdecode.cluster.mpi_backend import serve_job
+    from fastdecode.cluster.links.mpi_link import serve_job
+    from fastdecode.cluster.r_worker.host import take_host
 
     machine = take_host(cores, threads, kv_cache_bytes)
     serve_job(machine, lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {machine.describe()}", flush=True))
@@ -107,11 +107,11 @@ def _serve_job(cores: list[int] | None, threads: int | None, kv_cache_bytes: int
 
 
 def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None) -> None:
-    from fastdecode.cluster.host import take_host
     from fastdecode.cluster.joining import Joiner, local_address
-    from fastdecode.cluster.keys import read_security
-    from fastdecode.cluster.serve import Server
-    from fastdecode.cluster.zeromq import ZmqListener
+    from fastdecode.cluster.links.tcp import Server
+    from fastdecode.cluster.links.zeromq import ZmqListener
+    from fastdecode.cluster.r_worker.host import take_host
+    from fastdecode.cluster.wire.handshake import read_security
 
     towards = local_address(args.join) if args.join else None
     host, port = _address(args.listen or (f"tcp://{towards}:0" if towards else LISTEN))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
 
 from fastdecode.batch.files import BatchInput, BatchOutput
 from fastdecode.batch.lines import COMPLETIONS, BatchLine, answer, refusal, sampling_params
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
+from fastdecode.cli.output import progress_bar
 from fastdecode.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput, left:
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
     running: dict[str, BatchLine] = {}
     most, failed = QUEUED_PER_SEAT * engine.config.max_num_seqs, 0
-    with tqdm(total=left, desc="Requests", unit="req", disable=None if sys.stderr.isatty() else True) as bar:
+    with progress_bar(left, "req", desc="Requests") as bar:
         while True:
             while len(running) < most and (line := next(waiting, None)):
                 try:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
+import numpy as np
 
 from fastdecode.cli.flags import add_common_flags, add_schedule_flags, add_workload_flags
-from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
-from fastdecode.cli.output_files import check_output_files
+from fastdecode.cli.machine_inputs import add_machine_flags, add_number_flags, add_pipeline_flags
+from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.cli.simulate_inputs import DATASETS, SimulationInputs, read_simulation
-from fastdecode.cli.simulate_report import Simulation, json_number, simulation_lines, simulation_report
 from fastdecode.errors import ConfigError
+from fastdecode.measure.throughput_report import ThroughputRun, summary_lines, throughput_report
 from fastdecode.metrics import StepRecord
-from fastdecode.perfmodel.simulate import Simulator, Slo, find_capacity
+from fastdecode.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, Slo, find_capacity
+from fastdecode.scheduler import SchedulerStatistics
 
 LOOK_EVERY_STEPS = 64
 """Between looks at whether a load in a capacity search is lost already."""
@@ -61,7 +62,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate at the rate asked for, or at the largest that keeps the SLO; Ctrl-C prints what was done."""
-    check_output_files(args.output_json, args.plot_steps)
+    check_output_files(args.output_json, plots=(args.plot_steps,))
     slo = _slo(args)
     inputs = read_simulation(args)
     print(f"{inputs.title}: {len(inputs.workload)} requests, {inputs.schedule}", flush=True)
@@ -79,15 +80,14 @@ def run(args: argparse.Namespace) -> int:
     report["config"]["request_rate"] = json_number(rate)
     for line in simulation_lines(report):
         print(line)
+    write_json(report, args.output_json)
     if args.plot_steps and simulation.steps:
-        from fastdecode.bench.steps_plot import plot_steps
+        from fastdecode.measure.plots import plot_steps
 
         plot_steps(simulation.steps, simulation.kv_load_limit, args.plot_steps)
         print(f"KV load and seconds of every step: {args.plot_steps}")
-    if args.output_json:
-        Path(args.output_json).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     if simulation.interrupted:
-        raise KeyboardInterrupt
+        raise simulation.interrupted
     return 0
 
 
@@ -103,7 +103,7 @@ def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
         bar.update()
         return slo.is_met(requests)
 
-    with _bar(None, "rate") as bar:
+    with progress_bar(None, "rate") as bar:
         offline = Simulator(inputs.scheduler(), inputs.machine)
         offline.run(inputs.workload.at(math.inf))
         return find_capacity(meets, len(inputs.workload) / offline.now_seconds)
@@ -114,12 +114,13 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     requests = inputs.workload.at(rate)
     steps: list[StepRecord] = []
     simulator = Simulator(inputs.scheduler(), inputs.machine, steps.append)
-    start, interrupted = time.perf_counter(), False
+    start = time.perf_counter()
+    interrupted: KeyboardInterrupt | None = None
     try:
-        with _bar(len(requests), "req") as bar:
+        with progress_bar(len(requests), "req") as bar:
             simulator.run(requests, lambda each: bool(bar.update(each.num_finished - bar.n)) and False)
-    except KeyboardInterrupt:
-        interrupted = True
+    except KeyboardInterrupt as stop:
+        interrupted = stop
     scheduler = simulator.scheduler
     return Simulation(
         requests, steps, simulator.now_seconds, time.perf_counter() - start, scheduler.statistics,
@@ -157,5 +158,73 @@ def _add_workload_group(group: Any) -> None:
     )
 
 
-def _bar(total: int | None, unit: str) -> tqdm:
-    return tqdm(total=total, unit=unit, disable=None if sys.stderr.isatty() else True)
+@dataclass(frozen=True)
+class Simulation:
+    """What a run left behind. ``elapsed_seconds`` is simulated, ``wall_seconds`` is what it took to simulate."""
+
+    requests: list[SimulatedRequest]
+    steps: list[StepRecord]
+    elapsed_seconds: float
+    wall_seconds: float
+    statistics: SchedulerStatistics
+    kv_load_limit: int | None
+    interrupted: KeyboardInterrupt | None = None
+
+
+def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[str, Any]:
+    """All keys of ``bench throughput`` but ``config``, and what only a simulation knows."""
+    finished = [_output(request) for request in simulation.requests if request.finished]
+    run = ThroughputRun(
+        simulation.elapsed_seconds, finished, simulation.steps, simulation.statistics, simulation.kv_load_limit
+    )
+    started = [r.scheduling_delay_seconds for r in simulation.requests if r.start_seconds is not None]
+    return {
+        **throughput_report(run, separate_cores=True),
+        "scheduling_delay_seconds": {
+            "p50": float(np.median(started)) if started else 0.0,
+            "p99": float(np.percentile(started, 99)) if started else 0.0,
+        },
+        "utilisation": _utilisation(simulation),
+        "simulated_steps": len(simulation.steps),
+        "simulated_steps_per_second": len(simulation.steps) / simulation.wall_seconds,
+        "machine": {"simulated": inputs.title, "assumptions": list(inputs.assumptions)},
+    }
+
+
+def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report for people: latencies first, then as ``bench throughput`` prints it."""
+    first, between, delay = (report[f"{name}_seconds"] for name in ("ttft", "tbt", "scheduling_delay"))
+    yield (
+        f"Time to first token: p50 {first['p50']:.3g} s, p99 {first['p99']:.3g} s "
+        f"(scheduling delay p50 {delay['p50']:.3g} s)"
+    )
+    yield f"Time between tokens: p50 {between['p50'] * 1e3:.3g} ms, p99 {between['p99'] * 1e3:.3g} ms"
+    busy = report["utilisation"]
+    yield (
+        f"Busy: S-worker {busy['s_worker']:.0%}, R-workers {busy['r_workers_mean']:.0%} "
+        f"(the busiest {busy['r_workers_max']:.0%}) of {report['elapsed_time']:.4g} simulated seconds, "
+        f"{report['simulated_steps']} steps at {report['simulated_steps_per_second']:.0f} a second"
+    )
+    yield from summary_lines(report)
+
+
+def json_number(number: float) -> float | str:
+    """JSON knows no infinity."""
+    return "inf" if math.isinf(number) else number
+
+
+def _utilisation(simulation: Simulation) -> dict[str, float]:
+    """Busy parts of the whole simulated time, idle waits for arrivals included."""
+    r_seconds = np.sum([step.r_seconds for step in simulation.steps], axis=0) if simulation.steps else np.zeros(1)
+    seconds = simulation.elapsed_seconds or 1.0
+    return {
+        "s_worker": sum(step.s_seconds for step in simulation.steps) / seconds,
+        "r_workers_mean": float(r_seconds.mean()) / seconds,
+        "r_workers_max": float(r_seconds.max()) / seconds,
+    }
+
+
+def _output(request: SimulatedRequest) -> RequestOutput:
+    completion = CompletionOutput(0, "", (0,) * len(request.token_seconds), "length")
+    metrics = RequestMetrics(request.arrival_seconds, tuple(request.token_seconds.tolist()))
+    return RequestOutput("", None, request.prompt_token_ids, [completion], True, metrics)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdecode.bench.workload import WorkloadSpec, make_workload
-from fastdecode.cli.plan_inputs import BARE_FLAGS, PlanInputs, read_inputs
+from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, read_inputs
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
+from fastdecode.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.model_config import find_shape
 from fastdecode.perfmodel.presets import find_gpu

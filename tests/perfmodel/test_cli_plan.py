@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from fastdecode.cli.machine_inputs import read_inputs
 from fastdecode.cli.main import build_parser, main
-from fastdecode.cli.plan_inputs import read_inputs
 from fastdecode.perfmodel.profile_json import write_profile
 
 from .test_profile import profile
@@ -159,15 +159,10 @@ def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) 
         ([*NUMBERS, "--s-part-seconds", "-1"], 2, "above zero seconds"),
         ([*NUMBERS, "--tensor-parallel-size", "2"], 2, "tensor_parallel_size counts GPUs that --gpu names"),
         (["--seq-len", "8", "--profile", "p.json", "--tensor-parallel-size", "2"], 2, "counts GPUs that --gpu names"),
-        (["--validate", "--emit", "mpirun"], 2, "emit is for a plan, and validate makes none"),
-        (["--validate", "--seq-len", "1024"], 2, "seq_len is for a plan, and validate makes none"),
-        (["--validate", "--mini-batch-size", "0"], 2, "mini_batch_size is for a plan, and validate makes none"),
-        (["--validate", "--tensor-parallel-size", "2"], 2, "tensor_parallel_size is for a plan"),
-        (["--validate"], 2, "validate needs --profile"),
-        (["--validate", "--prompt-len", "64"], 2, "prompt_len is for a plan, and validate makes none"),
         ([*NUMBERS, "--output-json", "."], 2, ".: is a folder; name a file to write"),
+        (["--validate", "3", "--profile", "p.json"], 2, "a command of its own: fastdecode validate"),
+        ([*NUMBERS, "--plot", "plan.txt"], 2, "plan.txt: a plot must end in .png, .pdf or .svg"),
         ([*NUMBERS, "--plot", "."], 2, ".: is a folder; name a file to write"),
-        (["--validate", "--output-json", "."], 2, ".: is a folder; name a file to write"),
         ([*NUMBERS, "--output-json", "/no/such/folder/plan.json"], 2, "no such folder"),
     ],
 )
@@ -236,7 +231,7 @@ def test_a_plan_takes_less_than_a_second_and_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from fastdecode.cli.main import build_parser, main
-from fastdecode.cli.plan_inputs import read_inputs
+from fastdecode.cli.machine_inputs import read_inputs
 status = main(["plan", *{NAMES!r}])
 heavy = {{"torch", "transformers", "matplotlib"}} & set(sys.modules)
 sys.exit(str(heavy) if heavy else status)

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from fastdecode.bench.report import throughput_report
-from fastdecode.bench.throughput import ThroughputRun
 from fastdecode.cli.main import main
+from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
 from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.profile_json import write_profile
 

@@ -1,0 +1,209 @@
+"""The ranks of an MPI job: the only file that knows MPI. Importing it starts MPI.
+
+Buffers only, as bytes. The S-worker is rank 0 and every other rank is an R-worker. Two ranks exchange *words* of eight
+bytes, for which a receive is always posted and which announce the rest, and *messages*, whose sizes both ranks know.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mpi4py
+
+mpi4py.rc.thread_level = "serialized"  # one thread at a time, which costs nothing; MULTIPLE is slow in Open MPI
+
+from mpi4py import MPI  # noqa: E402
+
+NAP_SECONDS, IDLE_NAP_SECONDS = 20e-6, 1e-3
+IDLE_SECONDS = 1.0
+"""A rank that has received nothing for so long sleeps longer."""
+
+PROGRESS_SECONDS = 200e-6
+"""Between two tests while q, k, v are under way. Each takes about 50 µs of the S-worker's core."""
+
+SWITCH_SECONDS = 1e-4
+"""How long one thread may hold the GIL while the other waits; Python's 5 ms are the time of several layers."""
+
+_WORD_TAG = 0
+_WORD = struct.Struct("=Q")
+_PR_SET_TIMERSLACK = 29
+
+
+class MpiJob:
+    """All ranks of this mpirun. Calls of MPI take turns."""
+
+    def __init__(self) -> None:
+        self._world = MPI.COMM_WORLD
+        self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
+        self.lock = threading.Lock()
+        self._peers: dict[int, MpiPeer] = {}
+        _sleep_precisely()
+
+    def peer(self, rank: int) -> MpiPeer:
+        """The connection to ``rank``, the same object each time."""
+        if rank not in self._peers:
+            self._peers[rank] = MpiPeer(self._world, rank, self.lock)
+        return self._peers[rank]
+
+    def abort(self, reason: str) -> None:
+        """End the whole job now, with status 1; does not return."""
+        print(f"fastdecode: error: MPI rank {self.rank}: {reason}", file=sys.stderr, flush=True)
+        self._world.Abort(1)
+
+
+class MpiPeer:
+    """Words and messages to and from one other rank; ConnectionError where MPI fails."""
+
+    def __init__(self, world: Any, rank: int, lock: threading.Lock) -> None:
+        self.rank = rank
+        self._world, self._lock = world, lock
+        self._idle_since: float | None = None
+        self._word = bytearray(_WORD.size)
+        self._arrival: Any = self.receive(self._word, _WORD_TAG)
+
+    def send(self, buffer: Any, tag: int) -> Any:
+        """Start a message; the buffer must not change until the request is done."""
+        try:
+            with self._lock:
+                return self._world.Isend([buffer, MPI.BYTE], self.rank, tag)
+        except MPI.Exception as error:
+            raise _lost(error) from error
+
+    def receive(self, buffer: Any, tag: int) -> Any:
+        """Post a receive for a message of exactly this many bytes."""
+        try:
+            with self._lock:
+                return self._world.Irecv([buffer, MPI.BYTE], self.rank, tag)
+        except MPI.Exception as error:
+            raise _lost(error) from error
+
+    def send_word(self, word: int) -> Any:
+        """Start to send one word of 64 bits."""
+        return self.send(_WORD.pack(word), _WORD_TAG)
+
+    def word_is_there(self, timeout_seconds: float) -> bool:
+        """True when ``take_word`` may be called."""
+        return self.wait([self._arrival], timeout_seconds)
+
+    def take_word(self) -> int:
+        """The word that has arrived; posts the receive for the next."""
+        (word,) = _WORD.unpack(self._word)
+        self._arrival = self.receive(self._word, _WORD_TAG)
+        return word
+
+    def await_word(self, word: int, timeout_seconds: float) -> bool:
+        """Drop words until this one comes; False when it does not in time."""
+        deadline = time.monotonic() + timeout_seconds
+        while self.word_is_there(max(0.0, deadline - time.monotonic())):
+            if self.take_word() == word:
+                return True
+        return False
+
+    def wait(self, requests: Sequence[Any], timeout_seconds: float) -> bool:
+        """False when they are not done in time. Sleeps between tests."""
+        done = self.done(requests) or (timeout_seconds > 0 and self._sleep_until_done(requests, timeout_seconds))
+        if done:
+            self._idle_since = None
+        return done
+
+    def _sleep_until_done(self, requests: Sequence[Any], timeout_seconds: float) -> bool:
+        start = now = time.monotonic()
+        if self._idle_since is None:
+            self._idle_since = start
+        while now < start + timeout_seconds:
+            time.sleep(NAP_SECONDS if now - self._idle_since < IDLE_SECONDS else IDLE_NAP_SECONDS)
+            if self.done(requests):
+                return True
+            now = time.monotonic()
+        return False
+
+    def cancel(self, requests: Sequence[Any]) -> None:
+        """Cancel these receives."""
+        with self._lock:
+            for request in requests:
+                if request != MPI.REQUEST_NULL:
+                    request.Cancel()
+                    request.Wait()
+
+    def close(self) -> None:
+        """Cancel the receive for the next word; MPI must not end while one is posted."""
+        self.cancel([self._arrival])
+
+    def done(self, requests: Sequence[Any]) -> bool:
+        """True when all are done; a request that is done stays so. May be called from any thread."""
+        try:
+            with self._lock:
+                for request in requests:  # noqa: SIM110 - twice as fast as all(), and this is done all the time
+                    if not request.Test():
+                        return False
+                return True
+        except MPI.Exception as error:
+            raise _lost(error) from error
+
+
+class Watched(Protocol):
+    """A link with messages under way."""
+
+    def move_on(self) -> bool:
+        """Let MPI make progress on them; True while they have not arrived."""
+        ...
+
+
+class Progress:
+    """The S-worker's communication thread: makes MPI progress on sent messages while the S-worker computes.
+
+    It sleeps while nothing is under way. The S-worker's own thread tests for answers whenever it sends or waits.
+    """
+
+    def __init__(self) -> None:
+        self._watched: list[Watched] = []
+        self._stopped = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fastdecode-mpi", daemon=True)
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        self._thread.start()
+
+    def watch(self, link: Watched) -> None:
+        """Make progress on the messages of ``link`` too."""
+        self._watched = [*self._watched, link]
+
+    def forget(self, link: Watched) -> None:
+        """Stop that."""
+        self._watched = [each for each in self._watched if each is not link]
+
+    def nudge(self) -> None:
+        """To be called when a message is under way."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread: MPI must not end under it."""
+        self._stopped = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait()
+            self._wake.clear()
+            time.sleep(PROGRESS_SECONDS)  # by then most have arrived
+            while not self._stopped and self._move_on():
+                time.sleep(PROGRESS_SECONDS)
+
+    def _move_on(self) -> bool:
+        moved = [link.move_on() for link in self._watched]
+        return any(moved)
+
+
+def _lost(error: MPI.Exception) -> ConnectionError:
+    return ConnectionError(f"MPI: {error.Get_error_string()}")
+
+
+def _sleep_precisely() -> None:
+    """Linux adds up to 50 µs to every sleep of a thread without this setting; threads started later inherit it."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)

@@ -1,0 +1,300 @@
+"""R-workers as ranks of an MPI job, both ends: the link between two ranks, and how the job begins and ends.
+
+A word announces a control frame, or q, k, v or o of a layer. Payload travels beside the words, q, k, v as one message,
+since every message costs both ends; both know its size from the step's plan and post the receive before it is sent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdecode.cluster.links.link import Link, PartChannel, Spin
+from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.r_worker.host import Host
+from fastdecode.cluster.r_worker.session import Session
+from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.cluster.wire.frames import HEADER, Frame, Kind
+from fastdecode.cluster.wire.payload import PayloadSlots
+from fastdecode.errors import ConfigError, FrameError
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, Progress
+
+FRAME_FOLLOWS = 1 << 63
+"""The word for a control frame. Those of a layer are mini-batch << 32 | layer."""
+
+HANG_UP = FRAME_FOLLOWS | 1
+"""The word that ends a session; answered with itself, so that no message of the session remains."""
+
+OVER = FRAME_FOLLOWS | 2
+"""The word that ends the job; answered with itself."""
+
+MESSAGE_SECONDS = 30.0
+"""Most time from a word to the message that it announces."""
+
+HANG_UP_SECONDS = 5.0
+TICK_SECONDS = 0.2
+
+S_RANK = 0
+LEAVE_SECONDS = 10
+"""How long an R-worker may take to answer that the job is over."""
+
+RIGHT_LINE = (
+    "mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker --transport mpi "
+    "(`fastdecode launch --print` writes it for your hosts)"
+)
+
+_CONTROL_TAG, _PAYLOAD_TAG = 2, 3
+
+
+class MpiChannel(PartChannel):
+    """``Channel`` of control frames: the header and each part are messages of their own."""
+
+    def __init__(self, peer: MpiPeer) -> None:
+        super().__init__()
+        self._peer = peer
+        self._sent: list[Any] = []
+
+    def send(self, parts: Sequence[Any]) -> None:
+        """See ``Channel.send``."""
+        self._sent = [each for each in self._sent if not self._peer.done([each])]
+        self._sent += [self._peer.send(part, _CONTROL_TAG) for part in parts if memoryview(part).nbytes]
+
+    def close(self) -> None:
+        """See ``Channel.close``; waits until sent messages have arrived."""
+        sent, self._sent = self._sent, []
+        self._peer.wait(sent, MESSAGE_SECONDS)
+
+    def _header(self, timeout_seconds: float) -> bytearray | None:
+        header = bytearray(HEADER.size)
+        self._fill(header)
+        return header
+
+    def _fill(self, buffer: Any) -> None:
+        if not self._peer.wait([self._peer.receive(buffer, _CONTROL_TAG)], MESSAGE_SECONDS):
+            raise ConnectionError(f"a message that it announced did not come within {MESSAGE_SECONDS:g} s")
+
+
+class MpiLink(Link):
+    """``Link`` to another rank."""
+
+    def __init__(self, peer: MpiPeer, progress: Progress | None = None) -> None:
+        """``progress``: the S-worker's communication thread; None on an R-worker."""
+        self._messages = MpiChannel(peer)
+        super().__init__(self._messages)
+        self._peer, self._progress = peer, progress
+        self._spin = Spin()
+        self._expected: dict[int, list[Any]] = {}
+        self._sent: dict[int, list[Any]] = {}
+        self._last_word = 0
+        self._cut = self._closed = False
+        if progress:
+            progress.watch(self)
+
+    @property
+    def over(self) -> bool:
+        """True once the S-worker has sent OVER."""
+        return self._last_word == OVER
+
+    def move_on(self) -> bool:
+        """See ``Watched.move_on``."""
+        sent = [request for requests in list(self._sent.values()) for request in requests]
+        return not self._peer.done(sent)
+
+    def place(self, slots: PayloadSlots) -> None:
+        """See ``Link.place``. An R-worker posts the receives for the first layer of every mini-batch."""
+        self._withdraw()
+        super().place(slots)
+        if not self._progress:
+            for mini_batch in range(slots.num_mini_batches):
+                self._expect(slots, mini_batch, 0)
+
+    def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
+        """See ``Conversation.send``."""
+        if self._cut:
+            raise ConnectionError("Ctrl-C cut a message to it short")
+        self._peer.send_word(FRAME_FOLLOWS)
+        super().send(kind, *parts, mini_batch=mini_batch, layer=layer)
+
+    def send_arrays(self, kind: Kind, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
+        """See ``Link.send_arrays``. The receive for the answer, o or the next layer's q, k, v, is posted first.
+
+        Ctrl-C in the midst of this loses the R-worker.
+        """
+        slots = self._open_slots(kind)
+        part = arrays[0]
+        if self._progress:
+            slots.fill(mini_batch, layer, arrays)
+            part = slots.stretch(mini_batch, layer)
+        self._expect(slots, mini_batch, layer if self._progress else layer + 1)
+        self._cut = True
+        sent = [self._peer.send(part, _PAYLOAD_TAG + mini_batch)] if part.nbytes else []
+        self._sent[mini_batch] = [*sent, self._peer.send_word(mini_batch << 32 | layer)]
+        self._cut = False
+        if self._progress and not self._peer.done(self._sent[mini_batch]):
+            self._progress.nudge()
+
+    def receive(self, timeout_seconds: float) -> Frame | None:
+        """See ``Conversation.receive``."""
+        return self._take() if self._peer.word_is_there(timeout_seconds) else None
+
+    def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
+        """See ``Link.load``. An R-worker reads q, k, v in their places."""
+        if self._progress and self._slots:
+            np.copyto(arrays[0], self._slots.views(frame.mini_batch, frame.layer)[3])
+
+    def close(self) -> None:
+        """See ``Link.close``. Each end waits for the other's HANG_UP or OVER; an R-worker without a time limit."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._progress:
+            self._progress.forget(self)
+            self._peer.send_word(HANG_UP)
+        self._drain(HANG_UP_SECONDS if self._progress else math.inf)
+        if not self._progress:
+            self._peer.send_word(self._last_word)
+        self._messages.close()
+        self._withdraw()
+
+    def _take(self) -> Frame:
+        """The frame of the word that has arrived, with its payload."""
+        self._cut = True
+        word = self._last_word = self._peer.take_word()
+        self._cut = False
+        if word in (HANG_UP, OVER):
+            raise ConnectionError("it hung up")
+        if word == FRAME_FOLLOWS:
+            frame = super().receive(MESSAGE_SECONDS)
+            if frame is None:
+                raise ConnectionError("it announced a frame and sent none")
+            return frame
+        mini_batch = word >> 32
+        self._finish(self._sent.pop(mini_batch, []) + self._expected.pop(mini_batch, []))
+        kind = Kind.OUTPUT if self._progress else Kind.PAYLOAD
+        return Frame(kind, self.epoch, 0, mini_batch, word & 0xFFFFFFFF, (0, 0, 0))
+
+    def _expect(self, slots: PayloadSlots, mini_batch: int, layer: int) -> None:
+        if layer < slots.num_layers:
+            part = slots.views(mini_batch, layer)[3] if self._progress else slots.stretch(mini_batch, layer)
+            received = [self._peer.receive(part, _PAYLOAD_TAG + mini_batch)] if part.nbytes else []
+            self._expected[mini_batch] = received
+
+    def _finish(self, requests: list[Any]) -> None:
+        done = self._spin.until(lambda: self._peer.done(requests)) or self._peer.wait(requests, MESSAGE_SECONDS)
+        if not done:
+            raise ConnectionError(f"payload did not come within {MESSAGE_SECONDS:g} s")
+
+    def _withdraw(self) -> None:
+        """End a step's messages: wait until all that were sent have arrived, and cancel the posted receives."""
+        expected, sent = list(self._expected.values()), list(self._sent.values())
+        self._expected, self._sent = {}, {}
+        for requests in sent:
+            self._finish(requests)
+        for requests in expected:
+            self._peer.cancel(requests)
+
+    def _drain(self, most_seconds: float) -> None:
+        deadline = time.monotonic() + most_seconds
+        while self._last_word not in (HANG_UP, OVER) and time.monotonic() < deadline:
+            with contextlib.suppress(ConnectionError, FrameError):
+                self.receive(TICK_SECONDS)
+        self._messages.skip()
+
+
+class MpiBackend(PoolBackend):
+    """``AttentionBackend`` over the other ranks of this job."""
+
+    def __init__(self, block_size: int) -> None:
+        job, progress = join_as_s_worker()
+        super().__init__(
+            [
+                RemoteWorker(f"rank-{rank}", partial(MpiLink, job.peer(rank), progress), block_size)
+                for rank in range(1, job.size)
+            ]
+        )
+
+
+@functools.cache
+def join_as_s_worker() -> tuple[MpiJob, Progress]:
+    """Join this process's job as its S-worker, once; when this process ends, in whatever way, so do the R-workers.
+
+    ConfigError where there is no MPI, or no other rank.
+    """
+    job = _join()
+    if job.size == 1:
+        raise ConfigError(
+            f"r_workers: mpi: this process is alone, and R-workers must be in one job with it: {RIGHT_LINE}"
+        )
+    if job.rank != S_RANK:
+        job.abort(f"two S-workers in one job, or not the first: {RIGHT_LINE}")
+    from fastdecode.cluster.links.mpi import Progress
+
+    progress = Progress()
+    atexit.register(_leave, job, progress)
+    return job, progress
+
+
+def serve_job(host: Host, on_join: Callable[[int], None]) -> None:
+    """Join this process's job as an R-worker and serve its S-worker until the job is over.
+
+    ``on_join`` is called with the rank. ConfigError where this process is alone; a failure ends the job.
+    """
+    job = _join()
+    if job.size == 1:
+        raise ConfigError(
+            f"transport mpi: this process is alone, and an S-worker must be in one job with it: {RIGHT_LINE}"
+        )
+    if job.rank == S_RANK:
+        job.abort(f"the first rank is the S-worker's, and this is an R-worker: {RIGHT_LINE}")
+    on_join(job.rank)
+    try:
+        _serve(job, host)
+    except BaseException as error:
+        job.abort(f"this R-worker failed: {type(error).__name__}: {error}")
+
+
+def _serve(job: MpiJob, host: Host) -> None:
+    peer, over = job.peer(S_RANK), False
+    while not over:
+        link = MpiLink(peer)
+        Session(link, host).run()
+        link.close()
+        over = link.over
+    peer.close()
+
+
+def _leave(job: MpiJob, progress: Progress) -> None:
+    """Tell the R-workers that the job is over and wait for their answers; abort the job if one does not answer."""
+    progress.stop()
+    peers = [job.peer(rank) for rank in range(1, job.size)]
+    try:
+        for peer in peers:
+            peer.send_word(OVER)
+        for peer in peers:
+            if not peer.await_word(OVER, LEAVE_SECONDS):
+                job.abort(f"R-worker rank {peer.rank} did not end within {LEAVE_SECONDS} s")
+            peer.close()
+    except ConnectionError as error:
+        job.abort(f"the job does not end: {error}")
+
+
+def _join() -> MpiJob:
+    try:
+        from fastdecode.cluster.links.mpi import MpiJob
+    except (ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"mpi needs mpi4py and an MPI library: pip install 'fastdecode[mpi]', or your cluster's MPI with "
+            f"mpi4py ({reason})"
+        ) from error
+    return MpiJob()

@@ -1,0 +1,211 @@
+"""R-workers on this machine, the link: control frames over a socket pair, payload in shared memory.
+
+q, k, v and o lie in a memfd, and rings of 64-bit words say which layer is there. A memfd has no name, so that nothing
+of it is left once both processes are gone, however they ended.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fastdecode._rworker import Ring
+from fastdecode.cluster.links.link import SILENCE_SECONDS, Link, PartChannel
+from fastdecode.cluster.wire.frames import HEADER, Frame, Kind
+from fastdecode.cluster.wire.payload import PayloadSlots
+from fastdecode.errors import FrameError
+
+PART_SECONDS = 5.0
+"""Most time between two pieces of one frame: its sender has begun, and is on this machine."""
+
+BEAT_SECONDS = 0.2
+HEAD_BYTES = 1 << 16
+"""Both rings, and the R-worker's heartbeat in the last word, rounded to a page boundary; the payload follows."""
+
+FRAME_FOLLOWS = 1 << 63
+"""The word for a frame on the control socket. Others are mini-batch << 32 | layer."""
+
+FRAME_SECONDS = 5.0
+"""Most time from a word to its frame, which the sender writes right after the word."""
+
+
+def make_memory() -> int:
+    """A file descriptor of memory with two empty rings."""
+    descriptor = os.memfd_create("fastdecode-payload", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, HEAD_BYTES)
+    return descriptor
+
+
+class SharedMemoryLink(Link):
+    """``Link`` over a control socket and shared memory; within a step no layer goes through the socket."""
+
+    def __init__(self, control: socket.socket, descriptor: int, is_s_worker: bool) -> None:
+        """``control``: one end of a socket pair; ``descriptor``: of ``make_memory``. The link closes both."""
+        self._stream = StreamChannel(control)
+        super().__init__(self._stream)
+        self._descriptor, self._is_s_worker = descriptor, is_s_worker
+        head = _map(descriptor, HEAD_BYTES, 0)
+        rings = [Ring(head[start : start + Ring.NUM_BYTES]) for start in (0, HEAD_BYTES // 2)]
+        self._outbox, self._inbox = rings if is_s_worker else reversed(rings)
+        beats = head[-8:].view(np.uint64)
+        self._monitor = HeartbeatMonitor(beats) if is_s_worker else None
+        self._heartbeat = None if is_s_worker else Heartbeat(beats)
+
+    def place(self, slots: PayloadSlots) -> None:
+        """See ``Link.place``. The S-worker enlarges the memory where it must; the memory never shrinks."""
+        if slots.num_bytes > self._memory.nbytes:
+            if self._is_s_worker:
+                pages = -(-slots.num_bytes * 5 // 4 // mmap.PAGESIZE)
+                os.ftruncate(self._descriptor, HEAD_BYTES + pages * mmap.PAGESIZE)
+            size = os.fstat(self._descriptor).st_size - HEAD_BYTES
+            if size < slots.num_bytes:
+                raise FrameError(f"a plan whose payload takes {slots.num_bytes:,} bytes; {size:,} are shared")
+            self._memory = _map(self._descriptor, size, HEAD_BYTES)
+        slots.place(self._memory)
+        self._slots = slots
+
+    def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
+        """See ``Conversation.send``. The word goes first, so that a frame larger than the socket's buffer is read while
+        it is written."""
+        self._outbox.push(FRAME_FOLLOWS)
+        super().send(kind, *parts, mini_batch=mini_batch, layer=layer)
+
+    def send_arrays(self, kind: Kind, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
+        """See ``Link.send_arrays``. An R-worker's o is in its place already."""
+        if kind is Kind.PAYLOAD:
+            self._open_slots(kind).fill(mini_batch, layer, arrays)
+        self._outbox.push(mini_batch << 32 | layer)
+
+    def receive(self, timeout_seconds: float) -> Frame | None:
+        """See ``Conversation.receive``."""
+        word = self._inbox.pop(timeout_seconds)
+        if word is None:
+            if timeout_seconds > 0:
+                self._stream.check()
+                if self._monitor:
+                    self._monitor.check(timeout_seconds)
+            return None
+        if word == FRAME_FOLLOWS:
+            return self._announced()
+        kind = Kind.OUTPUT if self._is_s_worker else Kind.PAYLOAD
+        return Frame(kind, self.epoch, 0, word >> 32, word & 0xFFFFFFFF, (0, 0, 0))
+
+    def _announced(self) -> Frame:
+        frame = super().receive(FRAME_SECONDS)
+        if frame is None:
+            raise ConnectionError(f"a frame that it announced did not come within {FRAME_SECONDS:g} s")
+        return frame
+
+    def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
+        """See ``Link.load``. An R-worker reads q, k, v in their places."""
+        if self._is_s_worker and self._slots:
+            np.copyto(arrays[0], self._slots.views(frame.mini_batch, frame.layer)[3])
+
+    def close(self) -> None:
+        """See ``Link.close``."""
+        if self._heartbeat:
+            self._heartbeat.stop()
+        self._stream.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class StreamChannel(PartChannel):
+    """``Channel`` over one end of a socket pair, which no third process can reach."""
+
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__()
+        self._socket = end
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+
+    def send(self, parts: Sequence[Any]) -> None:
+        """See ``Channel.send``."""
+        try:
+            for part in parts:
+                self._socket.sendall(part)
+        except OSError as error:
+            raise ConnectionError(f"the control socket is closed: {error.strerror}") from None
+
+    def check(self) -> None:
+        """ConnectionError if the other end is closed."""
+        if any(event & (select.POLLHUP | select.POLLERR) for _, event in self._poll.poll(0)):
+            raise ConnectionError("the control socket is closed")
+
+    def close(self) -> None:
+        """See ``Channel.close``."""
+        self._socket.close()
+
+    def _header(self, timeout_seconds: float) -> bytearray | None:
+        if not self._poll.poll(timeout_seconds * 1000):
+            return None
+        header = bytearray(HEADER.size)
+        self._fill(header)
+        return header
+
+    def _fill(self, buffer: Any) -> None:
+        view = memoryview(buffer).cast("B")
+        while len(view):
+            if not self._poll.poll(PART_SECONDS * 1000):
+                raise ConnectionError(f"a frame that it began did not go on within {PART_SECONDS:g} s")
+            try:
+                received = self._socket.recv_into(view)
+            except OSError as error:
+                raise ConnectionError(f"the control socket is closed: {error.strerror}") from None
+            if received == 0:
+                raise ConnectionError("the control socket is closed")
+            view = view[received:]
+
+
+class Heartbeat:
+    """Increments ``word``, uint64 [1], every BEAT_SECONDS, from a thread of its own: also during computations."""
+
+    def __init__(self, word: np.ndarray) -> None:
+        self._word = word
+        self._word += np.uint64(1)
+        self._stopped = threading.Event()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        """May be called twice."""
+        self._stopped.set()
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(BEAT_SECONDS):
+            self._word += np.uint64(1)
+
+
+class HeartbeatMonitor:
+    """The other end's view of a :class:`Heartbeat`."""
+
+    def __init__(self, word: np.ndarray) -> None:
+        self._word = word
+        self._last = 0
+        self._silent_seconds = 0.0
+
+    def check(self, waited_seconds: float) -> None:
+        """To be called after a wait in vain: ConnectionError once such waits add up to SILENCE_SECONDS without a beat.
+
+        Only time spent waiting counts: a process that was itself suspended sees the other's beats before it judges.
+        Silence before the first beat is that of a process that starts.
+        """
+        beats = int(self._word[0])
+        if beats != self._last or beats == 0:
+            self._last, self._silent_seconds = beats, 0.0
+            return
+        self._silent_seconds += waited_seconds
+        if self._silent_seconds >= SILENCE_SECONDS:
+            raise ConnectionError(f"its process has stood still for {SILENCE_SECONDS} s")
+
+
+def _map(descriptor: int, num_bytes: int, start: int) -> np.ndarray:
+    """uint8 [num_bytes]; the mapping lives as long as the array."""
+    return np.frombuffer(mmap.mmap(descriptor, num_bytes, offset=start), np.uint8)

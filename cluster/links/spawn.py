@@ -1,0 +1,124 @@
+"""R-workers on this machine, the processes: the S-worker starts them, and they end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from fastdecode.cluster.links.shared_memory import SharedMemoryLink, make_memory
+from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.r_worker.host import Host, RWorkerSize
+from fastdecode.cluster.r_worker.session import Session
+from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.cluster.wire.frames import Frame, Kind
+from fastdecode.errors import BackendError
+
+END_SECONDS = 10.0
+"""How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""
+
+EXIT_SECONDS = 0.1
+"""From the moment a process closes its socket to its end."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class SpawnBackend(PoolBackend):
+    """``AttentionBackend`` over one process per entry of ``sizes``; payload goes through shared memory."""
+
+    def __init__(self, sizes: Sequence[RWorkerSize], block_size: int) -> None:
+        super().__init__(
+            [
+                RemoteWorker(name, partial(_SpawnedLink, size), block_size)
+                for name, size in ((f"spawn-{index}", size) for index, size in enumerate(sizes))
+            ]
+        )
+
+
+class _SpawnedLink(SharedMemoryLink):
+    """The link to a process that it starts and ends."""
+
+    def __init__(self, size: RWorkerSize) -> None:
+        mine, theirs = socket.socketpair()
+        memory = make_memory()
+        super().__init__(mine, memory, is_s_worker=True)
+        with theirs:
+            self._process = subprocess.Popen(
+                _command(size, theirs.fileno(), memory),
+                pass_fds=(theirs.fileno(), memory),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                cwd="/",  # `-m` puts the current folder on the path, and a checkout is not the installed package
+                start_new_session=True,  # Ctrl-C must reach the S-worker alone, which then sends BYE
+            )
+
+    def receive(self, timeout_seconds: float) -> Frame | None:
+        """See ``Conversation.receive``; the error says how the process ended. A lost process is killed."""
+        try:
+            return super().receive(timeout_seconds)
+        except ConnectionError as error:
+            raise self._gone(error) from None
+
+    def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
+        """See ``Conversation.send``; errors as of ``receive``."""
+        try:
+            super().send(kind, *parts, mini_batch=mini_batch, layer=layer)
+        except ConnectionError as error:
+            raise self._gone(error) from None
+
+    def close(self) -> None:
+        """See ``Link.close``; the process ends when it sees its socket close."""
+        super().close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+            return
+        self._process.kill()
+        self._process.wait()
+
+    def _gone(self, error: ConnectionError) -> ConnectionError:
+        how_it_ended = self._how_it_ended()
+        self._process.kill()
+        return ConnectionError(how_it_ended or str(error))
+
+    def _how_it_ended(self) -> str:
+        try:
+            status = self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f"its process was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with {status}"
+
+
+def _command(size: RWorkerSize, control: int, memory: int) -> list[str]:
+    command = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--control-fd", str(control)]
+    command += ["--memory-fd", str(memory), "--kv-cache-memory", str(size.kv_cache_bytes)]
+    command += ["--threads", str(size.num_threads)]
+    if size.cores:
+        command += ["--cores", ",".join(map(str, sorted(set(size.cores))))]
+    if threading.current_thread() is threading.main_thread():
+        # Linux sends the signal when the thread that started the process ends; only the main thread is sure to last.
+        command += ["--parent", str(os.getpid())]
+    return command
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when process ``parent``, which started it, ends in whatever way."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise BackendError(f"the S-worker, process {parent}, is gone already")
+
+
+def serve_parent(control: int, memory: int, host: Host) -> None:
+    """Serve the S-worker at the other end of the socket ``control``, over ``memory``, until it goes."""
+    link = SharedMemoryLink(socket.socket(fileno=control), memory, is_s_worker=False)
+    try:
+        Session(link, host).run()
+    finally:
+        link.close()

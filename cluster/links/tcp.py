@@ -1,0 +1,161 @@
+"""R-workers over TCP, both ends: the S-worker connects, the R-worker serves one S-worker after another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from fastdecode.addresses import split_address
+from fastdecode.cluster.joining import Joiner, JoinListener
+from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.links.zeromq import S_WORKER, PeerChannel, ZmqChannel, ZmqListener
+from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.r_worker.host import Host
+from fastdecode.cluster.r_worker.session import TICK_SECONDS, Session
+from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.cluster.wire.frames import Conversation, Kind, decode
+from fastdecode.cluster.wire.handshake import BOTH_SIDES, Gate, Security, prove, read_security
+from fastdecode.cluster.wire.messages import Hello, encode_refusal
+from fastdecode.errors import ConfigError, FrameError
+
+MOST_LOGGED = 100
+"""Strangers that are logged one by one; further ones are not."""
+
+log = logging.getLogger("fastdecode.r_worker")
+
+
+class TcpBackend(PoolBackend):
+    """``AttentionBackend`` over R-workers that listen at ``addresses`` ("host:port").
+
+    ``key_file``: the secret of both sides; without it connections are neither authenticated nor encrypted.
+    ``security``: "encrypt" (also None) or "authenticate", which leaves the data clear.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], block_size: int, key_file: str | None = None, security: str | None = None
+    ) -> None:
+        both = read_security(key_file, security)
+        super().__init__([RemoteWorker(each, partial(_connect, each, both), block_size) for each in addresses])
+
+
+def listen_for_joins(
+    address: str, block_size: int, key_file: str | None = None, security: str | None = None
+) -> JoinListener:
+    """Listen at ``address`` ("host:port") for R-workers that join a pool; ConfigError where that is impossible.
+
+    Messages to this listener are encrypted wherever there is a key; ``security`` is for the links to the R-workers.
+    """
+    both = read_security(key_file, security)
+    host, port = split_address("pool_listen", address, least_port=0)
+    try:
+        listener = ZmqListener("127.0.0.1" if host == "localhost" else host, port, both.secret, role=S_WORKER)
+    except OSError as error:
+        raise ConfigError(f"pool_listen: {error.strerror}") from None
+    return JoinListener(listener, lambda r_worker: _connect(r_worker, both), block_size)
+
+
+def _connect(address: str, security: Security) -> Link:
+    channel = ZmqChannel(address, security.curve_secret)
+    try:
+        if security.proof_key is not None:
+            prove(channel, security.proof_key, address)
+    except BaseException:
+        channel.close()
+        raise
+    return Link(channel)
+
+
+class Server:
+    """The R-worker's loop: serves the first S-worker that asks, frees everything when it goes, serves the next.
+
+    ``joiner``: sends JOIN while no S-worker is served. ``proof_key``: the key that an S-worker must prove to hold
+    before its HELLO; None where CURVE authenticates connections, or nothing does.
+    """
+
+    def __init__(
+        self, listener: ZmqListener, host: Host, joiner: Joiner | None = None, proof_key: bytes | None = None
+    ) -> None:
+        self._listener, self._host, self._joiner = listener, host, joiner
+        self._gate = None if proof_key is None else Gate(proof_key)
+        self._session: Session | None = None
+        self._is_leaving = False
+        self._serving = ""
+        self._logged: set[bytes] = set()
+        listener.on_stranger = self._refuse_stranger
+
+    def run(self) -> None:
+        """Return once this R-worker was asked to leave and its S-worker has let it go."""
+        while not self._is_leaving:
+            if self._joiner:
+                self._joiner.ask()
+            channel = self._listener.accept(TICK_SECONDS)
+            if channel is None:
+                continue
+            if self._admits(channel):
+                self._session = Session(Link(channel), self._host, partial(self._on_open, channel))
+                self._session.run()
+                self._session = None
+                log.info("free")
+            channel.close()
+
+    def leave(self) -> bool:
+        """Ask the S-worker to move its sequences away, and end after that.
+
+        False where the caller should end at once: no S-worker is served, or this was called before.
+        """
+        if self._session is None or self._is_leaving:
+            return False
+        self._is_leaving = self._session.leaving = True
+        return True
+
+    def _admits(self, peer: PeerChannel) -> bool:
+        """True when ``peer`` may open a session; with a gate this reads the peer's message, which must be a proof."""
+        if self._gate is None and _kind(peer) is Kind.CHALLENGE:
+            self._log_once(peer, "a peer that asks for proof of a key, and this R-worker has none")
+            _refuse(peer, "key", f"it has no key: {BOTH_SIDES}")
+            return False
+        if self._gate is not None:
+            return self._gate.admits(peer, peer.identity) and _send(peer, Kind.PROVEN)
+        return True
+
+    def _on_open(self, channel: PeerChannel, hello: Hello) -> None:
+        channel.waits = True
+        self._serving = hello.name
+        log.info("serving %s", hello.name)
+
+    def _refuse_stranger(self, peer: PeerChannel) -> None:
+        """Tell a second S-worker the name of the first; other frames of strangers are dropped and logged once each."""
+        if self._gate is None:
+            wants_service = _kind(peer) is Kind.HELLO
+            self._log_once(peer, "a second S-worker" if wants_service else "a frame of a peer that is not served")
+        else:
+            wants_service = self._gate.admits(peer, peer.identity)
+        if wants_service:
+            _refuse(peer, "busy", f"it serves another S-worker, {self._serving}")
+
+    def _log_once(self, peer: PeerChannel, what: str) -> None:
+        if peer.identity not in self._logged and len(self._logged) < MOST_LOGGED:
+            self._logged.add(peer.identity)
+            log.warning("refused: %s", what)
+
+
+def _send(peer: PeerChannel, kind: Kind, *parts: bytes) -> bool:
+    """False when ``peer`` has gone."""
+    try:
+        Conversation(peer).send(kind, *parts)
+    except ConnectionError:
+        return False
+    return True
+
+
+def _refuse(peer: PeerChannel, error: str, message: str) -> None:
+    _send(peer, Kind.REFUSED, encode_refusal(error, message))
+
+
+def _kind(peer: PeerChannel) -> Kind | None:
+    """The kind of the first frame that ``peer`` sent, None where that is no frame."""
+    try:
+        return decode(peer.first_header or b"").kind
+    except FrameError:
+        return None

@@ -1,0 +1,310 @@
+"""Channels over ZeroMQ and TCP: the only file that knows either.
+
+An R-worker's listener is a ROUTER socket, an S-worker's channel a DEALER. libzmq frames, queues and authenticates;
+``wire/frames.py`` checks what arrives. With a secret, both ends prove that they hold it by CURVE keys derived from it,
+and all data is encrypted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import zmq
+import zmq.auth.thread
+import zmq.utils.monitor
+import zmq.utils.z85
+
+from fastdecode.cluster.links.link import SILENCE_SECONDS
+from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER
+from fastdecode.cluster.wire.handshake import derive_key
+from fastdecode.errors import BackendError, FrameError
+
+PATIENCE_SECONDS = 30.0
+"""How long an R-worker waits for an S-worker that answers no heartbeat: it serves no other S-worker meanwhile."""
+
+HEARTBEAT_SECONDS = 0.3
+MAX_QUEUED = 256
+"""Messages each way that may wait for the other side, most of them parts of a few hundred KiB."""
+
+LOOK_SECONDS = 0.02
+"""Between two attempts to send to a full queue."""
+
+DEPARTURE_SECONDS = 2.0
+"""How long after the end of any connection the listener checks whether the served peer is still there."""
+
+S_WORKER, R_WORKER = "s-worker", "r-worker"
+"""The two sides of every connection, each with a key of its own."""
+
+_OTHER_ROLE = {S_WORKER: R_WORKER, R_WORKER: S_WORKER}
+_ZAP_DOMAIN = "fastdecode"
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+log = logging.getLogger("fastdecode.r_worker")
+
+
+class _Socket:
+    """Common to both ends: limits, heartbeats, a monitor of connections, and reading a message part by part."""
+
+    def __init__(self, kind: int, silence_seconds: float) -> None:
+        """``kind``: ZeroMQ's; a peer that sends no heartbeat for ``silence_seconds`` is disconnected."""
+        self.context = zmq.Context()
+        self.socket: zmq.Socket = self.context.socket(kind)
+        for option, value in (
+            (zmq.MAXMSGSIZE, FRAME_LIMIT),
+            (zmq.SNDHWM, MAX_QUEUED),
+            (zmq.RCVHWM, MAX_QUEUED),
+            (zmq.LINGER, 200),
+            (zmq.SNDTIMEO, int(PATIENCE_SECONDS * 1000)),
+            (zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000)),
+            (zmq.HEARTBEAT_TIMEOUT, int(silence_seconds * 1000)),
+        ):
+            self.socket.setsockopt(option, value)
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED
+        self._monitor: Any = self.socket.get_monitor_socket(events)
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def poll(self, timeout_seconds: float) -> bool:
+        """True when a message is there; returns early for a connection's event."""
+        return self.socket in dict(self._poller.poll(math.ceil(timeout_seconds * 1000)))
+
+    def events(self) -> int:
+        """The connections' events since the last call, or-ed together."""
+        found = 0
+        while self._monitor.poll(0):
+            found |= zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
+        return found
+
+    def part(self) -> bytes:
+        """The next part of the current message, if it has a header's length; else b""."""
+        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+        return frame.bytes if len(frame) == HEADER.size else b""
+
+    def read_into(self, buffer: Any) -> None:
+        """See ``Channel.read_into``."""
+        wanted = memoryview(buffer).nbytes
+        if not self.more or (got := self.socket.recv_into(buffer)) != wanted:
+            raise FrameError(f"a frame whose part has {got if self.more else 'no'} bytes, not {wanted}")
+
+    def skip(self) -> None:
+        """Drop the unread parts of the current message."""
+        while self.more:
+            self.socket.recv_into(bytearray())
+
+    @property
+    def more(self) -> bool:
+        """True while the current message has unread parts."""
+        return bool(self.socket.getsockopt(zmq.RCVMORE))
+
+    def send_message(self, parts: Sequence[Any], flags: int = 0) -> None:
+        """Send one message, large parts without a copy. One that Ctrl-C cuts short is ended: the next is whole."""
+        try:
+            for part in parts[:-1]:
+                self.socket.send(part, zmq.SNDMORE | flags, copy=False)
+            self.socket.send(parts[-1], flags, copy=False)
+        except KeyboardInterrupt:
+            self.socket.send(b"")
+            raise
+
+    def close(self) -> None:
+        """May be called twice."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.context.destroy()
+
+
+class ZmqChannel(_Socket):
+    """``Channel`` of an S-worker to the R-worker at ``address`` ("host:port"), or the other way round."""
+
+    def __init__(self, address: str, secret: bytes | None, role: str = S_WORKER) -> None:
+        """``role``: this side's."""
+        super().__init__(zmq.DEALER, SILENCE_SECONDS)
+        self._connected = False
+        if secret is not None:
+            _use_curve(self.socket, secret, role)
+            self.socket.curve_serverkey = _keys(secret, _OTHER_ROLE[role])[0]
+        try:
+            self.socket.connect(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise BackendError(f"R-worker {address}: {error.strerror}") from None
+
+    def send(self, parts: Sequence[Any]) -> None:
+        """See ``Channel.send``."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                self.send_message(parts, zmq.NOBLOCK)
+                return
+            except zmq.Again:  # the queue is full, or there is none since the other side has refused us
+                self._look_at_connection()
+            if time.monotonic() > deadline:
+                raise ConnectionError("it takes no more messages")
+            self.poll(LOOK_SECONDS)
+
+    def receive(self, timeout_seconds: float) -> bytes | None:
+        """See ``Channel.receive``. An empty message only tests the connection."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            self.skip()
+            try:
+                if header := self.socket.recv(zmq.NOBLOCK):
+                    return header
+                continue
+            except zmq.Again:
+                pass
+            left = deadline - time.monotonic()
+            if timeout_seconds == 0 or left <= 0:
+                return None
+            if not self.poll(left):
+                self._look_at_connection()
+
+    def _look_at_connection(self) -> None:
+        events = self.events()
+        self._connected = self._connected or bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        if not self._connected and events & _FAILED:
+            raise ConnectionError(
+                "the two sides do not agree on a key: the same --key-file and --security, or neither, must be on both"
+            )
+        if self._connected and events & zmq.EVENT_DISCONNECTED and not self.poll(0):
+            raise ConnectionError("the connection is closed")
+
+
+class ZmqListener:
+    """The socket at which an R-worker accepts S-workers, one at a time, or an S-worker the JOINs of R-workers.
+
+    While one peer is served, ``on_stranger`` is called with every other peer that sends a message.
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes | None, role: str = R_WORKER) -> None:
+        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible.
+
+        ``role``: this side's; only peers of the other role are accepted.
+        """
+        self.is_guarded = secret is not None
+        self.socket = _Socket(zmq.ROUTER, PATIENCE_SECONDS)
+        self.on_stranger: Callable[[PeerChannel], None] = lambda peer: None
+        self._authenticator: Any = None
+        self._logged = False
+        self.socket.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            if secret is not None:
+                self._authenticate(secret, role)
+            self.socket.socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, f"cannot listen on tcp://{host}:{port}: {error.strerror}") from None
+        self.address = self.socket.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def accept(self, timeout_seconds: float) -> PeerChannel | None:
+        """The channel to the sender of the first message, None when none came in time."""
+        if not self.socket.poll(timeout_seconds):
+            self.log_failures(self.socket.events())
+            return None
+        return self.next_peer()
+
+    def next_peer(self) -> PeerChannel:
+        """The channel to the sender of the next message, which must be there and is the first that it receives."""
+        identity = self.socket.socket.recv(zmq.NOBLOCK)
+        return PeerChannel(self, identity, self.socket.part() if self.socket.more else b"")
+
+    def log_failures(self, events: int) -> None:
+        """Log once that a peer without the key, or with another security level, has tried to connect."""
+        if events & _FAILED and not self._logged:
+            self._logged = True
+            log.warning("refused: a peer that does not hold this R-worker's key, or has another --security")
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._authenticator:
+            self._authenticator.stop()
+            self._authenticator = None
+        self.socket.close()
+
+    def _authenticate(self, secret: bytes, role: str) -> None:
+        """Accept only holders of the other role's key; a peer that does not know this role's key cannot connect."""
+        _use_curve(self.socket.socket, secret, role)
+        self.socket.socket.curve_server = True
+        self.socket.socket.zap_domain = _ZAP_DOMAIN.encode()
+        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self.socket.context)
+        self._authenticator.start()
+        accepted = _keys(secret, _OTHER_ROLE[role])[0]
+        callback = SimpleNamespace(callback=lambda domain, key: key == accepted)
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, callback)
+
+
+class PeerChannel:
+    """``Channel`` of an R-worker to one S-worker; other peers go to the listener's ``on_stranger``.
+
+    Until ``waits`` is set, messages that do not fit into the queue to this peer are dropped: a peer that is not served
+    and does not read its messages must not delay the one that is.
+    """
+
+    def __init__(self, listener: ZmqListener, identity: bytes, first_header: bytes | None = None) -> None:
+        self._listener, self._socket = listener, listener.socket
+        self.identity, self.first_header = identity, first_header
+        self._probe_until = 0.0
+        self.waits = False
+        self.read_into = self._socket.read_into
+
+    def send(self, parts: Sequence[Any]) -> None:
+        """See ``Channel.send``."""
+        try:
+            self._socket.send_message([self.identity, *parts], 0 if self.waits else zmq.NOBLOCK)
+        except zmq.Again:
+            if self.waits:
+                raise ConnectionError("it takes no more messages") from None
+        except zmq.ZMQError as error:
+            raise ConnectionError(error.strerror) from None
+
+    def receive(self, timeout_seconds: float) -> bytes | None:
+        """See ``Channel.receive``."""
+        if self.first_header is not None:
+            first, self.first_header = self.first_header, None
+            return first
+        self._socket.skip()
+        while True:
+            try:
+                peer = self._listener.next_peer()
+            except zmq.Again:
+                if timeout_seconds == 0:
+                    return None
+                if not self._socket.poll(timeout_seconds):
+                    self._look_at_connection()
+                    return None
+                continue
+            if peer.identity == self.identity:
+                return peer.first_header
+            self._listener.on_stranger(peer)
+            self._socket.skip()
+
+    def close(self) -> None:
+        """See ``Channel.close``; the listener goes on."""
+        self._socket.skip()
+
+    def _look_at_connection(self) -> None:
+        """After the end of any connection, test the served peer's; ConnectionError if it is gone."""
+        events, now = self._socket.events(), time.monotonic()
+        self._listener.log_failures(events)
+        if events & zmq.EVENT_DISCONNECTED:
+            self._probe_until = now + DEPARTURE_SECONDS
+        if now < self._probe_until:
+            self.send([b""])
+
+
+def _keys(secret: bytes, role: str) -> tuple[bytes, bytes]:
+    """Public and private key of ``role`` in Z85."""
+    private = zmq.utils.z85.encode(derive_key(secret, role))
+    return zmq.curve_public(private), private
+
+
+def _use_curve(socket: zmq.Socket, secret: bytes, role: str) -> None:
+    if not zmq.has("curve"):
+        raise BackendError("this build of libzmq has no CURVE, and a key file needs it: install pyzmq from its wheel")
+    socket.curve_publickey, socket.curve_secretkey = _keys(secret, role)

@@ -1,0 +1,173 @@
+"""The machine an R-worker runs on, what it gives an R-worker, and the C++ R-worker made from that."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.cluster.r_worker.tuning import Tuning, forced_isa, tuning
+from fastdecode.errors import BackendError, CapacityError, ConfigError
+from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes, total_memory_bytes, usable_cores
+from fastdecode.types import KVLayout, LayerLayout, WorkerPlan, WorkerReport
+
+READ_BYTES = 1 << 27
+"""Bytes of each pass of the bandwidth measurement: more than most caches hold, and read in milliseconds."""
+
+
+@dataclass(frozen=True)
+class RWorkerSize:
+    """Memory and threads of one R-worker; thread i is pinned to ``cores[i % len(cores)]`` (empty: unpinned)."""
+
+    kv_cache_bytes: int
+    num_threads: int
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Host:
+    """An R-worker's memory and threads, its read bandwidth, and the machine and cores it runs on."""
+
+    size: RWorkerSize
+    tuning: Tuning
+    read_gb_per_s: float
+    host_id: str
+    cores: tuple[int, ...]
+
+    def describe(self) -> str:
+        """Cores, threads, instruction set, memory and bandwidth in one line."""
+        return (
+            f"cores {_ranges(self.cores)}, {self.size.num_threads} thread(s), "
+            f"{self.tuning.isa} ({self.tuning.streams} stream(s)), "
+            f"{self.size.kv_cache_bytes / 2**30:.2f} GiB of KV cache, reads {self.read_gb_per_s:.1f} GB/s"
+        )
+
+
+def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: int | None) -> Host:
+    """Bind this process to ``cores`` and measure its read bandwidth.
+
+    None means all cores, one thread per core, and KV_CACHE_SHARE of the free memory. ConfigError or CapacityError for
+    what this machine does not have, BackendError for kernels that it gets wrong.
+    """
+    tuned = tuning()
+    if cores is not None:
+        _bind(cores)
+    bound = tuple(sorted(os.sched_getaffinity(0)) if cores is not None else usable_cores())
+    free = available_memory_bytes()
+    if kv_cache_bytes is not None and kv_cache_bytes > free:
+        raise CapacityError(
+            f"kv_cache_memory: {kv_cache_bytes / 2**30:.2f} GiB are more than the {free / 2**30:.2f} GiB that are free "
+            f"of this machine's {total_memory_bytes() / 2**30:.2f} GiB"
+        )
+    threads = num_threads or len(bound)
+    size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, bound)
+    check_isa(tuned.isa)
+    bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
+    return Host(size, tuned, bandwidth, host_id(), bound)
+
+
+def host_id() -> str:
+    """The same for all processes of one boot of one machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def process_name() -> str:
+    """This process as "host:pid"."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+@cache
+def check_isa(isa: str) -> None:
+    """BackendError if this machine or build gets an instruction set wrong; tested once per process, in 10 ms."""
+    refusal = _rworker.self_test(isa)
+    if refusal:
+        raise BackendError(refusal)
+
+
+def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rworker.RWorker:
+    """A cache of as many blocks as fit; CapacityError if not even one does, ValueError for an impossible layout.
+
+    BackendError, as ``check_isa``, for kernels that do not compute what they should.
+    """
+    tuned, forced = tuning(), forced_isa()
+    if "auto" not in (forced, layout.isa) and forced != layout.isa:
+        raise ValueError(f"the S-worker asks for {layout.isa} arithmetic, and FASTDECODE_ISA is {forced} here")
+    layers = [_layer_tuple(layer) for layer in layout.layers]
+    block_bytes = _rworker.block_bytes(layers, layout.kv_dtype, block_size)
+    num_blocks = size.kv_cache_bytes // block_bytes
+    if num_blocks < 1:
+        raise CapacityError(
+            f"a KV cache of {size.kv_cache_bytes:,} bytes per R-worker holds not even one block of "
+            f"{block_size} tokens, which takes {block_bytes:,} bytes; give more --kv-cache-memory"
+        )
+    worker = _rworker.RWorker(
+        layers=layers,
+        model_dtype=layout.model_dtype,
+        kv_dtype=layout.kv_dtype,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_threads=size.num_threads,
+        cores=list(size.cores),
+        isa=tuned.isa if layout.isa == "auto" else layout.isa,
+        streams=tuned.streams,
+    )
+    check_isa(worker.isa)
+    return worker
+
+
+def begin_step(worker: _rworker.RWorker, plan: WorkerPlan) -> None:
+    """Give ``worker`` its plan; ValueError or KeyError if the plan is impossible."""
+    worker.begin_step(_columns(plan.controls), [_columns(spans) for spans in plan.mini_batches])
+
+
+def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
+    """Commit the step; busy times on this machine's clock, ``transfer_seconds`` 0."""
+    busy_start, busy_end, bytes_read, blocks_free = worker.end_step()
+    return WorkerReport(busy_start, busy_end, 0.0, bytes_read, blocks_free, leaving)
+
+
+def _layer_tuple(layer: LayerLayout) -> tuple:
+    return (
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.key_head_dim,
+        layer.value_head_dim,
+        layer.scale,
+        layer.window,
+        layer.soft_cap,
+        list(layer.sinks),
+    )
+
+
+def _columns(records: np.ndarray) -> np.ndarray:
+    """Records of four int64 fields as int64 [n, 4]."""
+    return np.ascontiguousarray(records).view(np.int64).reshape(-1, 4)
+
+
+def _bind(cores: list[int]) -> None:
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        raise ConfigError(f"cores: this machine does not give {_ranges(cores)}: {error.strerror}") from None
+    missing = sorted(set(cores) - os.sched_getaffinity(0))
+    if missing:
+        raise ConfigError(f"cores: this machine does not give {_ranges(missing)}")
+
+
+def _ranges(cores: list[int] | tuple[int, ...]) -> str:
+    """0-2,5 for [0, 1, 2, 5]."""
+    parts: list[list[int]] = []
+    for core in cores:
+        if parts and parts[-1][1] == core - 1:
+            parts[-1][1] = core
+        else:
+            parts.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

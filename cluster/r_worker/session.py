@@ -1,0 +1,239 @@
+"""The R-worker's main loop, the same for every transport: one S-worker served from its HELLO to its BYE."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.cluster.links.link import Link, Spin
+from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, make_rworker
+from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
+from fastdecode.cluster.wire.messages import (
+    CHUNK_BYTES,
+    CLOCK,
+    IMPORT,
+    MAX_JSON_BYTES,
+    NUM_BYTES,
+    SEQUENCE_ID,
+    Hello,
+    Welcome,
+    decode_hello,
+    decode_plan,
+    encode_refusal,
+    encode_report,
+    encode_welcome,
+    fingerprint,
+)
+from fastdecode.cluster.wire.payload import PayloadSlots, row_counts
+from fastdecode.errors import CapacityError, FrameError
+
+TICK_SECONDS = 0.2
+"""How long a wait lasts before the R-worker checks signals and the connection again."""
+
+IDLE_SECONDS = 1.0
+"""A working S-worker leaves less time than this between two steps."""
+
+PAYLOAD_LIMIT = 8 * FRAME_LIMIT
+"""Most bytes of q, k, v and o of all mini-batches of a step, one layer of each."""
+
+log = logging.getLogger("fastdecode.r_worker")
+
+
+@dataclass
+class _Incoming:
+    """A sequence that arrives: uint8 [num_bytes], filled up to ``filled``."""
+
+    sequence_id: int
+    num_tokens: int
+    data: np.ndarray
+    filled: int = 0
+
+
+class Session:
+    """Serves one S-worker. An impossible frame is refused, logged once per reason, and changes nothing.
+
+    Once ``leaving`` is set every report asks the S-worker to let this R-worker go. An S-worker that takes no steps has
+    no sequences here either, and then the session just ends.
+    """
+
+    def __init__(self, link: Link, host: Host, on_open: Callable[[Hello], None] = lambda hello: None) -> None:
+        self.leaving = False
+        self._link, self._host, self._on_open = link, host, on_open
+        self._idle_seconds = 0.0
+        self._spin = Spin()
+        self._worker: _rworker.RWorker | None = None
+        self._slots: PayloadSlots | None = None
+        self._incoming: _Incoming | None = None
+        self._over = False
+        self._refused: set[str] = set()
+        self._handlers: dict[Kind, Callable[[Frame], None]] = {
+            Kind.HELLO: self._open,
+            Kind.PING: self._ping,
+            Kind.PLAN: self._plan,
+            Kind.PAYLOAD: self._payload,
+            Kind.END: self._end,
+            Kind.ABANDON: self._abandon,
+            Kind.EXPORT: self._export,
+            Kind.IMPORT: self._import,
+            Kind.DATA: self._data,
+            Kind.BYE: self._bye,
+        }
+
+    def run(self) -> None:
+        """Return when the S-worker has sent BYE, is gone, or was refused at its HELLO; all memory is freed then."""
+        try:
+            while not self._over:
+                self._turn()
+        except ConnectionError as error:
+            log.info("the S-worker is gone: %s", error)
+        finally:
+            if self._worker:
+                self._worker.close()
+
+    def _turn(self) -> None:
+        """Handle the next frame, if one comes."""
+        try:
+            frame = self._next()
+            self._idle_seconds = 0.0 if frame else self._idle_seconds + TICK_SECONDS
+            if frame is not None:
+                self._handler(frame)(frame)
+            elif self.leaving and self._slots is None and self._idle_seconds > IDLE_SECONDS:
+                self._over = True
+        except FrameError as error:
+            self._refuse("frame", str(error))
+        except (CapacityError, MemoryError) as error:
+            self._refuse("capacity", str(error) or "out of memory")
+        except (ValueError, KeyError) as error:
+            self._refuse("refused", str(error.args[0] if error.args else error))
+
+    def _next(self) -> Frame | None:
+        """The next frame, None when none came within TICK_SECONDS. Within a step this busy-waits for it."""
+        frame = self._spin.until(lambda: self._link.receive(0.0)) if self._slots else None
+        return frame or self._link.receive(TICK_SECONDS)
+
+    def _handler(self, frame: Frame) -> Callable[[Frame], None]:
+        handler = self._handlers.get(frame.kind)
+        if handler is None or (self._worker is None) != (frame.kind is Kind.HELLO):
+            raise FrameError(f"a {frame.kind.name} frame, which has no place here")
+        return handler
+
+    def _refuse(self, error: str, message: str) -> None:
+        if message not in self._refused and len(self._refused) < 100:
+            self._refused.add(message)
+            log.warning("refused: %s", message)
+        self._link.send(Kind.REFUSED, encode_refusal(error, message))
+        self._over = self._worker is None
+
+    def _open(self, frame: Frame) -> None:
+        hello = decode_hello(self._link.body(frame, MAX_JSON_BYTES))
+        worker = make_rworker(hello.layout, hello.block_size, self._host.size)
+        self._on_open(hello)
+        self._worker, self._layout = worker, hello.layout
+        self._link.epoch = secrets.randbits(63) + 1
+        welcome = Welcome(
+            num_blocks=worker.num_blocks,
+            num_threads=worker.num_threads,
+            isa=worker.isa,
+            read_gb_per_s=self._host.read_gb_per_s,
+            cores=self._host.cores,
+            host_id=self._host.host_id,
+            fingerprint=fingerprint(hello.layout, hello.block_size),
+        )
+        self._link.send(Kind.WELCOME, encode_welcome(welcome))
+
+    def _ping(self, frame: Frame) -> None:
+        self._link.send(Kind.PONG, CLOCK.pack(time.perf_counter()))
+
+    def _plan(self, frame: Frame) -> None:
+        plan = decode_plan(self._link.body(frame))
+        slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
+        if slots.largest_part > FRAME_LIMIT or slots.num_bytes > PAYLOAD_LIMIT:
+            raise FrameError(
+                f"a plan whose payload has {slots.num_bytes:,} bytes, in parts of up to {slots.largest_part:,}; "
+                f"{PAYLOAD_LIMIT:,} and {FRAME_LIMIT:,} at most"
+            )
+        begin_step(self._open_worker, plan)
+        try:
+            self._link.place(slots)
+        except BaseException:
+            self._open_worker.abandon_step()
+            raise
+        self._slots = slots
+        self._link.send(Kind.READY)
+
+    def _payload(self, frame: Frame) -> None:
+        mini_batch, layer = frame.mini_batch, frame.layer
+        if self._slots is None:
+            raise FrameError("a PAYLOAD, and no step is open")
+        if mini_batch >= self._slots.num_mini_batches or layer >= self._slots.num_layers:
+            raise FrameError(f"a PAYLOAD of mini-batch {mini_batch}, layer {layer}, which the plan does not have")
+        q, k, v, o = self._slots.views(mini_batch, layer)
+        self._link.load(frame, (q, k, v))
+        self._open_worker.run(mini_batch, layer, q, k, v, o)
+        self._link.send_arrays(Kind.OUTPUT, mini_batch, layer, (o,))
+
+    def _end(self, frame: Frame) -> None:
+        report = end_step(self._open_worker, self.leaving)
+        self._slots = None
+        self._link.send(Kind.REPORT, encode_report(report))
+
+    def _abandon(self, frame: Frame) -> None:
+        if self._slots:
+            self._slots = None
+            self._open_worker.abandon_step()
+        self._incoming = None
+        self._link.send(Kind.ABANDONED)
+
+    def _export(self, frame: Frame) -> None:
+        (sequence_id,) = self._numbers(frame, SEQUENCE_ID)
+        data = self._open_worker.export(sequence_id)
+        self._link.send(Kind.EXPORTED, NUM_BYTES.pack(data.nbytes))
+        for start in range(0, data.nbytes, CHUNK_BYTES):
+            self._link.send(Kind.DATA, data[start : start + CHUNK_BYTES])
+
+    def _import(self, frame: Frame) -> None:
+        sequence_id, num_tokens, num_bytes = self._numbers(frame, IMPORT)
+        worker = self._open_worker
+        room = worker.blocks_free * worker.block_size * self._layout.kv_bytes_per_token
+        if not 0 <= num_bytes <= room:
+            raise ValueError(f"import: {num_tokens} tokens of {num_bytes:,} bytes, and {room:,} bytes are free")
+        self._incoming = _Incoming(sequence_id, num_tokens, np.empty(num_bytes, np.uint8))
+        self._link.send(Kind.READY)
+        self._import_if_whole()
+
+    def _data(self, frame: Frame) -> None:
+        incoming, num_bytes = self._incoming, frame.lengths[0]
+        if incoming is None or num_bytes > incoming.data.nbytes - incoming.filled or any(frame.lengths[1:]):
+            raise FrameError(f"a DATA frame of {num_bytes:,} bytes that was not announced")
+        self._link.read_into(incoming.data[incoming.filled : incoming.filled + num_bytes])
+        incoming.filled += num_bytes
+        self._import_if_whole()
+
+    def _import_if_whole(self) -> None:
+        incoming = self._incoming
+        if incoming and incoming.filled == incoming.data.nbytes:
+            self._incoming = None
+            self._open_worker.import_(incoming.sequence_id, incoming.num_tokens, incoming.data)
+            self._link.send(Kind.IMPORTED)
+
+    def _bye(self, frame: Frame) -> None:
+        self._over = True
+
+    def _numbers(self, frame: Frame, form: struct.Struct) -> tuple[int, ...]:
+        data = self._link.body(frame, form.size)
+        if len(data) != form.size:
+            raise FrameError(f"a {frame.kind.name} frame of {len(data)} bytes, not {form.size}")
+        return form.unpack(data)
+
+    @property
+    def _open_worker(self) -> _rworker.RWorker:
+        if self._worker is None:
+            raise FrameError("no session is open")
+        return self._worker

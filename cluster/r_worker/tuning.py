@@ -1,0 +1,151 @@
+"""What only a measurement tells of a processor: the fastest arithmetic, and the fastest way to read memory."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fastdecode import __version__, _rworker
+from fastdecode.errors import ConfigError
+from fastdecode.machine import cpu_identity
+from fastdecode.types import STREAMS
+
+ROUNDS = 5
+"""Measurements of each kind, in turns; the fastest counts, since other processes only slow a measurement down."""
+
+MARGIN = 0.95
+"""Part of the default's time that another choice must stay below, so that no machine hovers between two."""
+
+PIECE_BYTES = 1 << 15
+"""A block of 64 tokens in one KV head of 128 dims, 16 bits each."""
+
+READ_BYTES = 1 << 27
+"""More than most last-level caches hold."""
+
+CONTEXT, ROWS, HEADS, HEAD_DIM = 1024, 8, 8, 128
+"""The trial of an instruction set: half a MiB of keys and values, which stays in a cache, and 64 query rows."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """``isa``: the instruction set of the fastest arithmetic; ``streams``: lines to ask for side by side."""
+
+    isa: str
+    streams: int
+
+
+def tuning() -> Tuning:
+    """What R-workers of this machine use: FASTDECODE_ISA and FASTDECODE_STREAMS where set, else what is fastest.
+
+    Measured once for a processor and kept in the user's cache folder. ConfigError for a setting that this machine does
+    not support.
+    """
+    isa, streams = forced_isa(), os.environ.get("FASTDECODE_STREAMS") or "auto"
+    if streams not in ("auto", *map(str, STREAMS)):
+        raise ConfigError(f"FASTDECODE_STREAMS must be {' or '.join(map(str, STREAMS))}, not {streams!r}")
+    if "auto" not in (isa, streams):
+        return Tuning(isa, int(streams))
+    fastest = _fastest()
+    return Tuning(fastest.isa if isa == "auto" else isa, fastest.streams if streams == "auto" else int(streams))
+
+
+def forced_isa() -> str:
+    """FASTDECODE_ISA, or "auto" where it is not set; ConfigError for one that this machine does not support."""
+    isa, supported = os.environ.get("FASTDECODE_ISA") or "auto", _rworker.supported_isas()
+    if isa not in ("auto", *supported):
+        raise ConfigError(f"FASTDECODE_ISA: this machine supports {', '.join(supported)}, not {isa!r}")
+    return isa
+
+
+@functools.cache
+def _fastest() -> Tuning:
+    """From the cache folder, or measured and stored there."""
+    path = _cache_path()
+    try:
+        kept = Tuning(**json.loads(path.read_text()))
+        if kept.isa in _rworker.supported_isas() and kept.streams in STREAMS:
+            return kept
+    except (OSError, ValueError, TypeError):
+        pass
+    measured = Tuning(_fastest_isa(), _fastest_streams())
+    _keep(path, measured)
+    return measured
+
+
+def _fastest_isa() -> str:
+    """The newest here, or the one before: a product of bfloat16 pairs takes two cycles on some processors, one of
+    float32 half."""
+    best = _rworker.supported_isas()[-1]
+    if best != "avx512_bf16":
+        return best
+    trials = {isa: _Trial(isa) for isa in (best, "avx512_vnni")}
+    seconds = {isa: min(trial.seconds() for _ in range(ROUNDS)) for isa, trial in trials.items()}
+    return "avx512_vnni" if seconds["avx512_vnni"] < MARGIN * seconds[best] else best
+
+
+def _fastest_streams() -> int:
+    """One ascending run starts the hardware's own streams on some processors; others read eight pages faster."""
+    peaks = _rworker.Peaks(num_threads=1, num_bytes=READ_BYTES)
+    one, eight = STREAMS
+    rates = [[peaks.read_scattered(piece_bytes=PIECE_BYTES, streams=each) for each in STREAMS] for _ in range(ROUNDS)]
+    best = dict(zip(STREAMS, np.max(rates, axis=0), strict=True))
+    return eight if best[one] < MARGIN * best[eight] else one
+
+
+class _Trial:
+    """One sequence in one KV head, bfloat16, attended to by a few tokens' rows at once."""
+
+    def __init__(self, isa: str) -> None:
+        layer: tuple = (HEADS, 1, HEAD_DIM, HEAD_DIM, HEAD_DIM**-0.5, 0, 0.0, [])
+        self._worker = _rworker.RWorker(
+            layers=[layer], model_dtype="bfloat16", kv_dtype="bfloat16", block_size=64,
+            num_blocks=(CONTEXT + ROWS) // 64 + 1, num_threads=1, isa=isa,
+        )  # fmt: skip
+        self._rng = np.random.default_rng(0)
+        self._step(0, CONTEXT, attends=False)
+        self._worker.end_step()
+
+    def seconds(self) -> float:
+        """CPU time of this thread, which the time slices of other processes do not enter."""
+        seconds = self._step(CONTEXT, ROWS, attends=True)
+        self._worker.abandon_step()
+        return seconds
+
+    def _step(self, context: int, rows: int, attends: bool) -> float:
+        q, k, v = (self._random(count, heads) for count, heads in ((rows * attends, HEADS), (rows, 1), (rows, 1)))
+        out = np.empty_like(q)
+        self._worker.begin_step(np.zeros((0, 4), np.int64), [np.array([[0, context, rows, attends]])])
+        start = time.thread_time()
+        self._worker.run(0, 0, q, k, v, out)
+        return time.thread_time() - start
+
+    def _random(self, rows: int, heads: int) -> np.ndarray:
+        floats = self._rng.standard_normal((rows, heads, HEAD_DIM), dtype=np.float32)
+        return np.ascontiguousarray((floats.view(np.uint32) >> 16).astype(np.uint16))
+
+
+def _cache_path() -> Path:
+    """A file per processor, version and newest instruction set; a path that cannot exist where there is no home."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdecode"
+    except RuntimeError:  # a user without an entry in the system's table, as in containers
+        folder = Path(os.devnull)
+    return folder / f"tuning-{__version__}-{cpu_identity()}-{_rworker.supported_isas()[-1]}.json"
+
+
+def _keep(path: Path, measured: Tuning) -> None:
+    """Store for the next process, which measures again where the home folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(asdict(measured), file)
+        Path(file.name).replace(path)
+    except OSError:
+        return

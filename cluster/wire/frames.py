@@ -1,0 +1,164 @@
+"""The wire format: every message is a fixed header and at most three parts, whose lengths the header says.
+
+Header, little-endian, 56 bytes::
+
+    magic "FDRW" | version u16 | kind u16 | epoch u64 | sequence u64 | mini_batch u32 | layer u32 | length u64 × 3
+
+``epoch`` is 0 until the R-worker's WELCOME draws one for the session; ``sequence`` grows with each frame of one
+direction, so that the receiver notices a frame of another session, a replayed one and a late one. (The sender skips a
+number where Ctrl-C comes between numbering a frame and sending it.) Integers in bodies are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol
+
+from fastdecode.errors import FrameError
+
+MAGIC = b"FDRW"
+VERSION = 2
+HEADER = struct.Struct("<4sHHQQII3Q")
+
+FRAME_LIMIT = 1 << 28
+"""Most bytes of one part; a peer that announces more is refused before anything is allocated."""
+
+MAX_PARTS = 3
+
+MOST_SKIPPED = 1 << 16
+"""Most numbers that a frame may skip; after a larger skip every following frame would count as late."""
+
+
+class Kind(IntEnum):
+    """What a frame is, with its parts; S: sent by the S-worker, R: by the R-worker."""
+
+    HELLO = 1  # S: name, layout, block size (JSON)
+    WELCOME = 2  # R: what it is (JSON)
+    PING = 3  # S
+    PONG = 4  # R: its clock (float64 seconds)
+    PLAN = 5  # S: controls and spans of a step
+    READY = 6  # R: the plan is in force, or the import may be sent
+    PAYLOAD = 7  # S: q, k, v of a layer of a mini-batch, in the order and places of `payload.py`
+    OUTPUT = 8  # R: its o
+    END = 9  # S
+    REPORT = 10  # R: busy times, bytes read, blocks free
+    ABANDON = 11  # S
+    ABANDONED = 12  # R
+    EXPORT = 13  # S: sequence id
+    EXPORTED = 14  # R: number of bytes, which follow as DATA
+    IMPORT = 15  # S: sequence id, tokens, number of bytes, which follow as DATA after READY
+    IMPORTED = 16  # R
+    DATA = 17  # either: the next bytes of a sequence
+    REFUSED = 18  # R: reason (JSON)
+    BYE = 19  # S: the session is over
+    JOIN = 20  # R, outside a session: the address at which it listens (JSON)
+    CHALLENGE = 21  # S, before HELLO: its nonce (see handshake.py)
+    CHALLENGED = 22  # R: its nonce and its proof
+    PROOF = 23  # S: its proof
+    PROVEN = 24  # R: HELLO may come
+
+
+_KINDS = frozenset(Kind)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A checked header; the parts are still to be read."""
+
+    kind: Kind
+    epoch: int
+    sequence: int
+    mini_batch: int
+    layer: int
+    lengths: tuple[int, int, int]
+
+
+class Channel(Protocol):
+    """Whole messages to and from one peer, in order; ConnectionError, saying why, once the peer is gone."""
+
+    def send(self, parts: Sequence[Any]) -> None:
+        """Send a header and its parts: C-contiguous buffers that must not change until the peer has answered."""
+        ...
+
+    def receive(self, timeout_seconds: float) -> bytes | None:
+        """The next message's first part, None when none came in time; unread parts of the one before are dropped."""
+        ...
+
+    def read_into(self, buffer: Any) -> None:
+        """Fill ``buffer`` from the message's next part; FrameError unless it has that length."""
+        ...
+
+    def close(self) -> None:
+        """May be called twice."""
+        ...
+
+
+class Conversation:
+    """Numbered frames over one channel; a frame of another session, or one out of order, is refused."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.read_into = channel.read_into
+        self.epoch = 0
+        self._next_sent = self._least_received = 0
+
+    def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
+        """Send one frame; the parts are C-contiguous buffers."""
+        lengths = [memoryview(part).nbytes for part in parts]
+        if max(lengths, default=0) > FRAME_LIMIT:
+            raise FrameError(f"a part of {max(lengths):,} bytes is more than a frame may hold ({FRAME_LIMIT:,})")
+        header = self._header(kind, mini_batch, layer, lengths)
+        self._next_sent += 1
+        self.channel.send([header, *parts])
+
+    def receive(self, timeout_seconds: float) -> Frame | None:
+        """The next frame, None when none came in time; FrameError for a malformed one or one of another session."""
+        header = self.channel.receive(timeout_seconds)
+        if header is None:
+            return None
+        frame = decode(header)
+        if frame.kind is Kind.WELCOME and self.epoch == 0:
+            self.epoch = frame.epoch
+        if frame.epoch != self.epoch:
+            raise FrameError(f"a {frame.kind.name} frame of another session (epoch {frame.epoch:#x})")
+        if frame.sequence < self._least_received:
+            raise FrameError(
+                f"a {frame.kind.name} frame that came before: number {frame.sequence}, not {self._least_received}"
+            )
+        if frame.sequence - self._least_received > MOST_SKIPPED:
+            raise FrameError(
+                f"a {frame.kind.name} frame from far ahead: number {frame.sequence}, not {self._least_received}"
+            )
+        self._least_received = frame.sequence + 1
+        return frame
+
+    def body(self, frame: Frame, most_bytes: int = FRAME_LIMIT) -> bytearray:
+        """The one part of ``frame``; FrameError if it announces more than ``most_bytes``, or other parts."""
+        if frame.lengths[0] > most_bytes or any(frame.lengths[1:]):
+            raise FrameError(f"a {frame.kind.name} frame with parts of {frame.lengths} bytes; {most_bytes:,} at most")
+        data = bytearray(frame.lengths[0])
+        self.read_into(data)
+        return data
+
+    def _header(self, kind: Kind, mini_batch: int, layer: int, lengths: Sequence[int]) -> bytes:
+        padded = (*lengths, *(0,) * (MAX_PARTS - len(lengths)))
+        return HEADER.pack(MAGIC, VERSION, kind, self.epoch, self._next_sent, mini_batch, layer, *padded)
+
+
+def decode(header: bytes) -> Frame:
+    """Check every field of a header; FrameError says which is wrong."""
+    if len(header) != HEADER.size:
+        raise FrameError(f"a frame whose header has {len(header)} bytes, not {HEADER.size}")
+    magic, version, kind, epoch, sequence, mini_batch, layer, *lengths = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise FrameError("a frame that is not FastDecode's: its magic is wrong")
+    if version != VERSION:
+        raise FrameError(f"a frame of protocol version {version}; this side speaks {VERSION}")
+    if kind not in _KINDS:
+        raise FrameError(f"a frame of unknown kind {kind}")
+    if max(lengths) > FRAME_LIMIT:
+        raise FrameError(f"a frame that announces {max(lengths):,} bytes; {FRAME_LIMIT:,} is the limit")
+    return Frame(Kind(kind), epoch, sequence, mini_batch, layer, (lengths[0], lengths[1], lengths[2]))

@@ -1,0 +1,191 @@
+"""A pool's shared secret, and the handshake by which both ends of a clear connection prove that they hold it.
+
+::
+
+    S-worker                                               R-worker
+    CHALLENGE  n, 32 random bytes                     →
+                                                      ←    CHALLENGED  m, 32 random bytes, HMAC("r-worker|" n m)
+    PROOF      HMAC("s-worker|" n m)                  →
+                                                      ←    PROVEN
+
+HMAC is HMAC-SHA256 with a key derived from the secret. The roles keep an end from sending the other's proof back to it,
+and the random bytes keep a recorded proof from being used again: each challenge is answered once. The proof holds for
+the connection on which it was made; it does not protect against changes to TCP traffic on its way.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import stat
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastdecode.cluster.wire.frames import Channel, Conversation, Frame, Kind
+from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal, encode_refusal
+from fastdecode.errors import BackendError, ConfigError, FrameError
+
+LEAST_BYTES = 32
+MOST_BYTES = 4096
+
+NONCE_BYTES = PROOF_BYTES = 32
+MOST_PENDING = 64
+"""Challenges that wait for their proof; with more, the oldest is dropped."""
+
+PROOF_SECONDS = 30.0
+"""Most time to each answer, as long as an R-worker may take to start."""
+
+TICK_SECONDS = 0.1
+BOTH_SIDES = "--key-file with --security authenticate must be on both sides, or on neither"
+
+log = logging.getLogger("fastdecode.r_worker")
+
+
+@dataclass(frozen=True)
+class Security:
+    """How the two ends of a connection authenticate each other: by ``secret``, if any.
+
+    With ``encrypts`` ZeroMQ's CURVE does it; without, the handshake of this module, and frames are clear data.
+    """
+
+    secret: bytes | None = field(default=None, repr=False)
+    encrypts: bool = True
+
+    @property
+    def curve_secret(self) -> bytes | None:
+        """The source of CURVE's keys, None for connections without CURVE."""
+        return self.secret if self.encrypts else None
+
+    @property
+    def proof_key(self) -> bytes | None:
+        """The 32 bytes that the handshake proves knowledge of, None for connections without it."""
+        return None if self.secret is None or self.encrypts else derive_key(self.secret, "handshake")
+
+
+def read_security(key_file: str | None, level: str | None) -> Security:
+    """From a key file and a level of ``SECURITY_LEVELS`` (None: encrypt); ConfigError for a bad key file."""
+    return Security(read_secret(key_file) if key_file else None, level != "authenticate")
+
+
+def read_secret(path: str) -> bytes:
+    """The key file's contents, without white space at the ends; ConfigError unless it is private and long enough."""
+    try:
+        with Path(path).open("rb") as file:
+            status = os.fstat(file.fileno())
+            secret = file.read(MOST_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"key_file: cannot read {path}: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o177:
+        raise ConfigError(f"key_file: {path} must be a file that only its owner can use: chmod 600 {path}")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"key_file: {path} must be owned by the user of this process, not by user {status.st_uid}")
+    if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
+        raise ConfigError(
+            f"key_file: {path} holds {len(secret)} bytes; it takes {LEAST_BYTES} to {MOST_BYTES} random ones, such as "
+            f"`openssl rand -hex 32` gives"
+        )
+    return secret
+
+
+def derive_key(secret: bytes, role: str) -> bytes:
+    """32 bytes for ``role`` ("s-worker", "r-worker", "handshake"): HKDF-SHA256 (RFC 5869), one block of output."""
+    extracted = hmac.digest(b"fastdecode curve keys v1", secret, "sha256")
+    return hmac.digest(extracted, role.encode() + b"\x01", "sha256")
+
+
+def proof(key: bytes, role: str, nonces: bytes) -> bytes:
+    """32 bytes that only a holder of ``key`` can compute for ``role`` ("s-worker", "r-worker") and both nonces."""
+    return hmac.digest(key, role.encode() + b"|" + nonces, "sha256")
+
+
+def prove(channel: Channel, key: bytes, name: str) -> None:
+    """The S-worker's side, to R-worker ``name``; BackendError, saying why, unless both ends hold ``key``."""
+    conversation, nonce = Conversation(channel), secrets.token_bytes(NONCE_BYTES)
+    try:
+        conversation.send(Kind.CHALLENGE, nonce)
+        nonces, theirs = _challenged(channel, nonce)
+        if not hmac.compare_digest(proof(key, "r-worker", nonces), theirs):
+            conversation.send(Kind.BYE)
+            raise FrameError("it does not hold this side's key: the same --key-file must be on both sides")
+        conversation.send(Kind.PROOF, proof(key, "s-worker", nonces))
+        _answer(Conversation(channel), Kind.PROVEN)
+    except (ConnectionError, FrameError) as error:
+        raise BackendError(f"R-worker {name}: {error}") from error
+
+
+def _challenged(channel: Channel, nonce: bytes) -> tuple[bytes, bytes]:
+    """Both nonces and the R-worker's proof. It numbers its answers from 0: the nonces show that they are new."""
+    conversation = Conversation(channel)
+    body = _body(conversation, _answer(conversation, Kind.CHALLENGED), NONCE_BYTES + PROOF_BYTES)
+    return nonce + body[:NONCE_BYTES], body[NONCE_BYTES:]
+
+
+def _answer(conversation: Conversation, kind: Kind) -> Frame:
+    deadline = time.monotonic() + PROOF_SECONDS
+    while (frame := conversation.receive(TICK_SECONDS)) is None:
+        if time.monotonic() > deadline:
+            raise ConnectionError(f"it did not answer within {PROOF_SECONDS:g} s")
+    if frame.kind is Kind.REFUSED:
+        raise FrameError(f"refused: {decode_refusal(conversation.body(frame, MAX_JSON_BYTES))[1]}")
+    if frame.kind is not kind:
+        raise FrameError(f"it sent a {frame.kind.name} frame, and {kind.name} was to come")
+    return frame
+
+
+class Gate:
+    """The R-worker's side: answers peers that have not proven anything, and keeps 64 bytes each of the last 64."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._pending: dict[bytes, bytes] = {}
+        self._logged = False
+
+    def admits(self, channel: Channel, identity: bytes) -> bool:
+        """Read and answer the current message, of the peer ``identity``; True when it is a good proof."""
+        conversation = Conversation(channel)
+        try:
+            frame = conversation.receive(0)
+            if frame is not None and frame.kind is Kind.CHALLENGE:
+                self._challenge(conversation, frame, identity)
+            elif frame is not None:
+                return self._proves(conversation, frame, identity)
+        except FrameError as error:
+            self._refuse(conversation, str(error))
+        except ConnectionError:
+            pass  # the peer is gone
+        return False
+
+    def _challenge(self, conversation: Conversation, frame: Frame, identity: bytes) -> None:
+        theirs = _body(conversation, frame, NONCE_BYTES)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._pending.pop(identity, None)
+        while len(self._pending) >= MOST_PENDING:
+            self._pending.pop(next(iter(self._pending)))
+        self._pending[identity] = theirs + nonce
+        conversation.send(Kind.CHALLENGED, nonce + proof(self._key, "r-worker", theirs + nonce))
+
+    def _proves(self, conversation: Conversation, frame: Frame, identity: bytes) -> bool:
+        nonces = self._pending.pop(identity, None)
+        if frame.kind is not Kind.PROOF or nonces is None:
+            raise FrameError(f"it serves only peers that prove to hold its key: {BOTH_SIDES}")
+        if not hmac.compare_digest(proof(self._key, "s-worker", nonces), _body(conversation, frame, PROOF_BYTES)):
+            raise FrameError("that is no proof of its key: the same --key-file must be on both sides")
+        return True
+
+    def _refuse(self, conversation: Conversation, reason: str) -> None:
+        if not self._logged:
+            self._logged = True
+            log.warning("refused: a peer that does not prove to hold this R-worker's key")
+        with suppress(ConnectionError):
+            conversation.send(Kind.REFUSED, encode_refusal("key", reason))
+
+
+def _body(conversation: Conversation, frame: Frame, num_bytes: int) -> bytes:
+    body = conversation.body(frame, num_bytes)
+    if len(body) != num_bytes:
+        raise FrameError(f"a {frame.kind.name} frame of {len(body)} bytes, not {num_bytes}")
+    return bytes(body)

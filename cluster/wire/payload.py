@@ -1,0 +1,124 @@
+"""The places of q, k, v and o of every mini-batch of a step in one piece of memory: laid out once per plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from fastdecode.types import WIRE_DTYPE, KVLayout, LayerLayout
+
+ALIGNMENT = 64
+"""Bytes; a cache line."""
+
+Views = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+class PayloadSlots:
+    """One slot per mini-batch, large enough for its largest layer; both ends of a link compute the same places.
+
+    ``rows``: (attending rows, all rows) of each mini-batch on this R-worker.
+    """
+
+    def __init__(self, layout: KVLayout, rows: Sequence[tuple[int, int]]) -> None:
+        self._layers, self._dtype, self._rows = layout.layers, WIRE_DTYPE[layout.model_dtype], rows
+        distinct = {_key(layer): layer for layer in self._layers}.values()
+        self._starts: list[tuple[int, int, int, int]] = []
+        self._views: dict[tuple[int, tuple[int, int, int, int]], Views] = {}
+        self._memory = np.zeros(0, np.uint8)
+        self.num_bytes = self.largest_part = 0
+        for each in rows:
+            starts = []
+            for most in map(max, zip(*(self._sizes(layer, each) for layer in distinct), strict=True)):
+                starts.append(self.num_bytes)
+                self.num_bytes += -(-most // ALIGNMENT) * ALIGNMENT
+                self.largest_part = max(self.largest_part, most)
+            self._starts.append((starts[0], starts[1], starts[2], starts[3]))
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Mini-batches of the step."""
+        return len(self._rows)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._layers)
+
+    def place(self, memory: np.ndarray) -> None:
+        """Use ``memory``, uint8 [at least num_bytes], aligned to a cache line."""
+        self._memory = memory
+        self._views.clear()
+
+    def views(self, mini_batch: int, layer: int) -> Views:
+        """q, k, v, o of one layer of one mini-batch; layers of the same shape share them."""
+        spec = self._layers[layer]
+        key = (mini_batch, _key(spec))
+        if key not in self._views:
+            self._views[key] = self._make_views(mini_batch, spec)
+        return self._views[key]
+
+    def check(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
+        """ValueError unless q, k, v have the shapes and dtype of the plan."""
+        for place, array in zip(self.views(mini_batch, layer), arrays, strict=False):
+            if array.shape != place.shape or array.dtype != place.dtype:
+                raise ValueError(
+                    f"a PAYLOAD of mini-batch {mini_batch}, layer {layer} with an array of shape {array.shape}, "
+                    f"{array.dtype}, and the plan has {place.shape}, {place.dtype}"
+                )
+
+    def fill(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
+        """Copy q, k, v to their places; ValueError as ``check``."""
+        self.check(mini_batch, layer, arrays)
+        for place, array in zip(self.views(mini_batch, layer), arrays, strict=False):
+            np.copyto(place, array)
+
+    def stretch(self, mini_batch: int, layer: int) -> np.ndarray:
+        """The bytes from the first of q to the last of v, uint8 [num_bytes], with the padding between them."""
+        first, _, last, _ = self._starts[mini_batch]
+        return self._memory[first : last + self.views(mini_batch, layer)[2].nbytes]
+
+    def _make_views(self, mini_batch: int, layer: LayerLayout) -> Views:
+        shapes = _shapes(layer, self._rows[mini_batch])
+        sizes = self._sizes(layer, self._rows[mini_batch])
+        q, k, v, o = (
+            self._memory[start : start + size].view(self._dtype).reshape(shape)
+            for start, size, shape in zip(self._starts[mini_batch], sizes, shapes, strict=True)
+        )
+        return q, k, v, o
+
+    def _sizes(self, layer: LayerLayout, rows: tuple[int, int]) -> list[int]:
+        return [num * heads * dim * self._dtype.itemsize for num, heads, dim in _shapes(layer, rows)]
+
+
+def aligned_memory(num_bytes: int) -> np.ndarray:
+    """Uninitialised uint8 [num_bytes] that begins at a cache line."""
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes]
+
+
+def row_counts(spans: np.ndarray) -> tuple[int, int]:
+    """Attending rows and all rows of one worker's SPAN [num_spans] in a mini-batch."""
+    return int(spans["num_rows"][spans["attends"] != 0].sum()), int(spans["num_rows"].sum())
+
+
+def slices(counts: Sequence[int]) -> tuple[slice, ...]:
+    """Consecutive slices of these lengths."""
+    ends = accumulate(counts, initial=0)
+    return tuple(slice(start, end) for start, end in pairwise(ends))
+
+
+def _key(layer: LayerLayout) -> tuple[int, int, int, int]:
+    return layer.num_heads, layer.num_kv_heads, layer.key_head_dim, layer.value_head_dim
+
+
+def _shapes(layer: LayerLayout, rows: tuple[int, int]) -> list[tuple[int, int, int]]:
+    attending, every = rows
+    return [
+        (attending, layer.num_heads, layer.key_head_dim),
+        (every, layer.num_kv_heads, layer.key_head_dim),
+        (every, layer.num_kv_heads, layer.value_head_dim),
+        (attending, layer.num_heads, layer.value_head_dim),
+    ]

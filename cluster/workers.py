@@ -1,0 +1,228 @@
+"""One R-worker as the pool sees it: its protocol, one in this process, one that is lost, and its transfer time."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker
+from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
+
+
+class PoolWorker(Protocol):
+    """One R-worker as the pool sees it. The pool sends a slow request to all workers before it waits for any answer.
+
+    Refusals are ValueError or KeyError with the reason, and change nothing; WorkerLostError names one that is lost.
+    """
+
+    name: str
+
+    def open(self, layout: KVLayout) -> None:
+        """Request caches for ``layout``."""
+        ...
+
+    def opened(self) -> RWorkerInfo:
+        """Wait for the answer to ``open``; CapacityError when its memory is too small."""
+        ...
+
+    def begin_step(self, plan: WorkerPlan) -> None:
+        """Send the plan of a step."""
+        ...
+
+    def begun(self) -> None:
+        """Wait for the answer to ``begin_step``."""
+        ...
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
+        """Start one layer of one mini-batch with rows here; ``o`` is filled by the time ``wait`` returns.
+
+        Arrays as in ``AttentionBackend.submit`` and ``collect``, this worker's rows only.
+        """
+        ...
+
+    def ready(self, mini_batch: int) -> bool:
+        """True when ``wait`` would return at once."""
+        ...
+
+    def wait(self, mini_batch: int) -> None:
+        """Wait for the layer that was submitted for this mini-batch."""
+        ...
+
+    def end_step(self) -> None:
+        """Ask the worker to commit the step."""
+        ...
+
+    def ended(self) -> WorkerReport:
+        """Wait for the answer to ``end_step``; its ``transfer_seconds`` is 0."""
+        ...
+
+    def abandon_step(self) -> None:
+        """Forget the step; no effect where none was begun, and no error where the worker is lost."""
+        ...
+
+    def export(self, sequence_id: int) -> np.ndarray:
+        """See ``AttentionBackend.export``."""
+        ...
+
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+        """See ``AttentionBackend.import_``."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; may be called twice."""
+        ...
+
+
+class InprocWorker:
+    """``PoolWorker`` over a C++ R-worker in this process, with its own threads; it answers every request at once."""
+
+    def __init__(self, name: str, size: RWorkerSize, block_size: int, own_cores: bool) -> None:
+        """``own_cores``: the S-worker does not run on this worker's cores."""
+        self.name = name
+        self._size, self._block_size, self._own_cores = size, block_size, own_cores
+        self._worker: _rworker.RWorker | None = None
+        self._in_step = False
+
+    def open(self, layout: KVLayout) -> None:
+        """See ``PoolWorker.open``."""
+        self._worker = make_rworker(layout, self._block_size, self._size)
+
+    def opened(self) -> RWorkerInfo:
+        """See ``PoolWorker.opened``."""
+        worker = self._open
+        return RWorkerInfo(
+            self.name, worker.num_blocks, worker.block_size, worker.num_threads, worker.isa, self._own_cores
+        )
+
+    def begin_step(self, plan: WorkerPlan) -> None:
+        """See ``PoolWorker.begin_step``."""
+        begin_step(self._open, plan)
+        self._in_step = True
+
+    def begun(self) -> None:
+        """See ``PoolWorker.begun``."""
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
+        """See ``PoolWorker.submit``."""
+        self._open.submit(mini_batch, layer, q, k, v, o)
+
+    def ready(self, mini_batch: int) -> bool:
+        """See ``PoolWorker.ready``."""
+        return self._open.ready(mini_batch)
+
+    def wait(self, mini_batch: int) -> None:
+        """See ``PoolWorker.wait``."""
+        self._open.wait(mini_batch)
+
+    def end_step(self) -> None:
+        """See ``PoolWorker.end_step``."""
+
+    def ended(self) -> WorkerReport:
+        """See ``PoolWorker.ended``."""
+        report = end_step(self._open)
+        self._in_step = False
+        return report
+
+    def abandon_step(self) -> None:
+        """See ``PoolWorker.abandon_step``."""
+        if self._in_step:
+            self._in_step = False
+            self._open.abandon_step()
+
+    def export(self, sequence_id: int) -> np.ndarray:
+        """See ``PoolWorker.export``."""
+        return self._open.export(sequence_id)
+
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+        """See ``PoolWorker.import_``."""
+        self._open.import_(sequence_id, num_tokens, data)
+
+    def close(self) -> None:
+        """See ``PoolWorker.close``."""
+        self._in_step = False
+        if self._worker:
+            self._worker.close()
+
+    @property
+    def _open(self) -> _rworker.RWorker:
+        if self._worker is None:
+            raise ValueError("the R-worker is not open")
+        return self._worker
+
+
+class LostWorker:
+    """``PoolWorker`` in place of one that is lost or was dismissed: its rows read zeros, and it reports nothing."""
+
+    def __init__(self, name: str, step_shape: tuple[int, int]) -> None:
+        """``step_shape``: mini-batches and layers of the step."""
+        self.name = name
+        self._step_shape = step_shape
+
+    def open(self, layout: KVLayout) -> None:
+        """See ``PoolWorker.open``."""
+        raise ValueError("it is lost")
+
+    def opened(self) -> RWorkerInfo:
+        """See ``PoolWorker.opened``."""
+        raise ValueError("it is lost")
+
+    def begin_step(self, plan: WorkerPlan) -> None:
+        """See ``PoolWorker.begin_step``."""
+        self._step_shape = (len(plan.mini_batches), self._step_shape[1])
+
+    def begun(self) -> None:
+        """See ``PoolWorker.begun``."""
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
+        """See ``PoolWorker.submit``."""
+        o[...] = 0
+
+    def ready(self, mini_batch: int) -> bool:
+        """See ``PoolWorker.ready``."""
+        return True
+
+    def wait(self, mini_batch: int) -> None:
+        """See ``PoolWorker.wait``."""
+
+    def end_step(self) -> None:
+        """See ``PoolWorker.end_step``."""
+
+    def ended(self) -> WorkerReport:
+        """See ``PoolWorker.ended``."""
+        return WorkerReport(np.zeros(self._step_shape), np.zeros(self._step_shape), 0.0, 0, 0)
+
+    def abandon_step(self) -> None:
+        """See ``PoolWorker.abandon_step``."""
+
+    def export(self, sequence_id: int) -> np.ndarray:
+        """See ``PoolWorker.export``."""
+        raise ValueError("it is lost")
+
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+        """See ``PoolWorker.import_``."""
+        raise ValueError("it is lost")
+
+    def close(self) -> None:
+        """See ``PoolWorker.close``."""
+
+
+def transfer_seconds(
+    submitted: np.ndarray, busy_start: np.ndarray, busy_end: np.ndarray, arrived: np.ndarray | None = None
+) -> float:
+    """Σ (busy start − the later of submit and the worker's previous call's end), plus the ways back, in seconds.
+
+    All arrays are float64 [num_mini_batches, num_layers] on one clock, and 0 where nothing ran. A worker serves its
+    calls one after another, so a call waits for the one before it, which is not transfer. ``arrived`` is when o came
+    where the S-worker was waiting for it, else 0: other ways back are not counted, since they cost no time.
+    """
+    ran = busy_end > 0
+    order = np.argsort(busy_start[ran])
+    starts, ends, asked = busy_start[ran][order], busy_end[ran][order], submitted[ran][order]
+    could_start = np.maximum(asked, np.concatenate([[0.0], ends[:-1]]))
+    there = float(np.maximum(starts - could_start, 0.0).sum())
+    if arrived is None:
+        return there
+    seen = ran & (arrived > 0)
+    return there + float(np.maximum(arrived[seen] - busy_end[seen], 0.0).sum())

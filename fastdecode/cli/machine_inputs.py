@@ -1,0 +1,256 @@
+"""From the flags of ``plan`` and ``simulate`` to a planner: presets by name, a measured profile, or bare numbers."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fastdecode.config import KV_CACHE_DTYPES, parse_bytes
+from fastdecode.errors import ConfigError
+from fastdecode.perfmodel.gpu_only import GpuServer
+from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu, parse_link
+from fastdecode.perfmodel.identity import check_alike
+from fastdecode.perfmodel.model_config import find_shape
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.planner import Planner, Prices
+from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, find_cpu_host, find_gpu
+from fastdecode.perfmodel.profile import HardwareProfile
+from fastdecode.perfmodel.profile_json import load_profile
+from fastdecode.perfmodel.r_part import RPart, host_r_part
+from fastdecode.perfmodel.s_part import GpuSPart, MeasuredSPart, SPart
+from fastdecode.perfmodel.transport import Transport
+from fastdecode.perfmodel.workload import Workload
+
+HOST_MEMORY_FRACTION = 0.8
+"""Of a preset host's memory, for KV, where --kv-cache-memory does not say."""
+
+BARE_FLAGS = ("s_part_seconds", "r_part_seconds_per_token", "num_layers")
+DEFAULT_LINK = "100Gb"
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What a plan is made from; ``title`` and ``assumptions`` are for people. No ``server``: no GPU was named."""
+
+    planner: Planner
+    server: GpuServer | None
+    kv_cache_dtype: str
+    title: str
+    assumptions: tuple[str, ...]
+
+
+def read_inputs(args: argparse.Namespace) -> PlanInputs:
+    """ConfigError names the flag that is missing or cannot stand beside another."""
+    if args.seq_len is None:
+        raise ConfigError("seq_len (prompt + output tokens) is needed: --seq-len 1024")
+    bare = [name for name in BARE_FLAGS if getattr(args, name) is not None]
+    if bare and args.profile:
+        raise ConfigError(f"{bare[0]} and profile are two ways to say the same; give one")
+    if args.tensor_parallel_size != 1 and not args.gpu and (bare or args.profile):
+        raise ConfigError(
+            "tensor_parallel_size counts GPUs that --gpu names; a profile or bare numbers say how fast theirs are"
+        )
+    if bare:
+        return _from_numbers(args)
+    return _from_profile(args) if args.profile else _from_names(args)
+
+
+def _from_names(args: argparse.Namespace) -> PlanInputs:
+    for name in ("model", "gpu", "cpu"):
+        if getattr(args, name) is None:
+            raise ConfigError(
+                f"{name} is needed: --model llama-7b --gpu a10 --cpu epyc-7452, or --profile, or bare numbers "
+                f"({', '.join('--' + flag.replace('_', '-') for flag in BARE_FLAGS)})"
+            )
+    shape, host = find_shape(args.model), _shared_host(args, find_cpu_host(args.cpu))
+    gpu = find_gpu(args.gpu).times(args.tensor_parallel_size)
+    kv_dtype = _kv_dtype(args, shape)
+    link = parse_link(args.link or DEFAULT_LINK)
+    s_part = GpuSPart(shape, gpu)
+    memory = parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes))
+    planner = _planner(
+        args, shape, kv_dtype, s_part, host_r_part(shape, kv_dtype, host), (gpu.host_bytes_per_second, link),
+        memory=memory, r_workers_per_host=host.r_workers_per_host,
+    )  # fmt: skip
+    server = _server(planner, shape, gpu)
+    assumptions = (*_figures(gpu), *_figures(host), f"link {link / 1e9:.4g} GB/s, PCIe {_giga(gpu)} GB/s (nominal)")
+    assumptions += (f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",)
+    return PlanInputs(planner, server, kv_dtype, f"{shape.name} on {gpu.name} and {host.name}", assumptions)
+
+
+def _from_profile(args: argparse.Namespace) -> PlanInputs:
+    if args.cpu:
+        raise ConfigError("cpu and profile are two ways to say how fast an R-worker is; give one")
+    profile = load_profile(args.profile)
+    shape = _profiled_shape(args, profile)
+    kv_dtype = _kv_dtype(args, shape)
+    link = profile.transport()
+    rates = (parse_link(args.link),) if args.link else link.hop_bytes_per_second
+    planner = _planner(
+        args, shape, kv_dtype, profile.measured_s_part(shape=shape), profile.measured_r_part(kv_dtype, shape=shape),
+        rates, link.latency_seconds, _memory(args), _per_host(args, 1),
+    )  # fmt: skip
+    planner = _with_overheads(planner, profile)
+    gpu = find_gpu(args.gpu).times(args.tensor_parallel_size) if args.gpu else None
+    server = _server(planner, shape, gpu) if gpu else None
+    machine = profile.machine
+    whose = (
+        f"measured on {machine.host} with fastdecode {machine.fastdecode_version}: S-worker {machine.s_worker}, "
+        f"R-worker {machine.r_worker} ({machine.isa})"
+    )
+    assumptions = (whose, *(_figures(gpu) if gpu else ()))
+    return PlanInputs(
+        planner, server, kv_dtype, f"{shape.name} on the machine of {Path(args.profile).name}", assumptions
+    )
+
+
+def _from_numbers(args: argparse.Namespace) -> PlanInputs:
+    missing = [name for name in (*BARE_FLAGS, "mini_batch_size") if getattr(args, name) is None]
+    if missing:
+        raise ConfigError(f"{missing[0]} is needed beside bare numbers: T(B) is the time of one mini-batch size")
+    if args.gpu or args.cpu:
+        raise ConfigError("gpu and cpu have no place beside bare numbers, which say how fast they are")
+    shape = find_shape(args.model) if args.model else None
+    if shape is None and (args.link or args.kv_cache_memory or args.kv_cache_dtype != "auto"):
+        raise ConfigError("link, kv_cache_memory and kv_cache_dtype need --model beside bare numbers, for its sizes")
+    if shape and shape.num_layers != args.num_layers:
+        raise ConfigError(f"num_layers is {args.num_layers}, and {shape.name} has {shape.num_layers}")
+    rows = max(round(args.mini_batch_size * _workload(args).rows_per_output_token), 1)
+    s_part = MeasuredSPart((rows,), (args.s_part_seconds,), (0.0,))
+    kv_dtype = _kv_dtype(args, shape) if shape else "auto"
+    rates = (parse_link(args.link),) if args.link else ()
+    planner = _planner(
+        args, shape, kv_dtype, s_part, RPart(args.r_part_seconds_per_token), rates,
+        memory=_memory(args), r_workers_per_host=_per_host(args, 1),
+    )  # fmt: skip
+    return PlanInputs(planner, None, kv_dtype, shape.name if shape else "bare numbers", ("S and R times as given",))
+
+
+def _planner(
+    args: argparse.Namespace,
+    shape: ModelShape | None,
+    kv_dtype: str,
+    s_part: SPart,
+    r_part: RPart,
+    hop_bytes_per_second: tuple[float, ...],
+    latency_seconds: float = 0.0,
+    memory: int | None = None,
+    r_workers_per_host: int = 1,
+) -> Planner:
+    workload = _workload(args)
+    kv_bytes = shape.kv_layout(kv_dtype).kv_bytes_per_token if shape else None
+    row_bytes = _mean_row_bytes(shape, workload) if shape else 0.0
+    return Planner(
+        workload=workload,
+        num_layers=shape.num_layers if shape else args.num_layers,
+        s_part=s_part,
+        r_part=r_part,
+        transport=Transport(row_bytes, hop_bytes_per_second, latency_seconds, not args.exposed_transport),
+        num_mini_batches=args.num_mini_batches,
+        capacity_tokens=memory / kv_bytes if memory and kv_bytes else math.inf,
+        r_workers_per_host=r_workers_per_host,
+        prices=Prices(args.gpu_price, args.cpu_price),
+        interval_steps=args.interval_steps,
+        kv_bytes_per_token=kv_bytes,
+    )
+
+
+def _server(planner: Planner, shape: ModelShape, gpu: Gpu) -> GpuServer:
+    """Its weights are checked: the S-worker has to hold them too."""
+    kv_bytes = planner.kv_bytes_per_token or 0
+    server = GpuServer(shape, gpu, kv_bytes, planner.workload)
+    server.check_weights()
+    return server
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    return Workload(args.seq_len, args.prompt_len, args.output_len_cv, args.shared_prefix_len)
+
+
+def _mean_row_bytes(shape: ModelShape, workload: Workload) -> float:
+    """A prompt's rows attend on the S-worker, and send k and v alone."""
+    of_prompt = 1.0 - 1.0 / workload.rows_per_output_token
+    return shape.attending_row_bytes * (1.0 - of_prompt) + shape.appending_row_bytes * of_prompt
+
+
+def _kv_dtype(args: argparse.Namespace, shape: ModelShape) -> str:
+    return shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+
+
+def _with_overheads(planner: Planner, profile: HardwareProfile) -> Planner:
+    """And the host's own time in a step, as measured."""
+    (none, per_row), (one, _) = (profile.step_overhead_seconds(num_r_workers=number) for number in (0, 1))
+    return replace(
+        planner, step_overhead_seconds=none, row_overhead_seconds=per_row, r_worker_overhead_seconds=one - none
+    )
+
+
+def _per_host(args: argparse.Namespace, unless_given: int) -> int:
+    return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
+
+
+def _shared_host(args: argparse.Namespace, host: CpuHost) -> CpuHost:
+    """A preset with as many R-workers as were asked for; what more than one per NUMA node get is a part of it."""
+    number = _per_host(args, host.r_workers_per_host)
+    part = min(1.0, host.r_workers_per_host / number) if number > 0 else 1.0
+    read = replace(host.read_bytes_per_second, nominal=part * host.read_bytes_per_second.nominal)
+    return replace(
+        host, r_workers_per_host=number, cores=max(1, int(part * host.cores)), read_bytes_per_second=read,
+        memory_bytes=part * host.memory_bytes,
+    )  # fmt: skip
+
+
+def _memory(args: argparse.Namespace) -> int | None:
+    return parse_bytes("kv_cache_memory", args.kv_cache_memory) if args.kv_cache_memory else None
+
+
+def _profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:
+    """The profile's model, or the one asked for where only its layers' number and KV heads are others."""
+    if args.model is None:
+        return profile.shape
+    shape = find_shape(args.model)
+    check_alike(profile, shape)
+    return shape
+
+
+def _figures(preset: Gpu | CpuHost) -> tuple[str, ...]:
+    """One line per figure, with its efficiency and source."""
+    values = {field.name: getattr(preset, field.name) for field in fields(preset)}
+    return tuple(f"{preset.name} {name}: {value}" for name, value in values.items() if isinstance(value, Figure))
+
+
+def _giga(gpu: Gpu) -> str:
+    return f"{gpu.host_bytes_per_second / 1e9:.4g}"
+
+
+def add_machine_flags(group: Any) -> None:
+    """Presets by name."""
+    group.add_argument("--model", metavar="NAME_OR_PATH", help="such as llama-7b, a model folder or a config.json")
+    group.add_argument("--gpu", metavar="NAME", help=f"of the S-worker: {', '.join(GPUS)}")
+    group.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs of the S-worker (1)")
+    group.add_argument("--cpu", metavar="NAME", help=f"hosts of R-workers: {', '.join(CPU_HOSTS)}")
+    group.add_argument("--link", metavar="RATE", help=f"of the S-worker, such as 100Gb or 12.5GB ({DEFAULT_LINK})")
+    group.add_argument(
+        "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 100GiB (80%% of the host's, shared)"
+    )
+    group.add_argument("--r-workers-per-host", type=int, metavar="N", help="(the host's NUMA nodes)")
+
+
+def add_number_flags(group: Any) -> None:
+    """A profile, or bare numbers."""
+    group.add_argument("--profile", metavar="FILE", help="a HardwareProfile as JSON, from any machine")
+    group.add_argument("--s-part-seconds", type=float, metavar="SECONDS", help="T(B): one layer of one mini-batch")
+    group.add_argument(
+        "--r-part-seconds-per-token", type=float, metavar="SECONDS", help="R: of one R-worker, one layer"
+    )
+    group.add_argument("--num-layers", type=int, metavar="N", help="beside those two")
+
+
+def add_pipeline_flags(group: Any) -> None:
+    """How S-worker and R-workers work together."""
+    group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
+    group.add_argument("--num-mini-batches", type=int, default=2, metavar="K", help="that take turns (2)")
+    group.add_argument("--exposed-transport", action="store_true", help="nobody computes during transfers (off)")

@@ -1,0 +1,47 @@
+"""What commands write and show: files that are checked before the work begins, and progress bars."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fastdecode.errors import ConfigError
+
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> None:
+    """Refuse, before anything is measured, a file that cannot be written; None stands for a file not asked for.
+
+    Raises:
+        ConfigError: a path is a folder, lies in no folder, may not be written, or is a plot of an unknown format.
+    """
+    pictures = list(filter(None, plots))
+    for path in (*filter(None, paths), *pictures):
+        if Path(path).is_dir():
+            raise ConfigError(f"{path}: is a folder; name a file to write, such as {Path(path) / 'out'}")
+        folder = Path(path).resolve().parent
+        if not folder.is_dir():
+            raise ConfigError(f"{path}: there is no such folder to write it in")
+        if not os.access(path if Path(path).exists() else folder, os.W_OK):
+            raise ConfigError(f"{path}: this user may not write it")
+    for path in pictures:
+        if Path(path).suffix.lower() not in PLOT_SUFFIXES:
+            raise ConfigError(f"{path}: a plot must end in {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}")
+
+
+def write_json(figures: Any, path: str | None) -> None:
+    """Write ``figures`` as JSON, where a path was given; OSError where the disk is full."""
+    if path:
+        Path(path).write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+
+
+def progress_bar(total: int | None, unit: str, **options: Any) -> tqdm:
+    """A bar on stderr; none where stderr is no terminal."""
+    return tqdm(total=total, unit=unit, disable=None if sys.stderr.isatty() else True, **options)

@@ -1,0 +1,195 @@
+"""An R-worker with a full cache, whose one layer can be called again and again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.backends import tuning
+from fastdecode.errors import CapacityError
+from fastdecode.machine import available_memory_bytes, usable_cores
+from fastdecode.measure.attention_shape import BLOCK_SIZE, AttentionShape
+from fastdecode.rounding import from_wire, to_wire
+from fastdecode.types import ITEM_BYTES, Verb
+
+PAYLOAD_BYTES = 16 << 20
+"""Of the random keys, and of the random values, that the cache is filled from."""
+
+CHECKED_SEQUENCES = 3
+CHECKED_BYTES = 256 << 20
+"""Sequences compared with the oracle: one, and more while their float32 keys and values are no more than this."""
+
+NO_CONTROLS = np.zeros((0, 4), np.int64)
+
+
+class FilledCache:
+    """Sequences of random keys and values in blocks that lie scattered, as they do after some time of serving.
+
+    ``lengths``: int64 [batch_size], with the ``q_len`` tokens that each call appends and that attend. A call leaves the
+    cache as it was.
+    """
+
+    def __init__(self, shape: AttentionShape, lengths: np.ndarray, seed: int) -> None:
+        self.shape, self.lengths = shape, lengths
+        self._rng = np.random.default_rng(seed)
+        self.worker = _open_worker(shape, lengths)
+        rows = min(max(PAYLOAD_BYTES // _row_bytes(shape), 2 * BLOCK_SIZE), 2 * int(lengths.sum()) + 2 * BLOCK_SIZE)
+        self._keys, self._values = (self._random(rows, shape.num_kv_heads) for _ in range(2))
+        self._rows_per_step = rows // 2
+        self._fill()
+        new_rows = len(lengths) * shape.q_len
+        self._q = self._random(new_rows, shape.num_heads)
+        self._k, self._v = (self._random(new_rows, shape.num_kv_heads) for _ in range(2))
+        self._out = np.empty_like(self._q)
+        self._spans = self._table((i, length - shape.q_len, shape.q_len, 1) for i, length in enumerate(lengths))
+
+    def call(self) -> tuple[float, float]:
+        """Seconds to plan a step, and of the layer: its submit and wait."""
+        start = time.perf_counter()
+        self.worker.begin_step(NO_CONTROLS, [self._spans])
+        planned = time.perf_counter()
+        self.worker.submit(0, 0, self._q, self._k, self._v, self._out)
+        self.worker.wait(0)
+        done = time.perf_counter()
+        self.worker.abandon_step()
+        return planned - start, done - planned
+
+    def commit_and_check(self) -> float:
+        """The last call: its rows stay, and the largest error of some sequences' o is returned.
+
+        Norm-wise, per row and head, against float64 attention over the cache as it is stored.
+        """
+        self.worker.begin_step(NO_CONTROLS, [self._spans])
+        self.worker.submit(0, 0, self._q, self._k, self._v, self._out)
+        self.worker.wait(0)
+        self.worker.end_step()
+        return max(self._error(index) for index in checked_sequences(self.shape, self.lengths))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.worker.close()
+
+    def _error(self, index: int) -> float:
+        shape, rows = self.shape, slice(index * self.shape.q_len, (index + 1) * self.shape.q_len)
+        keys, values = self.worker.read_tokens(index, 0)
+        q, out = (from_wire(rows_of[rows], shape.model_dtype) for rows_of in (self._q, self._out))
+        return relative_error(out, exact_attention(q, keys, values, shape.layout.layers[0].scale))
+
+    def _fill(self) -> None:
+        prefix, count = self.shape.shared_prefix_len, len(self.lengths)
+        if prefix:
+            for begin in range(0, prefix, BLOCK_SIZE):
+                self._append([(0, begin, min(BLOCK_SIZE, prefix - begin))])
+            self.worker.begin_step(self._table((Verb.FORK, i, 0, prefix) for i in range(1, count)), [])
+            self.worker.end_step()
+        for begin in range(prefix // BLOCK_SIZE * BLOCK_SIZE, int(self.lengths.max()), BLOCK_SIZE):
+            self._append_block(max(begin, prefix), begin + BLOCK_SIZE)
+
+    def _append_block(self, begin: int, end: int) -> None:
+        """Tokens ``begin`` to ``end`` of every sequence that has them, in another order each time."""
+        pieces = []
+        for index in self._rng.permutation(np.flatnonzero(self.lengths - self.shape.q_len > begin)):
+            pieces.append((int(index), begin, min(end, int(self.lengths[index]) - self.shape.q_len) - begin))
+            if (len(pieces) + 1) * BLOCK_SIZE > self._rows_per_step:
+                self._append(pieces)
+                pieces = []
+        if pieces:
+            self._append(pieces)
+
+    def _append(self, pieces: list[tuple[int, int, int]]) -> None:
+        """Store ``(sequence, first token, tokens)`` each, with rows from somewhere in the random ones."""
+        num_rows = sum(tokens for _, _, tokens in pieces)
+        first = int(self._rng.integers(0, len(self._keys) - num_rows + 1))
+        none = np.empty((0, *self._heads_shape(self.shape.num_heads)), self._keys.dtype)
+        self.worker.begin_step(NO_CONTROLS, [self._table((*piece, 0) for piece in pieces)])
+        rows = slice(first, first + num_rows)
+        self.worker.submit(0, 0, none, self._keys[rows], self._values[rows], none)
+        self.worker.wait(0)
+        self.worker.end_step()
+
+    def _random(self, num_rows: int, num_heads: int) -> np.ndarray:
+        values = self._rng.standard_normal((num_rows, *self._heads_shape(num_heads)), dtype=np.float32)
+        return to_wire(values, self.shape.model_dtype)
+
+    def _heads_shape(self, num_heads: int) -> tuple[int, int]:
+        return num_heads, self.shape.head_dim
+
+    @staticmethod
+    def _table(rows: Iterator[tuple[int, int, int, int]]) -> np.ndarray:
+        return np.array(list(rows), np.int64).reshape(-1, 4)
+
+
+def checked_sequences(shape: AttentionShape, lengths: np.ndarray) -> list[int]:
+    """The first, the middle and the last sequence, as far as CHECKED_BYTES go."""
+    chosen = list(dict.fromkeys([0, len(lengths) // 2, len(lengths) - 1]))[:CHECKED_SEQUENCES]
+    token_bytes = shape.layout.layers[0].kv_elements_per_token * 4
+    spent = np.cumsum(lengths[chosen]) * token_bytes
+    return [index for index, total in zip(chosen, spent, strict=True) if total <= CHECKED_BYTES or index == chosen[0]]
+
+
+def check_memory(shape: AttentionShape, lengths: np.ndarray, read_bytes: int) -> None:
+    """CapacityError where the cache, the buffer of the read peak and what both need do not fit the free memory."""
+    cache = _num_blocks(lengths) * _rworker.block_bytes(_layers(shape), shape.kv_cache_dtype, BLOCK_SIZE)
+    rows = len(lengths) * shape.q_len * 2 * (_row_bytes(shape) + shape.num_heads * shape.head_dim * 4)
+    longest = int(lengths[checked_sequences(shape, lengths)].max())
+    check = longest * shape.layout.layers[0].kv_elements_per_token * 6
+    needed, free = cache + read_bytes + rows + check + 4 * PAYLOAD_BYTES, available_memory_bytes()
+    if needed > free:
+        raise CapacityError(
+            f"{len(lengths)} sequences of context_len {shape.context_len.label} take {needed / 2**30:.3g} GiB with the "
+            f"buffer of the read peak, and {free / 2**30:.3g} GiB are free; give a smaller batch_size or cache_bytes"
+        )
+
+
+def _open_worker(shape: AttentionShape, lengths: np.ndarray) -> _rworker.RWorker:
+    return _rworker.RWorker(
+        layers=_layers(shape),
+        model_dtype=shape.model_dtype,
+        kv_dtype=shape.kv_cache_dtype,
+        block_size=BLOCK_SIZE,
+        num_blocks=_num_blocks(lengths),
+        num_threads=shape.threads,
+        cores=usable_cores()[: shape.threads],
+        isa=shape.isa,
+        streams=tuning().streams,
+    )
+
+
+def _layers(shape: AttentionShape) -> list[tuple[int, int, int, int, float, int, float, list[float]]]:
+    dim = shape.head_dim
+    return [(shape.num_heads, shape.num_kv_heads, dim, dim, dim**-0.5, 0, 0.0, [])]
+
+
+def _num_blocks(lengths: np.ndarray) -> int:
+    return int((-(-lengths // BLOCK_SIZE)).sum())
+
+
+def _row_bytes(shape: AttentionShape) -> int:
+    return shape.num_kv_heads * shape.head_dim * ITEM_BYTES[shape.model_dtype]
+
+
+def exact_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+    """float64 o [q_len, num_heads, dim] of a sequence's last tokens, each attending to itself and all before it.
+
+    ``q``: [q_len, num_heads, dim]; ``k`` and ``v``: [length, num_kv_heads, dim].
+    """
+    q_len, num_heads, _ = q.shape
+    length, num_kv_heads, value_dim = v.shape
+    group = num_heads // num_kv_heads
+    hidden = np.arange(length) > np.arange(length - q_len, length)[:, None, None]
+    out = np.empty((q_len, num_heads, value_dim))
+    for head in range(num_kv_heads):
+        own = slice(head * group, (head + 1) * group)
+        scores = np.where(hidden, -np.inf, q[:, own].astype(np.float64) @ k[:, head].astype(np.float64).T * scale)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out[:, own] = (weights / weights.sum(axis=-1, keepdims=True)) @ v[:, head].astype(np.float64)
+    return out
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """The largest ‖got − want‖ / ‖want‖ over the last axis."""
+    error = np.linalg.norm(got.astype(np.float64) - want, axis=-1)
+    return float((error / np.maximum(np.linalg.norm(want, axis=-1), 1e-30)).max())

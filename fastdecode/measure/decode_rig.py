@@ -1,0 +1,166 @@
+"""An engine whose decode steps are measured at a batch size and a context, without computing the prompts for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fastdecode.config import EngineConfig
+from fastdecode.engine import LLMEngine
+from fastdecode.errors import BackendError
+from fastdecode.metrics import StepRecord
+from fastdecode.protocols import AttentionBackend
+from fastdecode.rounding import to_wire
+from fastdecode.sampling_params import SamplingParams
+from fastdecode.step import MiniBatch, ScheduledStep
+from fastdecode.sworker import SWorker, set_threads
+from fastdecode.sworker.sampling import SampledToken, SamplingRow
+from fastdecode.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
+
+WARM_UP_STEPS = 2
+RANDOM_ROWS = 1024
+
+
+class DecodeRig:
+    """A real engine, from scheduler to sampler; only its caches are filled with random keys and values."""
+
+    def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
+        """``config``: its schedule should be "prefill-first", so that all prompts are there before anybody decodes."""
+        self.engine = LLMEngine(config, backend)
+        self._num_requests = 0
+
+    def decode(
+        self, batch_size: int, context_len: int, num_steps: int, s_threads: int | None = None
+    ) -> list[StepRecord]:
+        """``num_steps`` decode steps of ``batch_size`` sequences, the last over ``context_len`` tokens each.
+
+        As many tokens less as a model of so short a reach demands, or more where there is no room for the steps.
+        """
+        engine = self.engine
+        records: list[StepRecord] = []
+        if s_threads is not None:
+            set_threads(s_threads)
+        engine.on_step = records.append
+        context_len = min(context_len, engine.s_model.max_model_len - 1)
+        before = num_steps + WARM_UP_STEPS + 1  # the prompts' stand-in decodes once, too
+        ids = self._add(batch_size, max(context_len - before, 1), before + 1)
+        try:
+            with engine.computed_by(RandomPrompts):
+                while not records or not records[-1].is_decode:
+                    engine.step()
+            for _ in range(WARM_UP_STEPS + num_steps):
+                engine.step()
+        finally:
+            engine.on_step = None
+            engine.abort_request(ids)
+        return records[-num_steps:]
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.engine.close()
+
+    def _add(self, batch_size: int, prompt_len: int, output_len: int) -> list[str]:
+        params = SamplingParams(
+            temperature=0, max_tokens=output_len, min_tokens=output_len, ignore_eos=True, detokenize=False
+        )
+        ids = [f"rig-{self._num_requests + index}" for index in range(batch_size)]
+        self._num_requests += batch_size
+        for request_id in ids:
+            self.engine.add_request(request_id, {"prompt_token_ids": [1] * prompt_len}, params)
+        self.engine.clock.restart()
+        return ids
+
+
+class RandomPrompts(SWorker):
+    """Sends random q, k and v in place of the model's, and draws token 1."""
+
+    def run(
+        self, step: ScheduledStep, sampling: Mapping[int, Sequence[SamplingRow]], overlap: bool = True
+    ) -> dict[int, list[SampledToken]]:
+        """See ``SWorker.run``."""
+        rng = np.random.default_rng(0)
+        for index, mini_batch in enumerate(step.mini_batches):
+            if mini_batch:
+                self._fill(index, mini_batch, rng)
+        ids = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
+        return {sequence_id: [SampledToken(1) for _ in sampling[sequence_id]] for sequence_id in ids}
+
+    def _fill(self, index: int, mini_batch: MiniBatch, rng: np.random.Generator) -> None:
+        chunks = mini_batch.chunks
+        rows, attending = int(chunks["num_rows"].sum()), int(chunks["num_rows"][chunks["attends"]].sum())
+        for number, layer in enumerate(self.layout.layers):
+            q = _random_rows(rng, attending, (layer.num_heads, layer.key_head_dim), self.layout)
+            k = _random_rows(rng, rows, (layer.num_kv_heads, layer.key_head_dim), self.layout)
+            v = _random_rows(rng, rows, (layer.num_kv_heads, layer.value_head_dim), self.layout)
+            self.backend.submit(index, number, q, k, v)
+            self.backend.collect(index)
+
+
+def _random_rows(rng: np.random.Generator, num_rows: int, shape: tuple[int, int], layout: KVLayout) -> np.ndarray:
+    """[num_rows, *shape] in the wire's dtype, from a few random rows again and again."""
+    few = to_wire(rng.standard_normal((min(num_rows, RANDOM_ROWS), *shape), dtype=np.float32), layout.model_dtype)
+    return np.resize(few, (num_rows, *shape)) if num_rows > len(few) else few
+
+
+ENDLESS_BLOCKS = 1 << 40
+
+
+class InstantBackend:
+    """``AttentionBackend`` over one R-worker that keeps nothing."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._num_mini_batches = 1
+        self._outputs: dict[int, np.ndarray] = {}
+        self._zeros: dict[tuple[int, int], np.ndarray] = {}
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        """See ``AttentionBackend.open``."""
+        self._layers, self._dtype = layout.layers, WIRE_DTYPE[layout.model_dtype]
+        return [RWorkerInfo("instant", ENDLESS_BLOCKS, self._block_size, 1, "none", own_cores=False)]
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """See ``AttentionBackend.begin_step``."""
+        self._num_mini_batches = len(plan.workers[0].mini_batches)
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        """See ``AttentionBackend.submit``."""
+        key = (mini_batch, self._layers[layer].value_head_dim)
+        zeros = self._zeros.get(key)
+        if zeros is None or zeros.shape[:2] != q.shape[:2]:
+            zeros = self._zeros[key] = np.zeros((*q.shape[:2], key[1]), self._dtype)
+        self._outputs[mini_batch] = zeros
+
+    def ready(self, mini_batch: int) -> bool:
+        """See ``AttentionBackend.ready``."""
+        return True
+
+    def collect(self, mini_batch: int) -> np.ndarray:
+        """See ``AttentionBackend.collect``."""
+        return self._outputs[mini_batch]
+
+    def end_step(self) -> StepReport:
+        """See ``AttentionBackend.end_step``."""
+        never = np.zeros((self._num_mini_batches, len(self._layers)))
+        return StepReport((WorkerReport(never, never, 0.0, 0, ENDLESS_BLOCKS),))
+
+    def abandon_step(self) -> None:
+        """See ``AttentionBackend.abandon_step``."""
+
+    def export(self, worker: int, sequence_id: int) -> np.ndarray:
+        """Refused: there is nothing."""
+        raise BackendError("export: this backend keeps nothing")
+
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+        """See ``AttentionBackend.import_``."""
+
+    def admit(self) -> list[RWorkerInfo]:
+        """See ``AttentionBackend.admit``."""
+        return []
+
+    def dismiss(self, worker: int) -> None:
+        """See ``AttentionBackend.dismiss``."""
+
+    def close(self) -> None:
+        """See ``AttentionBackend.close``."""

@@ -1,0 +1,192 @@
+"""The figures of a throughput run, with the names of docs/performance.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from fastdecode.metrics import StepRecord
+from fastdecode.outputs import RequestOutput
+from fastdecode.scheduler import SchedulerStatistics
+
+
+@dataclass
+class ThroughputRun:
+    """Everything a run left behind. ``elapsed_seconds`` is from its start to the last token."""
+
+    elapsed_seconds: float = 0.0
+    outputs: list[RequestOutput] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    statistics: SchedulerStatistics = field(default_factory=SchedulerStatistics)
+    kv_load_limit: int | None = None
+
+
+def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any]:
+    """All keys that come from the run itself; the caller adds ``config`` and ``machine``."""
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in run.outputs)
+    output_tokens = sum(len(output.outputs[0].token_ids) for output in run.outputs)
+    seconds = run.elapsed_seconds
+    decode = [step for step in run.steps if step.is_decode]
+    with_prompt = [step for step in run.steps if not step.is_decode]
+    loads = [step.kv_load for step in run.steps]
+    return {
+        "elapsed_time": seconds,
+        "num_requests": len(run.outputs),
+        "total_num_tokens": prompt_tokens + output_tokens,
+        "total_output_tokens": output_tokens,
+        "requests_per_second": _rate(len(run.outputs), seconds),
+        "tokens_per_second": _rate(prompt_tokens + output_tokens, seconds),
+        "output_tokens_per_second": _rate(output_tokens, seconds),
+        "prefill": {
+            "seconds": sum(step.wall_seconds for step in with_prompt),
+            "tokens": sum(step.num_tokens for step in with_prompt),
+        },
+        "decode": decode_figures([step for step in decode if step.overlapped]),
+        "breakdown": breakdown(decode, separate_cores),
+        **latencies(run.outputs),
+        "kv_load": {
+            "peak_tokens": max(loads, default=0),
+            "mean_tokens": float(np.mean(loads)) if loads else 0.0,
+            "limit_tokens": run.kv_load_limit,
+        },
+        "prefix_cache": {"queries": run.statistics.prefix_queries, "hit_tokens": run.statistics.prefix_hit_tokens},
+        "preemptions": run.statistics.preemptions,
+        "steady": steady_figures(run.steps, _rate(output_tokens, len(run.outputs)), run.kv_load_limit),
+        "lost_workers": sum(step.lost_workers for step in run.steps),
+    }
+
+
+def decode_figures(steps: Sequence[StepRecord]) -> dict[str, Any]:
+    """Rates and step times of the steps without any prompt token."""
+    walls = [step.wall_seconds for step in steps]
+    tokens = sum(step.num_output_tokens for step in steps)
+    return {
+        "steps": len(steps),
+        "tokens": tokens,
+        "seconds": sum(walls),
+        "tokens_per_second": _rate(tokens, sum(walls)),
+        "step_seconds_p01": _percentile(walls, 1),
+        "step_seconds_p50": _percentile(walls, 50),
+        "step_seconds_p99": _percentile(walls, 99),
+        "step_seconds_max": max(walls, default=0.0),
+    }
+
+
+def breakdown(steps: Sequence[StepRecord], separate_cores: bool) -> dict[str, Any]:
+    """Where the decode steps' time went. s + wait + host = wall; r and transfer are of the busiest R-worker.
+
+    ``overlap_efficiency`` = max(s, r) / wall, only where S and R share no core. ``overlap_gain`` = median step time
+    without overlap / with it, only where both were run.
+    """
+    overlapped = [step for step in steps if step.overlapped]
+    alone = [step for step in steps if not step.overlapped]
+    r_seconds = _by_worker([step.r_seconds for step in overlapped])
+    busiest = int(np.argmax(r_seconds))
+    figures = {name: sum(getattr(step, name) for step in overlapped) for name in _STATES}
+    wall = figures["wall_seconds"]
+    return {
+        **figures,
+        "r_seconds": float(r_seconds[busiest]),
+        "r_seconds_mean": float(np.mean(r_seconds)),
+        "transfer_seconds": float(_by_worker([step.transfer_seconds for step in overlapped])[busiest]),
+        "overlap_efficiency": _rate(max(figures["s_seconds"], float(r_seconds[busiest])), wall)
+        if separate_cores
+        else None,
+        "overlap_gain": _rate(_median_wall(alone), _median_wall(overlapped)) if alone else None,
+        "r_read_gb_per_s": _rate(sum(step.kv_bytes_read for step in overlapped), float(r_seconds.sum())) / 1e9,
+    }
+
+
+def steady_figures(
+    steps: Sequence[StepRecord], mean_output_len: float, kv_load_limit: int | None
+) -> dict[str, float | int | None]:
+    """From one mean output length (tokens, so steps) after the first start until the last request has started.
+
+    ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's. Zeros where the run has no
+    such steps: all requests started at once.
+    """
+    starts = [index for index, step in enumerate(steps) if step.num_starts]
+    first, last = (starts[0] + round(mean_output_len), starts[-1]) if starts else (0, -1)
+    steady = steps[first : last + 1]
+    seconds = sum(step.wall_seconds for step in steady)
+    uneven = [max(each) / float(np.mean(each)) for each in (step.r_seconds for step in steady) if sum(each) > 0]
+    return {
+        "seconds": seconds,
+        "tokens_per_second": _rate(sum(step.num_output_tokens for step in steady), seconds),
+        "mean_kv_tokens": float(np.mean([step.kv_load for step in steady])) if steady else 0.0,
+        "limit_kv_tokens": kv_load_limit,
+        "imbalance": float(np.mean(uneven)) if uneven else 0.0,
+    }
+
+
+def latencies(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Time to first token and time between tokens, over all requests."""
+    first = [out.metrics.token_seconds[0] - out.metrics.arrival_seconds for out in outputs if out.metrics.token_seconds]
+    between = [gap for out in outputs for gap in np.diff(out.metrics.token_seconds).tolist()]
+    return {
+        "ttft_seconds": {"p50": _percentile(first, 50), "p99": _percentile(first, 99)},
+        "tbt_seconds": {"p50": _percentile(between, 50), "p99": _percentile(between, 99)},
+    }
+
+
+def summary_lines(report: dict[str, Any]) -> Iterable[str]:
+    """The report for people; the last line is vLLM's."""
+    decode, parts = report["decode"], report.get("breakdown")
+    if decode["steps"]:
+        yield (
+            f"Decode: {decode['tokens_per_second']:.1f} tokens/s over {decode['steps']} steps, "
+            f"step p50 {decode['step_seconds_p50'] * 1e3:.2f} ms, p99 {decode['step_seconds_p99'] * 1e3:.2f} ms"
+        )
+    if parts and parts["wall_seconds"]:
+        share = {name: parts[name] / parts["wall_seconds"] for name in (*_STATES[:3], "r_seconds", "transfer_seconds")}
+        yield (
+            f"Of decode time: S {share['s_seconds']:.0%}, waiting for R {share['wait_seconds']:.0%}, "
+            f"host {share['host_seconds']:.1%}   (R-worker busy {share['r_seconds']:.0%}, "
+            f"transfer {share['transfer_seconds']:.1%}, KV read at {parts['r_read_gb_per_s']:.1f} GB/s)"
+        )
+    if parts and parts["overlap_gain"]:
+        yield f"Overlap gain: {parts['overlap_gain']:.2f} x the speed of the same steps one mini-batch after the other"
+    if report["prefill"]["tokens"]:
+        yield f"Prefill: {report['prefill']['tokens']} tokens in {report['prefill']['seconds']:.2f} s"
+    if (load := report.get("kv_load")) and load["peak_tokens"]:
+        limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""
+        yield f"KV load: mean {load['mean_tokens']:.0f}, peak {load['peak_tokens']} tokens per step{limit}"
+    if (steady := report.get("steady")) and steady["seconds"]:
+        yield (
+            f"Steady: {steady['tokens_per_second']:.1f} tokens/s over {steady['seconds']:.4g} s, mean KV load "
+            f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f}"
+        )
+    if (cache := report.get("prefix_cache")) and (cache["queries"] or report["preemptions"]):
+        yield (
+            f"Prefix cache: {cache['hit_tokens']} prompt tokens found for {cache['queries']} requests; "
+            f"{report['preemptions']} preemptions"
+        )
+    yield (
+        f"Throughput: {report['requests_per_second']:.2f} requests/s, "
+        f"{report['tokens_per_second']:.2f} total tokens/s, {report['output_tokens_per_second']:.2f} output tokens/s"
+    )
+
+
+_STATES = ("s_seconds", "wait_seconds", "host_seconds", "wall_seconds")
+
+
+def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
+    """Sums over steps, float64 [num_workers]; R-workers that joined later have no part in the first ones."""
+    columns = list(zip_longest(*steps, fillvalue=0.0))
+    return np.array(columns).sum(axis=1) if columns else np.zeros(1)
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds else 0.0
+
+
+def _median_wall(steps: Sequence[StepRecord]) -> float:
+    return _percentile([step.wall_seconds for step in steps], 50)
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent)) if len(values) else 0.0

@@ -1,0 +1,245 @@
+"""Predicted against measured: real configurations on this machine, each beside anchors that say how fast it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+
+from fastdecode.config import EngineConfig
+from fastdecode.errors import ConfigError
+from fastdecode.machine import usable_cores
+from fastdecode.measure.attention_rig import AttentionRig
+from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
+from fastdecode.measure.offline_run import OfflineRun, run_offline
+from fastdecode.measure.samples import (
+    ANCHOR_CONTEXT,
+    ANCHOR_SEQUENCES,
+    MANY_LAYERS,
+    NUM_LAYERS,
+    R_LAYERS,
+    core_list,
+    measuring,
+    r_anchor_seconds,
+    r_worker_config,
+    s_anchor_seconds,
+    with_layers,
+)
+from fastdecode.perfmodel.calibration import Anchor, most_moved, steadily
+from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.profile import HardwareProfile
+
+NUM_STEPS = 12
+LOOKS = 4
+"""At an anchor, before and after an offline run."""
+
+SIZES = ((16, 128), (48, 256), (256, 128), (96, 512), (16, 2048), (64, 1024), (16, 4096))
+"""(sequences in flight, tokens each attends to): contexts of 128 to 4096, and no more than 65,536 tokens cached."""
+
+KV_DTYPES = ("float32", "bfloat16", "int8")
+GROUPS = (1, 4)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One real run. ``cores``: of the S-worker and of the R-workers together, None where they share all in turn."""
+
+    name: str
+    deployment: Deployment
+    r_workers: str
+    cores: tuple[tuple[int, ...], tuple[int, ...]] | None
+    batch_size: int
+    context_len: int
+    kv_dtype: str
+    num_kv_heads: int
+
+    def engine_config(self, config: EngineConfig, kv_bytes_per_token: int) -> EngineConfig:
+        """Of the engine that is measured."""
+        s_cores, r_cores = (core_list(cores) for cores in self.cores) if self.cores else (None, None)
+        tokens = self.batch_size * (self.context_len + 256) + 8 * 4096
+        return replace(
+            config,
+            hf_overrides={
+                **config.hf_overrides,
+                "num_hidden_layers": NUM_LAYERS,
+                "num_key_value_heads": self.num_kv_heads,
+            },
+            kv_cache_dtype=self.kv_dtype,
+            kv_cache_memory=int(1.1 * tokens * kv_bytes_per_token) + (64 << 20),
+            num_mini_batches=self.deployment.num_mini_batches,
+            r_workers=self.r_workers,
+            s_cores=s_cores,
+            r_cores=r_cores,
+            s_threads=self.deployment.s_threads,
+            r_threads=self.deployment.r_threads,
+        )
+
+
+@dataclass(frozen=True)
+class ValidatedRow:
+    """What a configuration was predicted to take and took; ``…_seconds`` are of one decode step, medians."""
+
+    configuration: Configuration
+    predicted_step_seconds: float
+    measured_step_seconds: float
+    predicted_s_seconds: float
+    measured_s_seconds: float
+    predicted_r_seconds: float
+    measured_r_seconds: float
+    measured_host_seconds: float
+    drift: Drift
+    moved: float
+    tries: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_step_seconds / self.measured_step_seconds - 1.0
+
+
+def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuration]:
+    """Four ways to use ``cores``, each with every size; KV dtypes and heads change from one to the next."""
+    if len(cores) < 2:
+        raise ConfigError("validate needs at least two cores: some configurations give S and R cores of their own")
+    half = len(cores) // 2
+    apart = (tuple(cores[:half]), tuple(cores[-half:]))
+    ways = (
+        ("in turn", Deployment(len(cores), len(cores)), "inproc", None),
+        ("own cores", Deployment(half, half, 1, 2, "inproc", separate_cores=True), "inproc", apart),
+        ("process", Deployment(half, half, 1, 2, "spawn", separate_cores=True), "spawn:1", apart),
+        ("two on one", Deployment(half, half, 2, 2, "spawn", True, r_workers_per_core=2), "spawn:2", apart),
+    )
+    heads = [shape.num_heads // group for group in GROUPS if shape.num_heads % group == 0]
+    return [
+        Configuration(
+            name, deployment, r_workers, pinned, *size, KV_DTYPES[index % len(KV_DTYPES)], heads[index % len(heads)]
+        )
+        for index, ((name, deployment, r_workers, pinned), size) in enumerate(product(ways, SIZES))
+    ]
+
+
+def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], model: ModelShape) -> None:
+    """ProfileError where ``profile`` lacks what predicting one of ``todo``, or an offline run of ``model``, takes.
+
+    Nothing is loaded or run.
+    """
+    cores = len(usable_cores())
+    deployed_step_model(profile, model, model.dtype, Deployment(cores, cores))
+    for each in todo:
+        shape = profile.shape.with_kv_heads(each.num_kv_heads)
+        deployed_step_model(profile, shape, each.kv_dtype, each.deployment)
+        profile.anchor_seconds("s", each.deployment.s_threads)
+        profile.anchor_seconds("r", each.deployment.r_threads)
+
+
+class Validation:
+    """Runs configurations beside anchors that stay for all of them."""
+
+    def __init__(self, config: EngineConfig, profile: HardwareProfile) -> None:
+        self.profile = profile
+        self.config = measuring(config)
+        self._anchors: dict[tuple[str, int], Anchor] = {}
+        self._cleanup = ExitStack()
+        self._s_rig = DecodeRig(with_layers(self.config, MANY_LAYERS), InstantBackend(config.block_size))
+        self._cleanup.callback(self._s_rig.close)
+
+    def run(self, todo: Sequence[Configuration], advance: Callable[[], object]) -> Iterator[ValidatedRow]:
+        """One row per configuration, as they are measured."""
+        for configuration in todo:
+            yield self._validated(configuration)
+            advance()
+
+    def offline(self) -> OfflineRun:
+        """A whole run with S and R in turn on all cores, beside its simulation."""
+        cores = len(usable_cores())
+        anchors = [anchor.averaged(LOOKS) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
+        return run_offline(self.config, self.profile, anchors)
+
+    def close(self) -> None:
+        """Free the anchors."""
+        self._cleanup.close()
+
+    def _validated(self, configuration: Configuration) -> ValidatedRow:
+        shape = replace(self.profile.shape, num_layers=NUM_LAYERS).with_kv_heads(configuration.num_kv_heads)
+        kv_bytes = shape.kv_layout(configuration.kv_dtype).kv_bytes_per_token
+        deployment = configuration.deployment
+        r_cores = configuration.cores[1] if configuration.cores else None
+        anchors = [self._s_anchor(deployment.s_threads), self._r_anchor(deployment.r_threads, r_cores)]
+        rig = DecodeRig(configuration.engine_config(self.config, kv_bytes))
+        try:
+            steadied = steadily(anchors, partial(_steps, rig, configuration))
+        finally:
+            rig.close()
+        drift = Drift(steadied[0].drift, steadied[1].drift)
+        model = deployed_step_model(self.profile, shape, configuration.kv_dtype, deployment, drift)
+        wall, s_part, r_part, host, kv_load = np.median(steadied[0].samples, axis=0).tolist()
+        rows = configuration.batch_size
+        stages, calls = model.stages(rows, kv_load), model.num_layers * model.num_mini_batches
+        head = model.num_mini_batches * model.s_part.head_seconds(rows / model.num_mini_batches)
+        return ValidatedRow(
+            configuration=configuration,
+            predicted_step_seconds=model(rows, kv_load),
+            measured_step_seconds=wall,
+            predicted_s_seconds=calls * stages.s_part + head,
+            measured_s_seconds=s_part,
+            predicted_r_seconds=calls * stages.r_part,
+            measured_r_seconds=r_part,
+            measured_host_seconds=host,
+            drift=drift,
+            moved=most_moved(steadied),
+            tries=steadied[0].tries,
+        )
+
+    def _s_anchor(self, threads: int) -> Anchor:
+        key = ("s", threads)
+        if key not in self._anchors:
+            call = partial(s_anchor_seconds, self._s_rig, threads)
+            self._anchors[key] = Anchor(call, self.profile.anchor_seconds(*key))
+        return self._anchors[key]
+
+    def _r_anchor(self, threads: int, cores: tuple[int, ...] | None) -> Anchor:
+        """On the cores of the R-workers."""
+        key = ("r", threads)
+        if key not in self._anchors:
+            layout = replace(self.profile.shape, num_layers=R_LAYERS).kv_layout(self.profile.shape.dtype)
+            kv_bytes = ANCHOR_SEQUENCES * (ANCHOR_CONTEXT + 128) * layout.kv_bytes_per_token
+            pinned = replace(self.config, r_cores=core_list(cores) if cores else None)
+            rig = AttentionRig(r_worker_config(pinned, "inproc", key[1], kv_bytes), layout)
+            self._cleanup.callback(rig.close)
+            rig.fill(ANCHOR_SEQUENCES, ANCHOR_CONTEXT)
+            self._anchors[key] = Anchor(partial(r_anchor_seconds, rig), self.profile.anchor_seconds(*key))
+        return self._anchors[key]
+
+
+@contextmanager
+def validation(config: EngineConfig, profile: HardwareProfile) -> Iterator[Validation]:
+    """A :class:`Validation` that is closed."""
+    found = Validation(config, profile)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def _steps(rig: DecodeRig, configuration: Configuration) -> np.ndarray:
+    """[NUM_STEPS, 5]: seconds of the step, of S, of all R-workers on the busiest core, of the host; KV load."""
+    deployment = configuration.deployment
+    steps = rig.decode(configuration.batch_size, configuration.context_len, NUM_STEPS, deployment.s_threads)
+    sharing = deployment.r_workers_per_core
+    return np.array(
+        [
+            (
+                step.wall_seconds,
+                step.s_seconds,
+                sum(step.r_seconds) if sharing > 1 else max(step.r_seconds),
+                step.host_seconds,
+                step.kv_load,
+            )
+            for step in steps
+        ]
+    )
