@@ -95,8 +95,10 @@ class EngineConfig:
         BATCHING, metavar="SECONDS", unset="none",
     )  # fmt: skip
     prefill_scratch: int | str | None = setting(
-        None, "KV of prompts in progress on the S-worker", BATCHING, metavar="BYTES", unset="an eighth of what is free"
-    )
+        None, "KV of prompts in progress on the S-worker", BATCHING, metavar="BYTES",
+        unset="an eighth of what is free; none where R-workers that store KV in the model's dtype share its cores: "
+        "prompts attend on them then",
+    )  # fmt: skip
     profile: str | None = setting(
         None, "what `fastdecode calibrate` measured here: gives the load limit and step times", BATCHING,
         metavar="FILE", unset="none",
