@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import atheris
+import msgspec
 import numpy as np
 
 from fastdecode.cluster.links import shared_memory
@@ -175,8 +176,9 @@ def _value(provider: Any) -> Any:
 
 def _sign(value: Any) -> None:
     """Give a HELLO the fingerprint of what it says, where it says something."""
-    with suppress(FrameError, KeyError, TypeError, AttributeError, ValueError):
-        value["fingerprint"] = messages.fingerprint(messages._layout(value["cache"]), value["cache"]["block_size"])
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        cache = msgspec.json.decode(json.dumps(value["cache"]), type=messages._Cache)
+        value["fingerprint"] = messages._fingerprint(cache)
 
 
 def _require(holds: bool) -> None:
