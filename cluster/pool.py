@@ -43,10 +43,14 @@ class _MiniBatchRows:
 
 
 class PoolBackend:
-    """``AttentionBackend`` over R-workers of any kind; one that is lost in a step leaves the others going."""
+    """``AttentionBackend`` over R-workers of any kind; one that is lost in a step leaves the others going.
+
+    ``joined``: names of the R-workers that have joined since ``open``, in order.
+    """
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
         self.workers = list(workers)
+        self.joined: list[str] = []
         self.join_listener: JoinListener | None = None
         self._lost: list[int] = []
         self._leaving: list[int] = []
@@ -158,6 +162,7 @@ class PoolBackend:
         for joined in self.join_listener.joined() if self.join_listener else ():
             self.workers.append(joined.worker)
             self._blocks[joined.info.name] = (joined.info.num_blocks,) * 2
+            self.joined.append(joined.info.name)
             infos.append(joined.info)
         self._warn_if_arithmetic_differs(infos)
         return infos

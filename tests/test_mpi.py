@@ -154,6 +154,17 @@ def test_a_process_alone_is_told_how(command: list[str]) -> None:
         assert ": mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker" in job.stderr
 
 
+@pytest.mark.parametrize("command", [BENCH, mpi_jobs.R_WORKER], ids=["s-worker", "r-worker"])
+def test_a_process_alone_leaves_no_shared_memory(command: list[str], tmp_path: Path) -> None:
+    """Open MPI's segment for ranks of one machine would lie in this folder."""
+    environment = os.environ | {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    plain = [PYTHON, "-c", "from mpi4py import MPI"]
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "this process is alone" in job.stderr and list(tmp_path.iterdir()) == []
+    subprocess.run(plain, env=environment, check=True)
+    assert len(list(tmp_path.iterdir())) == 1  # else this test looks in the wrong place
+
+
 def test_ranks_in_the_wrong_order_are_told() -> None:
     job = mpi_jobs.run((1, mpi_jobs.R_WORKER), (1, BENCH))
     assert job.returncode != 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,6 +247,49 @@ def test_nobody_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastdecode.cluster.remote.OPEN_SECONDS", 0.3)
     with pytest.raises(BackendError, match=r"R-worker 127\.0\.0\.1:9 is lost: it did not answer within 0\.3 s"):
         opened("127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "no R-worker listens there: what answers does not use FastDecode's protocol"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no R-worker listens there: what answers"),
+        (None, "no R-worker listens there: what answers"),
+        (b"", "it accepts connections and sends nothing: no R-worker listens there, or its process hangs"),
+    ],
+    ids=["banner", "http", "closes", "silent"],
+)
+def test_a_port_that_is_no_r_worker_is_named(
+    answer: bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not taken for an R-worker with another key, or waited for as one that starts."""
+    monkeypatch.setattr("fastdecode.cluster.links.zeromq.HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr("fastdecode.cluster.links.tcp.GREETING_SECONDS", 0.2)
+    with stranger(answer) as address, pytest.raises(BackendError, match=f"R-worker {address} is lost: {message}"):
+        opened(address)
+
+
+@contextlib.contextmanager
+def stranger(answer: bytes | None) -> Iterator[str]:
+    """The address of a server that answers every connection so; None: closes it."""
+    connections: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = server.accept()[0]
+                    if answer is None:
+                        connection.close()
+                    else:
+                        connections.append(connection)
+                        connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in connections:
+        connection.close()
 
 
 # With a key.

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from fastdecode.addresses import SECURITY_LEVELS, describe_security
+from fastdecode.backends import prepare
 from fastdecode.binding import mend_binding
 from fastdecode.cli.output import check_output_files
 from fastdecode.config import (
@@ -98,11 +99,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     check_output_files(getattr(args, "trace", None))
     names = {field.name for field in fields(EngineConfig)}
     config = EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
-    if config.r_workers == "mpi":
-        from fastdecode.backends import join_job
-
-        join_job()
-    elif config.r_worker_spec.kind == "tcp" or config.pool_listen:
+    prepare(config)
+    if config.r_worker_spec.kind == "tcp" or config.pool_listen:
         where = f"that join at {config.pool_listen}" if config.pool_listen else f"at {config.r_workers}"
         guard = describe_security(config.security, config.key_file)
         print(f"fastdecode: R-workers {where} ({guard})", file=sys.stderr, flush=True)
