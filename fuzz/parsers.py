@@ -85,7 +85,7 @@ def report(data: bytes) -> None:
 
 
 def gate(data: bytes) -> None:
-    """Nobody without the key is admitted, whatever they say, and little is kept of them."""
+    """No peer without the key is admitted, whatever it sends, and little of it is kept."""
     door, provider = handshake.Gate(KEY), atheris.FuzzedDataProvider(data)
     while provider.remaining_bytes():
         kind = provider.PickValueInList([*[Kind.CHALLENGE, Kind.PROOF] * 2, Kind.HELLO, Kind.BYE, 77])
@@ -128,13 +128,13 @@ def lying_stream(data: bytes) -> None:
 
 
 class Message:
-    """``Channel`` with one message from a peer, which reads whatever it is told."""
+    """``Channel`` with one message from a peer, which ignores the answers."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self.parts = list(parts)
 
     def send(self, parts: Any) -> None:
-        """Heard by nobody."""
+        """Ignored."""
 
     def receive(self, timeout_seconds: float) -> bytes | None:
         """The first part."""
