@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mpi_jobs
+import psutil
 import pytest
 import r_workers
 import test_spawn
@@ -84,8 +85,8 @@ def test_a_killed_rank_ends_the_job_within_five_seconds() -> None:
     try:
         while job.stdout and "in a step" not in job.stdout.readline():
             assert job.poll() is None
-        victim = sorted(pid for pid in children(job.pid) if "r-worker" in cmdline(pid))[-1]
-        others = children(job.pid)
+        others = [each.pid for each in psutil.Process(job.pid).children(recursive=True)]
+        victim = max(pid for pid in others if "r-worker" in psutil.Process(pid).cmdline())
         killed = time.monotonic()
         os.kill(victim, signal.SIGKILL)
         output = "".join(job.communicate(timeout=30))
@@ -207,13 +208,3 @@ def test_an_r_worker_never_imports_torch() -> None:
     """)
     job = mpi_jobs.run((1, s_worker), (1, r_worker))
     assert "found 0 []" in job.stdout, job.stdout + job.stderr
-
-
-def children(pid: int) -> list[int]:
-    """All processes below ``pid``."""
-    found = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
-    return found + [below for child in found for below in children(child)]
-
-
-def cmdline(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
