@@ -35,5 +35,6 @@ class Recorder(InstantBackend):
 
     def collect(self, mini_batch: int) -> np.ndarray:
         """See ``AttentionBackend.collect``."""
-        time.sleep(self.delay_seconds)
+        if self.delay_seconds:  # even sleep(0) gives the core away
+            time.sleep(self.delay_seconds)
         return np.zeros(self._shapes[mini_batch], np.float32)
