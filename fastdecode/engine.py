@@ -284,8 +284,7 @@ class LLMEngine:
             self.tracer.add(self.clock.spans, report)
             self.clock.spans.clear()
         record = step_record(step, report, seconds, num_output_tokens, self.overlap)
-        if record.is_decode:
-            self.scheduler.observe(record.num_tokens, record.kv_loads, record.s_seconds, record.r_seconds)
+        self.scheduler.observe(step, record.s_seconds, record.wait_seconds, record.r_seconds)
         if self.on_step:
             self.on_step(record)
 

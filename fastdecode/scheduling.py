@@ -10,6 +10,7 @@ from fastdecode.errors import ConfigError
 from fastdecode.live_profile import live_step_model
 from fastdecode.perfmodel.step_profile import StepProfile
 from fastdecode.perfmodel.token_budget import token_budget
+from fastdecode.perfmodel.transport import MOVED_BYTES_PER_SECOND
 from fastdecode.protocols import StepTime
 from fastdecode.resources import scratch_tokens
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
@@ -48,6 +49,7 @@ def make_scheduler(
         idle_s_share=calibrated.idle_s_share(config.max_num_seqs) if calibrated else 1.0,
         micro_batch_interval=config.micro_batch_interval,
         prefix_caching=config.enable_prefix_caching,
+        seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
     )
     return Scheduler(policy, limits)
 

@@ -41,6 +41,10 @@ def add_command(commands: Any) -> None:
     group.add_argument(
         "--r-worker-speeds", metavar="LIST", help="of each R-worker, relative to their mean, such as 1,2,1,2 (equal)"
     )
+    group.add_argument(
+        "--seconds-per-moved-token", type=float, metavar="SECONDS",
+        help="of cache, from one R-worker to another (by the model's bytes; without a model nothing moves)",
+    )  # fmt: skip
     add_number_flags(parser.add_argument_group("or as measured"))
     group = parser.add_argument_group("engine")
     add_schedule_flags(group)
