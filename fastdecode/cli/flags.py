@@ -184,7 +184,8 @@ def _add_batch_flags(group: Any) -> None:
     group.add_argument(
         "--prefill-scratch",
         metavar="BYTES",
-        help="KV of prompts in progress on the S-worker (an eighth of what is free)",
+        help="KV of prompts in progress on the S-worker (an eighth of what is free; none where R-workers that store "
+        "KV in the model's dtype share its cores: prompts attend on them then)",
     )
 
 
