@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastdecode.backends import make_backend
+from fastdecode.backends import make_backend, prepare
 from fastdecode.clock import HOST, StateClock
 from fastdecode.config import EngineConfig
 from fastdecode.errors import BackendError, RequestError, WorkerLostError
@@ -64,6 +64,8 @@ class LLMEngine:
 
     def _load(self, backend: AttentionBackend | None) -> None:
         """The model, the R-workers for it, and the scheduler over them."""
+        if backend is None:
+            prepare(self.config)
         r_cores = self.config.r_core_list or usable_cores()
         self._cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
         set_threads(pin_s_worker(self.config))

@@ -91,6 +91,7 @@ def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:
         with r_workers.joining(pool_address(engine), "--key-file", key) as (process, address):
             job.step_until(lambda: len(engine.r_workers) == 2, pause_seconds=0.1)
             assert engine.r_workers[1].name == address
+            assert engine.backend.joined == [address]  # type: ignore[attr-defined]
             job.step_until(lambda: num_on(engine, 1) > 3)
             process.send_signal(signal.SIGTERM)
             job.step_until(lambda: engine.scheduler.fleet.present == [0])

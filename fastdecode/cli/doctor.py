@@ -67,7 +67,11 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
 
 
 MPI_SECONDS = 60
-LIBRARY_CODE = "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])"
+LIBRARY_CODE = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "print(MPI.Get_library_version().splitlines()[0])"
+)
+"""Without MPI_Init, which leaves a segment of shared memory behind where a process is alone."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 """Where launchers say how many ranks a job has."""
 

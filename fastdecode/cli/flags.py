@@ -10,6 +10,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from fastdecode.addresses import describe_security
+from fastdecode.backends import prepare
 from fastdecode.binding import mend_binding
 from fastdecode.cli.output import check_output_files
 from fastdecode.config import BATCHING, MODEL, ONLY_VLLM, WORKERS, EngineConfig, check_only_vllm
@@ -68,12 +69,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if config.profile:
         from fastdecode.perfmodel.profile_json import load_profile
 
-        load_profile(config.profile)  # what is wrong with it is said before a model is loaded
-    if config.r_workers == "mpi":
-        from fastdecode.backends import join_job
-
-        join_job()
-    elif config.r_worker_spec.kind == "tcp" or config.pool_listen:
+        load_profile(config.profile)  # refuses a broken profile before a model is loaded
+    prepare(config)
+    if config.r_worker_spec.kind == "tcp" or config.pool_listen:
         where = f"that join at {config.pool_listen}" if config.pool_listen else f"at {config.r_workers}"
         guard = describe_security(config.security, config.key_file)
         print(f"fastdecode: R-workers {where} ({guard})", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``fastdecode r-worker``: one R-worker, which holds KV caches for S-workers and attends. It never imports torch."""
+"""``fastdecode r-worker``: one R-worker, which holds the KV cache of an S-worker. It never imports torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say what was bound and serve; SIGTERM ends it with status 0, Ctrl-C with 130."""
+    """Print what was bound and serve; SIGTERM ends the process with status 0, Ctrl-C with 130."""
     if args.join and args.transport == "mpi":
         raise ConfigError("join: an MPI job has the ranks it was started with; leave --transport away")
     if args.transport == "mpi":
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resources(args: argparse.Namespace) -> tuple[list[int] | None, int | None, int | None]:
-    """Cores, threads and bytes that were asked for, each None for "choose"; ConfigError names the flag."""
+    """Cores, threads and bytes that the flags give, None where they leave the choice; ConfigError names the flag."""
     cores = parse_cores("cores", args.cores)
     if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
         raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {args.threads}")
@@ -143,7 +143,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _end(server: Server | None, number: int, frame: Any) -> None:
-    """End at once, unless an S-worker is served and can move its sequences first."""
+    """End at once, unless an S-worker is served that can move its sequences first."""
     if server is None or not server.leave():
         raise SystemExit(0)
     print("fastdecode r-worker: leaving as soon as its sequences have moved", flush=True)
