@@ -13,6 +13,9 @@ from fastdecode.metrics import StepRecord
 from fastdecode.outputs import RequestOutput
 from fastdecode.scheduler import SchedulerStatistics
 
+RIPPLE = 1.1
+"""A load further above a limit than this is no ripple of micro-batches: the scheduler found the limit and left it."""
+
 
 @dataclass
 class ThroughputRun:
@@ -155,6 +158,8 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
         yield f"Prefill: {report['prefill']['tokens']} tokens in {report['prefill']['seconds']:.2f} s"
     if (load := report.get("kv_load")) and load["peak_tokens"]:
         limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""
+        if limit and load["peak_tokens"] > RIPPLE * load["limit_tokens"]:
+            limit += ", which was found and not kept: spreading the starts would have taken longer"
         yield f"KV load: mean {load['mean_tokens']:.0f}, peak {load['peak_tokens']} tokens per step{limit}"
     if (steady := report.get("steady")) and steady["seconds"]:
         yield (
