@@ -1,5 +1,6 @@
 # make demo   install, then see it work
 # make test   install, then lint, types, sanitizers and tests
+# make test-quick   a minute for work in progress: the tests that are not marked slow (tests/conftest.py), nothing else
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint sanitize sanitize-quick emulated compilers fuzz clean
+.PHONY: demo test test-quick lint sanitize sanitize-quick emulated compilers fuzz clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -26,6 +27,9 @@ demo: $(STAMP)
 test: $(STAMP) lint sanitize-quick emulated
 	$(BIN)/pytest -q -n 2
 
+test-quick: $(STAMP)
+	$(BIN)/pytest -q -n 2 -m "not slow"
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,13 +42,19 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[test,mpi]'
 	touch $@
 
+# `$(call build,FOLDER,FLAGS)` compiles only where the content differs: a hash of sources, flags, tools and CPU, since
+# the dates that CMake goes by change with every checkout.
+CONTENT = $(shell { cat Makefile CMakeLists.txt $(sort $(SOURCES)); c++ --version; $(BIN)/cmake --version; \
+  $(BIN)/python -m pybind11 --version; grep -m1 ^flags /proc/cpuinfo; } | sha256sum | cut -c 1-32)
+build = test "$$(cat $1/.content 2>/dev/null)" = "$(CONTENT)" || { $(BIN)/cmake -S . -B $1 $2 && \
+  $(BIN)/cmake --build $1 -j$$(nproc) && echo $(CONTENT) > $1/.content; }
+
 # AVX-512 in plain C++ (rworker_cpp/emulation): what this CPU cannot run by itself is tested so, and what it can is held
 # against it bit for bit.
 emulated: $(STAMP)
-	$(BIN)/cmake -S . -B out/emulated -DFASTDECODE_EMULATION=ON -DFASTDECODE_KERNEL_OPTIMIZATION=-O2 \
+	$(call build,out/emulated,-DFASTDECODE_EMULATION=ON -DFASTDECODE_KERNEL_OPTIMIZATION=-O2 \
 	  -DFASTDECODE_BUILD_TESTS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
-	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
-	$(BIN)/cmake --build out/emulated -j$$(nproc)
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir))
 	out/emulated/rworker_cpp/rworker_tests
 	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q -n 2 tests/rworker
 
@@ -61,9 +71,8 @@ sanitize-quick: ADDRESS_FLAVOR := -DFASTDECODE_EMULATION=ON
 sanitize-quick: THREAD_FLAVOR := -DFASTDECODE_AVX512=OFF
 sanitize sanitize-quick: $(STAMP)
 	for kind in "address,undefined $(ADDRESS_FLAVOR)" "thread $(THREAD_FLAVOR)"; do set -- $$kind; \
-	  $(BIN)/cmake -S . -B out/$@/$$1 -DFASTDECODE_SANITIZE=$$1 -DFASTDECODE_BUILD_TESTS=ON \
-	    -DFASTDECODE_BUILD_BINDINGS=OFF $(FLAVOR) $$2 && \
-	  $(BIN)/cmake --build out/$@/$$1 -j && out/$@/$$1/rworker_cpp/rworker_tests || exit 1; done
+	  { $(call build,out/$@/$$1,-DFASTDECODE_SANITIZE=$$1 -DFASTDECODE_BUILD_TESTS=ON \
+	    -DFASTDECODE_BUILD_BINDINGS=OFF $(FLAVOR) $$2); } && out/$@/$$1/rworker_cpp/rworker_tests || exit 1; done
 
 # What R-workers and S-workers read from the wire, under libFuzzer; its inputs are kept in out/fuzz.
 FUZZ_RUNS ?= 1000000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,15 +34,29 @@ if EXTENSION:
     sys.modules["fastdecode._rworker"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["fastdecode._rworker"])
 
-ONE_AT_A_TIME = {
-    "test_backend_interrupts", "test_backends", "test_calibrate", "test_cli", "test_doctor", "test_elastic",
-    "test_hostile_peers", "test_launch", "test_mpi", "test_r_worker", "test_recovery", "test_run_batch",
-    "test_security", "test_spawn", "test_spin",
+SHARED = {
+    "mpi": {"test_doctor", "test_launch", "test_mpi", "test_run_batch"},
+    "cores": {"test_calibrate", "test_cli", "test_elastic", "test_recovery", "test_spin", "test_threads"},
+}
+"""Modules that share a resource are run one after another, by one process: MPI jobs, whose ranks never sleep, and what
+measures or pins cores. They come first, since each group is as long as a quarter of the rest."""
+
+SLOW = {
+    "test_calibrate", "test_cli", "test_cuda_graphs", "test_doctor", "test_elastic", "test_exactness", "test_fused",
+    "test_hostile_peers", "test_launch", "test_mpi", "test_recovery", "test_run_batch", "test_threads",
 }  # fmt: skip
-"""Modules that start processes and look for what these leave behind: never two of them at once."""
+"""Marked `slow`: modules that take more than about ten seconds."""
 
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Tests send Ctrl-C, which a shell's background jobs ignore, and so do the processes that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +67,46 @@ def _one_torch_thread() -> Iterator[None]:
     yield
 
 
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    """A key that both sides may use."""
+    path = tmp_path / "key"
+    path.write_text("5" * 64)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def mpi_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which Open MPI keeps this test's shared memory, apart from what other jobs have."""
+    folder = tmp_path / "segments"
+    folder.mkdir()
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", str(folder))
+    return folder
+
+
 def native_isas() -> list[str]:
     """What the installed extension runs on this CPU; asked in another process if this one tests another extension."""
     command = "from fastdecode import _rworker; print(*_rworker.supported_isas())"
     return subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()
 
 
+def group_of(module: str) -> str:
+    """The resource that a module shares, or the module itself."""
+    return next((resource for resource, modules in SHARED.items() if module in modules), module)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With RWORKER_EXTENSION: tests of instruction sets that cannot run otherwise, and those of `test_emulation`.
+    """Groups first, and slow tests marked.
+
+    With RWORKER_EXTENSION: tests of instruction sets that cannot run otherwise, and those of `test_emulation`.
 
     RWORKER_TESTED names other instruction sets to leave out; empty: none.
     """
+    items.sort(key=lambda item: group_of(item.path.stem) not in SHARED)
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker("slow")
     if not EXTENSION:
         return
     named = os.environ.get("RWORKER_TESTED")
@@ -75,13 +119,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class WholeModules(LoadScopeScheduling):
-    """Hands a module to one process, for the sake of its fixtures, and all that start processes to the same one."""
+    """Hands a module to one process, for the sake of its fixtures, and all that share a resource to the same one."""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.split("::")[0]
-        return "processes" if Path(module).stem in ONE_AT_A_TIME else module
+        name = group_of(Path(module).stem)
+        return name if name in SHARED else module
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeModules:
-    """Of ``pytest -n``."""
+    """Of ``pytest -n``: in the order in which tests were collected."""
+    config.option.loadscopereorder = False
     return WholeModules(config, log)

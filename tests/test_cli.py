@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import pytest
+from helpers import model_zoo
 
 from fastdecode.cli.main import build_parser, main
 from fastdecode.config import EngineConfig

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import numpy as np
 import pytest
 import torch
-from engine_checks import assert_nothing_held
-from test_staging import Bits, qkv
+from doubles.recorder import Bits
+from helpers import model_zoo
+from helpers.engine_checks import assert_nothing_held
+from helpers.tiny import qkv
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fastdecode import LLM, SamplingParams

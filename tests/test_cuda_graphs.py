@@ -9,16 +9,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import pytest
-import test_pipeline
 import torch
 from doubles.fake_backend import FakeBackend
 from doubles.graph_recorder import FakeRecorder, Pool
-from test_pipeline import NUM_LAYERS, Tiny
+from helpers import model_zoo
+from helpers.tiny import NUM_LAYERS, Engine, Tiny, make_tiny, prompt
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.step import Chunk, MiniBatch
+from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import model as model_module
 from fastdecode.sworker import worker
 from fastdecode.sworker.cuda_graphs import CudaGraphForward, ModelGraphs
@@ -26,7 +25,10 @@ from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import pack
 from fastdecode.sworker.threads import SharedCores
 
-tiny = test_pipeline.tiny
+
+@pytest.fixture(scope="module")
+def tiny() -> Tiny:
+    return make_tiny()
 
 
 def decodes(count: int, first: int = 0) -> list[Chunk]:
@@ -34,7 +36,7 @@ def decodes(count: int, first: int = 0) -> list[Chunk]:
     return [Chunk(first + i, 0, 5, (i % 90,)) for i in range(count)]
 
 
-class GraphEngine(test_pipeline.Engine):
+class GraphEngine(Engine):
     """An S-worker on the fake backend that captured its graphs through the stand-in."""
 
     def captured(self, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, num_mini_batches: int = 1) -> FakeRecorder:
@@ -59,7 +61,7 @@ def engine(tiny: Tiny) -> GraphEngine:
 
 def prefilled(engine: GraphEngine, count: int) -> None:
     for i in range(count):
-        engine.step([test_pipeline.prompt(i, [(7 * i + j) % 96 for j in range(5)], 5)])
+        engine.step([prompt(i, [(7 * i + j) % 96 for j in range(5)], 5)])
 
 
 def assert_alike(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
@@ -99,13 +101,13 @@ def test_prompts_run_the_models_own_code(engine: GraphEngine, monkeypatch: pytes
     tokens = [7, 3, 50]
 
     def kinds(*chunks: Chunk) -> list[type]:
-        step = test_pipeline.ScheduledStep((MiniBatch.of(chunks),), ((),))
+        step = ScheduledStep((MiniBatch.of(chunks),), ((),))
         return [type(forward) for forward in engine.worker._forwards(step)]
 
     assert kinds(*decodes(2)) == [CudaGraphForward]
-    assert kinds(test_pipeline.prompt(1, tokens, 3)) == [MiniBatchForward]
-    assert kinds(*decodes(1), test_pipeline.prompt(1, tokens, 3)) == [MiniBatchForward]
-    assert kinds(*decodes(1), test_pipeline.prompt(1, tokens, 2, attends=True)) == [MiniBatchForward]
+    assert kinds(prompt(1, tokens, 3)) == [MiniBatchForward]
+    assert kinds(*decodes(1), prompt(1, tokens, 3)) == [MiniBatchForward]
+    assert kinds(*decodes(1), prompt(1, tokens, 2, attends=True)) == [MiniBatchForward]
     assert kinds(*decodes(17)) == [MiniBatchForward]
 
 

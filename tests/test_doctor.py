@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mpi_jobs
 import pytest
-import r_workers
+from helpers import mpi_jobs, r_workers
 
 from fastdecode.cli.doctor import LIBRARY_CODE, check_mpi, check_port
 from fastdecode.cli.launch import describe_mpiexec

@@ -7,11 +7,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import psutil
 import pytest
 import torch
-from engine_checks import assert_nothing_held
+from helpers import model_zoo
+from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.config import EngineConfig

@@ -6,11 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import pytest
-import r_workers
 import torch
-from engine_checks import assert_nothing_held
+from helpers import model_zoo, r_workers
+from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import model_zoo
 import numpy as np
 import pytest
 import torch
+from helpers import model_zoo
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb

@@ -8,9 +8,8 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import mpi_jobs
 import pytest
-import r_workers
+from helpers import mpi_jobs, r_workers
 
 from fastdecode.cli.launch import FORMATS
 from fastdecode.cli.launch_lines import HostSlots, read_hostfile, split_roles

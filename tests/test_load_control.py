@@ -6,29 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.scheduler_harness import AMPLE, Job, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import Job, Run
 
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.step_profile import StepProfile
-from fastdecode.scheduler import Limits
 from fastdecode.scheduler.balance import NUM_STEPS, BalanceFinder
 from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
 from fastdecode.scheduler.output_lengths import MIN_ENDED, OutputLengths
 from fastdecode.scheduling import budget_within
-
-AMPLE = Limits(
-    max_num_seqs=64,
-    max_num_batched_tokens=2048,
-    num_mini_batches=2,
-    scratch_tokens=1 << 20,
-    max_model_len=4096,
-    block_size=16,
-    num_blocks=(1 << 20,),
-    bandwidths=(1.0,),
-    prefix_caching=False,
-)
 
 
 def loads_of(run: Run) -> np.ndarray:

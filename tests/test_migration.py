@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import numpy as np
 import pytest
-from engine_checks import assert_nothing_held
+from helpers import model_zoo
+from helpers.engine_checks import assert_nothing_held
+from helpers.scheduler_harness import AMPLE, Job, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import Job, Run
-from test_load_control import AMPLE
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.scheduler import Move, Scheduler

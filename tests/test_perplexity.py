@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_checks import assert_nothing_held
+from helpers.engine_checks import assert_nothing_held
 from transformers import AutoModelForCausalLM
 
 from fastdecode.cli.bench_perplexity import cut, measure_perplexity

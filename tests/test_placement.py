@@ -7,10 +7,9 @@ from itertools import product
 
 import numpy as np
 import pytest
+from helpers.scheduler_harness import AMPLE, Job, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import Job, Run
-from test_load_control import AMPLE
 
 from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
 from fastdecode.scheduler.placement import placement_costs

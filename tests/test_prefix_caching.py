@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import pytest
-from engine_checks import assert_nothing_held
+from helpers import model_zoo
+from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
 

@@ -8,10 +8,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import model_zoo
 from safetensors.torch import load_file, save_file
 
 from fastdecode.config import EngineConfig

@@ -8,10 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import pytest
-from engine_checks import assert_nothing_held
-from scheduler_harness import Job, Run
+from helpers import model_zoo
+from helpers.engine_checks import assert_nothing_held
+from helpers.scheduler_harness import Job, Run
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.cluster.remote import RemoteWorker

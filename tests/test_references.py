@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import pytest
 import torch
 import transformers
-from model_zoo import ARCHITECTURES, NEW_TOKENS, PROMPT_LENGTHS
+from helpers import model_zoo
+from helpers.model_zoo import ARCHITECTURES, NEW_TOKENS, PROMPT_LENGTHS
 
 # Changes that an attention with a mistake would amount to.
 MISTAKES: list[tuple[str, dict[str, Any]]] = [

@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import mpi_jobs
 import pytest
-import r_workers
+from helpers import mpi_jobs, r_workers
 
 from fastdecode.batch.lines import CHAT, COMPLETIONS, BatchLine, answer, sampling_params
 from fastdecode.cli.main import main

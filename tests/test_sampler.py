@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.sampling_rows import TOLERANCE, VOCAB, make_row, random_logits, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_rows import TOLERANCE, VOCAB, make_row, random_logits, reference
 from torch import Tensor
 
 from fastdecode.sworker.sampling import sampler as sampler_module

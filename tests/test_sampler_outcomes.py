@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampling_rows import TOLERANCE, VOCAB, make_row, random_logits
+from helpers.sampling_rows import TOLERANCE, VOCAB, make_row, random_logits
 from torch import Tensor
 
 from fastdecode.sworker.sampling.draw import draw, sample_seed, uniform

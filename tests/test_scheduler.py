@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.scheduler_harness import Drain, Job, Join, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import Drain, Job, Join, Run
 
 from fastdecode.errors import RequestError
 from fastdecode.scheduler import POLICIES, Limits, Scheduler, Sequence

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import r_workers
-import test_backends as contract
-import test_r_worker as worker_tests
 import zmq
-from test_r_worker import HELLO, PATIENCE_SECONDS, frame, key_file, make_key, works  # noqa: F401
+from helpers import contract, r_workers
+from helpers.sessions import HELLO, PATIENCE_SECONDS, alone, frame, log_of, make_key, opened, works
 
 from fastdecode.addresses import check_security
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
@@ -27,25 +25,14 @@ from fastdecode.config import EngineConfig
 from fastdecode.errors import BackendError, ConfigError
 
 
-def opened(address: str, key: Path | None, security: str | None = None) -> TcpBackend:
-    backend = TcpBackend([address], contract.BLOCK_SIZE, str(key) if key else None, security)
-    backend.open(contract.LAYOUT)
-    return backend
-
-
-def log_of(process: subprocess.Popen[str]) -> str:
-    process.terminate()
-    return process.communicate(timeout=PATIENCE_SECONDS)[1]
-
-
 @pytest.fixture
-def guarded(key_file: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:  # noqa: F811
+def guarded(key_file: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """An R-worker that lets in who proves the key, and sends clear data."""
     with r_workers.listening("--key-file", str(key_file), "--security", "authenticate") as started:
         yield started
 
 
-def test_it_serves_one_after_another(guarded: tuple[Any, str], key_file: Path) -> None:  # noqa: F811
+def test_it_serves_one_after_another(guarded: tuple[Any, str], key_file: Path) -> None:
     """With the results of any other backend; a second one is told who is served, by whom it trusts."""
     _, address = guarded
     for _ in range(2):
@@ -56,7 +43,7 @@ def test_it_serves_one_after_another(guarded: tuple[Any, str], key_file: Path) -
         local = contract.inproc()
         local.open(contract.LAYOUT)
         for each in (backend, local):
-            each.begin_step(worker_tests.alone(contract.plan([mine])) if each is backend else contract.plan([mine]))
+            each.begin_step(alone(contract.plan([mine])) if each is backend else contract.plan([mine]))
         for layer in range(len(contract.LAYERS)):
             outputs = []
             for each in (backend, local):
@@ -68,7 +55,7 @@ def test_it_serves_one_after_another(guarded: tuple[Any, str], key_file: Path) -
             each.close()
 
 
-def test_one_that_joins_proves_its_key_as_well(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_one_that_joins_proves_its_key_as_well(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And one that would encrypt where the pool does not is not let in."""
     lobby = listen_for_joins("127.0.0.1:0", contract.BLOCK_SIZE, str(key_file), "authenticate")
     backend = TcpBackend([], contract.BLOCK_SIZE)
@@ -84,10 +71,10 @@ def test_one_that_joins_proves_its_key_as_well(key_file: Path, caplog: pytest.Lo
             assert [info.name for info in joined] == [address] and "do not agree on a key" in caplog.text
             assert works(backend)
             backend.close()
-        assert "another --security" in log_of(other)
+        log_of(other, until="another --security")
 
 
-def test_both_sides_say_what_is_in_force(key_file: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_both_sides_say_what_is_in_force(key_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = [r_workers.FASTDECODE, "r-worker", "--listen", "tcp://127.0.0.1:0", *r_workers.SMALL]
     command += ["--key-file", str(key_file), "--security", "authenticate"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -129,14 +116,15 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("theirs", MISMATCHES)
-def test_levels_that_differ_are_one_message_on_both_sides(theirs: str, key_file: Path) -> None:  # noqa: F811
+def test_levels_that_differ_are_one_message_on_both_sides(theirs: str, key_file: Path) -> None:
     arguments = [str(key_file) if each == "KEY" else each for each in LEVELS[theirs]]
     with r_workers.listening(*arguments) as (process, address):
         for mine, message, _ in MISMATCHES[theirs]:
             key = None if mine == "none" else key_file
             with pytest.raises(BackendError, match=message):
                 opened(address, key, None if mine == "none" else mine)
-        refusals = [line for line in log_of(process).splitlines() if "refused" in line]
+        log = log_of(process, until="refused", count=len(MISMATCHES[theirs]))
+        refusals = [line for line in log.splitlines() if "refused" in line]
     assert len(refusals) == len(MISMATCHES[theirs])
     assert all(log in refusal for (_, _, log), refusal in zip(MISMATCHES[theirs], refusals, strict=True))
 
@@ -171,7 +159,7 @@ class Raw:
         self.context.destroy(linger=0)
 
 
-def test_only_a_fresh_proof_opens_a_session(guarded: tuple[Any, str], key_file: Path) -> None:  # noqa: F811
+def test_only_a_fresh_proof_opens_a_session(guarded: tuple[Any, str], key_file: Path) -> None:
     """No proof, a wrong one, one sent back, one that was heard before, one of another connection: each is refused."""
     process, address = guarded
     key = read_security(str(key_file), "authenticate").proof_key
@@ -200,10 +188,11 @@ def test_only_a_fresh_proof_opens_a_session(guarded: tuple[Any, str], key_file: 
             time.sleep(0.5)
         for peer in peers:
             peer.close()
-    assert log_of(process).count("refused: a peer that does not prove") == 1
+    refused = "refused: a peer that does not prove"
+    assert log_of(process, until=refused).count(refused) == 1
 
 
-def test_a_wrong_key_is_said_on_both_sides(guarded: tuple[Any, str], key_file: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_wrong_key_is_said_on_both_sides(guarded: tuple[Any, str], key_file: Path, tmp_path: Path) -> None:
     """Once in the log, however often; the job goes on."""
     process, address = guarded
     served = opened(address, key_file, "authenticate")
@@ -213,7 +202,8 @@ def test_a_wrong_key_is_said_on_both_sides(guarded: tuple[Any, str], key_file: P
             opened(address, wrong, "authenticate")
     assert works(served)
     served.close()
-    assert log_of(process).count("does not prove to hold this R-worker's key") == 1
+    refused = "does not prove to hold this R-worker's key"
+    assert log_of(process, until=refused).count(refused) == 1
 
 
 def test_what_is_kept_of_unproven_peers_is_bounded() -> None:

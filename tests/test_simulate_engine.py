@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import model_zoo
 import pytest
+from helpers import model_zoo
 
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine

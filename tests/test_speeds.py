@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scheduler_harness import Job, Run
-from test_load_control import AMPLE
+from helpers.scheduler_harness import AMPLE, Job, Run
 
 from fastdecode.scheduler.speeds import WorkerSpeeds
 

@@ -11,14 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import numpy as np
 import pytest
-import test_pipeline
 import torch
 from doubles.fake_backend import FakeBackend
-from doubles.recorder import Recorder
-from test_pipeline import NUM_LAYERS, Tiny
+from doubles.recorder import Bits, Recorder
+from helpers import model_zoo
+from helpers.tiny import (
+    NUM_LAYERS,
+    Engine,
+    Tiny,
+    check_a_failing_layer,
+    check_prompts_in_chunks_and_decodes,
+    make_tiny,
+    prompt,
+    qkv,
+)
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.clock import HOST, MODEL, WAIT, StateClock
@@ -29,9 +37,12 @@ from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import pack
 from fastdecode.sworker.pipeline import Pipeline
 from fastdecode.sworker.prefill import PromptScratch
-from fastdecode.sworker.staging import HostStaging, rows_of, to_numpy
+from fastdecode.sworker.staging import HostStaging, to_numpy
 
-tiny = test_pipeline.tiny
+
+@pytest.fixture(scope="module")
+def tiny() -> Tiny:
+    return make_tiny()
 
 
 class FakeStream:
@@ -134,30 +145,6 @@ class FakeGpu:
 
 def staging_of(gpu: FakeGpu, backend: Any) -> CudaStaging:
     return CudaStaging(backend, gpu)  # type: ignore[arg-type]
-
-
-class Bits(Recorder):
-    """Keeps what was submitted and answers with q."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.submitted: list[tuple[np.ndarray, ...]] = []
-
-    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        super().submit(mini_batch, layer, q, k, v)
-        self.submitted.append((q, k, v))
-
-    def collect(self, mini_batch: int) -> np.ndarray:
-        return self.submitted[-1][0]
-
-
-def qkv(dtype: torch.dtype, contiguous: bool, attending: slice | torch.Tensor) -> list[torch.Tensor]:
-    """20 rows of 4 query and 2 key-value heads, as a model hands them over."""
-    torch.manual_seed(1)
-    heads = [torch.randn(1, 20, count, 8).to(dtype).transpose(1, 2) for count in (4, 2, 2)]
-    rows = [rows_of(each if contiguous else each.contiguous()) for each in heads]
-    assert all(each.is_contiguous() == contiguous for each in rows)
-    return [rows[0][:18][attending], rows[1][:18], rows[2][:18]]
 
 
 @pytest.mark.parametrize("attending", [slice(0, 18), slice(0, 5), slice(0, 0), torch.tensor([0, 3, 17])], ids=str)
@@ -287,24 +274,24 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 @pytest.mark.parametrize("num_mini_batches", [1, 2, 3])
 def test_prompts_in_chunks_and_decodes_equal_the_plain_model(tiny: Tiny, gpu: FakeGpu, num_mini_batches: int) -> None:
-    test_pipeline.test_prompts_in_chunks_and_decodes_equal_the_plain_model(tiny, num_mini_batches)
+    check_prompts_in_chunks_and_decodes(tiny, num_mini_batches)
     assert gpu.log.count("copy up") == gpu.log.count("copy down") > 0
 
 
 @pytest.mark.parametrize("failing_call", [1, 2])
 def test_a_failing_layer_leaves_nothing_behind(tiny: Tiny, gpu: FakeGpu, failing_call: int) -> None:
-    test_pipeline.test_a_failing_layer_leaves_nothing_behind(tiny, failing_call)
+    check_a_failing_layer(tiny, failing_call)
 
 
 @pytest.mark.parametrize(("scale", "clamped"), [(1e-6, False), (1e6, True)], ids=["idle GPU", "more than the wall"])
 def test_model_time_is_the_compute_streams(tiny: Tiny, gpu: FakeGpu, scale: float, clamped: bool) -> None:
     """The stand-in's clock ticks once per recorded event; one wait per step, and the states still fill the wall."""
     gpu.scale = scale
-    engine = test_pipeline.Engine(tiny, FakeBackend())
+    engine = Engine(tiny, FakeBackend())
     for step in range(2):
         engine.worker.clock.restart()
         since = engine.worker.clock._since
-        engine.step([test_pipeline.prompt(2 * step, [5, 6], 2)], [test_pipeline.prompt(2 * step + 1, [7], 1)])
+        engine.step([prompt(2 * step, [5, 6], 2)], [prompt(2 * step + 1, [7], 1)])
         seconds = engine.worker.clock.snapshot()
         assert gpu.synchronised == step + 1
         assert sum(seconds.values()) == pytest.approx(engine.worker.clock._since - since, abs=1e-6)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from pathlib import Path
 
-import model_zoo
 import pytest
 import torch
+from helpers import model_zoo
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.sworker.threads import LOSSES, LOST_SECONDS, REST_SECONDS, SharedCores
@@ -145,9 +144,7 @@ def test_an_engine_beside_a_busy_process(busy_neighbour: object, tmp_path: Path)
             str(model_zoo.save_model("llama-gqa", tmp_path)),
             device="cpu", skip_tokenizer_init=True, max_model_len=512, kv_cache_memory="64MiB", s_threads=2,
         ) as llm:  # fmt: skip
-            start = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            assert time.perf_counter() - start < 120
     finally:
         torch.set_num_threads(threads)
     expected = [list(tokens[:24]) for tokens in model_zoo.reference("llama-gqa").tokens]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import r_workers
+from helpers import r_workers
 
 from fastdecode import LLM, SamplingParams, _rworker
 from fastdecode.cluster.links.tcp import TcpBackend

@@ -12,7 +12,7 @@ from fastdecode.measure.decode_rig import InstantBackend
 class Recorder(InstantBackend):
     """Answers with zeros; a result is ready once ``ready`` was asked ``polls[mini_batch]`` times since its submit.
 
-    ``log``: every submit, as "A0" for mini-batch 0, layer 0.
+    ``log``: every submit, as "A0" for mini-batch 0, layer 0. ``polled``: how often ``ready`` was asked in all.
     """
 
     def __init__(self, polls: dict[int, int] | None = None, delay_seconds: float = 0.0) -> None:
@@ -20,6 +20,7 @@ class Recorder(InstantBackend):
         self.polls, self.delay_seconds = polls or {}, delay_seconds
         self.log: list[str] = []
         self.asked: dict[int, int] = {}
+        self.polled = 0
         self._shapes: dict[int, tuple[int, ...]] = {}
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
@@ -31,6 +32,7 @@ class Recorder(InstantBackend):
     def ready(self, mini_batch: int) -> bool:
         """See ``AttentionBackend.ready``."""
         self.asked[mini_batch] += 1
+        self.polled += 1
         return self.asked[mini_batch] > self.polls.get(mini_batch, 0)
 
     def collect(self, mini_batch: int) -> np.ndarray:
@@ -38,3 +40,18 @@ class Recorder(InstantBackend):
         if self.delay_seconds:  # even sleep(0) gives the core away
             time.sleep(self.delay_seconds)
         return np.zeros(self._shapes[mini_batch], np.float32)
+
+
+class Bits(Recorder):
+    """Keeps what was submitted and answers with q."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submitted: list[tuple[np.ndarray, ...]] = []
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        super().submit(mini_batch, layer, q, k, v)
+        self.submitted.append((q, k, v))
+
+    def collect(self, mini_batch: int) -> np.ndarray:
+        return self.submitted[-1][0]

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import model_zoo
 import pytest
+from helpers import model_zoo
 
 from fastdecode.config import DEMO_MODEL
 from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError

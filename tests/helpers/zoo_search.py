@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-import model_zoo
 import torch
 import transformers
+
+from helpers import model_zoo
 
 
 def noise(name: str, reference: model_zoo.Reference) -> float:

@@ -14,6 +14,18 @@ from fastdecode.types import Verb
 
 OUTPUT_TOKEN = 7
 
+AMPLE = Limits(
+    max_num_seqs=64,
+    max_num_batched_tokens=2048,
+    num_mini_batches=2,
+    scratch_tokens=1 << 20,
+    max_model_len=4096,
+    block_size=16,
+    num_blocks=(1 << 20,),
+    bandwidths=(1.0,),
+    prefix_caching=False,
+)
+
 
 @dataclass
 class Job:

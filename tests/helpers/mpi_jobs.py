@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import r_workers
-
 from fastdecode.cli.launch import find_mpiexec, needed_environment
+from helpers import r_workers
 
 PATIENCE_SECONDS = 120
 R_WORKER = [r_workers.FASTDECODE, "r-worker", "--transport", "mpi", *r_workers.SMALL]

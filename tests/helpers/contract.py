@@ -1,0 +1,84 @@
+"""A small layout, three steps on two R-workers, and how to run them: what the contract of backends is tested with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fastdecode.cluster.links.spawn import SpawnBackend
+from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.protocols import AttentionBackend
+from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, StepReport, Verb, WorkerPlan
+
+LAYERS = (
+    LayerLayout(4, 2, 8, 16, 0.3),
+    LayerLayout(4, 4, 16, 8, 0.3, window=9),
+    LayerLayout(4, 2, 8, 16, 0.3, soft_cap=2.0, sinks=(0.5, -0.5, 0.0, 1.0)),
+)
+LAYOUT = KVLayout(LAYERS, "float32", "float32")
+BLOCK_SIZE = 16
+Spans = Sequence[tuple[int, int, int, int]]
+
+
+def inproc() -> InprocBackend:
+    """Two R-workers of one thread."""
+    return InprocBackend([RWorkerSize(1 << 24, 1)] * 2, BLOCK_SIZE)
+
+
+def spawn() -> SpawnBackend:
+    """The same as processes."""
+    return SpawnBackend([RWorkerSize(1 << 24, 1)] * 2, BLOCK_SIZE)
+
+
+def plan(mini_batches: Sequence[tuple[Spans, Spans]], controls: tuple[Spans, Spans] = ((), ())) -> StepPlan:
+    """The spans of both workers in each mini-batch, and the controls of both."""
+    return StepPlan(
+        tuple(
+            WorkerPlan(
+                np.array(list(controls[worker]), CONTROL),
+                tuple(np.array(list(spans[worker]), SPAN) for spans in mini_batches),
+            )
+            for worker in range(2)
+        )
+    )
+
+
+def rows(mini_batch: tuple[Spans, Spans], index: int, layer: int) -> tuple[np.ndarray, ...]:
+    """q, k, v that depend on the sequence, the position and the layer only."""
+    parts: list[list[np.ndarray]] = [[], [], []]
+    spec = LAYERS[layer]
+    shapes = (4, spec.key_head_dim), (spec.num_kv_heads, spec.key_head_dim), (spec.num_kv_heads, spec.value_head_dim)
+    for sequence_id, start, count, attends in (*mini_batch[0], *mini_batch[1]):
+        for part, shape in enumerate(shapes):
+            draw = np.random.default_rng((sequence_id, layer, part)).standard_normal((200, *shape), dtype=np.float32)
+            parts[part].append(draw[start : start + count * (attends if part == 0 else 1)])
+    return tuple(np.concatenate(part) for part in parts)
+
+
+def run(
+    backend: AttentionBackend, mini_batches: Sequence[tuple[Spans, Spans]], controls: tuple[Spans, Spans] = ((), ())
+) -> tuple[list[np.ndarray], StepReport]:
+    """A whole step, mini-batches interleaved layer by layer and collected last first; every o in order."""
+    backend.begin_step(plan(mini_batches, controls))
+    outputs = []
+    used = [index for index, spans in enumerate(mini_batches) if spans[0] or spans[1]]
+    for layer in range(len(LAYERS)):
+        for index in used:
+            backend.submit(index, layer, *rows(mini_batches[index], index, layer))
+        outputs += [backend.collect(index).copy() for index in reversed(used)]
+    return outputs, backend.end_step()
+
+
+FIRST = [([(2, 0, 20, 1), (1, 0, 40, 0)], [(3, 0, 33, 1)]), ([], []), ([], [(5, 0, 1, 1)])]
+SECOND = [([(1, 40, 1, 1), (2, 20, 1, 1)], [(3, 33, 1, 1)]), ([(4, 32, 1, 1)], []), ([], [(5, 1, 30, 1)])]
+SECOND_CONTROLS = ([(Verb.FORK, 4, 1, 32)], [])
+THIRD = [([(1, 41, 1, 1), (2, 10, 7, 1)], []), ([(4, 33, 1, 1)], [(5, 31, 1, 1)])]
+THIRD_CONTROLS = ([(Verb.TRUNCATE, 2, 0, 10)], [(Verb.RELEASE, 3, 0, 0)])
+
+
+def story(backend: AttentionBackend) -> list[np.ndarray]:
+    """Prompts that attend and that do not, decodes, a fork, a truncation, a release, empty mini-batches."""
+    steps = (FIRST, ((), ())), (SECOND, SECOND_CONTROLS), (THIRD, THIRD_CONTROLS)
+    return [o for mini_batches, controls in steps for o in run(backend, mini_batches, controls)[0]]

@@ -1,0 +1,85 @@
+"""Sessions with R-worker processes: keys, backends of one R-worker, frames that a proper S-worker never sends."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION
+from fastdecode.cluster.wire.messages import Hello, encode_hello
+from fastdecode.errors import BackendError
+from fastdecode.types import StepPlan
+from helpers import contract
+
+PATIENCE_SECONDS = 60
+
+
+def make_key(path: Path, text: str, mode: int = 0o600) -> Path:
+    """A key file; by default one that its owner alone can read."""
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def alone(plan: StepPlan) -> StepPlan:
+    """The first worker's part."""
+    return StepPlan(plan.workers[:1])
+
+
+def works(backend: TcpBackend) -> bool:
+    """One step of one worker."""
+    mini_batch = ([(1, 0, 4, 1)], [])
+    backend.begin_step(alone(contract.plan([mini_batch])))
+    for layer in range(len(contract.LAYERS)):
+        backend.submit(0, layer, *contract.rows(mini_batch, 0, layer))
+        backend.collect(0)
+    return backend.end_step().workers[0].bytes_read > 0
+
+
+def opened(address: str, key: Path | None = None, security: str | None = None) -> TcpBackend:
+    """A backend over the one R-worker at ``address``, in a session with it."""
+    backend = TcpBackend([address], contract.BLOCK_SIZE, str(key) if key else None, security)
+    backend.open(contract.LAYOUT)
+    return backend
+
+
+def serves(address: str, key: Path | None = None) -> bool:
+    """A whole session; waits while the session before it is still being ended."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            backend = opened(address, key)
+        except BackendError as error:
+            if "another S-worker" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+            continue
+        try:
+            return works(backend)
+        finally:
+            backend.close()
+
+
+def log_of(process: subprocess.Popen[str], until: str = "", count: int = 1) -> str:
+    """What an R-worker wrote on its stderr, ended once ``count`` lines hold ``until``: it may log after it answers."""
+    assert process.stderr is not None
+    lines: list[str] = []
+    while until and sum(until in line for line in lines) < count:
+        lines.append(process.stderr.readline())
+        assert lines[-1], f"the R-worker ended before it said {until!r}: {''.join(lines)}"
+    process.terminate()
+    return "".join(lines) + process.stderr.read()
+
+
+def frame(kind: int, *parts: bytes, **changes: Any) -> list[bytes]:
+    """Header and bodies of a frame; ``changes`` are to fields of the header."""
+    fields: dict[str, Any] = {"magic": MAGIC, "version": VERSION, "kind": kind, "epoch": 0, "sequence": 0}
+    lengths = [len(part) for part in parts] + [0] * (3 - len(parts))
+    fields |= {"mini_batch": 0, "layer": 0} | {f"length{i}": length for i, length in enumerate(lengths)} | changes
+    return [HEADER.pack(*fields.values()), *parts]
+
+
+HELLO = encode_hello(Hello("stranger", contract.LAYOUT, 16))
