@@ -6,14 +6,14 @@ import time
 
 import numpy as np
 
-from fastdecode.errors import BackendError
+from fastdecode.measure.decode_rig import InstantBackend
 from fastdecode.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 
 TIMER_SECONDS = 2e-4
 NUM_BLOCKS = 1 << 24
 
 
-class StandInBackend:
+class StandInBackend(InstantBackend):
     """``AttentionBackend`` whose R-workers use no core.
 
     Each is busy for ``call_seconds``, and ``seconds_per_token`` for every cached token that it attends, after its call
@@ -27,15 +27,15 @@ class StandInBackend:
         num_workers: int = 1,
         seconds_per_token: float = 0.0,
     ) -> None:
+        super().__init__(block_size)
         self.call_seconds = call_seconds
-        self.block_size = block_size
         self.num_workers = num_workers
         self.seconds_per_token = seconds_per_token
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         """See ``AttentionBackend.open``."""
         self.layout = layout
-        info = RWorkerInfo("stand-in", NUM_BLOCKS, self.block_size, 1, "none", own_cores=True)
+        info = RWorkerInfo("stand-in", NUM_BLOCKS, self._block_size, 1, "none", own_cores=True)
         return [info] * self.num_workers
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -72,27 +72,6 @@ class StandInBackend:
         """See ``AttentionBackend.end_step``."""
         start, end = self._busy
         return StepReport(tuple(WorkerReport(*times, 0.0, 0, NUM_BLOCKS) for times in zip(start, end, strict=True)))
-
-    def abandon_step(self) -> None:
-        """See ``AttentionBackend.abandon_step``."""
-
-    def export(self, worker: int, sequence_id: int) -> np.ndarray:
-        """Refused: see ``AttentionBackend.export``."""
-        raise BackendError("export: the stand-in keeps no keys and values")
-
-    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
-        """Refused: see ``AttentionBackend.import_``."""
-        raise BackendError("import: the stand-in keeps no keys and values")
-
-    def admit(self) -> list[RWorkerInfo]:
-        """See ``AttentionBackend.admit``: nobody joins."""
-        return []
-
-    def dismiss(self, worker: int) -> None:
-        """See ``AttentionBackend.dismiss``."""
-
-    def close(self) -> None:
-        """See ``AttentionBackend.close``."""
 
 
 def _attended(spans: np.ndarray) -> int:

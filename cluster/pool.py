@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +28,9 @@ from fastdecode.types import (
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.joining import JoinListener
 
+FAILURES = (ValueError, KeyError, WorkerLostError)
+"""What a ``PoolWorker`` raises: a refusal, or that it is lost."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,10 +45,14 @@ class _MiniBatchRows:
 
 
 class PoolBackend:
-    """``AttentionBackend`` over R-workers of any kind; one that is lost in a step leaves the others going."""
+    """``AttentionBackend`` over R-workers of any kind; one that is lost in a step leaves the others going.
+
+    ``joined``: names of the R-workers that have joined since ``open``, in order.
+    """
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
         self.workers = list(workers)
+        self.joined: list[str] = []
         self.join_listener: JoinListener | None = None
         self._lost: list[int] = []
         self._leaving: list[int] = []
@@ -85,11 +91,15 @@ class PoolBackend:
         self._arrived = np.zeros((len(self.workers), *self._submitted.shape))
         try:
             for index, part in enumerate(plan.workers):
-                with self._calls(index, "the step's plan") as worker:
-                    worker.begin_step(part)
+                try:
+                    self.workers[index].begin_step(part)
+                except FAILURES as error:
+                    self._failed(index, "the step's plan", error)
             for index in range(len(self.workers)):
-                with self._calls(index, "the step's plan") as worker:
-                    worker.begun()
+                try:
+                    self.workers[index].begun()
+                except FAILURES as error:
+                    self._failed(index, "the step's plan", error)
         except BaseException:
             self.abandon_step()
             raise
@@ -101,8 +111,10 @@ class PoolBackend:
         rows.layer = layer
         o = rows.current = self._output(rows, layer, len(q))
         for index, attending, all_rows in rows.busy:
-            with self._calls(index) as worker:
-                worker.submit(mini_batch, layer, q[attending], k[all_rows], v[all_rows], o[attending])
+            try:
+                self.workers[index].submit(mini_batch, layer, q[attending], k[all_rows], v[all_rows], o[attending])
+            except FAILURES as error:
+                self._failed(index, "a layer", error)
 
     def ready(self, mini_batch: int) -> bool:
         """See ``AttentionBackend.ready``."""
@@ -115,8 +127,10 @@ class PoolBackend:
             raise BackendError(f"collect: mini-batch {mini_batch} was never submitted")
         for index, _, _ in rows.busy:
             waits = not self._is_ready(index, mini_batch)
-            with self._calls(index) as worker:
-                worker.wait(mini_batch)
+            try:
+                self.workers[index].wait(mini_batch)
+            except FAILURES as error:
+                self._failed(index, "a layer", error)
             if waits:
                 self._arrived[index, mini_batch, rows.layer] = time.perf_counter()
         return rows.current
@@ -124,8 +138,10 @@ class PoolBackend:
     def end_step(self) -> StepReport:
         """See ``AttentionBackend.end_step``."""
         for index in range(len(self.workers)):
-            with self._calls(index, "the end of the step") as worker:
-                worker.end_step()
+            try:
+                self.workers[index].end_step()
+            except FAILURES as error:
+                self._failed(index, "the end of the step", error)
         reports = tuple(self._report(index) for index in range(len(self.workers)))
         lost, self._lost = tuple(self._lost), []
         leaving, self._leaving = tuple(self._leaving), []
@@ -158,6 +174,7 @@ class PoolBackend:
         for joined in self.join_listener.joined() if self.join_listener else ():
             self.workers.append(joined.worker)
             self._blocks[joined.info.name] = (joined.info.num_blocks,) * 2
+            self.joined.append(joined.info.name)
             infos.append(joined.info)
         self._warn_if_arithmetic_differs(infos)
         return infos
@@ -193,15 +210,19 @@ class PoolBackend:
             )
 
     def _is_ready(self, index: int, mini_batch: int) -> bool:
-        with self._calls(index) as worker:
-            return worker.ready(mini_batch)
-        return True
+        try:
+            return self.workers[index].ready(mini_batch)
+        except FAILURES as error:
+            self._failed(index, "a layer", error)
+            return True
 
-    def _calls(self, index: int, refused: str = "a layer") -> _Calls:
-        """For the duration of calls to worker ``index``; ``refused``: what the worker refuses when it raises."""
-        return _Calls(self, index, refused)
+    def _failed(self, index: int, refused: str, error: Exception) -> None:
+        """Replace worker ``index`` where ``error`` says that it is lost; else BackendError: it refused ``refused``."""
+        if not isinstance(error, WorkerLostError):
+            raise _refusal(self.workers[index], refused, error) from error
+        self._lose(index, error)
 
-    def lose(self, index: int, error: WorkerLostError) -> None:
+    def _lose(self, index: int, error: WorkerLostError) -> None:
         """Go on without a worker, whose rows read zeros from now on; WorkerLostError when it was the last."""
         name = self.workers[index].name
         self._replace(index)
@@ -242,9 +263,11 @@ class PoolBackend:
         return replace(times, transfer_seconds=transfer)
 
     def _ended(self, index: int) -> WorkerReport:
-        with self._calls(index, "the end of the step") as worker:
-            return worker.ended()
-        return self.workers[index].ended()  # of what stands in its place
+        try:
+            return self.workers[index].ended()
+        except FAILURES as error:
+            self._failed(index, "the end of the step", error)
+            return self.workers[index].ended()  # the LostWorker in its place
 
     def _mini_batch_rows(self, plan: StepPlan, mini_batch: int) -> _MiniBatchRows:
         counts = [row_counts(part.mini_batches[mini_batch]) for part in plan.workers]
@@ -271,30 +294,5 @@ class InprocBackend(PoolBackend):
         )
 
 
-class _Calls:
-    """Around calls to one worker: a refusal becomes a BackendError; a lost worker is replaced, and the pool goes on.
-
-    An object and not a generator, since it is entered several times in every layer.
-    """
-
-    __slots__ = ("_index", "_pool", "_refused")
-
-    def __init__(self, pool: PoolBackend, index: int, refused: str) -> None:
-        self._pool, self._index, self._refused = pool, index, refused
-
-    def __enter__(self) -> PoolWorker:
-        return self._pool.workers[self._index]
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        if isinstance(error, WorkerLostError):
-            self._pool.lose(self._index, error)
-            return True
-        if isinstance(error, ValueError | KeyError):
-            raise _refusal(self._pool.workers[self._index], self._refused, error) from error
-        return False
-
-
-def _refusal(worker: PoolWorker, what: str, error: ValueError | KeyError) -> BackendError:
+def _refusal(worker: PoolWorker, what: str, error: Exception) -> BackendError:
     return BackendError(f"R-worker {worker.name} refused {what}: {error.args[0]}")

@@ -81,15 +81,8 @@ class RemoteWorker:
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.kv_bytes_per_token
         self._offset_seconds = self._measure_offset()
-        return RWorkerInfo(
-            self.name,
-            welcome.num_blocks,
-            self._block_size,
-            welcome.num_threads,
-            welcome.isa,
-            _has_own_cores(welcome),
-            welcome.read_gb_per_s,
-        )
+        size = welcome.num_blocks, self._block_size, welcome.num_threads
+        return RWorkerInfo(self.name, *size, welcome.isa, _has_own_cores(welcome), welcome.read_gb_per_s)
 
     @interrupts_deferred()
     def begin_step(self, plan: WorkerPlan) -> None:
@@ -194,7 +187,7 @@ class RemoteWorker:
             if not self._lost:
                 link.send(Kind.BYE)
         except ConnectionError:
-            pass  # the R-worker is gone already
+            pass  # it is gone already
         finally:
             link.close()
 

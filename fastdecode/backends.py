@@ -66,12 +66,18 @@ def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
     return InprocBackend(sizes, config.block_size, config.separate_cores)
 
 
-def join_job() -> None:
-    """Take this process's place in its MPI job.
+def prepare(config: EngineConfig) -> None:
+    """What an engine needs before it loads its model; ConfigError for what would fail after that.
 
-    To be called before a model is loaded, since R-workers should not wait for that, and end with this process if it
-    fails. ConfigError where the job has no other rank.
+    Checks the environment variables of R-workers on this machine. With MPI it takes this process's place in the job,
+    since R-workers should not wait for the model, and end with this process if it cannot be loaded.
     """
-    from fastdecode.cluster.links.mpi_link import join_as_s_worker
+    if config.r_workers == "mpi":
+        from fastdecode.cluster.links.mpi_link import join_as_s_worker
 
-    join_as_s_worker()
+        join_as_s_worker()
+    elif config.r_worker_spec.on_this_machine:
+        from fastdecode.cluster.r_worker.tuning import forced_isa, forced_streams
+
+        forced_isa()
+        forced_streams()

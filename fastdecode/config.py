@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import reprlib
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdecode.addresses import RWorkerSpec, check_key, check_security, parse_r_workers, split_address
+from fastdecode.addresses import SECURITY_LEVELS, RWorkerSpec, check_key, check_security, parse_r_workers, split_address
 from fastdecode.errors import ConfigError
 from fastdecode.machine import total_memory_bytes, usable_cores
+from fastdecode.settings import check_settings, parse_bytes, parse_cores, parse_kv_cache_memory, setting
 from fastdecode.types import ISAS
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -24,75 +25,117 @@ SCHEDULES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-fi
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 MAX_THREADS = 1024
-MAX_SEATS = 1 << 20
 """Threads of one worker; more is a slip of the finger."""
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+MAX_SEATS = 1 << 20
+"""Sequences in flight; more is a slip of the finger."""
+
+MODEL, BATCHING, WORKERS = "model", "batching", "S-worker and R-workers"
+"""Groups of flags."""
+
+ONLY_VLLM = {
+    "tensor_parallel_size": "more than one GPU for the S-worker is not supported; R-workers add memory and bandwidth",
+    "gpu_memory_utilization": "KV caches are not on the GPU here: --kv-cache-memory sizes them on each R-worker, and "
+    "--prefill-scratch what prompts in progress take on the S-worker",
+}
+"""Settings of vLLM that are refused, with what to use here; of one GPU tensor_parallel_size is accepted."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """One field per engine flag, with underscores; None means "choose for me". ConfigError names a bad field."""
 
-    model: str = str(DEMO_MODEL)
-    tokenizer: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    skip_tokenizer_init: bool = False
-    load_format: str = "auto"
-    hf_overrides: dict[str, Any] = field(default_factory=dict)
-    dtype: str = "auto"
-    device: str = "auto"
-    enforce_eager: bool = False
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    num_mini_batches: int | None = None
-    max_num_batched_tokens: int = 2048
-    block_size: int = 32
-    kv_cache_dtype: str = "auto"
-    kv_cache_memory: int | str | None = None
-    enable_prefix_caching: bool = True
-    schedule: str = "sls"
-    kv_load_limit: int | None = None
-    micro_batch_interval: int | None = None
-    tbt_target: float | None = None
-    prefill_scratch: int | str | None = None
-    r_workers: str = "inproc"
-    r_threads: int | None = None
-    s_threads: int | None = None
-    s_cores: str | None = None
-    r_cores: str | None = None
-    pool_listen: str | None = None
-    key_file: str | None = None
-    profile: str | None = None
-    security: str | None = None
-    uniform_arithmetic: str = "auto"
+    model: str = setting(str(DEMO_MODEL), "", MODEL, metavar="PATH_OR_ID", unset="the demo model")
+    tokenizer: str | None = setting(None, "", MODEL, metavar="PATH_OR_ID", unset="the model's")
+    revision: str | None = setting(None, "branch, tag or commit of a model id", MODEL, unset="the newest")
+    trust_remote_code: bool = setting(False, "run code that comes with the model", MODEL)
+    skip_tokenizer_init: bool = setting(False, "prompts are token ids, outputs too", MODEL)
+    load_format: str = setting("auto", "dummy: random weights", MODEL, choices=("auto", "dummy"))
+    hf_overrides: dict[str, Any] = setting(dict, "configuration keys to replace", MODEL, metavar="JSON", unset="none")
+    dtype: str = setting("auto", "of the weights", MODEL, choices=DTYPES, unset="auto: the model's")
+    device: str = setting(
+        "auto", "of the S-worker", MODEL, choices=DEVICES, unset="auto: cuda where there is a GPU, else cpu"
+    )
+    enforce_eager: bool = setting(False, "on a GPU, decode without CUDA graphs", MODEL)
+    max_model_len: int | None = setting(
+        None, "longest prompt + output", MODEL, metavar="TOKENS", unset="the model's", least=1
+    )
+    max_num_seqs: int = setting(256, "sequences in flight", BATCHING, metavar="N", least=1, most=MAX_SEATS)
+    num_mini_batches: int | None = setting(
+        None, "that take turns", BATCHING, metavar="K", unset="auto: 2 where an R-worker has its own cores, else 1",
+        least=1,
+    )  # fmt: skip
+    max_num_batched_tokens: int = setting(2048, "token budget of a whole step", BATCHING, metavar="TOKENS", least=1)
+    block_size: int = setting(32, "tokens per KV block", BATCHING, choices=BLOCK_SIZES)
+    kv_cache_dtype: str = setting("auto", "", BATCHING, choices=KV_CACHE_DTYPES, unset="auto: the model's")
+    kv_cache_memory: int | str | None = setting(
+        None, "per R-worker, such as 4GiB", BATCHING, metavar="BYTES", unset="40 % of what is free, shared"
+    )
+    enable_prefix_caching: bool = setting(
+        True, "reuse the KV of equal beginnings", BATCHING, unset="on; off for the random dataset"
+    )
+    schedule: str = setting(
+        "sls", "load-stabilizing and stall-free, or one to compare it with", BATCHING, choices=SCHEDULES
+    )
+    kv_load_limit: int | None = setting(
+        None, "KV tokens attended per step, over all R-workers", BATCHING, metavar="TOKENS", least=1,
+        unset="auto: where R time equals S time, by --profile, in simulations by the model, or as measured in the "
+        "first steps",
+    )  # fmt: skip
+    micro_batch_interval: int | None = setting(
+        None,
+        "between the starts that sls spreads",
+        BATCHING,
+        metavar="STEPS",
+        unset="auto: a 32nd of an output",
+        least=1,
+    )
+    tbt_target: float | None = setting(
+        None, "time between tokens that prompts may cause: sls and stall-free lower the token budget to meet it",
+        BATCHING, metavar="SECONDS", unset="none",
+    )  # fmt: skip
+    prefill_scratch: int | str | None = setting(
+        None, "KV of prompts in progress on the S-worker", BATCHING, metavar="BYTES",
+        unset="an eighth of what is free; none where R-workers that store KV in the model's dtype share its cores: "
+        "prompts attend on them then",
+    )  # fmt: skip
+    profile: str | None = setting(
+        None, "what `fastdecode calibrate` measured here: gives the load limit and step times", BATCHING,
+        metavar="FILE", unset="none",
+    )  # fmt: skip
+    r_workers: str = setting(
+        "inproc", "inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers; mpi, "
+        "the other ranks of this mpirun", WORKERS, metavar="SPEC",
+    )  # fmt: skip
+    r_threads: int | None = setting(
+        None, "per R-worker", WORKERS, metavar="N", unset="its cores", least=1, most=MAX_THREADS
+    )
+    s_threads: int | None = setting(None, "", WORKERS, metavar="N", unset="its cores", least=1, most=MAX_THREADS)
+    s_cores: str | None = setting(
+        None, "such as 0,2-3", WORKERS, metavar="LIST", unset="every core; of spawn, what --r-cores leaves"
+    )
+    r_cores: str | None = setting(None, "such as 4-7", WORKERS, metavar="LIST", unset="every core")
+    pool_listen: str | None = setting(
+        None, "where R-workers may join while the job runs", WORKERS, metavar="HOST:PORT", unset="nowhere"
+    )
+    key_file: str | None = setting(
+        None, "secret shared with R-workers at host:port, mode 0600", WORKERS, metavar="FILE", unset="none"
+    )
+    security: str | None = setting(
+        None, "with --key-file, alike on both sides: authenticate is faster, and whatever listens on the network can "
+        "read all", WORKERS, choices=SECURITY_LEVELS, unset="encrypt",
+    )  # fmt: skip
+    uniform_arithmetic: str = setting(
+        "auto", "instruction set in which all R-workers attend, so that results depend on none of them", WORKERS,
+        choices=("auto", *ISAS), unset="auto: each in its fastest",
+    )  # fmt: skip
+    trace: str | None = setting(None, "write Chrome trace events", WORKERS, metavar="FILE", unset="none")
     seed: int = 0
-    trace: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        _one_of("load_format", self.load_format, ("auto", "dummy"))
-        self._check_device()
-        _one_of("schedule", self.schedule, SCHEDULES)
-        _one_of("uniform_arithmetic", self.uniform_arithmetic, ("auto", *ISAS))
-        if self.block_size not in BLOCK_SIZES:
-            raise ConfigError(
-                f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, not {self.block_size!r}"
-            )
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "num_mini_batches",
-            "kv_load_limit",
-            "micro_batch_interval",
-            "r_threads",
-            "s_threads",
-        ):
-            _at_least_one(name, getattr(self, name))
+        check_settings(self)
+        if self.device == "cuda" and not _has_gpu_driver():
+            raise ConfigError("device: 'cuda' needs a GPU, and this machine has no driver for one; use 'auto' or 'cpu'")
         if self.tbt_target is not None and not self.tbt_target > 0:
             raise ConfigError(f"tbt_target must be above 0 seconds, not {self.tbt_target!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -100,19 +143,11 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence decodes one token in every step"
             )
-        if self.max_num_seqs > MAX_SEATS:
-            raise ConfigError(f"max_num_seqs must be at most {MAX_SEATS}, not {self.max_num_seqs}")
-        for name in ("r_threads", "s_threads"):
-            if (getattr(self, name) or 1) > MAX_THREADS:
-                raise ConfigError(f"{name} must be at most {MAX_THREADS}, not {getattr(self, name)}")
+        if self.profile is not None and not Path(self.profile).is_file():
+            raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
         self._check_r_workers()
         self._check_memory()
         self._check_cores()
-
-    def _check_device(self) -> None:
-        _one_of("device", self.device, DEVICES)
-        if self.device == "cuda" and not _has_gpu_driver():
-            raise ConfigError("device: 'cuda' needs a GPU, and this machine has no driver for one; use 'auto' or 'cpu'")
 
     def _check_r_workers(self) -> None:
         """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
@@ -154,7 +189,9 @@ class EngineConfig:
     def bytes_of(self, name: str) -> int | None:
         """A memory setting in bytes, None where it is to be chosen."""
         value = getattr(self, name)
-        return None if value is None else parse_bytes(name, value)
+        if value is None:
+            return None
+        return parse_kv_cache_memory(value) if name == "kv_cache_memory" else parse_bytes(name, value)
 
     @property
     def r_worker_spec(self) -> RWorkerSpec:
@@ -185,19 +222,11 @@ class EngineConfig:
         return bool(self.s_core_list and self.r_core_list and not set(self.s_core_list) & set(self.r_core_list))
 
 
-def parse_bytes(name: str, value: int | str) -> int:
-    """Bytes from 4294967296, "4GiB", "512MB" or "1.5G"; ConfigError names the setting."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(value), re.IGNORECASE)
-    unit = (match.group(2) or "").upper() if match else ""
-    size = int(float(match.group(1)) * (_BINARY_UNITS[unit + "i"] if match.group(3) else _UNITS[unit])) if match else 0
-    if size < 1:
-        raise ConfigError(f"{name} must be a positive number of bytes such as 4GiB or 512MB, not {value!r}")
-    return size
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+def check_only_vllm(settings: Mapping[str, Any]) -> None:
+    """ConfigError, with what to use here, where ``settings`` has one of vLLM's that means nothing here."""
+    for name, instead in ONLY_VLLM.items():
+        if settings.get(name) is not None and (name, settings[name]) != ("tensor_parallel_size", 1):
+            raise ConfigError(f"{name}: {instead}")
 
 
 def _has_gpu_driver() -> bool:
@@ -207,21 +236,3 @@ def _has_gpu_driver() -> bool:
     except OSError:
         return Path("/dev/kfd").exists()
     return True
-
-
-def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
-
-
-def parse_cores(name: str, spec: str | None) -> list[int] | None:
-    """Core numbers from "0,2-3"; ConfigError names the setting."""
-    if spec is None:
-        return None
-    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", spec):
-        raise ConfigError(f"{name} must be a list of cores such as 0,2-3, not {spec!r}")
-    ranges = [part.split("-") for part in spec.split(",")]
-    cores = sorted({core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1)})
-    if not cores:
-        raise ConfigError(f"{name}: {spec!r} names no core; ranges go upwards, such as 0-3")
-    return cores

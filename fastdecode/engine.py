@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastdecode.backends import make_backend
+from fastdecode.backends import make_backend, prepare
 from fastdecode.clock import HOST, StateClock
 from fastdecode.config import EngineConfig
 from fastdecode.errors import BackendError, RequestError, WorkerLostError
@@ -64,6 +64,8 @@ class LLMEngine:
 
     def _load(self, backend: AttentionBackend | None) -> None:
         """The model, the R-workers for it, and the scheduler over them."""
+        if backend is None:
+            prepare(self.config)
         r_cores = self.config.r_core_list or usable_cores()
         self._cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
         set_threads(pin_s_worker(self.config))
@@ -282,8 +284,7 @@ class LLMEngine:
             self.tracer.add(self.clock.spans, report)
             self.clock.spans.clear()
         record = step_record(step, report, seconds, num_output_tokens, self.overlap)
-        if record.is_decode:
-            self.scheduler.observe(record.num_tokens, record.kv_loads, record.s_seconds, record.r_seconds)
+        self.scheduler.observe(step, record.s_seconds, record.wait_seconds, record.r_seconds)
         if self.on_step:
             self.on_step(record)
 

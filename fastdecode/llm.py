@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fastdecode.config import EngineConfig
+from fastdecode.config import ONLY_VLLM, EngineConfig, check_only_vllm
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import ConfigError
 from fastdecode.outputs import RequestOutput
@@ -22,6 +22,8 @@ class LLM:
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         if model is not None:
             settings["model"] = str(model)
+        check_only_vllm(settings)
+        settings = {name: value for name, value in settings.items() if name not in ONLY_VLLM}
         known = EngineConfig.__dataclass_fields__
         unknown = sorted(set(settings) - set(known))
         if unknown:

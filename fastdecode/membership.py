@@ -68,6 +68,7 @@ class Membership:
     def _move_until(self, deadline: float) -> None:
         """At least one sequence, if any is to move."""
         while move := self._scheduler.next_move():
+            start = time.perf_counter()
             try:
                 self._tell()
                 if not self._still_stands(move):
@@ -75,8 +76,9 @@ class Membership:
                 self._copy(move)
             except WorkerLostError:
                 return  # the next step finds out who, and goes on without it
-            self._scheduler.moved(move)
-            if time.perf_counter() > deadline:
+            now = time.perf_counter()
+            self._scheduler.moved(move, now - start)
+            if now > deadline:
                 return
 
     def _still_stands(self, move: Move) -> bool:

@@ -50,7 +50,9 @@ def _encode(text: Any, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _checked(ids: Any, vocab_size: int) -> list[int]:
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+    if isinstance(ids, (bytes, bytearray, memoryview)):  # sequences of numbers, but not of token ids
+        raise RequestError(f"prompt must be text or token ids, not {type(ids).__name__}: decode it to text")
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
         try:
             ids = list(ids)
         except TypeError:

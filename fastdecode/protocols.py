@@ -10,7 +10,7 @@ from fastdecode.types import KVLayout, RWorkerInfo, StepPlan, StepReport
 
 
 class AttentionBackend(Protocol):
-    """Whoever holds the KV cache: threads of this process, processes, hosts or a fake. Called from one thread.
+    """The R-workers of an engine: threads of this process, processes, hosts, or a stand-in. Called from one thread.
 
     Arrays cross in the model's dtype (float32, or uint16 bits of float16 and bfloat16), C-contiguous. Rows of a
     mini-batch are sorted by R-worker and, within one, attending rows come before append-only rows.
@@ -71,7 +71,7 @@ class AttentionBackend(Protocol):
     def admit(self) -> list[RWorkerInfo]:
         """Between steps: R-workers that have joined since; from the next step on every plan lists them too, at its end.
 
-        Never waits. Empty where nobody can join.
+        Never waits. Empty where R-workers cannot join.
         """
         ...
 

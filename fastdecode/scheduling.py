@@ -10,6 +10,7 @@ from fastdecode.errors import ConfigError
 from fastdecode.live_profile import live_step_model
 from fastdecode.perfmodel.step_profile import StepProfile
 from fastdecode.perfmodel.token_budget import token_budget
+from fastdecode.perfmodel.transport import MOVED_BYTES_PER_SECOND
 from fastdecode.protocols import StepTime
 from fastdecode.resources import scratch_tokens
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
@@ -38,7 +39,7 @@ def make_scheduler(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
         num_mini_batches=num_mini_batches,
-        scratch_tokens=scratch_tokens(config, model.layout, model.free_memory_bytes()),
+        scratch_tokens=_scratch_tokens(config, model, r_workers),
         max_model_len=model.max_model_len,
         block_size=config.block_size,
         num_blocks=tuple(worker.num_blocks for worker in r_workers),
@@ -48,8 +49,21 @@ def make_scheduler(
         idle_s_share=calibrated.idle_s_share(config.max_num_seqs) if calibrated else 1.0,
         micro_batch_interval=config.micro_batch_interval,
         prefix_caching=config.enable_prefix_caching,
+        seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
     )
     return Scheduler(policy, limits)
+
+
+def _scratch_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:
+    """Prompt tokens that may attend on the S-worker.
+
+    Unless told otherwise none, where all R-workers share its cores and store keys and values as the model computes
+    them: there is nothing to overlap, and torch's attention takes two to three times as long as theirs.
+    """
+    shares_cores = not model.on_gpu and not any(worker.own_cores for worker in r_workers)
+    if config.prefill_scratch is None and shares_cores and model.layout.kv_dtype == model.layout.model_dtype:
+        return 0
+    return scratch_tokens(config, model.layout, model.free_memory_bytes())
 
 
 def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:

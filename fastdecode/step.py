@@ -155,6 +155,16 @@ class ScheduledStep:
         """True when no chunk holds prompt tokens, that is, every sequence adds one token to finished context."""
         return all(bool(mini_batch.chunks["is_decode"].all()) for mini_batch in self.mini_batches)
 
+    @property
+    def num_prompt_rows(self) -> int:
+        """Rows of prompts."""
+        return sum(int(mini_batch.prompts["num_rows"].sum()) for mini_batch in self.mini_batches)
+
+    @property
+    def only_decodes_attend(self) -> bool:
+        """True when no prompt attends on an R-worker."""
+        return not any(bool(mini_batch.prompts["attends"].any()) for mini_batch in self.mini_batches)
+
     def to_step_plan(self) -> StepPlan:
         """The same step as the R-workers see it."""
         return StepPlan(tuple(self._worker_plan(worker) for worker in range(len(self.controls))))

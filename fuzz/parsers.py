@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import atheris
+import msgspec
 import numpy as np
 
 from fastdecode.cluster.links import shared_memory
@@ -84,7 +85,7 @@ def report(data: bytes) -> None:
 
 
 def gate(data: bytes) -> None:
-    """Nobody without the key is admitted, whatever they say, and little is kept of them."""
+    """No peer without the key is admitted, whatever it sends, and little of it is kept."""
     door, provider = handshake.Gate(KEY), atheris.FuzzedDataProvider(data)
     while provider.remaining_bytes():
         kind = provider.PickValueInList([*[Kind.CHALLENGE, Kind.PROOF] * 2, Kind.HELLO, Kind.BYE, 77])
@@ -127,13 +128,13 @@ def lying_stream(data: bytes) -> None:
 
 
 class Message:
-    """``Channel`` with one message from a peer, which reads whatever it is told."""
+    """``Channel`` with one message from a peer, which ignores the answers."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self.parts = list(parts)
 
     def send(self, parts: Any) -> None:
-        """Heard by nobody."""
+        """Ignored."""
 
     def receive(self, timeout_seconds: float) -> bytes | None:
         """The first part."""
@@ -175,8 +176,9 @@ def _value(provider: Any) -> Any:
 
 def _sign(value: Any) -> None:
     """Give a HELLO the fingerprint of what it says, where it says something."""
-    with suppress(FrameError, KeyError, TypeError, AttributeError, ValueError):
-        value["fingerprint"] = messages.fingerprint(messages._layout(value["cache"]), value["cache"]["block_size"])
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        cache = msgspec.json.decode(json.dumps(value["cache"]), type=messages._Cache)
+        value["fingerprint"] = messages._fingerprint(cache)
 
 
 def _require(holds: bool) -> None:

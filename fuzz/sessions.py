@@ -86,7 +86,7 @@ class FuzzChannel:
         self.answers: list[Kind] = []
 
     def send(self, parts: Sequence[Any]) -> None:
-        """Heard by the oracle."""
+        """Record the kind of the answer."""
         self.answers.append(Kind(HEADER.unpack(bytes(parts[0]))[2]))
 
     def receive(self, timeout_seconds: float) -> bytes | None:

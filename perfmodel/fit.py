@@ -26,8 +26,3 @@ def fit_parts(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
                 best, least = np.zeros(num_columns), error
                 best[chosen] = weights
     return best
-
-
-def largest_error(columns: np.ndarray, weights: np.ndarray, seconds: np.ndarray) -> float:
-    """The worst relative error of a fit."""
-    return float(np.max(np.abs(columns @ weights / seconds - 1.0)))

@@ -10,22 +10,6 @@ def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_
     return 2 * bytes_per_element * head_dim * num_kv_heads * num_layers
 
 
-def critical_batch(
-    flops_per_second: float,
-    bytes_per_second: float,
-    bytes_per_parameter: float = 2.0,
-    num_experts: int = 1,
-    experts_per_token: int = 1,
-) -> float:
-    """Rows from which a matrix product is bound by arithmetic and no longer by loading its weights.
-
-    FLOPs/bandwidth for 2-byte weights, half of it for 1-byte ones ("Linear operations"); a mixture of experts loads
-    E/k times what a row uses (Question 5).
-    """
-    intensity = flops_per_second / bytes_per_second
-    return intensity * bytes_per_parameter / 2.0 * num_experts / experts_per_token
-
-
 def weight_load_seconds(parameter_bytes: float, bytes_per_second: float, num_chips: int = 1) -> float:
     """Seconds to read every weight once: the least a step can take (Question 3)."""
     return parameter_bytes / (num_chips * bytes_per_second)

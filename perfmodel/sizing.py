@@ -1,4 +1,4 @@
-"""How many R-workers a GPU wants: FastDecode's equations (7) to (11).
+"""How many R-workers a GPU wants: FastDecode's equations (9) to (11).
 
 Two meanings of "batch size" must not be mixed: ``mini_batch_size`` is B of the equations, one of the halves that
 alternate; ``in_flight`` is all sequences, ``num_mini_batches`` times as many (two in the paper). T(B) is the S-part's
@@ -15,41 +15,12 @@ def in_flight(mini_batch_size: int, num_mini_batches: int = 2) -> int:
     return mini_batch_size * num_mini_batches
 
 
-def sequence_seconds(num_layers: int, output_len: float, s_part_seconds: float, num_mini_batches: int = 2) -> float:
-    """Seconds a whole sequence takes when the S-worker never waits: 2·N·S·T(B), to be at most L (eq. 7)."""
-    return num_mini_batches * num_layers * output_len * s_part_seconds
-
-
-def batch_efficiency(mini_batch_size: float, s_part_seconds: float) -> float:
-    """Rows per second of one layer, E(B) = B/T(B): the batch is worth enlarging while it rises (eq. 8)."""
-    return mini_batch_size / s_part_seconds
-
-
 def memory_r_workers(in_flight: float, mean_context: float, capacity_tokens: float) -> float:
     """R-workers that hold the cache, each ``capacity_tokens`` (C) over all layers, unrounded (eq. 9).
 
     The paper's B·S ≤ C·P is two mini-batches of mean length S/2: ``in_flight`` = 2·B, ``mean_context`` = S/2.
     """
     return in_flight * mean_context / capacity_tokens
-
-
-def r_part_seconds(
-    mini_batch_size: float,
-    mean_context: float,
-    r_part_seconds_per_token: float,
-    num_r_workers: float,
-    shared_prefix_len: float = 0.0,
-    call_seconds: float = 0.0,
-    row_seconds: float = 0.0,
-) -> float:
-    """Seconds of one layer and mini-batch on the R-workers: B·S·R/(2P) with ``mean_context`` = S/2 (eq. 10).
-
-    Beyond the paper: every R-worker reads a shared prefix once for all its sequences, each call costs a fixed
-    ``call_seconds``, and each row of it ``row_seconds``.
-    """
-    rows = mini_batch_size / num_r_workers
-    tokens = rows * (mean_context - shared_prefix_len) + shared_prefix_len
-    return r_part_seconds_per_token * tokens + row_seconds * rows + call_seconds
 
 
 def indivisible_seconds(r_part_seconds_per_token: float, shared_prefix_len: float, call_seconds: float) -> float:
@@ -66,7 +37,11 @@ def balanced_r_workers(
     call_seconds: float = 0.0,
     row_seconds: float = 0.0,
 ) -> float:
-    """R-workers whose R-part takes as long as the slowest other stage: P ≈ B·S·R/(2T(B)) = ½·S·R·E(B) (eq. 11).
+    """R-workers whose R-part takes as long as the slowest other stage: P ≈ B·S·R/(2T(B)) (eq. 11).
+
+    It solves eq. 10, seconds of one layer and mini-batch on the R-workers: B·S·R/(2P) with ``mean_context`` = S/2.
+    Beyond the paper every R-worker reads a shared prefix once for all its sequences, each call costs a fixed
+    ``call_seconds``, and each row of it ``row_seconds``.
 
     ``stage_seconds`` is T(B), or the transport's seconds where that is overlapped and slower. PlanError where what no
     number of R-workers can divide (a shared prefix, the fixed cost of a call) takes longer already.

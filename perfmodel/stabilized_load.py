@@ -18,11 +18,6 @@ def micro_batch_size(in_flight: float, output_len: float, interval_steps: float)
     return in_flight * interval_steps / output_len
 
 
-def peak_load_together(in_flight: float, output_len: float, prompt_len: float = 0.0) -> float:
-    """Tokens attended in the worst step when all sequences start at once: W_max = B·S."""
-    return in_flight * (prompt_len + output_len)
-
-
 def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: float, prompt_len: float = 0.0) -> float:
     """Tokens attended in the worst step of the schedule: W'_max = Σ_{k=1..S/F} M·k·F = B·(S + F)/2, plus prompts."""
     return in_flight * (prompt_len + (output_len + interval_steps) / 2.0)

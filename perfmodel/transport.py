@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from fastdecode.errors import ConfigError
 
+MOVED_BYTES_PER_SECOND = 0.5e9
+"""Of a sequence's cache from one R-worker to another, until the first was timed: export at 1.1 to 1.8 GB/s, then import
+at 1.0 to 1.4 (docs/performance.md), and the way over the S-worker between them."""
+
 
 @dataclass(frozen=True)
 class Transport:

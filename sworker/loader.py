@@ -159,6 +159,11 @@ def _reason(model: str, error: Exception) -> str:
         return "the folder has no config.json"
     if isinstance(error, json.JSONDecodeError):
         return f"config.json is not valid JSON ({error})"
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        return (
+            "the folder has its weights as .bin files, which can hold code; convert them to safetensors once, where "
+            "you trust them: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
     return _one_line(error)
 
 

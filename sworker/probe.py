@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.errors import UnsupportedModelError
+from fastdecode.errors import ModelLoadError, UnsupportedModelError
 from fastdecode.sworker.lanes import Lane
 from fastdecode.sworker.staging import DTYPE_NAME
 from fastdecode.sworker.support import refuse
@@ -24,13 +24,19 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
     """Run a packed row through ``model`` and return what its attention calls said.
 
     ``kv_dtype`` "auto" is the model's. UnsupportedModelError when the model does not call us exactly once per
-    layer, asks for something an R-worker does not do, or mixes rows elsewhere than in attention.
+    layer, asks for something an R-worker does not do, or mixes rows elsewhere than in attention; ModelLoadError when
+    its weights give no finite logits.
     """
     recorder = _Recorder(hf_config)
     logits = _forward(model, recorder)
     num_layers = hf_config.get_text_config().num_hidden_layers
     if sorted(recorder.layers) != list(range(num_layers)) or recorder.num_calls != num_layers:
         refuse(hf_config, f"calls the attention interface {recorder.num_calls} times for its {num_layers} layers")
+    if not bool(logits.isfinite().all()):
+        raise ModelLoadError(
+            f"cannot load {getattr(hf_config, '_name_or_path', '') or hf_config.model_type!r}: its logits are NaN or "
+            f"infinite in {DTYPE_NAME[recorder.dtype]}; the weights are damaged, or need another --dtype"
+        )
     same, other = logits[0].float(), logits[3].float()
     if not torch.allclose(same, other, rtol=0, atol=1e-2 * float(same.abs().max())):
         refuse(hf_config, "mixes the tokens of a packed row elsewhere than in attention (a state or a convolution)")

@@ -99,7 +99,7 @@ class SWorker:
         if not ids:
             return {}
         rows = [row for sequence_id in ids for row in sampling[sequence_id]]
-        all_logits = torch.cat(list(logits))
+        all_logits = torch.cat(list(logits)) if len(logits) > 1 else logits[0]
         if len(rows) != len(ids):
             origins = [i for i, sequence_id in enumerate(ids) for _ in sampling[sequence_id]]
             all_logits = all_logits.index_select(0, to_device(origins, self.device))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from fastdecode.scheduler import POLICIES, Limits, Scheduler, Sequence
 from fastdecode.scheduler.policy import Prompts
 from fastdecode.step import Chunk, ScheduledStep
@@ -50,12 +52,16 @@ class Drain:
 
 @dataclass
 class Run:
-    """One workload through one scheduler; without ``recounts`` only loads and starts are noted, for long runs."""
+    """One workload through one scheduler; without ``recounts`` only loads and starts are noted, for long runs.
+
+    ``seconds_per_token``: what the scheduler is told that each R-worker was busy; none: it is told nothing.
+    """
 
     policy: str
     limits: Limits
     jobs: list[Job]
     recounts: bool = True
+    seconds_per_token: tuple[float, ...] = ()
     step_number: int = field(default=0, init=False, repr=False)
     members: list[list[Sequence]] = field(default_factory=list, init=False, repr=False)
     alive: dict[int, Sequence] = field(default_factory=dict, init=False, repr=False)
@@ -128,7 +134,16 @@ class Run:
         else:
             self.scheduler.commit(step)
             self._take(chunks)
+            self._observe(step)
         return step
+
+    def _observe(self, step: ScheduledStep) -> None:
+        """R-workers that have joined are as fast as the first."""
+        if self.seconds_per_token:
+            per_token = np.full(len(step.kv_loads), self.seconds_per_token[0])
+            per_token[: len(self.seconds_per_token)] = self.seconds_per_token
+            busy = per_token * step.kv_loads
+            self.scheduler.observe(step, 0.0, float(busy.max()), busy.tolist())
 
     def _recount(self, step: ScheduledStep, chunks: list[Chunk]) -> None:
         self._apply(step)
@@ -181,7 +196,7 @@ class Run:
             assert self._blocks_used()[move.target] + len(blocks) <= self.scheduler.ledger.num_blocks[move.target]
             self.left_behind[source, sequence_id] = held
             self.held[sequence_id] = Held(move.target, list(held.tokens), blocks)
-            self.scheduler.moved(move)
+            self.scheduler.moved(move, 0.0)
             self.num_moves += 1
         for worker in self.scheduler.drained():
             self._apply(self.scheduler.controls_alone())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
 import subprocess
@@ -14,8 +15,10 @@ from typing import Any
 import model_zoo
 import pytest
 
-from fastdecode.cli.main import main
+from fastdecode.cli.main import build_parser, main
 from fastdecode.config import EngineConfig
+from fastdecode.errors import ConfigError
+from fastdecode.llm import LLM
 from fastdecode.measure.dataset import WorkloadSpec
 from fastdecode.measure.throughput import run_baseline
 
@@ -65,6 +68,14 @@ def bench(folder: str, *more: str) -> list[str]:
             "max_num_seqs must be",
         ),
         (["bench", "throughput", "--random-range-ratio", "2"], 2, "random_range_ratio must be in [0, 1)"),
+        (["bench", "throughput", "--dataset-path", "a.json"], 2, "dataset_path: dataset 'random' reads no file"),
+        (["bench", "throughput", "--plot-steps", "steps.txt"], 2, "steps.txt: a plot must end in .png, .pdf or .svg"),
+        (["bench", "throughput", "--plot-timeline", "steps"], 2, "steps: a plot must end in .png, .pdf or .svg"),
+        (["generate", "hi", "--profile", "no.json"], 2, "profile: there is no file 'no.json'; `fastdecode calibrate`"),
+        (["generate", "hi", "--profile", __file__], 1, "not valid JSON"),
+        (["generate", "hi", "--tensor-parallel-size", "2"], 2, "tensor_parallel_size: more than one GPU"),
+        (["generate", "hi", "--gpu-memory-utilization", "0.9"], 2, "--kv-cache-memory sizes them on each R-worker"),
+        (["r-worker", "--kv-cache-memory", "1"], 2, "kv_cache_memory must be at least 1000 bytes, not 1; give a unit"),
     ],
 )
 def test_failures_are_one_clear_line(
@@ -86,6 +97,8 @@ def test_failures_are_one_clear_line(
         [],
         ["bench"],
         ["generate"],
+        ["generate", "hi", "--max-tok", "3"],
+        ["bench", "throughput", "--r-work", "mpi"],
     ],
 )
 def test_wrong_usage_exits_2(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +137,33 @@ def test_throughput_json_has_the_contract(folder: str, tmp_path: Path, capsys: p
     assert report["config"]["num_mini_batches"] == 2
     keys = {"elapsed_time", "requests_per_second", "tokens_per_second", "output_tokens_per_second", "ttft_seconds"}
     assert keys | {"tbt_seconds", "prefix_cache", "preemptions", "lost_workers"} <= set(report)
+
+
+def test_a_disk_that_is_full_costs_no_figures(folder: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are printed before anything is written."""
+    assert main(bench(folder, "--output-json", "/dev/full")) == 1
+    output, error = capfd.readouterr()
+    assert "Throughput: " in output and "No space left on device" in error
+
+
+def test_vllms_names_are_taken_where_they_mean_the_same(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    lengths = ["--input-len", "7", "--output-len", "3", "--tensor-parallel-size", "1"]
+    assert main(bench(folder, "--output-json", str(path), *lengths)) == 0
+    report = json.loads(path.read_text())
+    assert report["total_num_tokens"] == 6 * 10 and report["config"]["random_input_len"] == 7
+    with pytest.raises(ConfigError, match="gpu_memory_utilization: KV caches are not on the GPU here"):
+        LLM(folder, tensor_parallel_size=1, gpu_memory_utilization=0.9)
+
+
+def test_every_setting_is_a_flag_with_its_default() -> None:
+    """Declared once: what a parser makes of no flags at all are the defaults."""
+    args = build_parser(["generate"]).parse_args(["generate", "hi"])
+    config = EngineConfig()
+    assert {field.name: getattr(args, field.name) for field in dataclasses.fields(config)} == vars(config)
+    args = build_parser(["bench", "throughput"]).parse_args(["bench", "throughput"])
+    spec = WorkloadSpec()
+    assert {field.name: getattr(args, field.name) for field in dataclasses.fields(spec)} == vars(spec)
 
 
 def test_throughput_of_a_cut_model_is_scaled_up(folder: str, tmp_path: Path) -> None:

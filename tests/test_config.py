@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fastdecode import config as config_module
+from fastdecode import scheduling
 from fastdecode.addresses import RWorkerSpec
-from fastdecode.config import EngineConfig, parse_bytes
+from fastdecode.config import EngineConfig
 from fastdecode.errors import CapacityError, ConfigError
 from fastdecode.machine import total_memory_bytes
 from fastdecode.resources import check_room, kv_cache_bytes, scratch_tokens
+from fastdecode.settings import parse_bytes
 from fastdecode.types import KVLayout, LayerLayout, RWorkerInfo
 
 BAD: list[tuple[str, Any]] = [
@@ -46,6 +49,11 @@ BAD: list[tuple[str, Any]] = [
     ("kv_cache_memory", "-4GiB"),
     ("kv_cache_memory", "4XB"),
     ("kv_cache_memory", 0),
+    ("kv_cache_memory", 1),
+    ("kv_cache_memory", "999"),
+    ("profile", "no.json"),
+    ("security", "none"),
+    ("uniform_arithmetic", "sse"),
     ("kv_cache_memory", "99999TiB"),
     ("prefill_scratch", ""),
     ("prefill_scratch", "99999TiB"),
@@ -200,6 +208,26 @@ def test_scratch_tokens_are_in_the_models_dtype() -> None:
     assert scratch_tokens(EngineConfig(prefill_scratch=3200), LAYOUT, 0) == 10
     assert scratch_tokens(EngineConfig(prefill_scratch=3199), LAYOUT, 0) == 9
     assert scratch_tokens(EngineConfig(), LAYOUT, 25600) == 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "kv_dtype", "on_gpu", "own_cores", "expected"),
+    [
+        ({}, LAYOUT.model_dtype, False, False, 0),
+        ({}, LAYOUT.model_dtype, False, True, 10),
+        ({}, LAYOUT.model_dtype, True, False, 10),
+        ({}, "int8", False, False, 10),
+        ({"prefill_scratch": 1600}, LAYOUT.model_dtype, False, False, 5),
+    ],
+    ids=["shared cores", "own cores", "GPU", "quantised", "as told"],
+)
+def test_prompts_attend_on_r_workers_that_share_the_cores(
+    settings: dict[str, Any], kv_dtype: str, on_gpu: bool, own_cores: bool, expected: int
+) -> None:
+    layout = replace(LAYOUT, kv_dtype=kv_dtype)
+    model = SimpleNamespace(layout=layout, on_gpu=on_gpu, free_memory_bytes=lambda: 25600)
+    workers = [replace(worker(8), own_cores=own_cores)]
+    assert scheduling._scratch_tokens(EngineConfig(**settings), model, workers) == expected  # type: ignore[arg-type]
 
 
 def test_default_memory_is_shared_among_the_workers() -> None:

@@ -14,7 +14,7 @@ import pytest
 import test_pipeline
 import torch
 from doubles.fake_backend import FakeBackend
-from graph_stand_in import FakeRecorder, Pool
+from doubles.graph_recorder import FakeRecorder, Pool
 from test_pipeline import NUM_LAYERS, Tiny
 
 from fastdecode import LLM, SamplingParams

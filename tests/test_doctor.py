@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import mpi_jobs
 import pytest
 import r_workers
 
-from fastdecode.cli.doctor import check_mpi, check_port
+from fastdecode.cli.doctor import LIBRARY_CODE, check_mpi, check_port
 from fastdecode.cli.launch import describe_mpiexec
 from fastdecode.cli.main import main
 
@@ -90,3 +91,10 @@ def test_a_job_of_one_rank_is_noted() -> None:
     assert "world size: this job has one rank" in mpi_jobs.run((1, doctor)).stdout
     assert "world size: 2" in mpi_jobs.run((2, doctor)).stdout
     assert "world size" not in subprocess.run(doctor, capture_output=True, text=True, check=False).stdout
+
+
+def test_the_library_is_named_without_starting_mpi() -> None:
+    """A process alone that starts MPI leaves a segment of shared memory behind."""
+    code = LIBRARY_CODE + "; print(MPI.Is_initialized())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "MPI" in run.stdout.splitlines()[0] and run.stdout.splitlines()[1] == "False"

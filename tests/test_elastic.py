@@ -18,6 +18,7 @@ from engine_checks import assert_nothing_held
 from fastdecode import LLM, SamplingParams
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import ConfigError
+from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
 NAME = "llama-gqa"
@@ -84,10 +85,13 @@ def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:
     """Over CURVE: it gets some of the sequences, gives them back when it is told to end, and has ended then."""
     with make_llm(folder, key_file=key) as llm:
         engine = llm.engine
+        run = ThroughputRun()
+        engine.on_step = run.steps.append
         job = Job(engine)
         with r_workers.joining(pool_address(engine), "--key-file", key) as (process, address):
             job.step_until(lambda: len(engine.r_workers) == 2, pause_seconds=0.1)
             assert engine.r_workers[1].name == address
+            assert engine.backend.joined == [address]  # type: ignore[attr-defined]
             job.step_until(lambda: num_on(engine, 1) > 3)
             process.send_signal(signal.SIGTERM)
             job.step_until(lambda: engine.scheduler.fleet.present == [0])
@@ -95,6 +99,7 @@ def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:
             job.finish()
             assert process.wait(PATIENCE_SECONDS) == 0
             assert "leaving as soon as its sequences have moved" in process.communicate()[0]
+            assert throughput_report(run, separate_cores=False)["joined_workers"] == 1
         assert_nothing_held(engine)
 
 

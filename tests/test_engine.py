@@ -70,6 +70,7 @@ def drain(engine: LLMEngine) -> dict[str, list[int]]:
         ("text", "the tokenizer was not loaded"),
         ({"text": "a"}, 'a key "prompt" or "prompt_token_ids"'),
         (7, "must be a list of whole numbers"),
+        (b"abc", "must be text or token ids, not bytes: decode it to text"),
     ],
 )
 def test_bad_prompt_is_refused_and_others_go_on(engine: LLMEngine, prompt: Any, message: str) -> None:

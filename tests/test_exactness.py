@@ -48,11 +48,12 @@ def generate(
 
 @pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
 def test_every_architecture_matches_generate(name: str, zoo_folder: Any) -> None:
-    """All prompts in one batch, with 1, 2 and 3 mini-batches."""
+    """All prompts in one batch, with 1, 2 and 3 mini-batches; the prompts attend on the S-worker too."""
     expected = [list(tokens) for tokens in model_zoo.reference(name).tokens]
-    for num_mini_batches in (1, 2, 3):
-        tokens = generate(zoo_folder(name), model_zoo.prompts(name), num_mini_batches=num_mini_batches)
-        assert tokens == expected, f"{num_mini_batches} mini-batches"
+    for num_mini_batches, scratch in ((1, None), (2, "64MiB"), (3, None)):
+        settings = {"num_mini_batches": num_mini_batches, "prefill_scratch": scratch}
+        tokens = generate(zoo_folder(name), model_zoo.prompts(name), **settings)
+        assert tokens == expected, settings
 
 
 VARIATIONS: dict[str, dict[str, Any]] = {
@@ -62,6 +63,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "block of 16": {"block_size": 16, "num_mini_batches": 2},
     "block of 128": {"block_size": 128},
     "prompts attend on the R-worker": {"prefill_scratch": 1, "max_num_batched_tokens": 64, "max_num_seqs": 16},
+    "prompts attend on the S-worker": {"prefill_scratch": "64MiB", "max_num_batched_tokens": 64, "max_num_seqs": 16},
     "three R-workers": {
         "r_workers": "inproc:3",
         "num_mini_batches": 2,

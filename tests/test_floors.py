@@ -18,7 +18,7 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 
 FLOORS = [
     {"", "types", "step", "addresses", "binding", "config", "protocols", "errors", "clock", "interrupts", "machine"}
-    | {"outputs", "rounding", "sampling_params", "metrics"},
+    | {"outputs", "rounding", "sampling_params", "settings", "metrics"},
     {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
     {"engine", "backends", "in_flight", "live_profile", "membership", "request", "resources", "scheduling", "prompts"}

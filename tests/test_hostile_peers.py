@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import model_zoo
+import psutil
 import pytest
 import r_workers
 import test_security
@@ -172,14 +173,8 @@ S_WORKER = """
 
 def marked(mark: str) -> list[int]:
     """Processes, zombies apart, that were started with ``mark`` in their environment, however deep."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+    name, value = mark.split("=")
+    return [each.pid for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get(name) == value]
 
 
 @pytest.mark.parametrize("kind", ["spawn", "tcp"])

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mpi_jobs
+import psutil
 import pytest
 import r_workers
 import test_spawn
@@ -84,8 +85,8 @@ def test_a_killed_rank_ends_the_job_within_five_seconds() -> None:
     try:
         while job.stdout and "in a step" not in job.stdout.readline():
             assert job.poll() is None
-        victim = sorted(pid for pid in children(job.pid) if "r-worker" in cmdline(pid))[-1]
-        others = children(job.pid)
+        others = [each.pid for each in psutil.Process(job.pid).children(recursive=True)]
+        victim = max(pid for pid in others if "r-worker" in psutil.Process(pid).cmdline())
         killed = time.monotonic()
         os.kill(victim, signal.SIGKILL)
         output = "".join(job.communicate(timeout=30))
@@ -154,6 +155,17 @@ def test_a_process_alone_is_told_how(command: list[str]) -> None:
         assert ": mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker" in job.stderr
 
 
+@pytest.mark.parametrize("command", [BENCH, mpi_jobs.R_WORKER], ids=["s-worker", "r-worker"])
+def test_a_process_alone_leaves_no_shared_memory(command: list[str], tmp_path: Path) -> None:
+    """Open MPI's segment for ranks of one machine would lie in this folder."""
+    environment = os.environ | {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    plain = [PYTHON, "-c", "from mpi4py import MPI"]
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "this process is alone" in job.stderr and list(tmp_path.iterdir()) == []
+    subprocess.run(plain, env=environment, check=True)
+    assert len(list(tmp_path.iterdir())) == 1  # else this test looks in the wrong place
+
+
 def test_ranks_in_the_wrong_order_are_told() -> None:
     job = mpi_jobs.run((1, mpi_jobs.R_WORKER), (1, BENCH))
     assert job.returncode != 0
@@ -196,13 +208,3 @@ def test_an_r_worker_never_imports_torch() -> None:
     """)
     job = mpi_jobs.run((1, s_worker), (1, r_worker))
     assert "found 0 []" in job.stdout, job.stdout + job.stderr
-
-
-def children(pid: int) -> list[int]:
-    """All processes below ``pid``."""
-    found = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
-    return found + [below for child in found for below in children(child)]
-
-
-def cmdline(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from doubles.fake_backend import FakeBackend
+from doubles.recorder import Recorder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastdecode.clock import HOST, MODEL, WAIT, StateClock
@@ -64,31 +64,6 @@ def tiny() -> Tiny:
     )
     model.load_state_dict(plain.state_dict())
     return Tiny(model, plain, probe_layout(model, model.config, "auto"))
-
-
-@dataclass(kw_only=True)
-class Recorder(FakeBackend):
-    """Answers with zeros; a result is ready once ``ready`` was asked ``polls[mini_batch]`` times since its submit."""
-
-    polls: dict[int, int] = field(default_factory=dict)
-    delay_seconds: float = 0.0
-    log: list[str] = field(default_factory=list)
-    asked: dict[int, int] = field(default_factory=dict)
-    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        self.log.append(f"{'ABCD'[mini_batch]}{layer}")
-        self.asked[mini_batch] = 0
-        self.shapes[mini_batch] = q.shape
-
-    def ready(self, mini_batch: int) -> bool:
-        self.asked[mini_batch] += 1
-        return self.asked[mini_batch] > self.polls.get(mini_batch, 0)
-
-    def collect(self, mini_batch: int) -> np.ndarray:
-        if self.delay_seconds:  # to sleep for no time is to give the core away
-            time.sleep(self.delay_seconds)
-        return np.zeros(self.shapes[mini_batch], np.float32)
 
 
 def forwards_of(tiny: Tiny, backend: Recorder, num_mini_batches: int) -> list[MiniBatchForward]:

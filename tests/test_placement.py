@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import Job, Run
@@ -93,3 +95,18 @@ def test_hits_and_memory_are_costs_too() -> None:
     assert tight[1] == plain[1] + 20 * 40 / 20
     slow = placement_costs(forecast, prompt, np.array([8.0, 1.0]), ample, {}, 0.0)
     assert slow[0] < slow[1]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "stall-free", "sls"])
+def test_twice_the_memory_needed_is_enough(policy: str) -> None:
+    """Eight R-workers that together hold twice what all seats take at full length: nothing is preempted."""
+    rng = np.random.default_rng(5)
+    lengths = [int(rng.integers(12, 108)) for _ in range(400)]
+    jobs = [Job([1] * 16, length, [length], number // 8) for number, length in enumerate(lengths)]
+    seats, mean_len = 64, 16 + 60
+    blocks = 2 * seats * mean_len // AMPLE.block_size // 8
+    limits = replace(AMPLE, max_num_seqs=seats, num_blocks=(blocks,) * 8, bandwidths=(1.0,) * 8)
+    run = Run(policy, limits, jobs, recounts=False)
+    run.to_the_end()
+    assert run.scheduler.num_preemptions == 0
+    assert max(map(max, run.kv_loads)) > blocks * AMPLE.block_size / 4, "memory was hardly used"

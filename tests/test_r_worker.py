@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,6 +249,49 @@ def test_nobody_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         opened("127.0.0.1:9")
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "no R-worker listens there: what answers does not use FastDecode's protocol"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no R-worker listens there: what answers"),
+        (None, "no R-worker listens there: what answers"),
+        (b"", "it accepts connections and sends nothing: no R-worker listens there, or its process hangs"),
+    ],
+    ids=["banner", "http", "closes", "silent"],
+)
+def test_a_port_that_is_no_r_worker_is_named(
+    answer: bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not taken for an R-worker with another key, or waited for as one that starts."""
+    monkeypatch.setattr("fastdecode.cluster.links.zeromq.HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr("fastdecode.cluster.links.tcp.GREETING_SECONDS", 0.2)
+    with stranger(answer) as address, pytest.raises(BackendError, match=f"R-worker {address} is lost: {message}"):
+        opened(address)
+
+
+@contextlib.contextmanager
+def stranger(answer: bytes | None) -> Iterator[str]:
+    """The address of a server that answers every connection so; None: closes it."""
+    connections: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = server.accept()[0]
+                    if answer is None:
+                        connection.close()
+                    else:
+                        connections.append(connection)
+                        connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in connections:
+        connection.close()
+
+
 # With a key.
 
 
@@ -300,7 +347,7 @@ def odd_hello(name: str, value: int, block_size: int = 16) -> bytes:
 
 BAD: dict[str, list[bytes]] = {
     "a block of one token": frame(Kind.HELLO, odd_hello("window", 0, block_size=1)),
-    "a scale that no float holds": frame(Kind.HELLO, odd_hello("scale", 10**400)),
+    "a scale that no float holds": frame(Kind.HELLO, HELLO.replace(b'"scale":0.3', b'"scale":1' + b"0" * 400)),
     "a head of no dims": frame(Kind.HELLO, odd_hello("key_head_dim", 0)),
     "nested": frame(Kind.HELLO, b"[" * 100_000),
     "nothing": [b""],

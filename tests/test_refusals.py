@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import transformers
+from safetensors.torch import load_file, save_file
 
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
@@ -172,6 +174,18 @@ def _truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def _spoil(folder: Path, value: float) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = value
+    save_file(tensors, path, {"format": "pt"})
+
+
+def _pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+
+
 BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing folder": (lambda folder: shutil.rmtree(folder), "no such folder"),
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
@@ -187,6 +201,9 @@ BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no model_type": (lambda folder: (folder / "config.json").write_text("{}"), "model_type"),
     "wrong type": (lambda folder: _edit_config(folder, hidden_size="wide"), "hidden_size.*expected int"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+    "pickled weights": (_pickle, r"as \.bin files, which can hold code; convert them to safetensors"),
+    "NaN weights": (lambda folder: _spoil(folder, math.nan), "its logits are NaN or infinite in float32"),
+    "infinite weights": (lambda folder: _spoil(folder, math.inf), "its logits are NaN or infinite in float32"),
     "truncated weights": (_truncate, "incomplete|deserializ"),
     "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "header"),
     "tensors missing": (

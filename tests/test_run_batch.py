@@ -14,9 +14,10 @@ import mpi_jobs
 import pytest
 import r_workers
 
-from fastdecode.batch.lines import CHAT, COMPLETIONS, BatchLine, sampling_params
+from fastdecode.batch.lines import CHAT, COMPLETIONS, BatchLine, answer, sampling_params
 from fastdecode.cli.main import main
 from fastdecode.errors import ConfigError, RequestError
+from fastdecode.outputs import CompletionOutput, Logprob, RequestOutput
 from fastdecode.sworker.tokenizer import HFTokenizer
 
 FLAGS = ["--max-model-len", "256", "--max-num-seqs", "2", "--kv-cache-memory", "64MiB", "--device", "cpu"]
@@ -117,8 +118,81 @@ def test_requests_that_cannot_run_are_answered_with_the_reason(
         "nothing": "prompt is missing",
     }.items():
         assert found[name]["status_code"] == 400 and message in found[name]["body"]["error"]["message"]
-    assert main(arguments) == 0
-    assert "10 of 10 requests are answered" in capsys.readouterr().out
+    assert main(arguments) == 1
+    assert "10 of 10 requests are answered, 8 of them with an error" in capsys.readouterr().out
+
+
+def test_failures_are_asked_again_when_told_so(tmp_path: Path) -> None:
+    """The good answer stays as it is, and what is asked again can be another request of the same name."""
+    out, asked = tmp_path / "out.jsonl", [line("good", prompt="x = ", max_tokens=3), line("bad", prompt="x", top_p=2)]
+    arguments = ["run-batch", "-i", write(tmp_path / "in.jsonl", asked), "-o", str(out), *FLAGS]
+    assert main(arguments) == 1 == main(arguments)
+    good = answers(out)["good"]
+    asked[1] = line("bad", prompt="x", max_tokens=2)
+    write(tmp_path / "in.jsonl", asked)
+    assert main([*arguments, "--retry-failed"]) == 0
+    assert answers(out)["good"] == good and answers(out)["bad"]["status_code"] == 200
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_lines_that_are_no_request_are_reported_and_the_others_answered(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good = [json.dumps(line(name, prompt="x", max_tokens=2)) for name in "ab"]
+    kinds = [json.dumps(line("c", "/v1/embeddings")), json.dumps(line("d") | {"body": []})]
+    lines = [good[0].encode(), b"{", b'{"custom_id": 3}', good[0].encode(), b"\xff", *(each.encode() for each in kinds)]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([*lines, b"", good[1].encode()]))
+    out = tmp_path / "out.jsonl"
+    assert main(["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(out), *FLAGS]) == 1
+    found, error = answers(out), capfd.readouterr().err
+    assert {name: each["status_code"] for name, each in found.items()} == {"a": 200, "b": 200, "c": 400, "d": 400}
+    assert "must POST to /v1/completions or /v1/chat/completions" in found["c"]["body"]["error"]["message"]
+    assert "body must be an object" in found["d"]["body"]["error"]["message"]
+    for number, words in (
+        (2, "not valid JSON"),
+        (3, "with a custom_id"),
+        (4, "'a' was asked before"),
+        (5, "not valid"),
+    ):
+        assert f"line {number}: " in error and words in error
+
+
+def test_a_list_of_prompts_has_their_choices_in_order(tmp_path: Path) -> None:
+    """Texts or token ids, with log-probabilities; a list with one that cannot run is refused as a whole."""
+    one, two = "def f(x):", "import os"
+    greedy = {"max_tokens": 4, "temperature": 0}
+    asked = [line("both", prompt=[one, two], **greedy), line("one", prompt=one, **greedy, logprobs=2)]
+    asked += [line("two", prompt=two, **greedy), line("ids", prompt=[[1, 2], [3]], **greedy)]
+    asked += [line("long", prompt=[one, "x" * 1000], **greedy)]
+    out = tmp_path / "out.jsonl"
+    assert main(["run-batch", "-i", write(tmp_path / "in.jsonl", asked), "-o", str(out), *FLAGS]) == 1
+    found = {name: each["body"] for name, each in answers(out).items()}
+    both = found["both"]["choices"]
+    assert [choice["index"] for choice in both] == [0, 1]
+    assert [choice["text"] for choice in both] == [found[name]["choices"][0]["text"] for name in ("one", "two")]
+    assert found["both"]["usage"]["completion_tokens"] == 8 and len(found["ids"]["choices"]) == 2
+    assert "prompt has 1001 tokens" in found["long"]["error"]["message"]
+    logprobs = found["one"]["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == found["one"]["choices"][0]["text"] and both[0]["logprobs"] is None
+    assert [len(each) for each in logprobs.values()] == [4, 4, 4, 4] and logprobs["text_offset"][0] == 0
+    for token, chosen, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == chosen == max(top.values()) <= 0 and len(top) == 2
+
+
+def test_a_chat_has_its_log_probabilities_per_token() -> None:
+    wanted = BatchLine("a", CHAT, {"messages": [], "logprobs": True, "top_logprobs": 1})
+    assert sampling_params(wanted, {}).logprobs == 1
+    assert sampling_params(BatchLine("a", CHAT, {"logprobs": False}), {}).logprobs is None
+    with pytest.raises(RequestError, match="true beside top_logprobs"):
+        sampling_params(BatchLine("a", CHAT, {"top_logprobs": 1}), {})
+    entries = ({7: Logprob(-0.5, 2, "é"), 8: Logprob(-0.25, 1, None)},)
+    output = RequestOutput("a", None, [1], [CompletionOutput(0, "é", (7,), "stop", None, entries)], True)
+    (choice,) = answer(wanted, "m", [output])["response"]["body"]["choices"]
+    chosen = {"token": "é", "logprob": -0.5, "bytes": [195, 169]}
+    other = {"token": "token_id:8", "logprob": -0.25, "bytes": list(b"token_id:8")}
+    assert choice["logprobs"] == {"content": [chosen | {"top_logprobs": [chosen, other]}]}
 
 
 @pytest.mark.parametrize(
@@ -126,9 +200,8 @@ def test_requests_that_cannot_run_are_answered_with_the_reason(
     [
         ("{", "line 1: not valid JSON"),
         ('{"custom_id": 3}', "line 1: must be an object with a custom_id"),
-        (json.dumps(line("a", "/v1/embeddings")), "line 1: must POST to /v1/completions or /v1/chat/completions"),
-        (json.dumps(line("a") | {"body": []}), "line 1: body must be an object"),
-        (json.dumps(line("a")) + "\n\n" + json.dumps(line("a")), "custom_id 'a' comes twice"),
+        ("{\n[]", "line 2: must be an object with a custom_id"),
+        ("\n", "holds no request"),
     ],
 )
 def test_a_file_that_is_no_batch_is_one_line(
@@ -145,6 +218,7 @@ def test_a_file_that_is_no_batch_is_one_line(
     [
         ('{"custom_id": "b", "response": {}}\n', "answers 'b', which the input does not ask"),
         ('{"custom_id": "a"}\n', "no answer"),
+        ('{"custom_id": "a", "response": {"status_code": 200, "body": {"model": "other"}}}\n', "by model 'other'"),
         ('{"custom_id": [], "response": {}}\n', "no answer"),
         ("text\n", "no answer"),
         ("a line of notes without an end", "line 1 is no answer"),
@@ -159,9 +233,19 @@ def test_another_batch_s_output_is_left_alone(
     assert message in capfd.readouterr().err and out.read_text() == written
 
 
+@pytest.mark.parametrize("device", ["/dev/full", "/dev/null", "/dev/zero"])
+def test_an_output_that_is_no_regular_file_is_refused(
+    device: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It has no end that could be read."""
+    asked = write(tmp_path / "in.jsonl", [line("a", prompt="x")])
+    assert main(["run-batch", "-i", asked, "-o", device]) == 2
+    assert f"{device}: must be a regular file" in capfd.readouterr().err
+
+
 def test_what_cannot_be_read_twice_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run-batch", "-i", "/dev/null", "-o", str(tmp_path / "out.jsonl")]) == 2
-    assert "/dev/null: must be a file" in capfd.readouterr().err
+    assert "/dev/null: must be a regular file" in capfd.readouterr().err
     asked = write(tmp_path / "in.jsonl", [line("a", prompt="x")])
     before = Path(asked).read_text()
     assert main(["run-batch", "-i", asked, "-o", asked]) == 2

@@ -87,6 +87,13 @@ def test_the_ends_of_the_uniform_range(edge: float) -> None:
 # ---- bans
 
 
+def test_min_tokens_without_stop_tokens_is_free() -> None:
+    """Nothing is held back, so the likeliest of the model's own logits is the token, with no pass to edit them."""
+    assert make_row(temperature=0, min_tokens=2).plain
+    assert not make_row(temperature=0, min_tokens=2, stop_token_ids=frozenset({3})).plain
+    assert make_row(output=[1, 1], temperature=0, min_tokens=2, stop_token_ids=frozenset({3})).plain
+
+
 def test_min_tokens_holds_stop_tokens_back() -> None:
     logits = torch.zeros(1, 10)
     logits[0, 3], logits[0, 4] = 9, 5

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import test_backends as contract
 
@@ -41,10 +42,10 @@ def segments() -> set[str]:
 
 
 def alive(pid: int) -> bool:
-    """False for a zombie, too: its parent, here init, has only not looked yet."""
+    """False for a zombie, too, which its parent, here init, has not reaped yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -54,8 +54,16 @@ def test_two_on_one_core_are_loaded_in_proportion_to_their_weights(policy: str) 
         step = run.step()
         if step.is_decode:
             busy = seconds_on_one_core(np.array(step.kv_loads) * 1e-6, np.array([2.0, 1.0]))
-            run.scheduler.observe(step.num_tokens, step.kv_loads, 1e-3, busy.tolist())
+            run.scheduler.observe(step, 1e-3, float(busy.max()), busy.tolist())
         run.step_number += 1
     loads = np.array(run.kv_loads).T
     assert loads[0, 1] == loads[1, 1] > 0
     assert loads[0, -60:].sum() / loads[1, -60:].sum() == pytest.approx(2.0, rel=0.1)
+
+
+def test_one_that_is_very_slow_is_seen_beside_the_others() -> None:
+    """It takes ten times as long over the same tokens; the others' short times tell as much."""
+    speeds = WorkerSpeeds([1.0, 1.0])
+    for _ in range(10):
+        speeds.observe([1000, 1000], [0.100, 0.010])
+    assert speeds.relative[1] / speeds.relative[0] == pytest.approx(10.0)

@@ -17,7 +17,8 @@ import pytest
 import test_pipeline
 import torch
 from doubles.fake_backend import FakeBackend
-from test_pipeline import NUM_LAYERS, Recorder, Tiny
+from doubles.recorder import Recorder
+from test_pipeline import NUM_LAYERS, Tiny
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.clock import HOST, MODEL, WAIT, StateClock
@@ -135,11 +136,12 @@ def staging_of(gpu: FakeGpu, backend: Any) -> CudaStaging:
     return CudaStaging(backend, gpu)  # type: ignore[arg-type]
 
 
-@dataclass(kw_only=True)
 class Bits(Recorder):
     """Keeps what was submitted and answers with q."""
 
-    submitted: list[tuple[np.ndarray, ...]] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        self.submitted: list[tuple[np.ndarray, ...]] = []
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         super().submit(mini_batch, layer, q, k, v)

@@ -282,6 +282,23 @@ def test_latencies() -> None:
     assert latencies([])["tbt_seconds"] == {"p50": 0.0, "p99": 0.0}
 
 
+def test_r_workers_that_came_and_went_are_in_the_summary() -> None:
+    """One that is lost keeps its place, so that whatever comes after the first step has joined."""
+    steps = [STEP, replace(STEP, kv_loads=(60, 40, 0)), replace(STEP, kv_loads=(60, 0, 0, 40), lost_workers=1)]
+    report = throughput_report(ThroughputRun(2.0, OUTPUTS, steps), separate_cores=False)
+    assert (report["joined_workers"], report["lost_workers"]) == (2, 1)
+    assert "R-workers: 2 joined and 1 were lost during the run" in summary_lines(report)
+    quiet = throughput_report(ThroughputRun(2.0, OUTPUTS, [STEP, STEP]), separate_cores=False)
+    assert quiet["joined_workers"] == 0 and not any("joined" in line for line in summary_lines(quiet))
+
+
+@pytest.mark.parametrize(("limit", "exceeded"), [(None, False), (100, False), (92, False), (50, True)])
+def test_a_found_limit_that_was_not_kept_is_said(limit: int | None, exceeded: bool) -> None:
+    run = ThroughputRun(2.0, OUTPUTS, [STEP], kv_load_limit=limit)
+    (line,) = (line for line in summary_lines(throughput_report(run, True)) if line.startswith("KV load"))
+    assert ("found and not kept" in line) == exceeded and ("limit" in line) == (limit is not None)
+
+
 def test_the_whole_report() -> None:
     prompt = replace(STEP, is_decode=False, num_tokens=60, num_output_tokens=1, kv_loads=(200, 100), wall_seconds=0.25)
     run = ThroughputRun(2.0, OUTPUTS, [prompt, STEP, replace(STEP, kv_loads=(80, 120))])

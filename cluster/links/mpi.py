@@ -7,6 +7,7 @@ bytes, for which a receive is always posted and which announce the rest, and *me
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import sys
 import threading
@@ -15,6 +16,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mpi4py
+
+LAUNCHED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+"""Set by launchers for every rank; without them Open MPI starts a job of this process alone."""
+
+if not any(name in os.environ for name in LAUNCHED):
+    # Open MPI would make a segment of shared memory, and nothing removes it for a process alone.
+    os.environ.setdefault("OMPI_MCA_btl", "self")
 
 mpi4py.rc.thread_level = "serialized"  # one thread at a time, which costs nothing; MULTIPLE is slow in Open MPI
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
 from functools import partial
 
 from fastdecode.addresses import split_address
 from fastdecode.cluster.joining import Joiner, JoinListener
 from fastdecode.cluster.links.link import Link
-from fastdecode.cluster.links.zeromq import S_WORKER, PeerChannel, ZmqChannel, ZmqListener
+from fastdecode.cluster.links.zeromq import PeerChannel, ZmqChannel, ZmqListener
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.r_worker.host import Host
 from fastdecode.cluster.r_worker.session import TICK_SECONDS, Session
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind, decode
-from fastdecode.cluster.wire.handshake import BOTH_SIDES, Gate, Security, prove, read_security
+from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, prove, read_security
 from fastdecode.cluster.wire.messages import Hello, encode_refusal
 from fastdecode.errors import ConfigError, FrameError
+
+GREETING_BYTES = 10
+GREETING_SECONDS = 2.0
+"""Most time to a ZeroMQ socket's greeting, which needs no Python on the other end."""
 
 MOST_LOGGED = 100
 """Strangers that are logged one by one; further ones are not."""
@@ -57,6 +62,7 @@ def listen_for_joins(
 
 def _connect(address: str, security: Security) -> Link:
     channel = ZmqChannel(address, security.curve_secret)
+    channel.diagnose = partial(_diagnose, address)
     try:
         if security.proof_key is not None:
             prove(channel, security.proof_key, address)
@@ -64,6 +70,23 @@ def _connect(address: str, security: Security) -> Link:
         channel.close()
         raise
     return Link(channel)
+
+
+def _diagnose(address: str) -> str:
+    """Why no ZeroMQ socket answers at ``address``; "" where one does, or where nothing listens yet.
+
+    A ZeroMQ socket greets every connection at once with 0xFF, eight bytes, 0x7F (ZMTP 3.1, section 3.2).
+    """
+    try:
+        with socket.create_connection(split_address("r_workers", address), GREETING_SECONDS) as probe:
+            greeting = probe.recv(GREETING_BYTES, socket.MSG_WAITALL)
+    except TimeoutError:
+        return "it accepts connections and sends nothing: no R-worker listens there, or its process hangs"
+    except OSError:
+        return ""
+    if len(greeting) == GREETING_BYTES and (greeting[0], greeting[-1]) == (0xFF, 0x7F):
+        return ""
+    return "no R-worker listens there: what answers does not use FastDecode's protocol"
 
 
 class Server:

@@ -1,8 +1,7 @@
-"""Channels over ZeroMQ and TCP: the only file that knows either.
+"""Channels over ZeroMQ and TCP: the only file that imports zmq.
 
-An R-worker's listener is a ROUTER socket, an S-worker's channel a DEALER. libzmq frames, queues and authenticates;
-``wire/frames.py`` checks what arrives. With a secret, both ends prove that they hold it by CURVE keys derived from it,
-and all data is encrypted.
+An R-worker's listener is a ROUTER socket, an S-worker's channel a DEALER. libzmq frames and queues; ``wire/frames.py``
+checks what arrives. With a secret, libzmq authenticates both ends by CURVE keys derived from it, and encrypts all data.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import zmq.utils.z85
 
 from fastdecode.cluster.links.link import SILENCE_SECONDS
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER
-from fastdecode.cluster.wire.handshake import derive_key
+from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER, derive_key
 from fastdecode.errors import BackendError, FrameError
 
 PATIENCE_SECONDS = 30.0
@@ -31,16 +30,14 @@ HEARTBEAT_SECONDS = 0.3
 MAX_QUEUED = 256
 """Messages each way that may wait for the other side, most of them parts of a few hundred KiB."""
 
-LOOK_SECONDS = 0.02
-"""Between two attempts to send to a full queue."""
+RETRY_SECONDS = 0.02  # between two attempts to send to a full queue
 
 DEPARTURE_SECONDS = 2.0
 """How long after the end of any connection the listener checks whether the served peer is still there."""
 
-S_WORKER, R_WORKER = "s-worker", "r-worker"
-"""The two sides of every connection, each with a key of its own."""
+HANDSHAKE_SECONDS = 2.0
+"""A ZeroMQ handshake takes milliseconds; where it takes longer, the other end may be no ZeroMQ socket at all."""
 
-_OTHER_ROLE = {S_WORKER: R_WORKER, R_WORKER: S_WORKER}
 _ZAP_DOMAIN = "fastdecode"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -54,16 +51,11 @@ class _Socket:
         """``kind``: ZeroMQ's; a peer that sends no heartbeat for ``silence_seconds`` is disconnected."""
         self.context = zmq.Context()
         self.socket: zmq.Socket = self.context.socket(kind)
-        for option, value in (
-            (zmq.MAXMSGSIZE, FRAME_LIMIT),
-            (zmq.SNDHWM, MAX_QUEUED),
-            (zmq.RCVHWM, MAX_QUEUED),
-            (zmq.LINGER, 200),
-            (zmq.SNDTIMEO, int(PATIENCE_SECONDS * 1000)),
-            (zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000)),
-            (zmq.HEARTBEAT_TIMEOUT, int(silence_seconds * 1000)),
-        ):
-            self.socket.setsockopt(option, value)
+        self.socket.maxmsgsize, self.socket.linger = FRAME_LIMIT, 200
+        self.socket.sndhwm = self.socket.rcvhwm = MAX_QUEUED
+        self.socket.sndtimeo = int(PATIENCE_SECONDS * 1000)
+        self.socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
+        self.socket.heartbeat_timeout = int(silence_seconds * 1000)
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED
         self._monitor: Any = self.socket.get_monitor_socket(events)
         self._poller = zmq.Poller()
@@ -80,11 +72,6 @@ class _Socket:
         while self._monitor.poll(0):
             found |= zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
         return found
-
-    def part(self) -> bytes:
-        """The next part of the current message, if it has a header's length; else b""."""
-        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
-        return frame.bytes if len(frame) == HEADER.size else b""
 
     def read_into(self, buffer: Any) -> None:
         """See ``Channel.read_into``."""
@@ -120,15 +107,19 @@ class _Socket:
 
 
 class ZmqChannel(_Socket):
-    """``Channel`` of an S-worker to the R-worker at ``address`` ("host:port"), or the other way round."""
+    """``Channel`` of an S-worker to the R-worker at ``address`` ("host:port"), or the other way round.
+
+    ``diagnose`` is called while no handshake succeeds, and returns the reason, or "" where it knows none.
+    """
 
     def __init__(self, address: str, secret: bytes | None, role: str = S_WORKER) -> None:
         """``role``: this side's."""
         super().__init__(zmq.DEALER, SILENCE_SECONDS)
+        self.diagnose: Callable[[], str] = lambda: ""
+        self._next_diagnosis = time.monotonic() + HANDSHAKE_SECONDS
         self._connected = False
         if secret is not None:
-            _use_curve(self.socket, secret, role)
-            self.socket.curve_serverkey = _keys(secret, _OTHER_ROLE[role])[0]
+            self.socket.curve_serverkey = _use_curve(self.socket, secret, role)
         try:
             self.socket.connect(f"tcp://{address}")
         except zmq.ZMQError as error:
@@ -146,7 +137,7 @@ class ZmqChannel(_Socket):
                 self._look_at_connection()
             if time.monotonic() > deadline:
                 raise ConnectionError("it takes no more messages")
-            self.poll(LOOK_SECONDS)
+            self.poll(RETRY_SECONDS)
 
     def receive(self, timeout_seconds: float) -> bytes | None:
         """See ``Channel.receive``. An empty message only tests the connection."""
@@ -156,27 +147,31 @@ class ZmqChannel(_Socket):
             try:
                 if header := self.socket.recv(zmq.NOBLOCK):
                     return header
-                continue
             except zmq.Again:
-                pass
-            left = deadline - time.monotonic()
-            if timeout_seconds == 0 or left <= 0:
-                return None
-            if not self.poll(left):
-                self._look_at_connection()
+                left = deadline - time.monotonic()
+                if timeout_seconds == 0 or left <= 0:
+                    return None
+                if not self.poll(left):
+                    self._look_at_connection()
 
     def _look_at_connection(self) -> None:
-        events = self.events()
+        events, now = self.events(), time.monotonic()
         self._connected = self._connected or bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        if not self._connected and events & _FAILED:
+        if self._connected:
+            if events & zmq.EVENT_DISCONNECTED and not self.poll(0):
+                raise ConnectionError("the connection is closed")
+            return
+        if events & _FAILED or now > self._next_diagnosis:
+            self._next_diagnosis = now + HANDSHAKE_SECONDS
+            if reason := self.diagnose():
+                raise ConnectionError(reason)
+        if events & _FAILED:
             raise ConnectionError(
                 "the two sides do not agree on a key: the same --key-file and --security, or neither, must be on both"
             )
-        if self._connected and events & zmq.EVENT_DISCONNECTED and not self.poll(0):
-            raise ConnectionError("the connection is closed")
 
 
-class ZmqListener:
+class ZmqListener(_Socket):
     """The socket at which an R-worker accepts S-workers, one at a time, or an S-worker the JOINs of R-workers.
 
     While one peer is served, ``on_stranger`` is called with every other peer that sends a message.
@@ -187,32 +182,32 @@ class ZmqListener:
 
         ``role``: this side's; only peers of the other role are accepted.
         """
-        self.is_guarded = secret is not None
-        self.socket = _Socket(zmq.ROUTER, PATIENCE_SECONDS)
+        self.is_guarded, self._logged = secret is not None, False
+        super().__init__(zmq.ROUTER, PATIENCE_SECONDS)
         self.on_stranger: Callable[[PeerChannel], None] = lambda peer: None
         self._authenticator: Any = None
-        self._logged = False
-        self.socket.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.router_mandatory = 1
         try:
             if secret is not None:
                 self._authenticate(secret, role)
-            self.socket.socket.bind(f"tcp://{host}:{port}")
+            self.socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
             self.close()
             raise OSError(error.errno, f"cannot listen on tcp://{host}:{port}: {error.strerror}") from None
-        self.address = self.socket.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def accept(self, timeout_seconds: float) -> PeerChannel | None:
         """The channel to the sender of the first message, None when none came in time."""
-        if not self.socket.poll(timeout_seconds):
-            self.log_failures(self.socket.events())
+        if not self.poll(timeout_seconds):
+            self.log_failures(self.events())
             return None
         return self.next_peer()
 
     def next_peer(self) -> PeerChannel:
         """The channel to the sender of the next message, which must be there and is the first that it receives."""
-        identity = self.socket.socket.recv(zmq.NOBLOCK)
-        return PeerChannel(self, identity, self.socket.part() if self.socket.more else b"")
+        identity = self.socket.recv(zmq.NOBLOCK)
+        first = self.socket.recv(zmq.NOBLOCK, copy=False) if self.more else None
+        return PeerChannel(self, identity, first.bytes if first and len(first) == HEADER.size else b"")
 
     def log_failures(self, events: int) -> None:
         """Log once that a peer without the key, or with another security level, has tried to connect."""
@@ -225,16 +220,15 @@ class ZmqListener:
         if self._authenticator:
             self._authenticator.stop()
             self._authenticator = None
-        self.socket.close()
+        super().close()
 
     def _authenticate(self, secret: bytes, role: str) -> None:
         """Accept only holders of the other role's key; a peer that does not know this role's key cannot connect."""
-        _use_curve(self.socket.socket, secret, role)
-        self.socket.socket.curve_server = True
-        self.socket.socket.zap_domain = _ZAP_DOMAIN.encode()
-        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self.socket.context)
+        accepted = _use_curve(self.socket, secret, role)
+        self.socket.curve_server = True
+        self.socket.zap_domain = _ZAP_DOMAIN.encode()
+        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)
         self._authenticator.start()
-        accepted = _keys(secret, _OTHER_ROLE[role])[0]
         callback = SimpleNamespace(callback=lambda domain, key: key == accepted)
         self._authenticator.configure_curve_callback(_ZAP_DOMAIN, callback)
 
@@ -247,16 +241,15 @@ class PeerChannel:
     """
 
     def __init__(self, listener: ZmqListener, identity: bytes, first_header: bytes | None = None) -> None:
-        self._listener, self._socket = listener, listener.socket
+        self._listener = listener
         self.identity, self.first_header = identity, first_header
-        self._probe_until = 0.0
-        self.waits = False
-        self.read_into = self._socket.read_into
+        self.waits, self._probe_until = False, 0.0
+        self.read_into = self._listener.read_into
 
     def send(self, parts: Sequence[Any]) -> None:
         """See ``Channel.send``."""
         try:
-            self._socket.send_message([self.identity, *parts], 0 if self.waits else zmq.NOBLOCK)
+            self._listener.send_message([self.identity, *parts], 0 if self.waits else zmq.NOBLOCK)
         except zmq.Again:
             if self.waits:
                 raise ConnectionError("it takes no more messages") from None
@@ -268,29 +261,28 @@ class PeerChannel:
         if self.first_header is not None:
             first, self.first_header = self.first_header, None
             return first
-        self._socket.skip()
+        self._listener.skip()
         while True:
             try:
                 peer = self._listener.next_peer()
             except zmq.Again:
-                if timeout_seconds == 0:
-                    return None
-                if not self._socket.poll(timeout_seconds):
+                if timeout_seconds and self._listener.poll(timeout_seconds):
+                    continue
+                if timeout_seconds:
                     self._look_at_connection()
-                    return None
-                continue
+                return None
             if peer.identity == self.identity:
                 return peer.first_header
             self._listener.on_stranger(peer)
-            self._socket.skip()
+            self._listener.skip()
 
     def close(self) -> None:
         """See ``Channel.close``; the listener goes on."""
-        self._socket.skip()
+        self._listener.skip()
 
     def _look_at_connection(self) -> None:
         """After the end of any connection, test the served peer's; ConnectionError if it is gone."""
-        events, now = self._socket.events(), time.monotonic()
+        events, now = self._listener.events(), time.monotonic()
         self._listener.log_failures(events)
         if events & zmq.EVENT_DISCONNECTED:
             self._probe_until = now + DEPARTURE_SECONDS
@@ -298,13 +290,11 @@ class PeerChannel:
             self.send([b""])
 
 
-def _keys(secret: bytes, role: str) -> tuple[bytes, bytes]:
-    """Public and private key of ``role`` in Z85."""
-    private = zmq.utils.z85.encode(derive_key(secret, role))
-    return zmq.curve_public(private), private
-
-
-def _use_curve(socket: zmq.Socket, secret: bytes, role: str) -> None:
+def _use_curve(socket: zmq.Socket, secret: bytes, role: str) -> bytes:
+    """Give ``socket`` the key pair of ``role``; returns the public key of the other role, in Z85."""
     if not zmq.has("curve"):
         raise BackendError("this build of libzmq has no CURVE, and a key file needs it: install pyzmq from its wheel")
-    socket.curve_publickey, socket.curve_secretkey = _keys(secret, role)
+    other = R_WORKER if role == S_WORKER else S_WORKER
+    mine, theirs = (zmq.utils.z85.encode(derive_key(secret, each)) for each in (role, other))
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_public(mine), mine
+    return zmq.curve_public(theirs)

@@ -47,9 +47,7 @@ def tuning() -> Tuning:
     Measured once for a processor and kept in the user's cache folder. ConfigError for a setting that this machine does
     not support.
     """
-    isa, streams = forced_isa(), os.environ.get("FASTDECODE_STREAMS") or "auto"
-    if streams not in ("auto", *map(str, STREAMS)):
-        raise ConfigError(f"FASTDECODE_STREAMS must be {' or '.join(map(str, STREAMS))}, not {streams!r}")
+    isa, streams = forced_isa(), forced_streams()
     if "auto" not in (isa, streams):
         return Tuning(isa, int(streams))
     fastest = _fastest()
@@ -62,6 +60,14 @@ def forced_isa() -> str:
     if isa not in ("auto", *supported):
         raise ConfigError(f"FASTDECODE_ISA: this machine supports {', '.join(supported)}, not {isa!r}")
     return isa
+
+
+def forced_streams() -> str:
+    """FASTDECODE_STREAMS, or "auto" where it is not set; ConfigError for one that is not in ``STREAMS``."""
+    streams = os.environ.get("FASTDECODE_STREAMS") or "auto"
+    if streams not in ("auto", *map(str, STREAMS)):
+        raise ConfigError(f"FASTDECODE_STREAMS must be {' or '.join(map(str, STREAMS))}, not {streams!r}")
+    return streams
 
 
 @functools.cache

@@ -29,6 +29,9 @@ from fastdecode.cluster.wire.frames import Channel, Conversation, Frame, Kind
 from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal, encode_refusal
 from fastdecode.errors import BackendError, ConfigError, FrameError
 
+S_WORKER, R_WORKER = "s-worker", "r-worker"
+"""The roles of the two ends of a connection, each with keys and proofs of its own."""
+
 LEAST_BYTES = 32
 MOST_BYTES = 4096
 
@@ -108,10 +111,10 @@ def prove(channel: Channel, key: bytes, name: str) -> None:
     try:
         conversation.send(Kind.CHALLENGE, nonce)
         nonces, theirs = _challenged(channel, nonce)
-        if not hmac.compare_digest(proof(key, "r-worker", nonces), theirs):
+        if not hmac.compare_digest(proof(key, R_WORKER, nonces), theirs):
             conversation.send(Kind.BYE)
             raise FrameError("it does not hold this side's key: the same --key-file must be on both sides")
-        conversation.send(Kind.PROOF, proof(key, "s-worker", nonces))
+        conversation.send(Kind.PROOF, proof(key, S_WORKER, nonces))
         _answer(Conversation(channel), Kind.PROVEN)
     except (ConnectionError, FrameError) as error:
         raise BackendError(f"R-worker {name}: {error}") from error
@@ -166,13 +169,13 @@ class Gate:
         while len(self._pending) >= MOST_PENDING:
             self._pending.pop(next(iter(self._pending)))
         self._pending[identity] = theirs + nonce
-        conversation.send(Kind.CHALLENGED, nonce + proof(self._key, "r-worker", theirs + nonce))
+        conversation.send(Kind.CHALLENGED, nonce + proof(self._key, R_WORKER, theirs + nonce))
 
     def _proves(self, conversation: Conversation, frame: Frame, identity: bytes) -> bool:
         nonces = self._pending.pop(identity, None)
         if frame.kind is not Kind.PROOF or nonces is None:
             raise FrameError(f"it serves only peers that prove to hold its key: {BOTH_SIDES}")
-        if not hmac.compare_digest(proof(self._key, "s-worker", nonces), _body(conversation, frame, PROOF_BYTES)):
+        if not hmac.compare_digest(proof(self._key, S_WORKER, nonces), _body(conversation, frame, PROOF_BYTES)):
             raise FrameError("that is no proof of its key: the same --key-file must be on both sides")
         return True
 

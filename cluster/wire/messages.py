@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import reprlib
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Annotated, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fastdecode.addresses import split_address
 from fastdecode.config import BLOCK_SIZES
@@ -27,6 +27,9 @@ MAX_HEAD_DIM = 512
 MAX_ROWS = 1 << 24
 MAX_CORES = 1 << 12
 MAX_TEXT = 4096
+MAX_ERROR = 200
+"""Characters of an error about malformed JSON, which may quote it."""
+
 MAX_NUMBER = float(np.finfo(np.float32).max)
 """R-workers compute with float32."""
 
@@ -49,6 +52,67 @@ _COUNTS = struct.Struct("<QQ")
 _REPORT = struct.Struct("<qqQ")
 
 
+def _one_of(choices: Iterable[str]) -> Meta:
+    return Meta(pattern=f"^({'|'.join(choices)})$")
+
+
+Heads = Annotated[int, Meta(ge=1, le=MAX_HEADS)]
+HeadDim = Annotated[int, Meta(ge=1, le=MAX_HEAD_DIM)]
+Number = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``LayerLayout`` within the limits of the wire."""
+
+    num_heads: Heads
+    num_kv_heads: Heads
+    key_head_dim: HeadDim
+    value_head_dim: HeadDim
+    scale: Number
+    window: Annotated[int, Meta(ge=0, le=1 << 40)]
+    soft_cap: Number
+    sinks: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
+
+
+class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``KVLayout`` within the limits of the wire, and the block size."""
+
+    layers: Annotated[tuple[_Layer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+    model_dtype: Annotated[str, _one_of(WIRE_DTYPE)]
+    kv_dtype: Annotated[str, _one_of(KV_BITS)]
+    isa: Annotated[str, _one_of(("auto", *ISAS))]
+    block_size: Annotated[int, Meta(ge=min(BLOCK_SIZES), le=max(BLOCK_SIZES))]
+
+
+class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Text
+    cache: _Cache
+    fingerprint: Text
+
+
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an R-worker is: ``cores`` it may use on the machine ``host_id``; ``fingerprint`` of what it opened."""
+
+    num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
+    num_threads: Annotated[int, Meta(ge=1, le=1 << 16)]
+    isa: Annotated[str, _one_of(ISAS)]
+    read_gb_per_s: Annotated[float, Meta(ge=0, le=MAX_NUMBER)]
+    cores: tuple[Annotated[int, Meta(ge=0, lt=MAX_CORES)], ...]
+    host_id: Text
+    fingerprint: Text
+
+
+class _Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    address: Text
+
+
+class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    error: Text
+    message: Text
+
+
 @dataclass(frozen=True)
 class Hello:
     """The S-worker that asks for a session, and the cache it needs."""
@@ -58,63 +122,36 @@ class Hello:
     block_size: int
 
 
-@dataclass(frozen=True)
-class Welcome:
-    """What an R-worker is: ``cores`` it may use on the machine ``host_id``; ``fingerprint`` of what it opened."""
-
-    num_blocks: int
-    num_threads: int
-    isa: str
-    read_gb_per_s: float
-    cores: tuple[int, ...]
-    host_id: str
-    fingerprint: str
-
-
 def fingerprint(layout: KVLayout, block_size: int) -> str:
     """Identifies what both sides must agree on: dtypes, every layer's shape and scoring rule, and the block size."""
-    return hashlib.sha256(_canonical(_cache_json(layout, block_size))).hexdigest()
+    return _fingerprint(_cache(layout, block_size))
 
 
 def encode_hello(hello: Hello) -> bytes:
-    """As canonical JSON with its fingerprint."""
-    cache = _cache_json(hello.layout, hello.block_size)
-    return _canonical({"name": hello.name, "cache": cache, "fingerprint": fingerprint(hello.layout, hello.block_size)})
+    """As JSON with its fingerprint."""
+    cache = _cache(hello.layout, hello.block_size)
+    return _encode(_Hello(hello.name, cache, _fingerprint(cache)))
 
 
 def decode_hello(data: bytes | bytearray) -> Hello:
     """FrameError names the field that is wrong."""
-    message = _object(data, "HELLO")
-    cache = message.get("cache")
-    if not isinstance(cache, dict):
-        raise FrameError("HELLO: cache must be an object")
-    block_size = _whole(cache, "block_size", min(BLOCK_SIZES), max(BLOCK_SIZES))
-    hello = Hello(_text(message, "name"), _layout(cache), block_size)
-    if message.get("fingerprint") != fingerprint(hello.layout, hello.block_size):
+    message = _decode("HELLO", data, _Hello)
+    if message.fingerprint != _fingerprint(message.cache):
         raise FrameError("HELLO: the fingerprint is not that of its cache")
-    return hello
+    layout = msgspec.structs.asdict(message.cache)
+    block_size = layout.pop("block_size")
+    layout["layers"] = tuple(LayerLayout(**msgspec.structs.asdict(layer)) for layer in message.cache.layers)
+    return Hello(message.name, KVLayout(**layout), block_size)
 
 
 def encode_welcome(welcome: Welcome) -> bytes:
-    """As canonical JSON."""
-    return _canonical(asdict(welcome))
+    """As JSON."""
+    return _encode(welcome)
 
 
 def decode_welcome(data: bytes | bytearray) -> Welcome:
     """FrameError names the field that is wrong."""
-    message = _object(data, "WELCOME")
-    cores = message.get("cores")
-    if not isinstance(cores, list) or not all(type(core) is int and 0 <= core < MAX_CORES for core in cores):
-        raise FrameError(f"WELCOME: cores must be core numbers below {MAX_CORES}")
-    return Welcome(
-        num_blocks=_whole(message, "num_blocks", 1, 1 << 31),
-        num_threads=_whole(message, "num_threads", 1, 1 << 16),
-        isa=_one_of(message, "isa", ISAS),
-        read_gb_per_s=_number(message, "read_gb_per_s", 0),
-        cores=tuple(cores),
-        host_id=_text(message, "host_id"),
-        fingerprint=_text(message, "fingerprint"),
-    )
+    return _decode("WELCOME", data, Welcome)
 
 
 def encode_plan(plan: WorkerPlan) -> bytes:
@@ -165,12 +202,12 @@ def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: in
 
 def encode_join(address: str) -> bytes:
     """``address``: "host:port" at which an R-worker listens."""
-    return _canonical({"address": address})
+    return _encode(_Join(address))
 
 
 def decode_join(data: bytes | bytearray) -> str:
     """The address; FrameError when it is none."""
-    address = _text(_object(data, "JOIN"), "address")
+    address = _decode("JOIN", data, _Join).address
     try:
         split_address("JOIN", address)
     except ConfigError as error:
@@ -180,99 +217,46 @@ def decode_join(data: bytes | bytearray) -> str:
 
 def encode_refusal(error: str, message: str) -> bytes:
     """``error``: "capacity" (too little memory), "busy" (serving another), "key", "frame" or "refused" (any other)."""
-    shown = message[:MAX_TEXT]
-    if not shown.isprintable():
-        shown = "".join(each if each.isprintable() else "?" for each in shown)
-    return _canonical({"error": error, "message": shown})
+    return _encode(_Refusal(error, _printable(message[:MAX_TEXT])))
 
 
 def decode_refusal(data: bytes | bytearray) -> tuple[str, str]:
     """The error and its message."""
-    refusal = _object(data, "REFUSED")
-    return _text(refusal, "error"), _text(refusal, "message")
+    refusal = _decode("REFUSED", data, _Refusal)
+    return refusal.error, refusal.message
 
 
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+def _encode(message: msgspec.Struct) -> bytes:
+    """The same bytes for equal messages."""
+    return msgspec.json.encode(message, order="sorted")
 
 
-def _cache_json(layout: KVLayout, block_size: int) -> dict[str, Any]:
-    return {**asdict(layout), "block_size": block_size}
-
-
-def _layout(cache: Mapping[str, Any]) -> KVLayout:
-    layers = cache.get("layers")
-    if not isinstance(layers, list) or not 1 <= len(layers) <= MAX_LAYERS:
-        raise FrameError(f"HELLO: layers must be a list of 1 to {MAX_LAYERS}")
-    return KVLayout(
-        tuple(_layer(layer) for layer in layers),
-        model_dtype=_one_of(cache, "model_dtype", tuple(WIRE_DTYPE)),
-        kv_dtype=_one_of(cache, "kv_dtype", tuple(KV_BITS)),
-        isa=_one_of(cache, "isa", ("auto", *ISAS)),
-    )
-
-
-def _layer(layer: Any) -> LayerLayout:
-    if not isinstance(layer, dict) or set(layer) != {each.name for each in fields(LayerLayout)}:
-        raise FrameError("HELLO: a layer must have exactly the fields of LayerLayout")
-    sinks = layer["sinks"]
-    if not isinstance(sinks, list) or len(sinks) > MAX_HEADS:
-        raise FrameError("HELLO: sinks must be a list")
-    return LayerLayout(
-        num_heads=_whole(layer, "num_heads", 1, MAX_HEADS),
-        num_kv_heads=_whole(layer, "num_kv_heads", 1, MAX_HEADS),
-        key_head_dim=_whole(layer, "key_head_dim", 1, MAX_HEAD_DIM),
-        value_head_dim=_whole(layer, "value_head_dim", 1, MAX_HEAD_DIM),
-        scale=_number(layer, "scale"),
-        window=_whole(layer, "window", 0, 1 << 40),
-        soft_cap=_number(layer, "soft_cap"),
-        sinks=tuple(_number({"sinks": sink}, "sinks") for sink in sinks),
-    )
-
-
-def _object(data: bytes | bytearray, what: str) -> dict[str, Any]:
+def _decode(kind: str, data: bytes | bytearray, form: type[Message]) -> Message:
+    """FrameError for what is not valid JSON of this form, or has texts that cannot be printed in a log."""
     try:
-        value = json.loads(data, object_pairs_hook=_without_twins)
+        message = msgspec.json.decode(data, type=form)
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"{what}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise FrameError(f"{what}: must be a JSON object")
-    return value
+        raise FrameError(f"{kind}: {_printable(str(error)[:MAX_ERROR])}") from None
+    for name, value in msgspec.structs.asdict(message).items():
+        if isinstance(value, str) and not value.isprintable():
+            raise FrameError(f"{kind}: {name} must be a text that can be printed")
+    return message
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON readers differ in which of two equal keys they take."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key appears twice")
-    return found
+def _printable(text: str) -> str:
+    """Without line breaks, escape codes and halves of characters, for logs and terminals."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
 
 
-def _whole(message: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    value = message.get(name)
-    if type(value) is not int or not low <= value <= high:
-        raise FrameError(f"{name} must be a whole number of {low} to {high}, not {reprlib.repr(value)}")
-    return value
+def _cache(layout: KVLayout, block_size: int) -> _Cache:
+    return _Cache(tuple(map(_layer, layout.layers)), layout.model_dtype, layout.kv_dtype, layout.isa, block_size)
 
 
-def _number(message: Mapping[str, Any], name: str, low: float = -MAX_NUMBER) -> float:
-    """Compared and not converted: a whole number of JSON may be larger than any float."""
-    value = message.get(name)
-    if type(value) not in (int, float) or not low <= value <= MAX_NUMBER:  # type: ignore[operator]
-        raise FrameError(f"{name} must be a number of {low:g} to {MAX_NUMBER:g}, not {reprlib.repr(value)}")
-    return value  # type: ignore[return-value]
+def _layer(layer: LayerLayout) -> _Layer:
+    """With floats even where the layout has whole numbers, since the fingerprint is of the text."""
+    numbers = {"scale": float(layer.scale), "soft_cap": float(layer.soft_cap), "sinks": tuple(map(float, layer.sinks))}
+    return _Layer(**(asdict(layer) | numbers))
 
 
-def _one_of(message: Mapping[str, Any], name: str, choices: Sequence[str]) -> str:
-    value = message.get(name)
-    if value not in choices:
-        raise FrameError(f"{name} is {reprlib.repr(value)}; known are {', '.join(choices)}")
-    return str(value)
-
-
-def _text(message: Mapping[str, Any], name: str) -> str:
-    """For logs and terminals, so without line breaks, escape codes and halves of characters."""
-    value = message.get(name)
-    if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
-        raise FrameError(f"{name} must be a short text that can be printed, not {reprlib.repr(value)}")
-    return value
+def _fingerprint(cache: _Cache) -> str:
+    return hashlib.sha256(_encode(cache)).hexdigest()

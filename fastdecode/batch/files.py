@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from fastdecode.batch.lines import BatchLine, read_line
 from fastdecode.errors import ConfigError
@@ -14,51 +16,72 @@ from fastdecode.errors import ConfigError
 HALF_WRITTEN = b'{"id": "batch_req-'
 """How every answer begins: of a file that ends in anything else nothing is cut off."""
 
+OK = 200
+
 
 class BatchInput:
     """The requests of an input file, read line by line, since it may be larger than memory."""
 
     def __init__(self, path: str) -> None:
-        """ConfigError for a file that cannot be read, a line that is no request, or a custom_id that comes twice."""
+        """Read the file once, for ``custom_ids`` and ``problems``: one sentence for each line that has no answer, since
+        it is no JSON object with a custom_id, or one whose custom_id came before.
+
+        Raises:
+            ConfigError: no regular file, not readable, or no line of it can be answered.
+        """
         if not Path(path).is_file():
-            raise ConfigError(f"{path}: must be a file: it is read twice")
+            raise ConfigError(f"{path}: must be a regular file: it is read twice")
         self._path = path
         self.custom_ids: set[str] = set()
-        for line in self:
-            if line.custom_id in self.custom_ids:
-                raise ConfigError(f"{path}: custom_id {line.custom_id!r} comes twice")
-            self.custom_ids.add(line.custom_id)
+        self.problems: list[str] = []
+        for _, found in self._lines():
+            if isinstance(found, BatchLine):
+                self.custom_ids.add(found.custom_id)
+            else:
+                self.problems.append(f"{path}: {found}")
+        if not self.custom_ids:
+            raise ConfigError("; ".join(self.problems[:3]) or f"{path}: holds no request")
 
     def __iter__(self) -> Iterator[BatchLine]:
-        """All requests, in order."""
+        """Requests in order, each custom_id once."""
+        return (found for _, found in self._lines() if isinstance(found, BatchLine))
+
+    def _lines(self) -> Iterator[tuple[int, BatchLine | str]]:
+        """Number of each line, and its request or what keeps it from being one."""
+        seen: set[str] = set()
         try:
-            with Path(self._path).open(encoding="utf-8") as file:
+            with Path(self._path).open("rb") as file:
                 for number, text in enumerate(file, 1):
                     if text.strip():
-                        yield read_line(text, number)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self._path}: cannot be read: {error}") from None
-        except ConfigError as error:
-            raise ConfigError(f"{self._path}: {error}") from None
+                        yield number, _first(text, number, seen)
+        except OSError as error:
+            raise ConfigError(f"{self._path}: cannot be read: {error.strerror or error}") from None
 
 
 class BatchOutput:
-    """Answers, each written as soon as it is there: after a crash all but the last, half-written one are kept."""
+    """Answers, each written as soon as it is there: after a crash all but the last, half-written one are kept.
 
-    def __init__(self, path: str, custom_ids: set[str]) -> None:
-        """Go on with ``path`` where it exists; ConfigError unless it answers requests of ``custom_ids``."""
+    ``done``: custom_ids that are answered; ``failed``: those of them whose answer is an error.
+    """
+
+    def __init__(self, path: str, custom_ids: set[str], model: str, retry_failed: bool = False) -> None:
+        """Go on with ``path`` where it exists; with ``retry_failed`` answers that are errors are taken out of it.
+
+        Raises:
+            ConfigError: no regular file, not writable, or it answers other requests than ``custom_ids`` or with another
+                model than ``model``. The file is then as it was.
+        """
         self.done: set[str] = set()
-        keep = 0
+        self.failed: set[str] = set()
+        if Path(path).exists() and not Path(path).is_file():
+            raise ConfigError(f"{path}: must be a regular file: a run that was broken off reads its answers again")
         try:
-            self._file = Path(path).open("ab+")  # noqa: SIM115 (closed by __exit__)
-            self._file.seek(0)
-            for number, text in enumerate(self._file, 1):
-                if text.endswith(b"\n"):
-                    self.done.add(_custom_id(path, number, text, custom_ids))
-                    keep += len(text)
-                elif not text.startswith(HALF_WRITTEN[: len(text)]):
-                    raise _no_answer(path, number)
-            self._file.truncate(keep)
+            self._file: BinaryIO = Path(path).open("ab+")  # noqa: SIM115 (closed by __exit__)
+            self._file.truncate(self._read(path, custom_ids, model))
+            if retry_failed and self.failed:
+                self._file = _without(self._file, path, self.failed)
+                self.done -= self.failed
+                self.failed = set()
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
 
@@ -66,7 +89,7 @@ class BatchOutput:
         """Append one output line; it survives the end of this process, however that comes."""
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
-        self.done.add(line["custom_id"])
+        self._count(line)
 
     def __enter__(self) -> BatchOutput:
         return self
@@ -76,8 +99,37 @@ class BatchOutput:
     ) -> None:
         self._file.close()
 
+    def _read(self, path: str, custom_ids: set[str], model: str) -> int:
+        """Bytes of whole answers in the file."""
+        keep = 0
+        self._file.seek(0)
+        for number, text in enumerate(self._file, 1):
+            if text.endswith(b"\n"):
+                self._count(_checked_answer(path, number, text, custom_ids, model))
+                keep += len(text)
+            elif not text.startswith(HALF_WRITTEN[: len(text)]):
+                raise _no_answer(path, number)
+        return keep
 
-def _custom_id(path: str, number: int, text: bytes, custom_ids: set[str]) -> str:
+    def _count(self, line: dict[str, Any]) -> None:
+        self.done.add(line["custom_id"])
+        if line["response"].get("status_code") != OK:
+            self.failed.add(line["custom_id"])
+
+
+def _first(text: bytes, number: int, seen: set[str]) -> BatchLine | str:
+    """The request of a line, or what keeps it from being one; its custom_id is then in ``seen``."""
+    try:
+        line = read_line(text, number)
+    except ConfigError as error:
+        return str(error)
+    if line.custom_id in seen:
+        return f"line {number}: custom_id {line.custom_id!r} was asked before"
+    seen.add(line.custom_id)
+    return line
+
+
+def _checked_answer(path: str, number: int, text: bytes, custom_ids: set[str], model: str) -> dict[str, Any]:
     try:
         answer = json.loads(text)
         custom_id = answer["custom_id"]
@@ -88,7 +140,34 @@ def _custom_id(path: str, number: int, text: bytes, custom_ids: set[str]) -> str
         raise _no_answer(path, number)
     if custom_id not in custom_ids:
         raise ConfigError(f"{path}: line {number} answers {custom_id!r}, which the input does not ask")
-    return str(custom_id)
+    body = answer["response"].get("body")
+    other = body.get("model", model) if isinstance(body, dict) else model
+    if not _same_model(other, model):
+        raise ConfigError(
+            f"{path}: line {number} was answered by model {other!r}, and this run has {model!r}; "
+            f"give another output file"
+        )
+    return dict(answer)
+
+
+def _same_model(one: Any, other: str) -> bool:
+    """Whether both name the same model, where folders may be written in several ways."""
+    return one == other or (isinstance(one, str) and Path(one).resolve() == Path(other).resolve())
+
+
+def _without(file: BinaryIO, path: str, custom_ids: set[str]) -> BinaryIO:
+    """The file again, less the answers to ``custom_ids``; it takes the old one's place once it is whole."""
+    new = f"{path}.retry"
+    try:
+        with file, Path(new).open("wb") as kept:
+            file.seek(0)
+            kept.writelines(text for text in file if json.loads(text)["custom_id"] not in custom_ids)
+        os.replace(new, path)  # noqa: PTH105 (of two names, not of a Path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(new).unlink(missing_ok=True)
+        raise
+    return Path(path).open("ab+")
 
 
 def _no_answer(path: str, number: int) -> ConfigError:

@@ -12,9 +12,10 @@ from tqdm import tqdm
 from fastdecode.backends import tuning
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.cli.output import check_output_files
-from fastdecode.config import KV_CACHE_DTYPES, parse_bytes
+from fastdecode.config import KV_CACHE_DTYPES
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
+from fastdecode.settings import parse_bytes
 
 if TYPE_CHECKING:
     from fastdecode.measure.attention_bench import AttentionBench
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 MOST_DIGITS = 12
 LEAST_CACHE_BYTES = 1 << 20
-"""Of each thread: less is no measurement of memory."""
+"""The least bytes that each thread reads: fewer would measure the processor's caches instead of memory."""
 
 DTYPES = tuple(dtype for dtype in KV_CACHE_DTYPES if dtype != "auto")
 LEAST_REPEATS = 9

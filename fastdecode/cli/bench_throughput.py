@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastdecode.cli.collect_env import machine_facts
-from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_workload_flags, engine_config
+from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
-from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
+from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkItem, WorkloadSpec, make_workload
 
 if TYPE_CHECKING:
     from fastdecode.measure.throughput_report import ThroughputRun
@@ -30,7 +30,7 @@ def add_command(commands: Any) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--dataset-name", default="random", choices=["random", "sharegpt", "custom"], help="(random)")
     group.add_argument("--dataset-path", metavar="FILE", help="ShareGPT JSON, or JSONL with a text prompt per line")
-    add_workload_flags(group)
+    add_flags(group, WorkloadSpec, (*LENGTHS, *ARRIVALS))
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot-timeline", metavar="PNG", help="draw one decode step, a lane per worker")
@@ -42,7 +42,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the workload and print its figures; Ctrl-C prints those of what was done."""
+    """Run the workload and print its figures; on Ctrl-C, those of the part that ran."""
     if args.enable_prefix_caching is None:  # vLLM's rule: random prompts share nothing but what they are told to
         args.enable_prefix_caching = args.dataset_name != "random"
     config = engine_config(args)
@@ -105,7 +105,7 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
 
 
 def _pictures(args: argparse.Namespace, run: ThroughputRun, tracer: Tracer | None) -> Iterator[str]:
-    """Draw what was asked for, when asked for the next; yields a line about each."""
+    """Draw each picture that a flag names when the iterator is advanced, and yield a line that names its file."""
     from fastdecode.measure.plots import plot_steps, plot_timeline, typical_decode_step
 
     if tracer:

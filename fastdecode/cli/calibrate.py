@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary_lines(profile: HardwareProfile) -> list[str]:
-    """What was measured, for people."""
+    """The measurements as lines of text."""
     lines = [f"{profile.shape.name} on {profile.machine.s_worker}, R-workers {profile.machine.r_worker}"]
     for threads in sorted({point.threads for point in profile.s_part}):
         points = [point for point in profile.s_part if point.threads == threads]

@@ -20,7 +20,7 @@ from fastdecode import _rworker
 from fastdecode.addresses import check_key, parse_r_workers, split_address
 from fastdecode.backends import make_backend
 from fastdecode.binding import is_trapped
-from fastdecode.cli.flags import add_common_flags, add_security_flag
+from fastdecode.cli.flags import add_common_flags, add_flags
 from fastdecode.cli.launch import Mpiexec, find_mpiexec
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError, FastDecodeError
@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--r-workers", metavar="HOST:PORT,…", help="listening R-workers to measure")
     parser.add_argument("--key-file", metavar="FILE", help="secret shared with them")
-    add_security_flag(parser)
+    add_flags(parser, EngineConfig, ["security"])
     parser.add_argument("--port", type=int, default=5580, help="that an R-worker would listen on here (5580)")
     add_common_flags(parser)
     parser.set_defaults(run=run)
@@ -67,7 +67,11 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
 
 
 MPI_SECONDS = 60
-LIBRARY_CODE = "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])"
+LIBRARY_CODE = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "print(MPI.Get_library_version().splitlines()[0])"
+)
+"""Without MPI_Init, which leaves a segment of shared memory behind where a process is alone."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 """Where launchers say how many ranks a job has."""
 
@@ -142,7 +146,7 @@ def check_port(port: int) -> Finding:
         try:
             listener.bind(("", port))
         except OSError as error:
-            cure = f"fastdecode r-worker --listen with another port; `ss -ltnp sport = :{port}` shows who has it"
+            cure = f"fastdecode r-worker --listen with another port; `ss -ltnp sport = :{port}` names its owner"
             return Finding("note", f"port {port}: {error.strerror}", cure)
     return Finding("ok", f"port {port}: free")
 
@@ -237,7 +241,7 @@ def _check(address: str, key_file: str | None, security: str | None) -> Finding:
 
 
 def _step_seconds(backend: AttentionBackend) -> float:
-    """Median seconds to begin a step of nothing: there and back once."""
+    """Median seconds to begin an empty step, which takes one round trip."""
     nothing = StepPlan((WorkerPlan(np.zeros(0, CONTROL), ()),))
     seconds = []
     for _ in range(NUM_STEPS):

@@ -16,9 +16,10 @@ from typing import Any
 from fastdecode.cli import launch_lines as lines
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.cli.launch_lines import HostSlots, read_hostfile, split_roles
-from fastdecode.config import MAX_THREADS, parse_bytes
+from fastdecode.config import MAX_THREADS
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
+from fastdecode.settings import parse_kv_cache_memory
 
 FORMATS = ("openmpi", "mpich", "srun", "slurm", "ssh")
 
@@ -69,7 +70,7 @@ def _job(args: argparse.Namespace, hosts: list[HostSlots]) -> lines.JobShape:
     if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
         raise ConfigError(f"threads must be from 1 to {MAX_THREADS}, not {args.threads}")
     if args.kv_cache_memory is not None:
-        parse_bytes("kv_cache_memory", args.kv_cache_memory)
+        parse_kv_cache_memory(args.kv_cache_memory)
     if any(each.partition("=")[0] == "--r-workers" for each in command):
         raise ConfigError("launch: --r-workers is what launch adds; leave it out of the S-worker's command")
     given = (("--kv-cache-memory", args.kv_cache_memory), ("--threads", args.threads))
@@ -135,7 +136,7 @@ def find_mpiexec() -> Mpiexec | None:
 
 
 def needed_environment() -> dict[str, str]:
-    """Variables that mpirun needs here: for root, and nobody else."""
+    """Variables that mpirun needs here: for root alone."""
     return dict(ROOT_ENVIRONMENT) if os.geteuid() == 0 else {}
 
 

@@ -25,7 +25,7 @@ class HostSlots:
 
 
 def read_hostfile(path: str) -> list[HostSlots]:
-    """Its hosts in order; ConfigError with one sentence per bad line."""
+    """The hosts of a hostfile in order; ConfigError has one sentence per bad line."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:

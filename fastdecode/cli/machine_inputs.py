@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fastdecode.config import KV_CACHE_DTYPES, parse_bytes
+from fastdecode.config import KV_CACHE_DTYPES
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuServer
 from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu, parse_link
@@ -23,9 +23,10 @@ from fastdecode.perfmodel.r_part import RPart, host_r_part
 from fastdecode.perfmodel.s_part import GpuSPart, MeasuredSPart, SPart
 from fastdecode.perfmodel.transport import Transport
 from fastdecode.perfmodel.workload import Workload
+from fastdecode.settings import parse_bytes
 
 HOST_MEMORY_FRACTION = 0.8
-"""Of a preset host's memory, for KV, where --kv-cache-memory does not say."""
+"""The part of a preset host's memory that KV caches take where --kv-cache-memory is not given."""
 
 BARE_FLAGS = ("s_part_seconds", "r_part_seconds_per_token", "num_layers")
 DEFAULT_LINK = "100Gb"
@@ -33,7 +34,7 @@ DEFAULT_LINK = "100Gb"
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan is made from; ``title`` and ``assumptions`` are for people. No ``server``: no GPU was named."""
+    """What a plan is made from. ``title`` and ``assumptions`` are text; ``server`` is None where no GPU was named."""
 
     planner: Planner
     server: GpuServer | None
@@ -159,7 +160,7 @@ def _planner(
 
 
 def _server(planner: Planner, shape: ModelShape, gpu: Gpu) -> GpuServer:
-    """Its weights are checked: the S-worker has to hold them too."""
+    """The GPU alone, whose memory must hold the weights, as the S-worker's must."""
     kv_bytes = planner.kv_bytes_per_token or 0
     server = GpuServer(shape, gpu, kv_bytes, planner.workload)
     server.check_weights()
@@ -253,4 +254,4 @@ def add_pipeline_flags(group: Any) -> None:
     """How S-worker and R-workers work together."""
     group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
     group.add_argument("--num-mini-batches", type=int, default=2, metavar="K", help="that take turns (2)")
-    group.add_argument("--exposed-transport", action="store_true", help="nobody computes during transfers (off)")
+    group.add_argument("--exposed-transport", action="store_true", help="both sides wait for transfers (off)")

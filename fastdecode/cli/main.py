@@ -38,7 +38,7 @@ EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: a command ends as on Ctrl-C, and prints what was done."""
+    """SIGTERM arrived: a command ends as on Ctrl-C, and prints the figures it has."""
 
 
 class Parser(argparse.ArgumentParser):

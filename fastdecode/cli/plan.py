@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from fastdecode.cli.flags import add_common_flags
@@ -21,6 +22,7 @@ from fastdecode.cli.machine_inputs import (
 from fastdecode.cli.output import check_output_files, write_json
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuOnly
+from fastdecode.perfmodel.model_config import BUILT_IN
 from fastdecode.perfmodel.plan import Candidate, Plan
 from fastdecode.perfmodel.token_budget import TILE_TOKENS
 from fastdecode.perfmodel.verdict import Verdict, judge
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan_figures(inputs: PlanInputs, plan: Plan, alone: GpuOnly | None, verdict: Verdict) -> dict[str, Any]:
-    """The object of ``--output-json``; figures nobody can know from the inputs are null."""
+    """The object of ``--output-json``; figures that the inputs do not determine are null."""
     unknown = dict.fromkeys(("max_batch_size", "output_tokens_per_second", "step_seconds", "limited_by"))
     gpu_only = asdict(alone) if alone else unknown
     rate = alone.output_tokens_per_second if alone else 0.0
@@ -101,8 +103,14 @@ def _mini_batch_size(args: argparse.Namespace, inputs: PlanInputs) -> int:
 
 
 def _engine_flags(args: argparse.Namespace) -> str:
-    given = {"--model": args.model, "--kv-cache-dtype": None if args.kv_cache_dtype == "auto" else args.kv_cache_dtype}
-    return "".join(f"{flag} {shlex.quote(value)} " for flag, value in given.items() if value is not None)
+    """What the plan's own inputs fix; a model known here by name alone is asked of the shell that runs the line."""
+    text = ""
+    if args.model and args.model.lower() in BUILT_IN:
+        text = f'--model "${{MODEL:?set it to a folder of {args.model}}}" '
+    elif args.model:
+        path = Path(args.model)
+        text = f"--model {shlex.quote(str(path.parent if path.is_file() else path))} "
+    return text if args.kv_cache_dtype == "auto" else f"{text}--kv-cache-dtype {args.kv_cache_dtype} "
 
 
 def _r_worker_flags(args: argparse.Namespace, inputs: PlanInputs) -> str:

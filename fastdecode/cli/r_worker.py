@@ -1,4 +1,4 @@
-"""``fastdecode r-worker``: one R-worker, which holds KV caches for whoever decodes. It never imports torch."""
+"""``fastdecode r-worker``: one R-worker, which holds the KV cache of an S-worker. It never imports torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.addresses import check_key, check_security, describe_security, split_address
-from fastdecode.cli.flags import add_common_flags, add_security_flag, say_mended
-from fastdecode.config import MAX_THREADS, parse_bytes, parse_cores
+from fastdecode.cli.flags import add_common_flags, add_flags, say_mended
+from fastdecode.config import MAX_THREADS, EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
+from fastdecode.settings import parse_cores, parse_kv_cache_memory
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.tcp import Server
@@ -26,8 +27,8 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "r-worker",
         help="one R-worker: KV cache and attention for an S-worker on this or another host",
-        description="Serve one S-worker after another. When one goes, everything it held is freed. SIGTERM: have the "
-        "S-worker move its sequences elsewhere, then end; a second one: end at once.",
+        description="Serves one S-worker after another. When one goes, all it held is freed. On SIGTERM the S-worker "
+        "moves its sequences elsewhere, then this process ends; on a second one it ends at once.",
     )
     parser.add_argument(
         "--listen", metavar="ADDRESS", help=f"port 0: any ({LISTEN}; with --join, any port of the address towards it)"
@@ -38,7 +39,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
     )
-    add_security_flag(parser)
+    add_flags(parser, EngineConfig, ["security"])
     parser.add_argument(
         "--join", metavar="HOST:PORT", help="ask the S-worker with this --pool-listen to take it into its running job"
     )
@@ -50,7 +51,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say what was bound and serve; SIGTERM ends it with status 0, Ctrl-C with 130."""
+    """Print what was bound and serve; SIGTERM ends the process with status 0, Ctrl-C with 130."""
     if args.join and args.transport == "mpi":
         raise ConfigError("join: an MPI job has the ranks it was started with; leave --transport away")
     if args.transport == "mpi":
@@ -69,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resources(args: argparse.Namespace) -> tuple[list[int] | None, int | None, int | None]:
-    """Cores, threads and bytes that were asked for, each None for "choose"; ConfigError names the flag."""
+    """Cores, threads and bytes that the flags give, None where they leave the choice; ConfigError names the flag."""
     cores = parse_cores("cores", args.cores)
     if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
         raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {args.threads}")
     wanted = args.kv_cache_memory
-    return cores, args.threads, None if wanted is None else parse_bytes("kv_cache_memory", wanted)
+    return cores, args.threads, None if wanted is None else parse_kv_cache_memory(wanted)
 
 
 def _check_cores(cores: list[int] | None) -> None:
@@ -142,7 +143,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _end(server: Server | None, number: int, frame: Any) -> None:
-    """End at once, unless somebody is served whose sequences can move first."""
+    """End at once, unless an S-worker is served that can move its sequences first."""
     if server is None or not server.leave():
         raise SystemExit(0)
     print("fastdecode r-worker: leaving as soon as its sequences have moved", flush=True)

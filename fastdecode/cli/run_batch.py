@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.batch.files import BatchInput, BatchOutput
-from fastdecode.batch.lines import COMPLETIONS, BatchLine, answer, refusal, sampling_params
+from fastdecode.batch.lines import COMPLETIONS, BatchLine, answer, check_line, prompts, refusal, sampling_params
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import progress_bar
 from fastdecode.errors import ConfigError, RequestError
+from fastdecode.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from fastdecode.engine import LLMEngine
 
 QUEUED_PER_SEAT = 2
-"""Requests in the engine for each that can run: the scheduler sees who comes next, and the file stays on disk."""
+"""Requests in the engine for each that can run: the scheduler sees which come next, and the file stays on disk."""
+
+
+@dataclass
+class Running:
+    """A line that the engine works on: engine requests by id, one per prompt, each with its output once finished."""
+
+    line: BatchLine
+    outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
 
 
 def add_command(commands: Any) -> None:
@@ -28,66 +39,85 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("-i", "--input-file", required=True, metavar="JSONL", help="a request per line")
     parser.add_argument("-o", "--output-file", required=True, metavar="JSONL", help="an answer per line, as they come")
+    parser.add_argument("--retry-failed", action="store_true", help="ask again what was answered with an error (off)")
     add_engine_flags(parser)
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when all requests are answered, 1 when some of the answers of this run are errors."""
+    """0 when all requests of the file are answered without an error, by this run or one before; else 1."""
     config = engine_config(args)
     batch = BatchInput(args.input_file)
-    with BatchOutput(args.output_file, batch.custom_ids) as output:
-        left = len(batch.custom_ids) - len(output.done)
-        print(f"{args.output_file}: {len(output.done)} of {len(batch.custom_ids)} requests are answered", flush=True)
-        if not left:
-            return 0
-        from fastdecode.engine import LLMEngine
+    for problem in batch.problems:
+        print(f"fastdecode: {problem}; this line is left out", file=sys.stderr)
+    total = len(batch.custom_ids)
+    with BatchOutput(args.output_file, batch.custom_ids, config.model, args.retry_failed) as output:
+        print(_progress_line(args.output_file, total, output), flush=True)
+        if len(output.done) < total:
+            from fastdecode.engine import LLMEngine
 
-        engine = LLMEngine(config)
-        try:
-            failed = _answer_all(engine, batch, output, left)
-        finally:
-            engine.close()
-    print(
-        f"{args.output_file}: all {len(batch.custom_ids)} requests are answered, {failed} of these {left} with an error"
-    )
-    return int(failed > 0)
+            engine = LLMEngine(config)
+            try:
+                _answer_all(engine, batch, output)
+            finally:
+                engine.close()
+            print(_progress_line(args.output_file, total, output))
+        if output.failed:
+            print("fastdecode: --retry-failed asks those answered with an error again", file=sys.stderr)
+    return int(bool(output.failed or batch.problems))
 
 
-def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput, left: int) -> int:
-    """Feed the engine and write what it makes; returns the number of errors."""
+def _progress_line(path: str, total: int, output: BatchOutput) -> str:
+    failed = f", {len(output.failed)} of them with an error" if output.failed else ""
+    return f"{path}: {len(output.done)} of {total} requests are answered{failed}"
+
+
+def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput) -> None:
+    """Feed the engine, and write each answer as it is finished."""
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
-    running: dict[str, BatchLine] = {}
-    most, failed = QUEUED_PER_SEAT * engine.config.max_num_seqs, 0
-    with progress_bar(left, "req", desc="Requests") as bar:
+    running: dict[str, Running] = {}
+    most = QUEUED_PER_SEAT * engine.config.max_num_seqs
+    with progress_bar(len(batch.custom_ids), "req", desc="Requests", initial=len(output.done)) as bar:
         while True:
             while len(running) < most and (line := next(waiting, None)):
                 try:
-                    _add(engine, line)
-                    running[line.custom_id] = line
+                    added = _add(engine, line)
+                    running |= dict.fromkeys(added.outputs, added)
                 except (RequestError, ConfigError) as error:
                     output.write(refusal(line, error))
-                    failed += 1
                     bar.update()
             if not running:
-                return failed
+                return
             for each in engine.step():
                 if each.finished:
-                    written = answer(running.pop(each.request_id), engine.config.model, each)
-                    output.write(written)
-                    failed += written["response"]["status_code"] != 200
-                    bar.update()
+                    owner = running.pop(each.request_id)
+                    owner.outputs[each.request_id] = each
+                    outputs = [found for found in owner.outputs.values() if found]
+                    if len(outputs) == len(owner.outputs):
+                        output.write(answer(owner.line, engine.config.model, outputs))
+                        bar.update()
 
 
-def _add(engine: LLMEngine, line: BatchLine) -> None:
+def _add(engine: LLMEngine, line: BatchLine) -> Running:
+    """An engine request per prompt; where one is refused, all are."""
+    check_line(line)
     params = sampling_params(line, engine.s_model.generation_defaults)
+    added = Running(line)
+    try:
+        for index, prompt in enumerate(_prompts(engine, line)):
+            engine.add_request(f"{line.custom_id}/{index}", prompt, params)
+            added.outputs[f"{line.custom_id}/{index}"] = None
+    except (RequestError, ConfigError):
+        engine.abort_request(added.outputs)
+        raise
+    return added
+
+
+def _prompts(engine: LLMEngine, line: BatchLine) -> list[Any]:
     if line.url == COMPLETIONS:
-        if "prompt" not in line.body:
-            raise RequestError("prompt is missing: text, or a list of token ids")
-        engine.add_request(line.custom_id, line.body["prompt"], params)
-        return
+        return prompts(line)
     tokenizer = engine.s_model.tokenizer
     if tokenizer is None:
         raise RequestError("messages need a tokenizer, and it was not loaded (skip_tokenizer_init)")
-    engine.add_request(line.custom_id, tokenizer.encode_chat(line.body.get("messages")), params)
+    return [tokenizer.encode_chat(line.body.get("messages"))]

@@ -7,15 +7,19 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from fastdecode.cli.flags import add_common_flags, add_schedule_flags, add_workload_flags
+from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags
 from fastdecode.cli.machine_inputs import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.cli.simulate_inputs import DATASETS, SimulationInputs, read_simulation
+from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
+from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec
 from fastdecode.measure.throughput_report import ThroughputRun, summary_lines, throughput_report
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -41,9 +45,13 @@ def add_command(commands: Any) -> None:
     group.add_argument(
         "--r-worker-speeds", metavar="LIST", help="of each R-worker, relative to their mean, such as 1,2,1,2 (equal)"
     )
+    group.add_argument(
+        "--seconds-per-moved-token", type=float, metavar="SECONDS",
+        help="of cache, from one R-worker to another (by the model's bytes; without a model nothing moves)",
+    )  # fmt: skip
     add_number_flags(parser.add_argument_group("or as measured"))
     group = parser.add_argument_group("engine")
-    add_schedule_flags(group)
+    add_flags(group, EngineConfig, SCHEDULE)
     add_pipeline_flags(group)
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="(the workload's longest)")
     group.add_argument(
@@ -57,11 +65,11 @@ def add_command(commands: Any) -> None:
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot-steps", metavar="PNG", help="draw KV load and seconds of every step")
     add_common_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, num_prompts=None, request_rate=None)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate at the rate asked for, or at the largest that keeps the SLO; Ctrl-C prints what was done."""
+    """Simulate at the given rate, or at the largest within the SLO; Ctrl-C prints the figures of the part that ran."""
     check_output_files(args.output_json, plots=(args.plot_steps,))
     slo = _slo(args)
     inputs = read_simulation(args)
@@ -118,7 +126,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     interrupted: KeyboardInterrupt | None = None
     try:
         with progress_bar(len(requests), "req") as bar:
-            simulator.run(requests, lambda each: bool(bar.update(each.num_finished - bar.n)) and False)
+            simulator.run(requests, partial(_shown, bar))
     except KeyboardInterrupt as stop:
         interrupted = stop
     scheduler = simulator.scheduler
@@ -126,6 +134,12 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
         requests, steps, simulator.now_seconds, time.perf_counter() - start, scheduler.statistics,
         scheduler.kv_load_limit, interrupted,
     )  # fmt: skip
+
+
+def _shown(bar: tqdm, simulator: Simulator) -> bool:
+    """Move the bar, and never stop."""
+    bar.update(simulator.num_finished - bar.n)
+    return False
 
 
 def _slo(args: argparse.Namespace) -> Slo | None:
@@ -153,9 +167,10 @@ def _add_workload_group(group: Any) -> None:
         "--dataset-path", metavar="FILE",
         help="a trace: JSONL with timestamp (seconds), input_length and output_length (tokens) per line",
     )  # fmt: skip
-    add_workload_flags(
-        group, None, "(64; sarathi-…: 512; trace: all)", None, "(a trace's own pace, else inf: all at once)"
-    )
+    add_flags(
+        group, WorkloadSpec, (*LENGTHS, *ARRIVALS), num_prompts={"unset": "64; sarathi-…: 512; trace: all"},
+        request_rate={"unset": "a trace's own pace, else inf: all at once"},
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from fastdecode.perfmodel.presets import find_gpu
 from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedWorkload, SplitMachine
 from fastdecode.perfmodel.simulate.lengths import SARATHI, read_trace
 from fastdecode.perfmodel.simulate.workload import drawn_workload, traced_workload
+from fastdecode.perfmodel.transport import MOVED_BYTES_PER_SECOND
 from fastdecode.resources import SCRATCH_SHARE
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
 
@@ -27,7 +28,7 @@ UNBOUNDED_TOKENS = 1 << 40
 """Room where nothing says how much there is."""
 
 VOCABULARY = 32000
-"""Of random prompts where no model says; it decides which tokens, never how many."""
+"""Size of the vocabulary of random prompts where no model is given; it has no effect on lengths."""
 
 CHECKED = (
     "max_num_seqs",
@@ -47,6 +48,7 @@ OF_R_WORKERS = (
     "kv_cache_memory",
     "r_workers_per_host",
     "r_worker_speeds",
+    "seconds_per_moved_token",
     "profile",
     *BARE_FLAGS,
     "exposed_transport",
@@ -115,13 +117,16 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     blocks = UNBOUNDED_TOKENS if math.isinf(capacity) else int(capacity) // args.block_size
     balanced = model.balanced_kv_tokens_each(args.max_num_seqs)
     speeds = _speeds(args.r_worker_speeds, workers)
+    kv_bytes = planner.kv_bytes_per_token or 0
+    per_moved = args.seconds_per_moved_token or (kv_bytes / MOVED_BYTES_PER_SECOND or math.inf)
     limits = replace(
         _limits(args, workload, (blocks,) * workers, _scratch_tokens(inputs)),
         balanced_kv_tokens=balanced,
         idle_s_share=model.idle_s_share(args.max_num_seqs),
         bandwidths=speeds or (1.0,) * workers,
+        seconds_per_moved_token=per_moved,
     )
-    machine = SplitMachine(model, planner.kv_bytes_per_token or 0, speeds)
+    machine = SplitMachine(model, kv_bytes, speeds, per_moved)
     title = f"{inputs.title}, {workers} R-worker(s)"
     return SimulationInputs(machine, limits, args.schedule, workload, rate, title, inputs.assumptions)
 

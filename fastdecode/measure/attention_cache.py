@@ -16,7 +16,7 @@ from fastdecode.rounding import from_wire, to_wire
 from fastdecode.types import ITEM_BYTES, Verb
 
 PAYLOAD_BYTES = 16 << 20
-"""Of the random keys, and of the random values, that the cache is filled from."""
+"""Size of the random keys, and of the random values, with which the cache is filled again and again."""
 
 CHECKED_SEQUENCES = 3
 CHECKED_BYTES = 256 << 20

@@ -84,7 +84,7 @@ class AttentionShape:
 
     @property
     def model_dtype(self) -> str:
-        """Of q, k, v and o: the cache's own where that is a float."""
+        """The dtype of q, k, v and o: the cache's own where that is a float, else bfloat16."""
         return "bfloat16" if self.kv_cache_dtype.startswith("int") else self.kv_cache_dtype
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.errors import ConfigError
+from fastdecode.settings import check_settings, setting
 
 Encode = Callable[[str], list[int]]
 
@@ -25,24 +26,27 @@ class WorkItem:
     arrival_seconds: float = 0.0
 
 
+LENGTHS = ("random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len")
+ARRIVALS = ("num_prompts", "request_rate")
+"""Fields of a WorkloadSpec that are flags of ``bench throughput`` and of ``simulate``."""
+
+
 @dataclass(frozen=True)
 class WorkloadSpec:
     """The dataset flags of ``bench throughput``, with vLLM's meaning."""
 
     dataset_name: str = "random"
     dataset_path: str | None = None
-    random_input_len: int = 1024
-    random_output_len: int = 128
-    random_range_ratio: float = 0.0
-    random_prefix_len: int = 0
-    num_prompts: int = 64
-    request_rate: float = math.inf
+    random_input_len: int = setting(1024, "of prompts", metavar="TOKENS", least=1, also=("input_len",))
+    random_output_len: int = setting(128, "of outputs", metavar="TOKENS", least=1, also=("output_len",))
+    random_range_ratio: float = setting(0.0, "lengths within ± this part", metavar="R")
+    random_prefix_len: int = setting(0, "shared by all prompts", metavar="TOKENS")
+    num_prompts: int = setting(64, "requests", metavar="N", least=1)
+    request_rate: float = setting(math.inf, "Poisson arrivals per second", metavar="RATE", unset="inf: all at once")
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("random_input_len", "random_output_len", "num_prompts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_settings(self)
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(f"random_range_ratio must be in [0, 1), not {self.random_range_ratio}")
         if self.random_prefix_len < 0:
@@ -51,6 +55,8 @@ class WorkloadSpec:
             raise ConfigError(f"request_rate must be above 0 requests per second, not {self.request_rate}")
         if self.dataset_name != "random" and not self.dataset_path:
             raise ConfigError(f"dataset {self.dataset_name!r} needs --dataset-path")
+        if self.dataset_name == "random" and self.dataset_path:
+            raise ConfigError("dataset_path: dataset 'random' reads no file; give its --dataset-name as well")
 
 
 def make_workload(spec: WorkloadSpec, vocab_size: int, max_model_len: int, encode: Encode | None) -> list[WorkItem]:

@@ -26,7 +26,8 @@ class DecodeRig:
     """A real engine, from scheduler to sampler; only its caches are filled with random keys and values."""
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
-        """``config``: its schedule should be "prefill-first", so that all prompts are there before anybody decodes."""
+        """``config``: its schedule should be "prefill-first", so that all prompts are there before any sequence
+        decodes."""
         self.engine = LLMEngine(config, backend)
         self._num_requests = 0
 
@@ -78,7 +79,6 @@ class RandomPrompts(SWorker):
     def run(
         self, step: ScheduledStep, sampling: Mapping[int, Sequence[SamplingRow]], overlap: bool = True
     ) -> dict[int, list[SampledToken]]:
-        """See ``SWorker.run``."""
         rng = np.random.default_rng(0)
         for index, mini_batch in enumerate(step.mini_batches):
             if mini_batch:
@@ -107,7 +107,7 @@ ENDLESS_BLOCKS = 1 << 40
 
 
 class InstantBackend:
-    """``AttentionBackend`` over one R-worker that keeps nothing."""
+    """One R-worker that keeps nothing; every method is as ``AttentionBackend`` says."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -116,16 +116,13 @@ class InstantBackend:
         self._zeros: dict[tuple[int, int], np.ndarray] = {}
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """See ``AttentionBackend.open``."""
         self._layers, self._dtype = layout.layers, WIRE_DTYPE[layout.model_dtype]
         return [RWorkerInfo("instant", ENDLESS_BLOCKS, self._block_size, 1, "none", own_cores=False)]
 
     def begin_step(self, plan: StepPlan) -> None:
-        """See ``AttentionBackend.begin_step``."""
         self._num_mini_batches = len(plan.workers[0].mini_batches)
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        """See ``AttentionBackend.submit``."""
         key = (mini_batch, self._layers[layer].value_head_dim)
         zeros = self._zeros.get(key)
         if zeros is None or zeros.shape[:2] != q.shape[:2]:
@@ -133,34 +130,30 @@ class InstantBackend:
         self._outputs[mini_batch] = zeros
 
     def ready(self, mini_batch: int) -> bool:
-        """See ``AttentionBackend.ready``."""
         return True
 
     def collect(self, mini_batch: int) -> np.ndarray:
-        """See ``AttentionBackend.collect``."""
         return self._outputs[mini_batch]
 
     def end_step(self) -> StepReport:
-        """See ``AttentionBackend.end_step``."""
         never = np.zeros((self._num_mini_batches, len(self._layers)))
         return StepReport((WorkerReport(never, never, 0.0, 0, ENDLESS_BLOCKS),))
 
     def abandon_step(self) -> None:
-        """See ``AttentionBackend.abandon_step``."""
+        """Nothing is kept, so there is nothing to do."""
 
     def export(self, worker: int, sequence_id: int) -> np.ndarray:
         """Refused: there is nothing."""
         raise BackendError("export: this backend keeps nothing")
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
-        """See ``AttentionBackend.import_``."""
+        """Nothing is kept, so there is nothing to do."""
 
     def admit(self) -> list[RWorkerInfo]:
-        """See ``AttentionBackend.admit``."""
         return []
 
     def dismiss(self, worker: int) -> None:
-        """See ``AttentionBackend.dismiss``."""
+        """Nothing is kept, so there is nothing to do."""
 
     def close(self) -> None:
-        """See ``AttentionBackend.close``."""
+        """Nothing is kept, so there is nothing to do."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastdecode.clock import HOST, MODEL, WAIT
-from fastdecode.measure.validation import ValidatedRow
 from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.gpu_only import GpuOnly
 from fastdecode.perfmodel.plan import Candidate, Plan
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.trace import R_BUSY, Event, lane_name, mini_batch_name
+
+if TYPE_CHECKING:  # plans are drawn without torch
+    from fastdecode.measure.validation import ValidatedRow
 
 COLOURS = ("#2f6db3", "#e08a2e", "#4c9f70", "#a05195")
 STATE_COLOURS = {WAIT: "#eeeeee", HOST: "#9a9a9a"}
@@ -57,7 +59,7 @@ def plot_timeline(events: Sequence[Event], path: str) -> None:
         axes.set_yticks(range(len(lanes)), [lane_name(lane) for lane in lanes])
         axes.invert_yaxis()
         axes.set_xlabel("ms")
-        axes.set_title(f"One decode step, first {SHOWN_LAYERS} layers: who works on which mini-batch", fontsize=11)
+        axes.set_title(f"One decode step, first {SHOWN_LAYERS} layers: each worker's mini-batch", fontsize=11)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.legend(handles=_legend(shown), loc="upper center", bbox_to_anchor=(0.5, -0.25), ncol=6, frameon=False)
 
@@ -157,7 +159,7 @@ def _group(row: dict[str, Any]) -> int:
 
 
 def _mean_context(row: dict[str, Any]) -> float:
-    """Of a range LOW-HIGH, the middle."""
+    """The context length of a row; of a range LOW-HIGH, its middle."""
     return statistics.fmean(int(part) for part in str(row["context_len"]).split("-"))
 
 

@@ -21,7 +21,7 @@ FEW_LAYERS, MANY_LAYERS = 1, 5
 """The time of a layer is a fourth of what models of so many layers differ by."""
 
 NUM_LAYERS = 4
-"""Of the models that are validated."""
+"""Layers of the models that are validated."""
 
 R_LAYERS = 2
 """Layers of each head shape in the cache that is measured: the next one's tokens drive the last one's out of caches."""
@@ -39,7 +39,7 @@ ANCHOR_ROWS, ANCHOR_SEQUENCES, ANCHOR_CONTEXT, ANCHOR_STEPS = 64, 64, 512, 16
 
 
 def measuring(config: EngineConfig) -> EngineConfig:
-    """``config`` for a :class:`DecodeRig`: random weights, and prompts before everybody decodes."""
+    """``config`` for a :class:`DecodeRig`: random weights, and all prompts before any decode."""
     here = replace(config, r_workers="inproc", key_file=None, security=None, pool_listen=None, trace=None)
     return replace(
         here, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, schedule="prefill-first",

@@ -79,7 +79,10 @@ def _add_arrived(engine: LLMEngine, waiting: deque[tuple[int, WorkItem]], start_
         engine.add_request(f"bench-{index}", {"prompt_token_ids": item.prompt_token_ids}, params, arrival)
 
 
-NOT_MEASURED = ("breakdown", "ttft_seconds", "tbt_seconds", "kv_load", "prefix_cache", "preemptions", "lost_workers")
+NOT_MEASURED = (
+    *("breakdown", "ttft_seconds", "tbt_seconds", "kv_load", "prefix_cache", "preemptions"),
+    *("lost_workers", "joined_workers"),
+)
 """Keys of the report that static batches have no figure for: null."""
 
 
@@ -118,7 +121,7 @@ def run_baseline(
 def _report(
     batches: Sequence[BatchTimes], prompts: Sequence[list[int]], output_lens: Sequence[int], elapsed: float
 ) -> dict[str, Any]:
-    """Of the requests in ``batches``, which come first."""
+    """The report of the requests in ``batches``, which are the first ones."""
     count = sum(batch.num_sequences for batch in batches)
     steps = [_decode_step(seconds, batch.num_sequences) for batch in batches for seconds in batch.decode_step_seconds]
     prompt_tokens, output_tokens = sum(map(len, prompts[:count])), sum(output_lens[:count])

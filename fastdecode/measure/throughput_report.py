@@ -13,6 +13,9 @@ from fastdecode.metrics import StepRecord
 from fastdecode.outputs import RequestOutput
 from fastdecode.scheduler import SchedulerStatistics
 
+RIPPLE = 1.1
+"""A load further above a limit than this is no ripple of micro-batches: the scheduler found the limit and left it."""
+
 
 @dataclass
 class ThroughputRun:
@@ -57,6 +60,7 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
         "preemptions": run.statistics.preemptions,
         "steady": steady_figures(run.steps, _rate(output_tokens, len(run.outputs)), run.kv_load_limit),
         "lost_workers": sum(step.lost_workers for step in run.steps),
+        "joined_workers": _joined_workers(run.steps),
     }
 
 
@@ -154,12 +158,16 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
         yield f"Prefill: {report['prefill']['tokens']} tokens in {report['prefill']['seconds']:.2f} s"
     if (load := report.get("kv_load")) and load["peak_tokens"]:
         limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""
+        if limit and load["peak_tokens"] > RIPPLE * load["limit_tokens"]:
+            limit += ", which was found and not kept: spreading the starts would have taken longer"
         yield f"KV load: mean {load['mean_tokens']:.0f}, peak {load['peak_tokens']} tokens per step{limit}"
     if (steady := report.get("steady")) and steady["seconds"]:
         yield (
             f"Steady: {steady['tokens_per_second']:.1f} tokens/s over {steady['seconds']:.4g} s, mean KV load "
             f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f}"
         )
+    if (joined := report.get("joined_workers")) or report.get("lost_workers"):
+        yield f"R-workers: {joined} joined and {report['lost_workers']} were lost during the run"
     if (cache := report.get("prefix_cache")) and (cache["queries"] or report["preemptions"]):
         yield (
             f"Prefix cache: {cache['hit_tokens']} prompt tokens found for {cache['queries']} requests; "
@@ -178,6 +186,11 @@ def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
     """Sums over steps, float64 [num_workers]; R-workers that joined later have no part in the first ones."""
     columns = list(zip_longest(*steps, fillvalue=0.0))
     return np.array(columns).sum(axis=1) if columns else np.zeros(1)
+
+
+def _joined_workers(steps: Sequence[StepRecord]) -> int:
+    """R-workers that came after the first step; those that are lost keep their place in a step's record."""
+    return len(steps[-1].kv_loads) - len(steps[0].kv_loads) if steps else 0
 
 
 def _rate(amount: float, seconds: float) -> float:

@@ -59,7 +59,7 @@ class Configuration:
     num_kv_heads: int
 
     def engine_config(self, config: EngineConfig, kv_bytes_per_token: int) -> EngineConfig:
-        """Of the engine that is measured."""
+        """The configuration of the engine that is measured."""
         s_cores, r_cores = (core_list(cores) for cores in self.cores) if self.cores else (None, None)
         tokens = self.batch_size * (self.context_len + 256) + 8 * 4096
         return replace(

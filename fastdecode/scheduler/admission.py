@@ -86,7 +86,7 @@ class Admission:
         if not len(self._queue):
             return
         self._available = self._ledger.available_each()
-        self._capacities = np.array(self._ledger.num_blocks) * self._ledger.block_size
+        self._capacities = self.capacities()
         self._speeds, self._num_present = self._fleet.speeds, max(1, len(self._fleet.present))
         self.output_lengths.running(self._residents.table.num_outputs)
         if self._policy.stabilizes_load:
@@ -123,16 +123,35 @@ class Admission:
                 return sequence
         return None
 
+    def steps_left(self) -> np.ndarray:
+        """Steps that each row of the table is expected to decode yet: int64 [n]."""
+        table = self._residents.table
+        return self.output_lengths.expected(table.num_outputs, table.max_tokens) - table.num_outputs
+
+    def capacities(self) -> np.ndarray:
+        """Tokens that the blocks of each R-worker hold: int64 [num_workers]."""
+        return np.array(self._ledger.num_blocks) * self._ledger.block_size
+
+    def ceilings(self) -> np.ndarray:
+        """KV tokens that each R-worker may come to attend, by its memory and a strict limit: float64 [num_workers]."""
+        control = self.load_control
+        is_limited = self._policy.stabilizes_load and control.is_strict
+        return np.minimum(self.capacities(), control.limits if is_limited else np.inf)
+
+    def forecast_anew(self) -> LoadForecast:
+        """The load of the coming steps as it is now, between two steps."""
+        self._residents.table.refresh()
+        self._forecast = None
+        return self.forecast()
+
     def forecast(self) -> LoadForecast:
         """The load of the coming steps, made once a step, with everybody who started since."""
         if self._forecast is None:
-            table = self._residents.table
-            chunks = table.chunks
-            steps = self.output_lengths.expected(table.num_outputs, table.max_tokens) - table.num_outputs
+            chunks = self._residents.table.chunks
             self._forecast = LoadForecast(
                 chunks["worker"],
                 chunks["context_len"],
-                steps,
+                self.steps_left(),
                 self._ledger.num_workers,
                 self._limits.max_num_batched_tokens,
             )

@@ -68,10 +68,15 @@ class DecodeTable:
         if sequence in self._added:
             self._added.remove(sequence)
             return
-        (row,) = np.flatnonzero(self._ids == sequence.sequence_id)
+        row = self.row_of(sequence)
         self._ids[row] = GONE
         sequence.num_cached = int(self.chunks["context_len"][row])
         sequence.num_blocks = int(self.num_blocks[row])
+
+    def row_of(self, sequence: Sequence) -> int:
+        """The row of a sequence that was there at the last refresh."""
+        (row,) = np.flatnonzero(self._ids == sequence.sequence_id)
+        return int(row)
 
     def refresh(self) -> None:
         """Drop the rows of those removed, append those added, and restore the order."""

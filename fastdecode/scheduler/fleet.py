@@ -26,6 +26,12 @@ class Fleet:
         """How fast each attends as far as is known, in any unit; float64 [num_workers]."""
         return self._speeds.relative
 
+    @property
+    def relative_times(self) -> np.ndarray:
+        """What attending takes each beside one of mean speed; float64 [num_workers]."""
+        speeds = self.speeds
+        return float(speeds.mean()) / np.maximum(speeds, 1e-300)
+
     def observe(self, kv_loads: Sequence[int], r_seconds: Sequence[float]) -> None:
         """One decode step: KV tokens attended and busy seconds of each."""
         self._speeds.observe(kv_loads, r_seconds)

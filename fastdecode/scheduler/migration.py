@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as PySequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fastdecode.scheduler.admission import Admission
 from fastdecode.scheduler.fleet import Fleet
+from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
+from fastdecode.scheduler.move_prices import MovePrices
+from fastdecode.scheduler.placement import placement_costs
 from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.shared_peak import Candidates, SharedPeak
+from fastdecode.step import ScheduledStep
+
+SOURCES, TARGETS, CANDIDATES = 3, 8, 64
+"""R-workers with most to lose, R-workers with least to do, and sequences of a source that are compared: larger fleets
+have more of each than it pays to look at."""
+
+COOL_DOWN = 64
+"""Tokens that a sequence gets before it moves again."""
 
 
 @dataclass(frozen=True)
@@ -23,74 +37,133 @@ class Move:
 
 
 class Migration:
-    """Between steps: whoever is on an R-worker that drains leaves it, and a newcomer gets its part of the load.
+    """Between steps: what is on an R-worker that drains leaves it, a newcomer gets its part of the load, and where the
+    load turned out uneven sequences move if that wins more time than it takes.
 
-    Prompts stay where they are until they are computed.
+    All three look at the load that is coming. Draining must be; a newcomer is given whatever evens the load; a
+    correction has its price (:class:`MovePrices`). Prompts stay where they are until they are computed.
     """
 
-    def __init__(self, residents: Residents, admission: Admission, fleet: Fleet) -> None:
+    def __init__(
+        self, residents: Residents, admission: Admission, fleet: Fleet, seconds_per_moved_token: float
+    ) -> None:
         self._residents = residents
         self._admission = admission
         self._fleet = fleet
-        self._evens = False
+        self._prices = MovePrices(seconds_per_moved_token)
+        self._newcomers: list[int] = []
+        self._moved_at: dict[int, int] = {}
+        self._correction: Move | None = None
 
-    def even_out(self) -> None:
-        """From here on, until the loads are even, sequences move to the least loaded."""
-        self._evens = True
+    def even_out(self, newcomer: int) -> None:
+        """From here on, until the loads are even, sequences move to ``newcomer``."""
+        self._newcomers.append(newcomer)
+
+    def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
+        """One step: the S-worker's seconds, those it waited, and busy seconds of each R-worker."""
+        work = np.array(step.kv_loads) * self._fleet.relative_times
+        self._prices.observe(work, s_seconds, wait_seconds, np.array(r_seconds))
+        self._prices.note_newcomers(step.num_starts, step.num_prompt_rows)
 
     def next(self) -> Move | None:
         """What to move next; the blocks for it are free, once the target has heard its controls."""
-        if not self._evens and not self._fleet.draining:
+        for sequence in self._leaving():
+            if able := self._able(sequence):
+                return self._move(sequence, self._best_of(able, sequence))
+        if self._newcomers:
+            targets = [worker for worker in self._newcomers if worker in self._fleet.accepting]
+            if targets and (move := self._evening_move(targets, None)):
+                return move
+            self._newcomers.clear()
+        if not self._prices.may_pay:
             return None
-        relative = self._relative_loads()
-        for worker in self._fleet.draining:
-            for sequence in self._leaving(worker):
-                target = self._target(sequence, relative)
-                if target is not None:
-                    return self._move(sequence, target)
-        return self._evening_move(relative) if self._evens else None
+        self._correction = self._evening_move(self._fleet.accepting, self._prices)
+        self._prices.looked(self._correction is not None)
+        return self._correction
+
+    def moved(self, move: Move, seconds: float) -> None:
+        """It took ``seconds``."""
+        row = self._residents.table.row_of(move.sequence)
+        self._moved_at[move.sequence.sequence_id] = int(self._residents.table.num_outputs[row])
+        self._residents.move(move.sequence, move.target, move.num_blocks)
+        self._prices.paid(move.num_tokens, seconds, is_correction=move is self._correction)
 
     def homeless(self) -> list[Sequence]:
-        """Those on R-workers that drain, who could run elsewhere, but for whom nobody has room now."""
-        if not self._fleet.draining:
-            return []
-        relative = self._relative_loads()
+        """Those on R-workers that drain that could run elsewhere, but for which no R-worker has room now."""
         return [
             sequence
-            for worker in self._fleet.draining
-            for sequence in self._leaving(worker)
-            if self._admission.fits_elsewhere(sequence) and self._target(sequence, relative) is None
+            for sequence in self._leaving()
+            if self._admission.fits_elsewhere(sequence) and not self._able(sequence)
         ]
 
-    def _leaving(self, worker: int) -> list[Sequence]:
-        return [sequence for sequence in self._residents.on(worker) if sequence.sequence_id in self._residents.decoding]
+    def _leaving(self) -> Iterator[Sequence]:
+        for worker in self._fleet.draining:
+            yield from (s for s in self._residents.on(worker) if s.sequence_id in self._residents.decoding)
 
-    def _target(self, sequence: Sequence, relative: np.ndarray) -> int | None:
-        """The least loaded R-worker that has room."""
-        able = [worker for worker in self._fleet.accepting if self._admission.has_room_to_move(sequence, worker)]
-        return min(able, key=lambda worker: relative[worker], default=None)
+    def _able(self, sequence: Sequence) -> list[int]:
+        return [worker for worker in self._fleet.accepting if self._admission.has_room_to_move(sequence, worker)]
 
-    def _evening_move(self, relative: np.ndarray) -> Move | None:
-        """The longest sequence that brings the most and the least loaded R-worker together, not past each other."""
-        accepting = self._fleet.accepting
-        source = max(accepting, key=lambda worker: relative[worker], default=0)
-        target = min(accepting, key=lambda worker: relative[worker], default=0)
-        speeds = self._fleet.speeds
-        most = (relative[source] - relative[target]) / (1 / speeds[source] + 1 / speeds[target])
-        movable = [s for s in self._leaving(source) if s.num_tokens <= most]
-        fitting = [s for s in movable if self._admission.has_room_to_move(s, target)]
-        if not fitting:
-            self._evens = False
-            return None
-        return self._move(max(fitting, key=lambda sequence: sequence.num_tokens), target)
+    def _best_of(self, workers: list[int], sequence: Sequence) -> int:
+        """Where ``sequence`` will meet least, as if it started there."""
+        forecast = self._admission.forecast_anew()
+        row = self._residents.table.row_of(sequence)
+        left = int(self._admission.steps_left()[row])
+        newcomer = Prompt(0, sequence.num_tokens - 1, 0, left)
+        costs = placement_costs(forecast, newcomer, self._fleet.speeds, self._admission.capacities(), {}, 1.0)
+        return min(workers, key=lambda worker: costs[worker])
+
+    def _evening_move(self, targets: list[int], prices: MovePrices | None) -> Move | None:
+        """What wins most above its price, if anything does; over all that is known to come where it has no price."""
+        forecast = self._admission.forecast_anew()
+        per_token = self._prices.seconds_per_token * self._fleet.relative_times
+        peak = SharedPeak(forecast.loads, per_token, 0.0)
+        if prices:
+            lacking = np.maximum(peak.times[:, 0].mean() - peak.times[:, 0], 0.0) / per_token
+            num_steps = prices.steps_to_bring(float(lacking.sum()))
+            peak = SharedPeak(forecast.loads[:, :num_steps], per_token, prices.hidden)
+        means = peak.times.mean(axis=1)
+        best = np.array(sorted(targets, key=lambda worker: means[worker])[:TARGETS], np.int64)
+        excess = peak.excess()
+        sources = sorted(self._fleet.accepting, key=lambda worker: -excess[worker])[:SOURCES]
+        found = [
+            option
+            for source in sources
+            if excess[source] > 0
+            for option in self._options(source, best[best != source], forecast, peak, prices)
+        ]
+        for _, row, target in sorted(found, reverse=True):
+            sequence = self._residents.decoding[int(self._residents.table.chunks["sequence_id"][row])]
+            if self._admission.has_room_to_move(sequence, target):
+                return self._move(sequence, target)
+        return None
+
+    def _options(
+        self, source: int, targets: np.ndarray, forecast: LoadForecast, peak: SharedPeak, prices: MovePrices | None
+    ) -> Iterator[tuple[float, int, int]]:
+        """Seconds won less their price, row of the table and target of each move from ``source`` that is worth it."""
+        table = self._residents.table
+        rows = self._movable(source, prices.most_tokens if prices else np.inf)
+        attended, left = table.chunks["context_len"][rows] + 1.0, self._admission.steps_left()[rows]
+        candidates = Candidates(attended, left)
+        gains = peak.gains(source, candidates, targets)
+        net = gains - 2 * (prices.per_token if prices else 0.0) * attended[:, None]
+        peaks = candidates.in_steps(peak.steps)[:, None] + forecast.loads[targets][None, :, peak.steps]
+        fits = peaks.max(axis=2, initial=0.0) <= self._admission.ceilings()[targets]
+        for each, target in zip(*np.nonzero((net > 1e-9 * peak.times.max(initial=0.0)) & fits), strict=True):
+            yield float(net[each, target]), int(rows[each]), int(targets[target])
+
+    def _movable(self, source: int, most_tokens: float) -> np.ndarray:
+        """Rows of the table on ``source``, from its longest to its shortest sequence, that have not just moved."""
+        table = self._residents.table
+        self._moved_at = {each: at for each, at in self._moved_at.items() if each in self._residents.decoding}
+        rows = np.flatnonzero((table.chunks["worker"] == source) & (table.chunks["context_len"] <= most_tokens))
+        ids, outputs = table.chunks["sequence_id"][rows].tolist(), table.num_outputs[rows].tolist()
+        rested = [n - self._moved_at.get(i, -COOL_DOWN) >= COOL_DOWN for i, n in zip(ids, outputs, strict=True)]
+        rows = rows[np.array(rested, bool)]
+        return rows[:: max(1, -(-len(rows) // CANDIDATES))]
 
     def _move(self, sequence: Sequence, target: int) -> Move:
         num_blocks = self._admission.blocks_for(sequence)
         self._residents.make_room(target, num_blocks)
         num_cached = sequence.num_tokens - 1  # its last token is not cached before the next step
         return Move(sequence, num_cached, target, num_blocks)
-
-    def _relative_loads(self) -> np.ndarray:
-        """Cached tokens over speed, float64 [num_workers]."""
-        self._residents.table.refresh()
-        return self._residents.kv_loads() / self._fleet.speeds

@@ -25,6 +25,9 @@ from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 
 logger = logging.getLogger(__name__)
 
+MOST_PROMPT_ROWS = 0.05
+"""Of the KV tokens attended: more rows of prompts, which R-workers store, would count as slowness."""
+
 
 class Scheduler:
     """One rule with three budgets: tokens per step, KV tokens attended per step and R-worker, KV blocks.
@@ -43,7 +46,7 @@ class Scheduler:
         self.queue = WaitingQueue(self.prefix_cache)
         self.fleet = Fleet(limits.bandwidths)
         self.admission = Admission(policy, limits, self.residents, self.queue, self.fleet)
-        self._migration = Migration(self.residents, self.admission, self.fleet)
+        self._migration = Migration(self.residents, self.admission, self.fleet, limits.seconds_per_moved_token)
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
         self._balance = BalanceFinder()
@@ -77,15 +80,18 @@ class Scheduler:
         cache = self.prefix_cache
         return SchedulerStatistics(cache.num_queries, cache.num_hit_tokens, self.num_preemptions)
 
-    def observe(self, num_rows: int, kv_loads: PySequence[int], s_seconds: float, r_seconds: PySequence[float]) -> None:
-        """How long a decode step took: each R-worker's part of the load, and the limit where none is given, follow.
+    def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
+        """How long ``step`` took: each R-worker's part of the load, moves, and the limit where none is given, follow.
 
-        ``kv_loads`` and ``r_seconds`` (busy) are per R-worker.
+        ``wait_seconds``: the S-worker's for R-workers. ``r_seconds``: busy, of each R-worker.
         """
-        self.fleet.observe(kv_loads, r_seconds)
-        self.admission.load_control.follow(self.fleet.speeds)
-        if self.seeks_balance:
-            balanced = self._balance.observe(num_rows, kv_loads, s_seconds, r_seconds)
+        kv_loads = step.kv_loads
+        if step.only_decodes_attend and step.num_prompt_rows <= MOST_PROMPT_ROWS * sum(kv_loads):
+            self.fleet.observe(kv_loads, r_seconds)
+            self.admission.load_control.follow(self.fleet.speeds)
+        self._migration.observe(step, s_seconds, wait_seconds, r_seconds)
+        if self.seeks_balance and step.is_decode:
+            balanced = self._balance.observe(step.num_tokens, kv_loads, s_seconds, r_seconds)
             if balanced is not None:
                 self.balance_at(balanced)
                 logger.info("KV load limit: %d tokens per step, where R time equals S time", self.kv_load_limit)
@@ -170,7 +176,7 @@ class Scheduler:
         """One more R-worker, next in number; as long as it is less loaded than others, sequences move to it."""
         self.residents.join(num_blocks)
         self.admission.load_control.join(self.fleet.join(bandwidth))
-        self._migration.even_out()
+        self._migration.even_out(self.ledger.num_workers - 1)
 
     def drain(self, worker: int) -> None:
         """R-worker ``worker`` is to go: nothing starts there that could run elsewhere, and what is there moves away."""
@@ -195,9 +201,9 @@ class Scheduler:
             self._preempt(sequence)
         return self._migration.next()
 
-    def moved(self, move: Move) -> None:
-        """The cache was copied; the old one is released with the next step."""
-        self.residents.move(move.sequence, move.target, move.num_blocks)
+    def moved(self, move: Move, seconds: float) -> None:
+        """The cache was copied in ``seconds``, during which no step ran; the old one is released with the next step."""
+        self._migration.moved(move, seconds)
 
     def reset_prefix_cache(self) -> None:
         """Forget every retained prefix; running sequences go on."""

@@ -10,7 +10,8 @@ KEPT = 0.95
 """What of the past counts after another step: about the last 20 steps do."""
 
 AT_WORK = 0.25
-"""An R-worker busy for less than this part of the busiest one's time tells too little about itself."""
+"""An R-worker busy for less than this part of the busiest one's time, over less than this part of the most loaded one's
+tokens, tells too little about itself."""
 
 LEAST_SECONDS = 0.05
 """Busy time, among what counts of the past, that it takes to say anything: shorter calls are fixed costs and chance."""
@@ -37,9 +38,10 @@ class WorkerSpeeds:
 
     def observe(self, kv_loads: Sequence[int], r_seconds: Sequence[float]) -> None:
         """One decode step: KV tokens attended and busy seconds of each R-worker."""
-        seconds = np.array(r_seconds)
-        seen = (seconds > 0) & (seconds >= AT_WORK * seconds.max())
-        for total, new in ((self._kv_tokens, np.array(kv_loads)), (self._seconds, seconds)):
+        seconds, tokens = np.array(r_seconds), np.array(kv_loads)
+        seen = (seconds >= AT_WORK * seconds.max()) | (tokens >= AT_WORK * tokens.max())
+        seen &= seconds > 0
+        for total, new in ((self._kv_tokens, tokens), (self._seconds, seconds)):
             total[seen] = KEPT * total[seen] + new[seen]
 
     @property

@@ -25,10 +25,14 @@ class StepCost:
 
 
 class Machine(Protocol):
-    """Whoever knows what a step costs. ``kv_bytes_per_token``: of the cache over all layers, 0 where nobody knows."""
+    """What a step costs. ``kv_bytes_per_token``: of the cache over all layers, 0 where it is not known.
+    ``seconds_per_moved_token``: of the cache, from one R-worker to another."""
 
     @property
     def kv_bytes_per_token(self) -> int: ...
+
+    @property
+    def seconds_per_moved_token(self) -> float: ...
 
     def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
         """Of a step with ``num_tokens`` rows on the S-worker, ``num_output_tokens`` of them sampled; each R-worker
@@ -46,6 +50,7 @@ class SplitMachine:
     model: StepModel
     kv_bytes_per_token: int = 0
     speeds: tuple[float, ...] | None = None
+    seconds_per_moved_token: float = 0.0
 
     def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
         """By the model, as if every R-worker were as fast as the mean and had the busiest one's load."""
@@ -72,6 +77,7 @@ class GpuMachine:
     """A GPU alone: its memory holds the cache, and its attention adds to the step. One "R-worker" is that attention."""
 
     step_time: GpuStepTime
+    seconds_per_moved_token: float = 0.0
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -30,7 +30,8 @@ class Simulator:
         self.machine = machine
         self.on_step = on_step
         self.now_seconds = 0.0
-        self.num_steps = 0
+        self.num_steps = self.num_moves = 0
+        self._step_seconds = 0.0
         self._requests: list[SimulatedRequest] = []
         self._sequences: list[Sequence] = []
         self._num_finished = 0
@@ -72,6 +73,7 @@ class Simulator:
         self._sequences.append(sequence)
 
     def _step(self) -> None:
+        moving_seconds = self._move()
         step = self.scheduler.schedule()
         if not step.num_tokens:
             raise PlanError("no request can run: the scheduler promised room that it does not have (a bug)")
@@ -79,11 +81,25 @@ class Simulator:
         kv_loads, sampled = step.kv_loads, _sampled_ids(step)
         cost = self.machine.cost(step.num_tokens, len(sampled), kv_loads)
         self.now_seconds += cost.wall_seconds
+        self._step_seconds = cost.wall_seconds
         self.scheduler.commit(step)
         self._take(sampled)
+        wait_seconds = cost.wall_seconds - cost.s_seconds - cost.host_seconds
+        self.scheduler.observe(step, cost.s_seconds, wait_seconds, cost.r_seconds.tolist())
         self.num_steps += 1
         if self.on_step is not None:
-            self.on_step(self._record(step, kv_loads, cost, len(sampled)))
+            self.on_step(self._record(step, kv_loads, cost, len(sampled), moving_seconds))
+
+    def _move(self) -> float:
+        """As ``Membership`` moves sequences, and for as long; returns the seconds that no step ran."""
+        start = self.now_seconds
+        while self.now_seconds - start <= self._step_seconds and (move := self.scheduler.next_move()):
+            self.scheduler.controls_alone()
+            seconds = self.machine.seconds_per_moved_token * move.num_tokens
+            self.now_seconds += seconds
+            self.scheduler.moved(move, seconds)
+            self.num_moves += 1
+        return self.now_seconds - start
 
     def _note_starts(self, step: ScheduledStep) -> None:
         for mini_batch in step.mini_batches:
@@ -100,17 +116,19 @@ class Simulator:
             self.scheduler.finish(sequence, "length" if was_cut else "stop")
             self._num_finished += 1
 
-    def _record(self, step: ScheduledStep, kv_loads: list[int], cost: StepCost, num_output_tokens: int) -> StepRecord:
+    def _record(
+        self, step: ScheduledStep, kv_loads: list[int], cost: StepCost, num_output_tokens: int, moving_seconds: float
+    ) -> StepRecord:
         return StepRecord(
             is_decode=step.is_decode,
             overlapped=True,
             num_tokens=step.num_tokens,
             num_output_tokens=num_output_tokens,
             kv_loads=tuple(kv_loads),
-            wall_seconds=cost.wall_seconds,
+            wall_seconds=cost.wall_seconds + moving_seconds,
             s_seconds=cost.s_seconds,
             wait_seconds=cost.wall_seconds - cost.s_seconds - cost.host_seconds,
-            host_seconds=cost.host_seconds,
+            host_seconds=cost.host_seconds + moving_seconds,
             r_seconds=tuple(cost.r_seconds.tolist()),
             transfer_seconds=(cost.transfer_seconds,) * len(kv_loads),
             kv_bytes_read=self.machine.kv_bytes_per_token * sum(kv_loads),

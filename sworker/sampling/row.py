@@ -28,7 +28,7 @@ class SamplingRow:
     def changes_logits(self) -> bool:
         """Whether bias, bans or penalties apply to this row in this step."""
         params = self.params
-        held_back = len(self.output_token_ids) < params.min_tokens
+        held_back = bool(self.stop_token_ids) and len(self.output_token_ids) < params.min_tokens
         return params.changes_logits or held_back or bool(self.bad_words_token_ids)
 
     @property

@@ -1,4 +1,4 @@
-"""The attention backend one can compute by hand: plain numpy, one row at a time, every call checked.
+"""An attention backend that can be checked by hand: plain numpy, one row at a time, every call checked.
 
 If all values of a sequence are c, its output is c (without sinks). Slow on purpose: it is the oracle of the real ones.
 Keys and values stay float32 whatever the KV dtype, which only rounds what is exported; int8 and int4 are refused, since
@@ -153,11 +153,11 @@ class FakeBackend:
         self.cached[sequence_id] = _Cached(num_tokens, [keys for keys, _ in parts], [values for _, values in parts])
 
     def admit(self) -> list[RWorkerInfo]:
-        """See ``AttentionBackend.admit``: nobody joins."""
+        """See ``AttentionBackend.admit``: always empty."""
         return []
 
     def dismiss(self, worker: int) -> None:
-        """See ``AttentionBackend.dismiss``: its sequences are nobody's in particular."""
+        """See ``AttentionBackend.dismiss``; no effect, since sequences are not kept per R-worker."""
 
     def close(self) -> None:
         """See ``AttentionBackend.close``."""

@@ -196,12 +196,25 @@ def test_emitted_files_hold_the_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
     for form in ("sbatch", "mpirun"):
         for flag, key in (("--max-num-seqs", "in_flight"), ("--kv-load-limit", "kv_load_limit")):
             assert f"{flag} {found[key]}" in text[form]
-        assert "--model llama-7b" in text[form] and "fastdecode r-worker --transport mpi" in text[form]
+        assert '--model "${MODEL:?set it to a folder of llama-7b}"' in text[form]
+        assert "fastdecode r-worker --transport mpi" in text[form]
     assert f"-n {found['num_r_workers']} fastdecode r-worker" in text["mpirun"]
     assert f"--nodes={found['num_hosts']} --ntasks={found['num_r_workers']} " in text["sbatch"]
     script = tmp_path / "job.sh"
     script.write_text(text["sbatch"])
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+
+
+def test_an_emitted_model_is_one_that_an_engine_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that only plans know is asked for; of a config.json its folder is given."""
+    assert main(["plan", *NAMES, "--emit", "mpirun"]) == 0
+    line = capsys.readouterr().out.replace("mpirun ", "echo ", 1)
+    asked = subprocess.run(["sh", "-c", line], env={}, capture_output=True, text=True, check=False)
+    assert asked.returncode != 0 and "MODEL: set it to a folder of llama-7b" in asked.stderr
+    shape = str(Path(__file__).parents[2] / "examples" / "llama-demo-shape")
+    for model in (shape, f"{shape}/config.json"):
+        assert main(["plan", *NAMES, "--model", model, "--emit", "mpirun"]) == 0
+        assert f"--model {shape} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("form", ["sbatch", "mpirun"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fastdecode.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.contention import Contention
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
-from fastdecode.perfmodel.fit import fit_parts, largest_error
+from fastdecode.perfmodel.fit import fit_parts
 from fastdecode.perfmodel.model_config import BUILT_IN
 from fastdecode.perfmodel.points import (
     AnchorPoint,
@@ -143,7 +143,7 @@ def test_parts_are_found_again(token: float, row: float, call: float, up: float,
         [(16 * 128, 16, 1), (128 * 128, 128, 1), (16 * 1024, 16, 1), (32 * 1024, 32, 1), (8 * 4096, 8, 1.0)]
     )
     exact = columns @ (token, row, call)
-    assert largest_error(columns, fit_parts(columns, exact), exact) < 0.1
+    assert columns @ fit_parts(columns, exact) == pytest.approx(exact, rel=0.1)
     noisy = exact * np.array([up, down, 1, down, up])
     weights = fit_parts(columns, noisy)
     assert np.all(weights >= 0) and weights[0] > 0

@@ -42,6 +42,7 @@ class PlainMachine:
     per_row: float = 0.0
     per_kv_token: float = 0.0
     kv_bytes_per_token: int = 0
+    seconds_per_moved_token: float = 0.0
 
     def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
         s_part = self.per_step + num_tokens * self.per_row

@@ -1,0 +1,108 @@
+"""What moving a sequence costs, what steps take without moves, and how much of their time moves may take."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+KEPT = 0.95
+"""What of the past counts after another step: about the last 20 steps do."""
+
+KEPT_OF_STARTS = 0.995
+"""The same of starts, which are rare."""
+
+NEVER = 1 << 30
+"""Steps, where nothing starts."""
+
+LEAST_SECONDS = 0.05
+"""R-workers' busy time, among what counts of the past, that it takes to say anything."""
+
+UNEVEN = 0.02
+"""Part of a step that the busiest R-worker must cost above the mean one: less is not worth a look."""
+
+SHARE = 0.05
+"""Of the steps' time, what corrections may take."""
+
+MOST_STEPS = 8.0
+"""Steps in whose time one correction must be done: decodes wait for it, each as much longer for its next token."""
+
+PAUSE_STEPS = 16
+"""After a look that found nothing worth its price."""
+
+
+class MovePrices:
+    """A correction pays if it wins twice the time that it takes, which every sequence waits for.
+
+    What moves took so far says what the next one takes, ``per_token`` seconds before the first. All corrections
+    together take at most ``SHARE`` of the steps' time, the last one on credit: after it the next waits for it to be
+    earned. So wrong forecasts cost no more than that.
+    """
+
+    def __init__(self, per_token: float) -> None:
+        self.per_token = per_token
+        self._moved = np.zeros(2)
+        self._seen = np.zeros(5)
+        self._brought = np.zeros(3)
+        self._credit = 0.0
+        self._pause = 0
+        self._is_uneven = False
+
+    def observe(self, work: np.ndarray, s_seconds: float, wait_seconds: float, r_seconds: np.ndarray) -> None:
+        """One step. ``work``: KV tokens attended, as if at mean speed; ``r_seconds``: busy; float64 [num_workers]."""
+        busiest, step_seconds = float(r_seconds.max(initial=0.0)), s_seconds + wait_seconds
+        hidden = max(0.0, busiest - wait_seconds)
+        self._seen = KEPT * self._seen + (float(r_seconds.sum()), float(work.sum()), hidden, 1.0, step_seconds)
+        at_work = r_seconds[work > 0]
+        above_mean = busiest - float(at_work.mean()) if len(at_work) else 0.0
+        self._is_uneven = min(above_mean, wait_seconds) > UNEVEN * step_seconds
+        self._credit = min(self._credit + SHARE * step_seconds, 0.0)
+        self._pause = max(0, self._pause - 1)
+
+    def note_newcomers(self, num_starts: int, num_prompt_rows: int) -> None:
+        """What began in this step."""
+        self._brought = KEPT_OF_STARTS * self._brought + (num_starts, num_prompt_rows, 1.0)
+
+    def steps_to_bring(self, kv_tokens: float) -> int:
+        """Until newcomers attend ``kv_tokens`` in a step, if they come as they do; at least one.
+
+        They are placed where least is, so whatever is uneven is even again once they attend what the others lack: a
+        move wins time until then. With s starts and p rows of prompts a step they attend p·t + s·t²/2 after t.
+        """
+        starts, rows = (self._brought[:2] / max(self._brought[2], 1.0)).tolist()
+        if not rows:
+            return NEVER
+        root = math.sqrt(rows * rows + 2 * starts * kv_tokens)
+        return max(1, min(NEVER, round(2 * kv_tokens / (rows + root))))
+
+    @property
+    def may_pay(self) -> bool:
+        """Whether to look for a correction now."""
+        is_known = self._seen[0] >= LEAST_SECONDS and math.isfinite(self.per_token)
+        return is_known and self._is_uneven and self._credit >= 0 and not self._pause
+
+    @property
+    def hidden(self) -> float:
+        """Seconds that R-workers are busy in a step without making it longer."""
+        return float(self._seen[2] / max(self._seen[3], 1e-300))
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What a step takes an R-worker of mean speed per KV token that it attends; 1 before enough was seen."""
+        known = self._seen[0] >= LEAST_SECONDS and self._seen[1] > 0
+        return float(self._seen[0] / self._seen[1]) if known else 1.0
+
+    @property
+    def most_tokens(self) -> float:
+        """That a correction may move."""
+        return MOST_STEPS * float(self._seen[4] / max(self._seen[3], 1e-300)) / max(self.per_token, 1e-300)
+
+    def looked(self, found: bool) -> None:
+        """A look for a correction found one, or none."""
+        self._pause = 0 if found else PAUSE_STEPS
+
+    def paid(self, num_tokens: int, seconds: float, is_correction: bool) -> None:
+        """A move of ``num_tokens`` cached tokens took ``seconds``."""
+        self._moved = KEPT * self._moved + (seconds, num_tokens)
+        self.per_token = float(self._moved[0] / max(self._moved[1], 1.0))
+        self._credit -= seconds if is_correction else 0.0

@@ -1,0 +1,208 @@
+"""Sequences that move because the load turned out uneven, against every single move there was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import numpy as np
+import pytest
+from engine_checks import assert_nothing_held
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_harness import Job, Run
+from test_load_control import AMPLE
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.scheduler import Move, Scheduler
+from fastdecode.scheduler.migration import COOL_DOWN
+from fastdecode.scheduler.move_prices import MOST_STEPS, SHARE
+from fastdecode.scheduler.shared_peak import Candidates, SharedPeak
+from fastdecode.step import ScheduledStep
+
+PER_TOKEN = 1e-3
+
+
+def shared(times: np.ndarray, hidden: float) -> float:
+    """Σ of the i-th busiest R-worker's time over i: each one's part of a step is what this falls by as it gets less
+    (Hart and Mas-Colell's potential of the game that SharedPeak plays). ``times``: [num_workers, steps]."""
+    falling = np.sort(np.maximum(times, hidden), axis=0)[::-1]
+    return float((falling / np.arange(1, len(falling) + 1)[:, None]).sum())
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Loads [num_workers, steps], some of them equal, and seconds per token [num_workers]."""
+    num_workers, num_steps = draw(st.integers(2, 5)), draw(st.integers(1, 15))
+    row = st.lists(st.integers(0, 9), min_size=num_steps, max_size=num_steps)
+    loads = np.array(draw(st.lists(row, min_size=num_workers, max_size=num_workers)), float) * 10
+    speeds = draw(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=num_workers, max_size=num_workers))
+    return loads, np.array(speeds)
+
+
+@given(fleets(), st.integers(0, 1), st.integers(1, 60), st.integers(1, 20), st.sampled_from([0.0, 40.0, 120.0]))
+@settings(max_examples=300)
+def test_a_gain_is_what_is_shared_less(
+    fleet: tuple[np.ndarray, np.ndarray], source: int, attended: int, left: int, hidden: float
+) -> None:
+    """Before and after the move, step by step; whoever overtakes whom, and whether anything is above ``hidden``."""
+    loads, per_token = fleet
+    steps = np.arange(loads.shape[1])
+    moving = np.where(steps < left, attended + steps, 0)
+    targets = np.flatnonzero(np.arange(len(loads)) != source)
+    candidates = Candidates(np.array([float(attended)]), np.array([left]))
+    (found,) = SharedPeak(loads, per_token, hidden).gains(source, candidates, targets)
+    for target, gain in zip(targets, found, strict=True):
+        after = loads.copy()
+        after[source] -= moving
+        after[target] += moving
+        before = shared(loads * per_token[:, None], hidden)
+        assert gain == pytest.approx(before - shared(after * per_token[:, None], hidden), abs=1e-6)
+
+
+def uneven_run(sizes: list[tuple[int, int]], slowness: tuple[float, ...], price: float = 0.0) -> Run:
+    """Jobs of (prompt, output) that all decode, on R-workers of which nobody knew how slow they are."""
+    num_workers = len(slowness)
+    limits = replace(
+        AMPLE, num_blocks=(9999,) * num_workers, bandwidths=(1.0,) * num_workers, max_num_batched_tokens=10**6,
+        seconds_per_moved_token=price,
+    )  # fmt: skip
+    jobs = [Job([1] * prompt_len, output_len, [output_len]) for prompt_len, output_len in sizes]
+    run = Run("stall-free", limits, jobs)
+    run.arrive_and_abort()
+    run.step()
+    run.seconds_per_token = tuple(PER_TOKEN * slow for slow in slowness)
+    return run
+
+
+def net_gain(run: Run, sequence_id: int, target: int) -> float:
+    """Of one move by trial: all sequences' loads to their ends, one step after the other, less twice its price.
+
+    By the speeds that the scheduler has seen by then, which other tests compare with the true ones.
+    """
+    prices, num_steps = run.scheduler._migration._prices, 20
+    hidden, per_token = prices.hidden, prices.seconds_per_token * run.scheduler.fleet.relative_times
+
+    def times(moved: bool) -> np.ndarray:
+        loads = np.zeros((len(per_token), num_steps))
+        for member in run.alive.values():
+            worker = target if moved and member.sequence_id == sequence_id else member.worker
+            for step in range(member.max_tokens - len(member.output_token_ids)):
+                loads[worker, step] += member.num_tokens + step
+        return loads * per_token[:, None]
+
+    price = 2 * run.limits.seconds_per_moved_token * run.alive[sequence_id].num_tokens
+    return shared(times(False), hidden) - shared(times(True), hidden) - price
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(6, 15)), min_size=2, max_size=8),
+    st.lists(st.sampled_from([1.0, 2.0, 6.0]), min_size=2, max_size=3),
+    st.sampled_from([0.0, 0.01, 0.05]),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_best_single_move_by_trial(sizes: list[tuple[int, int]], slowness: list[float], price: float) -> None:
+    """Every sequence to every other R-worker: what is chosen is worth as much as the best, or none is worth it."""
+    run = uneven_run(sizes, tuple(slowness), price)
+    for _ in range(3):
+        run.step()
+    prices = run.scheduler._migration._prices
+    workers = range(len(slowness))
+    trials = [net_gain(run, i, v) for i, m in run.alive.items() for v in workers if v != m.worker]
+    may, move = prices.may_pay, run.scheduler.next_move()
+    if move is None:
+        assert not may or max(trials) <= 1e-6
+    else:
+        assert net_gain(run, move.sequence.sequence_id, move.target) == pytest.approx(max(trials), rel=1e-6)
+
+
+def long_run(
+    slowness: tuple[float, ...], price: float, noise: float = 0.0
+) -> tuple[Run, list[tuple[int, Move]], float]:
+    """A hundred unequal jobs, a few at a time: the run, its moves by step, and the seconds of its steps."""
+    rng = np.random.default_rng(0)
+    sizes = [(int(rng.integers(5, 60)), int(rng.integers(100, 300))) for _ in range(100)]
+    run = uneven_run(sizes, slowness, price)
+    run.recounts = False
+    moves: list[tuple[int, Move]] = []
+    seconds, slow = 0.0, np.array(run.seconds_per_token)
+    while run.alive:
+        run.seconds_per_token = tuple(slow * rng.uniform(1 - noise, 1 + noise, len(slow)))
+        run.step()
+        step_seconds = float((np.array(run.kv_loads[-1]) * run.seconds_per_token).max())
+        seconds += step_seconds
+        move = run.scheduler.next_move() if run.alive else None
+        if move:
+            taken = price * move.num_tokens
+            assert taken <= 2 * MOST_STEPS * step_seconds, "decodes wait too long"
+            moves.append((run.step_number, move))
+            run.scheduler.moved(move, taken)
+        run.step_number += 1
+    return moves, seconds
+
+
+@pytest.mark.parametrize("price", [0.0, 0.01])
+def test_moves_keep_their_share_and_nobody_moves_twice_at_once(price: float) -> None:
+    """One R-worker takes thrice as long as it was said, and all of them jitter."""
+    moves, seconds = long_run((3.0, 1.0, 1.0), price, noise=0.2)
+    assert len(moves) > 3
+    spent = [price * move.num_tokens for _, move in moves]
+    assert sum(spent[:-1]) <= SHARE * seconds
+    for sequence_id in {move.sequence.sequence_id for _, move in moves}:
+        steps = [step for step, move in moves if move.sequence.sequence_id == sequence_id]
+        assert (np.diff(steps) >= COOL_DOWN).all()
+
+
+def test_what_is_even_stays() -> None:
+    """Equal jobs on R-workers as fast as said, but for jitter."""
+    run = uneven_run([(20, 100)] * 12, (1.0, 1.0, 1.0), 1e-3)
+    rng = np.random.default_rng(1)
+    for _ in range(90):
+        run.seconds_per_token = tuple(PER_TOKEN * rng.uniform(0.95, 1.05, 3))
+        run.step()
+        assert run.scheduler.next_move() is None
+
+
+def test_a_slow_r_worker_gives_up_what_it_cannot_keep_up_with() -> None:
+    """It is three times as slow: 8 of 24 equal sequences become 3, and steps are nearly even again."""
+    run = uneven_run([(40, 160)] * 24, (3.0, 1.0, 1.0), 1e-5)
+    uneven = []
+    for _ in range(120):
+        run.step()
+        run.move(1)
+        times = np.array(run.kv_loads[-1]) * run.seconds_per_token
+        uneven.append(times.max() / times.mean())
+    assert uneven[0] > 1.7 and max(uneven[20:]) < 1.15
+    assert run.num_moves < 7
+
+
+@pytest.mark.parametrize("schedule", ["sls", "fcfs"])
+def test_real_caches_move_and_the_tokens_stay(tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three R-workers, the first of which is said to be five times as slow as the others."""
+    observe, moved, moves = Scheduler.observe, Scheduler.moved, []
+
+    def slow_first(self: Scheduler, step: ScheduledStep, *seconds: Any) -> None:
+        busy = np.array(step.kv_loads) * [5e-3, 1e-3, 1e-3]
+        observe(self, step, 1e-3, float(busy.max()), busy.tolist())
+
+    def noted(self: Scheduler, move: Move, seconds: float) -> None:
+        assert seconds > 0
+        moves.append((move.sequence.worker, move.target))
+        moved(self, move, seconds)
+
+    monkeypatch.setattr(Scheduler, "observe", slow_first)
+    monkeypatch.setattr(Scheduler, "moved", noted)
+    folder = model_zoo.save_model("llama-gqa", tmp_path)
+    greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+    with LLM(
+        str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=300, s_threads=1, r_threads=1,
+        kv_cache_memory="64MiB", r_workers="inproc:3", schedule=schedule, kv_load_limit=10_000,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(model_zoo.prompts("llama-gqa") * 3, greedy, use_tqdm=False)
+        assert_nothing_held(llm.engine)
+    wanted = [list(tokens) for tokens in model_zoo.reference("llama-gqa").tokens] * 3
+    assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+    sources, targets = zip(*moves, strict=True)
+    assert sources.count(0) > targets.count(0)
