@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -21,6 +21,7 @@ from helpers.contract import (
     LAYOUT,
     SECOND,
     SECOND_CONTROLS,
+    Spans,
     inproc,
     plan,
     rows,
@@ -31,9 +32,11 @@ from helpers.contract import (
 
 from fastdecode.cluster.links.mpi_link import MpiBackend
 from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.errors import BackendError, CapacityError
 from fastdecode.protocols import AttentionBackend
-from fastdecode.types import KVLayout, LayerLayout, Verb
+from fastdecode.types import KVLayout, LayerLayout, StepPlan, Verb
 
 BACKENDS = os.environ.get("FASTDECODE_TEST_BACKENDS", "fake,inproc,spawn,tcp").split(",")
 Makers = dict[str, Callable[[], AttentionBackend]]

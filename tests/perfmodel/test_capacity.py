@@ -6,14 +6,13 @@ import math
 
 import numpy as np
 import pytest
+from helpers.hardware import LIMITS, PlainMachine
 
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.simulate import SimulatedRequest, SimulatedWorkload, Simulator, Slo, find_capacity
 from fastdecode.perfmodel.simulate.lengths import SARATHI, LogNormal, TraceItem, read_trace
 from fastdecode.perfmodel.simulate.workload import drawn_workload, traced_workload
 from fastdecode.scheduler import POLICIES, Scheduler
-
-from .test_simulator import LIMITS, PlainMachine
 
 
 @pytest.mark.parametrize("guess", [0.01, 3.3, 500.0])

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.hardware import profile
 
 from fastdecode.cli.machine_inputs import read_inputs
 from fastdecode.cli.main import build_parser, main
 from fastdecode.perfmodel.profile_json import write_profile
-
-from .test_profile import profile
 
 CONTRACT = {
     "mini_batch_size", "in_flight", "num_r_workers", "num_r_workers_exact", "micro_batch_size", "interval_steps",

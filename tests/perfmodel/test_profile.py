@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.hardware import profile
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,47 +17,7 @@ from fastdecode.perfmodel.contention import Contention
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
 from fastdecode.perfmodel.fit import fit_parts
 from fastdecode.perfmodel.model_config import BUILT_IN
-from fastdecode.perfmodel.points import (
-    AnchorPoint,
-    ContentionPoint,
-    HostPoint,
-    LinkPoint,
-    MachineIdentity,
-    PlanPoint,
-    RPartPoint,
-    SPartPoint,
-)
-from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
-
-
-def r_point(sequences: int, context: int, seconds: float, **other: Any) -> RPartPoint:
-    heads = {"num_heads": 32, "num_kv_heads": 32, "head_dim": 128, "threads": 32}
-    return RPartPoint("float16", num_sequences=sequences, context_len=context, seconds=seconds, **heads | other)
-
-
-def profile() -> HardwareProfile:
-    """The paper's machine, as calibrate would write it: 0.1239 µs per token and 20 µs per call."""
-    return HardwareProfile(
-        machine=MachineIdentity("cluster", "NVIDIA A10", "Epyc 7452", "avx2", "0.1.0"),
-        shape=BUILT_IN["llama-7b"],
-        s_part=(SPartPoint(1024, 7.08e-3, 1e-3, 0.02), SPartPoint(1, 1.46e-3, 1e-3)),
-        r_part=(
-            r_point(1024, 256, 1.239e-7 * 1024 * 256 + 2e-5),
-            r_point(16, 4096, 1.239e-7 * 16 * 4096 + 2e-5),
-            r_point(16, 128, 1.239e-7 * 16 * 128 + 2e-5),
-        ),
-        links=(
-            LinkPoint("r0", 1_000_000, 2e-5 + 1e6 / 12.5e9),
-            LinkPoint("r0", 10_000_000, 2e-5 + 1e7 / 12.5e9),
-            LinkPoint("r1", 1_000_000, 3e-5 + 1e6 / 10e9),
-            LinkPoint("r1", 10_000_000, 3e-5 + 1e7 / 10e9),
-        ),
-        host=(HostPoint(1, 1.001e-3), HostPoint(1000, 2e-3)),
-        plans=(PlanPoint("r0", 10, 1e-4), PlanPoint("r0", 1000, 1e-4)),
-        contention=(ContentionPoint(1, 1, 1.5, 1.25),),
-        anchors=(AnchorPoint("s", 1, 5e-3), AnchorPoint("r", 32, 6e-3)),
-    )
 
 
 def changed(**changes: Any) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.hardware import LIMITS, PlainMachine
 
 from fastdecode.errors import RequestError
 from fastdecode.metrics import StepRecord
@@ -15,39 +15,11 @@ from fastdecode.perfmodel.model_config import BUILT_IN
 from fastdecode.perfmodel.presets import GPUS
 from fastdecode.perfmodel.r_part import RPart
 from fastdecode.perfmodel.s_part import MeasuredSPart
-from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedRequest, Simulator, SplitMachine, StepCost
+from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.perfmodel.transport import Transport
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
 from fastdecode.scheduler import Sequence as ScheduledSequence
-
-LIMITS = Limits(
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    num_mini_batches=2,
-    scratch_tokens=1 << 40,
-    max_model_len=64,
-    block_size=16,
-    num_blocks=(100, 100),
-    bandwidths=(1.0, 1.0),
-    prefix_caching=False,
-)
-
-
-@dataclass(frozen=True)
-class PlainMachine:
-    """So many seconds per step, per row and per KV token."""
-
-    per_step: float = 1.0
-    per_row: float = 0.0
-    per_kv_token: float = 0.0
-    kv_bytes_per_token: int = 0
-    seconds_per_moved_token: float = 0.0
-
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
-        s_part = self.per_step + num_tokens * self.per_row
-        attention = sum(kv_loads) * self.per_kv_token
-        return StepCost(s_part + attention, s_part, 0.0, 0.0, np.full(len(kv_loads), attention))
 
 
 def simulate(
