@@ -1,6 +1,6 @@
 # make demo   install, then see it work
 # make test   install, then lint, types, sanitizers and tests
-# make test-quick   a minute for work in progress: the tests that are not marked slow (tests/conftest.py), nothing else
+# make test-quick   for work in progress: the tests that are not marked slow (tests/conftest.py), nothing else
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

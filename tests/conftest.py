@@ -39,13 +39,15 @@ SHARED = {
     "cores": {"test_calibrate", "test_cli", "test_elastic", "test_recovery", "test_spin", "test_threads"},
 }
 """Modules that share a resource are run one after another, by one process: MPI jobs, whose ranks never sleep, and what
-measures or pins cores. They come first, since each group is as long as a quarter of the rest."""
+measures or pins cores. They come first, since they take longest."""
 
 SLOW = {
-    "test_calibrate", "test_cli", "test_cuda_graphs", "test_doctor", "test_elastic", "test_exactness", "test_fused",
-    "test_hostile_peers", "test_launch", "test_mpi", "test_recovery", "test_run_batch", "test_threads",
+    "test_calibrate", "test_capacity", "test_cli", "test_cuda_graphs", "test_demo_model", "test_doctor", "test_elastic",
+    "test_exactness", "test_fused", "test_hostile_peers", "test_launch", "test_load_control", "test_migration",
+    "test_mpi", "test_placement", "test_prefix_caching", "test_recovery", "test_references", "test_run_batch",
+    "test_threads", "test_tuning",
 }  # fmt: skip
-"""Marked `slow`: modules that take more than about ten seconds."""
+"""Marked `slow`: modules that take more than about three seconds and prove what a smaller test shows first."""
 
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
