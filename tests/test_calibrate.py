@@ -26,8 +26,7 @@ from fastdecode.measure.samples import FEW_LAYERS, MANY_LAYERS, measuring, r_wor
 from fastdecode.measure.throughput import run_throughput
 from fastdecode.measure.validation import Configuration, Validation
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
-from fastdecode.perfmodel.points import MachineIdentity
-from fastdecode.perfmodel.profile import HardwareProfile
+from fastdecode.perfmodel.profile import HardwareProfile, MachineIdentity
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.sworker.loader import model_shape
 

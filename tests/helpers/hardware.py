@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.perfmodel.model_config import BUILT_IN
-from fastdecode.perfmodel.points import (
+from fastdecode.perfmodel.model_shape import BUILT_IN
+from fastdecode.perfmodel.profile import (
     AnchorPoint,
     ContentionPoint,
+    HardwareProfile,
     HostPoint,
     LinkPoint,
     MachineIdentity,
@@ -19,7 +20,6 @@ from fastdecode.perfmodel.points import (
     RPartPoint,
     SPartPoint,
 )
-from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.simulate import StepCost
 from fastdecode.scheduler import Limits
 

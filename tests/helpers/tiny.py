@@ -16,7 +16,7 @@ from fastdecode.sampling_params import SamplingParams
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker.lanes import ATTENTION_NAME, Lane, register_attention
 from fastdecode.sworker.probe import probe_layout
-from fastdecode.sworker.sampling.sampler import SamplingRow
+from fastdecode.sworker.sampling import SamplingRow
 from fastdecode.sworker.staging import rows_of
 from fastdecode.sworker.worker import SWorker
 from fastdecode.types import KVLayout, StepPlan, StepReport

@@ -13,7 +13,7 @@ from helpers.hardware import profile
 
 from fastdecode.cli.main import main
 from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
-from fastdecode.perfmodel.model_config import read_shape
+from fastdecode.perfmodel.model_shape import read_shape
 from fastdecode.perfmodel.profile_json import write_profile
 
 SIZES = ["--random-input-len", "20", "--random-output-len", "30", "--num-prompts", "24", "--max-num-seqs", "8"]
