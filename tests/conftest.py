@@ -22,7 +22,7 @@ TESTS = Path(__file__).resolve().parent
 # has neither the extension nor sworker and cluster.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TESTS.parent]
 if str(TESTS) not in sys.path:
-    sys.path.insert(0, str(TESTS))  # for model_zoo
+    sys.path.insert(0, str(TESTS))  # for doubles and helpers
 
 EXTENSION = os.environ.get("RWORKER_EXTENSION")
 """Another build of ``fastdecode._rworker`` to test (`make emulated`): a file; only tests that name an ``isa`` run."""
