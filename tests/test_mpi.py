@@ -72,7 +72,8 @@ def test_a_killed_rank_ends_the_job(mpi_segments: Path) -> None:
         job.communicate()
     assert job.returncode != 0
     assert "rank 2" in output
-    assert not any(alive(pid) for pid in others)
+    while any(alive(pid) for pid in others):  # mpirun may end before those it has told to end
+        time.sleep(0.01)
     assert list(mpi_segments.iterdir()) == []
 
 
