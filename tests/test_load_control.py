@@ -10,12 +10,12 @@ from helpers.scheduler_harness import AMPLE, Job, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastdecode.engine_setup import budget_within
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.step_model import MeasuredStepTime
 from fastdecode.scheduler.balance import NUM_STEPS, BalanceFinder
 from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
 from fastdecode.scheduler.output_lengths import MIN_ENDED, OutputLengths
-from fastdecode.scheduling import budget_within
 
 
 def loads_of(run: Run) -> np.ndarray:

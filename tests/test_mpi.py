@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -14,8 +15,7 @@ import pytest
 from helpers import mpi_jobs, r_workers
 from helpers.processes import TESTS, alive, script
 
-from fastdecode.binding import mend_binding
-from fastdecode.machine import usable_cores
+from fastdecode.machine import mend_binding, usable_cores
 
 PYTHON = sys.executable
 BENCH = [r_workers.FASTDECODE, "bench", "throughput", "--r-workers", "mpi", "--max-model-len", "128"]

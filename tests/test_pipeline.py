@@ -21,7 +21,7 @@ from helpers.tiny import (
     prompt,
 )
 
-from fastdecode.clock import HOST, MODEL, WAIT, StateClock
+from fastdecode.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.step import Chunk, MiniBatch
 from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import pack
@@ -98,7 +98,7 @@ def test_time_is_in_exactly_one_state(tiny: Tiny) -> None:
     assert sum(seconds.values()) == pytest.approx(clock._since - start, abs=1e-9)
     assert seconds[WAIT] >= 2 * NUM_LAYERS * 0.004
     assert seconds[MODEL] > 0
-    spans = [span for span in clock.spans if span.start_seconds >= start]
+    spans = [span for span in clock.intervals if span.start_seconds >= start]
     assert all(before.end_seconds == after.start_seconds for before, after in pairwise(spans))
     model = [(span.mini_batch, span.layer) for span in spans if span.state == MODEL]
     assert model == [(i, layer) for layer in range(NUM_LAYERS + 1) for i in range(2)]

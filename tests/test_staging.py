@@ -29,7 +29,7 @@ from helpers.tiny import (
 )
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.clock import HOST, MODEL, WAIT, StateClock
+from fastdecode.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.step import Chunk, MiniBatch
 from fastdecode.sworker import cuda_staging, worker
 from fastdecode.sworker.cuda_staging import CudaStaging

@@ -11,7 +11,7 @@ import torch
 from doubles.fake_backend import FakeBackend
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fastdecode.clock import StateClock
+from fastdecode.metrics import StateClock
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker.lanes import ATTENTION_NAME, Lane, register_attention
