@@ -19,9 +19,10 @@ demo: $(STAMP)
 	@$(BIN)/fastdecode bench throughput $(SHAPE) $(WORK)
 	@echo; echo "== The same with plain transformers:"
 	@$(BIN)/fastdecode bench throughput $(SHAPE) $(WORK) --backend transformers
-	@echo; echo "== Two mini-batches, A and B, taking turns (S and R with one thread each):"
-	@$(BIN)/fastdecode bench throughput $(SHAPE) --hf-overrides '{"num_hidden_layers": 4}' --num-mini-batches 2 \
-	  --s-threads 1 --r-threads 1 --num-prompts 32 --random-input-len 512 --random-output-len 16 --plot-timeline timeline.png
+	@echo; echo "== Two mini-batches, A and B, taking turns (S and R with one thread each, about equally busy):"
+	@$(BIN)/fastdecode bench throughput $(SHAPE) --dtype bfloat16 --num-mini-batches 2 --s-threads 1 --r-threads 1 \
+	  --hf-overrides '{"num_hidden_layers": 10, "hidden_size": 512, "num_key_value_heads": 16, "vocab_size": 4096}' \
+	  --num-prompts 32 --random-input-len 480 --random-output-len 32 --plot-timeline timeline.png
 
 test: $(STAMP) lint sanitize-quick emulated
 	$(BIN)/pytest -q -n 2

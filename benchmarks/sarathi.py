@@ -16,11 +16,10 @@ from __future__ import annotations
 import argparse
 
 from fastdecode.perfmodel.gpu_only import GpuStepTime
-from fastdecode.perfmodel.model_config import BUILT_IN
-from fastdecode.perfmodel.presets import GPUS
+from fastdecode.perfmodel.hardware import GPUS
+from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.simulate import GpuMachine, Simulator, Slo, find_capacity
-from fastdecode.perfmodel.simulate.lengths import SARATHI
-from fastdecode.perfmodel.simulate.workload import SimulatedWorkload, drawn_workload
+from fastdecode.perfmodel.simulate.workload import SARATHI, SimulatedWorkload, drawn_workload
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
 
 _SHAPE = BUILT_IN["mistral-7b"]

@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from fastdecode.perfmodel.r_part import RPart
-from fastdecode.perfmodel.s_part import MeasuredSPart
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
+from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
 

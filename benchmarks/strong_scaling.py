@@ -17,15 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastdecode.metrics import StepRecord
-from fastdecode.perfmodel.model_config import BUILT_IN
+from fastdecode.perfmodel.equations import default_interval_steps, peak_load_stabilized
+from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS
+from fastdecode.perfmodel.model_shape import BUILT_IN
+from fastdecode.perfmodel.plan import Workload
 from fastdecode.perfmodel.planner import Planner
-from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS
-from fastdecode.perfmodel.r_part import host_r_part
-from fastdecode.perfmodel.s_part import GpuSPart
 from fastdecode.perfmodel.simulate import Machine, SimulatedRequest, Simulator, SplitMachine, StepCost
-from fastdecode.perfmodel.stabilized_load import default_interval_steps, peak_load_stabilized
-from fastdecode.perfmodel.transport import Transport
-from fastdecode.perfmodel.workload import Workload
+from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
 
 PAPER = {("llama-7b", 1024, 8): 0.728, ("llama-13b", 1024, 8): 0.841}

@@ -288,7 +288,10 @@ class InprocBackend(PoolBackend):
 
     def __init__(self, sizes: Sequence[RWorkerSize], block_size: int, own_cores: bool = False) -> None:
         """``own_cores``: the S-worker does not run on the cores of ``sizes``."""
-        super().__init__([InprocWorker(f"inproc-{i}", size, block_size, own_cores) for i, size in enumerate(sizes)])
+        waits_working = len(sizes) == 1 and not own_cores
+        super().__init__(
+            [InprocWorker(f"inproc-{i}", size, block_size, own_cores, waits_working) for i, size in enumerate(sizes)]
+        )
 
 
 def _refusal(worker: PoolWorker, what: str, error: Exception) -> BackendError:

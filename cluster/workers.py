@@ -76,12 +76,22 @@ class PoolWorker(Protocol):
 
 
 class InprocWorker:
-    """``PoolWorker`` over a C++ R-worker in this process, with its own threads; it answers every request at once."""
+    """``PoolWorker`` over a C++ R-worker in this process, with its own threads; it answers every request at once.
 
-    def __init__(self, name: str, size: RWorkerSize, block_size: int, own_cores: bool) -> None:
+    With ``waits_working`` and one mini-batch in a step, the S-worker's thread attends too, in ``wait``, in place of the
+    R-worker's first thread: it would only sleep, and each hand-over between two threads on shared cores takes some
+    0.1 ms. Besides, torch's threads start slowly after their caller has slept.
+    """
+
+    def __init__(
+        self, name: str, size: RWorkerSize, block_size: int, own_cores: bool, waits_working: bool = False
+    ) -> None:
         """``own_cores``: the S-worker does not run on this worker's cores."""
         self.name = name
         self._size, self._block_size, self._own_cores = size, block_size, own_cores
+        self._waits_working = waits_working
+        self._postponed: tuple | None = None
+        self._postpones = False
         self._worker: _rworker.RWorker | None = None
         self._in_step = False
 
@@ -100,21 +110,29 @@ class InprocWorker:
         """See ``PoolWorker.begin_step``."""
         begin_step(self._open, plan)
         self._in_step = True
+        self._postpones = self._waits_working and len(plan.mini_batches) == 1
 
     def begun(self) -> None:
         """See ``PoolWorker.begun``."""
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
         """See ``PoolWorker.submit``."""
-        self._open.submit(mini_batch, layer, q, k, v, o)
+        if self._postpones:
+            self._postponed = mini_batch, layer, q, k, v, o
+        else:
+            self._open.submit(mini_batch, layer, q, k, v, o)
 
     def ready(self, mini_batch: int) -> bool:
-        """See ``PoolWorker.ready``."""
-        return self._open.ready(mini_batch)
+        """See ``PoolWorker.ready``; what is postponed to ``wait`` gains nothing by waiting."""
+        return self._postponed is not None or self._open.ready(mini_batch)
 
     def wait(self, mini_batch: int) -> None:
         """See ``PoolWorker.wait``."""
-        self._open.wait(mini_batch)
+        if self._postponed is None:
+            self._open.wait(mini_batch)
+            return
+        postponed, self._postponed = self._postponed, None
+        self._open.run(*postponed)
 
     def end_step(self) -> None:
         """See ``PoolWorker.end_step``."""
@@ -127,6 +145,7 @@ class InprocWorker:
 
     def abandon_step(self) -> None:
         """See ``PoolWorker.abandon_step``."""
+        self._postponed = None
         if self._in_step:
             self._in_step = False
             self._open.abandon_step()

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from fastdecode.config import EngineConfig
 from fastdecode.machine import usable_cores
-from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
-from fastdecode.perfmodel.identity import check_alike, check_own, this_machine
+from fastdecode.perfmodel.deployment import Deployment, check_alike, check_own, deployed_step_model, this_machine
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.resources import s_thread_count

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.live_profile import live_step_model
-from fastdecode.perfmodel.step_profile import StepProfile
-from fastdecode.perfmodel.token_budget import token_budget
-from fastdecode.perfmodel.transport import MOVED_BYTES_PER_SECOND
+from fastdecode.perfmodel.equations import token_budget
+from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
+from fastdecode.perfmodel.step_model import MeasuredStepTime
 from fastdecode.protocols import StepTime
 from fastdecode.resources import scratch_tokens
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
@@ -87,13 +87,13 @@ def budget_within(target_seconds: float, step_time: StepTime, least: int, most: 
     return max(least, token_budget(step_time, target_seconds, tile_tokens=TILE_TOKENS, most_tokens=most))
 
 
-def profile_steps(s_worker: SWorker, num_r_workers: int, most_tokens: int) -> StepProfile:
+def profile_steps(s_worker: SWorker, num_r_workers: int, most_tokens: int) -> MeasuredStepTime:
     """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens; nothing of them stays anywhere."""
     largest = min(TILE_TOKENS, max(most_tokens, 2))
     counts = [largest // 2, largest]
     while 2 * counts[-1] <= most_tokens:
         counts.append(2 * counts[-1])
-    return StepProfile(counts, [_step_seconds(s_worker, num_r_workers, count) for count in counts])
+    return MeasuredStepTime(counts, [_step_seconds(s_worker, num_r_workers, count) for count in counts])
 
 
 def _step_seconds(s_worker: SWorker, num_r_workers: int, num_tokens: int) -> float:

@@ -1,10 +1,11 @@
-"""Timing that holds on a machine whose speed drifts: what is measured stands beside an anchor, measured in turns.
+"""Timing that holds on a machine whose speed drifts, and straight lines through what was timed.
 
-Nothing here knows what it times: it is handed callables.
+What is measured stands beside an anchor, measured in turns. Nothing here knows what it times: it is handed callables.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -94,3 +95,24 @@ def summary(seconds: np.ndarray) -> Measured:
 def most_moved(found: Sequence[Steadied]) -> float:
     """By which part the least steady of the anchors moved."""
     return max(each.moved for each in found)
+
+
+def fit_parts(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Weights of ``columns``, float64 [num_columns] and none below zero, whose sum comes closest to ``seconds``.
+
+    ``columns``: float64 [num_points, num_columns], the first of which always counts; ``seconds``: float64
+    [num_points], above zero. Closest means the least squares of relative errors. With few columns every set of them
+    can be tried; of sets that fit alike the smaller one is taken, so that one point is enough for one part.
+    """
+    num_points, num_columns = columns.shape
+    relative = columns / seconds[:, None]
+    best, least = np.zeros(num_columns), np.inf
+    for size in range(1, min(num_points, num_columns) + 1):
+        for others in itertools.combinations(range(1, num_columns), size - 1):
+            chosen = [0, *others]
+            weights, _, rank, _ = np.linalg.lstsq(relative[:, chosen], np.ones(num_points), rcond=None)
+            error = float(np.sum((relative[:, chosen] @ weights - 1.0) ** 2))
+            if rank == size and np.all(weights >= 0) and weights[0] > 0 and error < least * 0.99 - 1e-12:
+                best, least = np.zeros(num_columns), error
+                best[chosen] = weights
+    return best

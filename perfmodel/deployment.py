@@ -1,13 +1,17 @@
-"""From a measured profile to the model of one way to run a model on that machine."""
+"""From a measured profile to the model of one way to run a model on that machine, if the profile is of that machine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import socket
+from dataclasses import dataclass, fields
 
-from fastdecode.perfmodel.contention import Contention
+from fastdecode import __version__
+from fastdecode.errors import ProfileError
+from fastdecode.machine import cpu_name
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.points import HERE
-from fastdecode.perfmodel.profile import HardwareProfile
+from fastdecode.perfmodel.profile import HERE, HardwareProfile, MachineIdentity
+from fastdecode.perfmodel.stages import Contention
 from fastdecode.perfmodel.step_model import StepModel
 
 SHARED = Contention(2.0, 2.0)
@@ -67,3 +71,32 @@ def _contention(profile: HardwareProfile, deployment: Deployment, num_kv_heads: 
     if not deployment.separate_cores:
         return SHARED
     return profile.measured_contention(deployment.s_threads, deployment.r_threads, num_kv_heads)
+
+
+def this_machine(device_name: str, r_worker: str, isa: str) -> MachineIdentity:
+    """What a profile made here and now says of its machine; ``device_name``: of the S-worker's GPU, if any."""
+    cores = f"{cpu_name()}, {os.cpu_count()} cores"
+    return MachineIdentity(socket.gethostname(), device_name or cores, r_worker, isa, __version__)
+
+
+def check_own(profile: HardwareProfile, here: MachineIdentity) -> None:
+    """ProfileError unless ``profile`` was made on this machine, by this version."""
+    names = {"host": "machine", "s_worker": "S-worker", "isa": "instruction set", "fastdecode_version": "version"}
+    for field, words in names.items():
+        theirs, ours = getattr(profile.machine, field), getattr(here, field)
+        if theirs != ours:
+            raise ProfileError(
+                f"the profile is of another {words}, {theirs!r}, and this is {ours!r}: run `fastdecode calibrate` here "
+                f"(plan and simulate take profiles from anywhere)"
+            )
+
+
+def check_alike(profile: HardwareProfile, shape: ModelShape) -> None:
+    """ProfileError where ``shape``'s layers are not those that ``profile`` was made with, KV heads apart."""
+    sizes = [field.name for field in fields(ModelShape) if field.name not in ("name", "num_layers", "num_kv_heads")]
+    unlike = next((size for size in sizes if getattr(shape, size) != getattr(profile.shape, size)), None)
+    if unlike:
+        raise ProfileError(
+            f"the profile was measured on {profile.shape.name}, whose {unlike} is {getattr(profile.shape, unlike)}, "
+            f"and {shape.name} has {getattr(shape, unlike)}"
+        )

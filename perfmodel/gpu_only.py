@@ -1,4 +1,4 @@
-"""The alternative every plan stands beside: the same GPU with the KV cache in its own memory."""
+"""The alternative to every plan, the same GPU with the KV cache in its own memory, and which of the two to take."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import math
 from dataclasses import dataclass
 
 from fastdecode.errors import PlanError
-from fastdecode.perfmodel import roofline
+from fastdecode.perfmodel import equations
+from fastdecode.perfmodel.equations import largest
 from fastdecode.perfmodel.hardware import Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.search import largest
-from fastdecode.perfmodel.workload import Workload
+from fastdecode.perfmodel.plan import Plan, Prices, Workload
 
 MEMORY_FRACTION = 0.9
 """Of a GPU's memory, for weights and cache; the rest is activations and the driver (vLLM's default)."""
+
+MARGIN = 1.2
+"""Ratios of throughput below this are within the error of figures that were not measured on the machine at hand."""
 
 
 def usable_bytes(gpu: Gpu) -> float:
@@ -59,7 +62,7 @@ class GpuStepTime:
         Only the rows that are sampled, ``output_tokens``, meet the head; all rows unless given.
         """
         unsampled = 0.0 if output_tokens is None else tokens - output_tokens
-        return roofline.step_seconds(
+        return equations.roofline_step_seconds(
             1,
             kv_tokens * self.kv_bytes_per_token,
             tokens * self.shape.active_parameters - unsampled * self.shape.head_parameters,
@@ -71,7 +74,9 @@ class GpuStepTime:
     @property
     def capacity_tokens(self) -> int:
         """Cached tokens that fit beside the weights; 0 where not even those do."""
-        return roofline.max_batch_size(usable_bytes(self.gpu), self.shape.weight_bytes, self.kv_bytes_per_token)
+        return equations.roofline_max_batch_size(
+            usable_bytes(self.gpu), self.shape.weight_bytes, self.kv_bytes_per_token
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class GpuServer:
     def step_seconds(self, batch_size: int) -> float:
         """Seconds of a decode step at the achieved rates, the prompts' share of rows included."""
         bytes_per_second = self.gpu.kv_bytes_per_second.achieved
-        own = roofline.step_seconds(
+        own = equations.roofline_step_seconds(
             batch_size,
             self._own_kv_bytes,
             self.shape.active_parameters * self.workload.rows_per_output_token,
@@ -106,7 +111,7 @@ class GpuServer:
     def best(self, latency_limit_seconds: float = math.inf) -> GpuOnly:
         """The largest batch that memory and the limit on a whole sequence allow; throughput only rises with it."""
         weights = self.shape.weight_bytes + self._shared_kv_bytes
-        by_memory = roofline.max_batch_size(usable_bytes(self.gpu), weights, self._own_kv_bytes)
+        by_memory = equations.roofline_max_batch_size(usable_bytes(self.gpu), weights, self._own_kv_bytes)
         limit = latency_limit_seconds / self.workload.output_len
         batch = largest(lambda size: self.step_seconds(size) <= limit, by_memory) if limit < math.inf else by_memory
         limited_by = "memory" if batch == by_memory else "latency limit"
@@ -123,3 +128,33 @@ class GpuServer:
     @property
     def _shared_kv_bytes(self) -> float:
         return self.workload.shared_prefix_len * self.kv_bytes_per_token
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``use_fastdecode`` is None where nothing is known of the GPU alone; ``sentence`` says it in words."""
+
+    use_fastdecode: bool | None
+    sentence: str
+
+
+def judge(plan: Plan, alone: GpuOnly | None, prices: Prices) -> Verdict:
+    """By throughput, and by the price of a token where prices are known."""
+    if alone is None:
+        return Verdict(None, "The GPU alone was not compared: name it with --gpu.")
+    rate, alone_rate = plan.output_tokens_per_second, alone.output_tokens_per_second
+    if alone.max_batch_size == 0:
+        return Verdict(True, f"The GPU alone cannot run one such sequence (its {alone.limited_by} is too small).")
+    beside = f"{rate:.0f} tokens/s against {alone_rate:.0f} of the GPU alone with a batch of {alone.max_batch_size}"
+    if rate <= alone_rate:
+        return Verdict(False, f"Do not use FastDecode here: {beside}.")
+    price, alone_price = plan.price_per_million_tokens, prices.per_million_tokens(0, alone_rate)
+    if price is not None and alone_price is not None:
+        beside += f"; {price:.3g} against {alone_price:.3g} per million tokens"
+        if price >= alone_price:
+            return Verdict(False, f"Do not use FastDecode here, unless for speed at any price: {beside}.")
+    if rate < MARGIN * alone_rate:
+        return Verdict(
+            False, f"Do not use FastDecode here on these figures alone, the gain is within their error: {beside}."
+        )
+    return Verdict(True, f"FastDecode gives {rate / alone_rate:.1f} times the throughput: {beside}.")

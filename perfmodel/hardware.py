@@ -1,11 +1,43 @@
-"""GPUs, CPU hosts and links as the plan sees them, every figure with its efficiency and where it comes from."""
+"""GPUs, CPU hosts and links as the plan sees them: every figure with its efficiency and source, and presets by name."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
 
 from fastdecode.errors import ConfigError
+
+FLOPS_EFFICIENCY = 0.62
+"""Of nominal 16-bit tensor FLOP/s, in large products: the FastDecode paper's A10."""
+
+GPU_READ_EFFICIENCY = 0.8
+"""Of nominal GPU memory bandwidth; nothing in the papers gives it, and it is kind to the GPU-only alternative."""
+
+A10_WEIGHT_EFFICIENCY = 0.46
+"""FastDecode's T(1) of 1.46 ms for the 402 MB of a 7B layer, launches included, against 600 GB/s."""
+
+CPU_READ_EFFICIENCY = 0.645
+"""FastDecode's R-part on Epyc 7452: 132 GB/s of KV per socket of 205 nominal; its figures lie between 0.64 and 0.72."""
+
+GROUP_SIZES = (1, 4, 8, 32)
+"""Query heads per KV head of the columns below."""
+
+GB_PER_SECOND_PER_CORE = {
+    "float32": (14.8, 10.9, 7.8, 3.4),
+    "float16": (16.8, 12.7, 7.9, 2.2),
+    "bfloat16": (17.3, 13.9, 7.8, 2.1),
+    "int8": (13.7, 8.7, 4.5, 1.1),
+    "int4": (9.8, 4.0, 2.1, 0.5),
+}
+"""KV read by one thread, head 128, context 1024, on Zen 3 with AVX2, as docs/performance.md records it.
+
+A core that waited for memory in part was timed, so more is possible; AVX-512 was never timed.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,3 +117,77 @@ def parse_link(text: str) -> float:
     if rate <= 0:
         raise ConfigError(f"link: {text!r} is no bandwidth at all; q, k, v and o have to cross it")
     return rate
+
+
+def _gpu(name: str, tflops: float, gb_per_s: float, gb: float, pcie_gb_per_s: float) -> Gpu:
+    """Nominal figures of NVIDIA's data sheets: dense 16-bit tensor FLOP/s with 32-bit sums where they differ."""
+    measured = name == "a10"
+    read = Figure(gb_per_s * 1e9, GPU_READ_EFFICIENCY, False, "NVIDIA data sheet; 0.8 taken for any GPU")
+    weights = Figure(gb_per_s * 1e9, A10_WEIGHT_EFFICIENCY, True, "FastDecode paper, T(1) of a 7B layer")
+    source = "FastDecode paper" if measured else "NVIDIA data sheet; as the FastDecode paper's A10"
+    flops = Figure(tflops * 1e12, FLOPS_EFFICIENCY, measured, source)
+    return Gpu(name, flops, weights if measured else read, read, gb * 1e9, pcie_gb_per_s * 1e9)
+
+
+def _host(name: str, sockets: int, cores: int, gb_per_s: float, gb: float) -> CpuHost:
+    """Nominal: memory channels times transfer rate, per socket; one R-worker per socket; ``gb`` is assumed."""
+    measured = name == "epyc-7452"
+    source = "FastDecode paper" if measured else "memory channels; as the FastDecode paper's Epyc 7452"
+    return CpuHost(name, sockets, cores, Figure(gb_per_s * 1e9, CPU_READ_EFFICIENCY, measured, source), gb * 1e9)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("t4", 65, 320, 16, 16),
+        _gpu("l4", 121, 300, 24, 32),
+        _gpu("a10", 125, 600, 24, 32),
+        _gpu("a100", 312, 2039, 80, 32),
+        _gpu("h100", 989, 3350, 80, 64),
+        _gpu("h200", 989, 4800, 141, 64),
+        _gpu("rtx-4090", 165, 1008, 24, 32),
+    )
+}
+"""A100, H100 and H200 are the SXM versions, the A100 with 80 GB."""
+
+CPU_HOSTS = {
+    host.name: host
+    for host in (
+        _host("epyc-7452", 2, 32, 8 * 25.6, 128),
+        _host("epyc-9654", 2, 96, 12 * 38.4, 384),
+        _host("epyc-9754", 2, 128, 12 * 38.4, 384),
+        _host("xeon-8480", 2, 56, 8 * 38.4, 256),
+    )
+}
+"""Two sockets each: 8 channels of DDR4-3200, 12 and 12 of DDR5-4800, 8 of DDR5-4800."""
+
+_Preset = TypeVar("_Preset", Gpu, CpuHost)
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of that name; ConfigError lists those there are."""
+    return _find("gpu", GPUS, name)
+
+
+def find_cpu_host(name: str) -> CpuHost:
+    """The CPU host of that name; ConfigError lists those there are."""
+    return _find("cpu", CPU_HOSTS, name)
+
+
+def _find(flag: str, presets: Mapping[str, _Preset], name: str) -> _Preset:
+    key = name.lower().replace("_", "-").replace(" ", "-")
+    key = {"rtx4090": "rtx-4090", "4090": "rtx-4090"}.get(key, key)
+    if key not in presets:
+        raise ConfigError(f"{flag} must be one of {', '.join(presets)}, not {name!r}; measured figures: --profile")
+    return presets[key]
+
+
+def kernel_bytes_per_second(kv_dtype: str, group: int, cores: int) -> float:
+    """KV bytes per second ``cores`` cores get through; between the groups measured, interpolated on logarithms.
+
+    Beyond the largest group the arithmetic per byte, and so the time, grows in proportion.
+    """
+    rates = GB_PER_SECOND_PER_CORE[kv_dtype]
+    inside = min(group, GROUP_SIZES[-1])
+    rate = math.exp(np.interp(math.log(inside), np.log(GROUP_SIZES), np.log(rates)))
+    return cores * rate * 1e9 * inside / group

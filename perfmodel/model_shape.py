@@ -1,11 +1,42 @@
-"""The sizes of a transformer that decide its speed: parameters, and bytes of cache and payload per token."""
+"""The sizes of a transformer that decide its speed, by name or from a transformers ``config.json``."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from fastdecode.errors import ConfigError
+from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.types import ITEM_BYTES, KVLayout, LayerLayout
+
+_KEYS = {
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocab_size": ("vocab_size",),
+}
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+_PLAIN_MLP = {
+    "opt",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox",
+    "phi",
+    "starcoder2",
+    "falcon",
+    "bloom",
+    "mpt",
+    "gptj",
+}
+"""Model types whose MLP has two matrices; all others are taken as gated."""
+
+_TIED = {"opt", "gpt2", "gpt_bigcode", "gpt_neo", "gemma", "gemma2", "gemma3", "gemma3_text", "falcon", "bloom", "mpt"}
+"""Model types that tie input and output embeddings where the file does not say."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +158,123 @@ class ModelShape:
     @property
     def _vocabulary_parameters(self) -> int:
         return self.head_parameters * (1 if self.tied_embeddings else 2)
+
+
+_LLAMA_7B = ModelShape("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, dtype="float16")
+_LLAMA_70B = ModelShape("llama-2-70b", 80, 8192, 28672, 64, 8, 128, 32000, dtype="float16")
+_MISTRAL_7B = ModelShape("mistral-7b", 32, 4096, 14336, 32, 8, 128, 32000)
+_OPT_175B = ModelShape("opt-175b", 96, 12288, 49152, 96, 96, 128, 50272, 2, True, dtype="float16")
+
+BUILT_IN = {
+    shape.name: shape
+    for shape in (
+        _LLAMA_7B,
+        ModelShape("llama-13b", 40, 5120, 13824, 40, 40, 128, 32000, dtype="float16"),
+        ModelShape("llama-65b", 80, 8192, 22016, 64, 64, 128, 32000, dtype="float16"),
+        _LLAMA_70B,
+        ModelShape("llama-3-8b", 32, 4096, 14336, 32, 8, 128, 128256),
+        replace(_LLAMA_70B, name="llama-3-70b", vocab_size=128256, dtype="bfloat16"),
+        _MISTRAL_7B,
+        replace(_MISTRAL_7B, name="mixtral-8x7b", num_experts=8, experts_per_token=2),
+        ModelShape("yi-34b", 60, 7168, 20480, 56, 8, 128, 64000),
+        ModelShape("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, 2, True),
+        ModelShape("opt-6.7b", 32, 4096, 16384, 32, 32, 128, 50272, 2, True, dtype="float16"),
+        _OPT_175B,
+    )
+}
+"""The models of the papers, and the sizes one meets most."""
+
+
+def find_shape(name_or_path: str) -> ModelShape:
+    """The shape of a built-in name, a model folder or a ``config.json``; ModelLoadError when there is none."""
+    built_in = BUILT_IN.get(name_or_path.lower())
+    if built_in:
+        return built_in
+    path = Path(name_or_path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ModelLoadError(
+            f"{name_or_path}: no such model folder or config.json, and not one of the names known here "
+            f"({', '.join(BUILT_IN)})"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: not a readable JSON file: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{path}: must hold a JSON object")
+    return read_shape(config, name_or_path)
+
+
+def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape a transformers configuration describes.
+
+    ModelLoadError names a missing key; UnsupportedModelError a kind of attention or weights the equations do not know.
+    """
+    config = config.get("text_config") or config
+    if not isinstance(config, Mapping):
+        raise ModelLoadError(f"{name}: text_config must be a JSON object, not {config!r}")
+    _refuse_unknown_kinds(config, name)
+    sizes = {field: _first(config, keys, name) for field, keys in _KEYS.items()}
+    num_experts = next((config[key] for key in _EXPERTS if config.get(key)), 1)
+    kind = config.get("model_type", "")
+    try:
+        return ModelShape(
+            name=name,
+            **sizes,
+            num_kv_heads=_num_kv_heads(config, sizes["num_heads"]),
+            head_dim=config.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"],
+            intermediate_size=_intermediate_size(config, sizes["hidden_size"], num_experts > 1),
+            mlp_matrices=2 if kind in _PLAIN_MLP else 3,
+            tied_embeddings=config.get("tie_word_embeddings", kind in _TIED),
+            num_experts=num_experts,
+            experts_per_token=config.get("num_experts_per_tok") or config.get("experts_per_token") or 1,
+            shared_intermediate_size=_shared_intermediate_size(config),
+            dtype=_dtype(config),
+        )
+    except (TypeError, ZeroDivisionError, ConfigError) as error:
+        raise ModelLoadError(f"{name}: the configuration cannot be right: {error}") from None
+
+
+def _refuse_unknown_kinds(config: Mapping[str, Any], name: str) -> None:
+    if config.get("kv_lora_rank"):
+        raise UnsupportedModelError(f"{name}: latent attention (kv_lora_rank) is not in the equations")
+    if config.get("quantization_config"):
+        raise UnsupportedModelError(f"{name}: quantized weights are not in the equations; plan with the plain model")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list | tuple) or not all(isinstance(each, str) for each in layer_types):
+        raise ModelLoadError(f"{name}: layer_types must be a list of names, one per layer, not {layer_types!r}")
+    kinds = set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}
+    if kinds or config.get("is_encoder_decoder"):
+        raise UnsupportedModelError(f"{name}: {', '.join(sorted(kinds)) or 'encoder–decoder'} is not in the equations")
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
+    for key in keys:
+        if config.get(key):
+            return config[key]
+    raise ModelLoadError(f"{name}: the configuration has no {' or '.join(keys)}")
+
+
+def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
+    """Falcon's new architecture has groups of queries, whatever its ``multi_query`` says."""
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    return config.get("num_key_value_heads") or config.get("num_kv_heads") or num_heads
+
+
+def _intermediate_size(config: Mapping[str, Any], hidden_size: int, has_experts: bool) -> int:
+    if has_experts and config.get("moe_intermediate_size"):
+        return config["moe_intermediate_size"]
+    return config.get("intermediate_size") or config.get("ffn_dim") or config.get("n_inner") or 4 * hidden_size
+
+
+def _shared_intermediate_size(config: Mapping[str, Any]) -> int:
+    shared = (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)
+    return config.get("shared_expert_intermediate_size") or shared
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    """The file's dtype; bfloat16 where it names none that the S-worker can have."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return dtype if dtype in ITEM_BYTES else "bfloat16"

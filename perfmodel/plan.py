@@ -1,8 +1,96 @@
-"""How many R-workers for this model, GPU and workload, and what comes of it."""
+"""What a plan is asked and what it answers: how many R-workers this workload wants, and what comes of it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from fastdecode.errors import ConfigError
+
+MOST_TOKENS = 1e12
+"""Of a sequence: more than any memory holds, and few enough for arithmetic."""
+
+LARGEST_OUTPUT_LEN_CV = 100.0
+"""Of outputs' lengths; those of real traffic lie below 5, and n sequences cannot have more than sqrt(n - 1)."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sequences of ``seq_len`` tokens on average, the first ``prompt_len`` of them given.
+
+    ``output_len_cv``: standard deviation of the output's length over its mean (0: all alike, 1: exponential).
+    ``shared_prefix_len``: tokens at the start that every prompt shares, computed and read once per R-worker.
+    """
+
+    seq_len: float
+    prompt_len: float = 0.0
+    output_len_cv: float = 0.0
+    shared_prefix_len: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "prompt_len", "output_len_cv", "shared_prefix_len"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise ConfigError(f"{name} must be a number of at least 0, not {value!r}")
+        if self.seq_len > MOST_TOKENS:
+            raise ConfigError(f"seq_len (prompt + output) must be at most {MOST_TOKENS:g} tokens, not {self.seq_len:g}")
+        if self.output_len_cv > LARGEST_OUTPUT_LEN_CV:
+            raise ConfigError(
+                f"output_len_cv (standard deviation over mean) must be at most {LARGEST_OUTPUT_LEN_CV:g}, "
+                f"not {self.output_len_cv:g}"
+            )
+        if self.output_len < 1:
+            raise ConfigError(
+                f"seq_len (prompt + output) is {self.seq_len:g} and must be at least prompt_len + 1 = "
+                f"{self.prompt_len + 1:g}"
+            )
+        if self.shared_prefix_len > self.prompt_len:
+            raise ConfigError(
+                f"shared_prefix_len ({self.shared_prefix_len:g}) must be at most prompt_len ({self.prompt_len:g})"
+            )
+
+    @property
+    def output_len(self) -> float:
+        """Mean tokens generated, and so decode steps, per sequence."""
+        return self.seq_len - self.prompt_len
+
+    @property
+    def mean_context(self) -> float:
+        """Cached tokens a running sequence attends to, averaged over the steps of all sequences.
+
+        The paper's S/2 without prompts. Of unequal sequences the long ones run longer, and weigh more:
+        p + E[o²]/(2·E[o]) = p + ō·(1 + cv²)/2.
+        """
+        return self.prompt_len + self.output_len * (1.0 + self.output_len_cv**2) / 2.0
+
+    @property
+    def rows_per_output_token(self) -> float:
+        """Rows the S-worker computes per token generated: the token's, and its share of a prompt not yet cached."""
+        return 1.0 + (self.prompt_len - self.shared_prefix_len) / self.output_len
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Per hour, in any currency: the S-worker's GPUs together, and one host of R-workers. None: not known."""
+
+    gpu_per_hour: float | None = None
+    cpu_host_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_per_hour", "cpu_host_per_hour"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"a price must be a number of at least 0, not {value!r}")
+
+    def per_million_tokens(self, num_hosts: int, tokens_per_second: float) -> float | None:
+        """Of output tokens, with ``num_hosts`` hosts beside the GPU; None where a price is missing."""
+        if self.gpu_per_hour is None or not tokens_per_second or (num_hosts and self.cpu_host_per_hour is None):
+            return None
+        per_hour = self.gpu_per_hour + num_hosts * (self.cpu_host_per_hour or 0.0)
+        return per_hour / 3600.0 / tokens_per_second * 1e6
+
+
+NO_PRICES = Prices()
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,11 @@ import math
 from dataclasses import dataclass
 
 from fastdecode.errors import ConfigError, PlanError
-from fastdecode.perfmodel import sizing
-from fastdecode.perfmodel import stabilized_load as load
-from fastdecode.perfmodel.plan import Candidate, Plan
-from fastdecode.perfmodel.r_part import RPart
-from fastdecode.perfmodel.s_part import SPart
-from fastdecode.perfmodel.search import MOST, largest
+from fastdecode.perfmodel import equations
+from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
+from fastdecode.perfmodel.plan import NO_PRICES, Candidate, Plan, Prices, Workload
+from fastdecode.perfmodel.stages import RPart, SPart, Transport
 from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
-from fastdecode.perfmodel.transport import Transport
-from fastdecode.perfmodel.workload import Workload
 
 KNEE_GAIN = 0.1
 """The batch is large enough when doubling it would raise E(B) by less than this."""
@@ -24,27 +20,6 @@ KNEE_TILE = 64
 
 AROUND_THE_KNEE = (0.25, 0.5, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5, 2.0)
 """Numbers of R-workers worth showing, as multiples of the plan's."""
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Per hour, in any currency: the S-worker's GPUs together, and one host of R-workers. None: not known."""
-
-    gpu_per_hour: float | None = None
-    cpu_host_per_hour: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("gpu_per_hour", "cpu_host_per_hour"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"a price must be a number of at least 0, not {value!r}")
-
-    def per_million_tokens(self, num_hosts: int, tokens_per_second: float) -> float | None:
-        """Of output tokens, with ``num_hosts`` hosts beside the GPU; None where a price is missing."""
-        if self.gpu_per_hour is None or not tokens_per_second or (num_hosts and self.cpu_host_per_hour is None):
-            return None
-        per_hour = self.gpu_per_hour + num_hosts * (self.cpu_host_per_hour or 0.0)
-        return per_hour / 3600.0 / tokens_per_second * 1e6
 
 
 @dataclass(frozen=True)
@@ -64,7 +39,7 @@ class Planner:
     num_mini_batches: int = 2
     capacity_tokens: float = math.inf
     r_workers_per_host: int = 1
-    prices: Prices = Prices()
+    prices: Prices = NO_PRICES
     step_overhead_seconds: float = 0.0
     row_overhead_seconds: float = 0.0
     r_worker_overhead_seconds: float = 0.0
@@ -91,7 +66,7 @@ class Planner:
         """The fewest R-workers that keep up with the S-worker, and the load-stabilizing schedule for them."""
         if mini_batch_size < 1:
             raise ConfigError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
-        in_flight = sizing.in_flight(mini_batch_size, self.num_mini_batches)
+        in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         interval = self._interval(in_flight)
         exact, for_memory = self.balanced_r_workers(mini_batch_size), self._memory_r_workers(in_flight)
         needed = max(_round_up(exact), 1)
@@ -104,7 +79,7 @@ class Planner:
             num_r_workers_exact=exact,
             r_workers_set_by="memory" if for_memory > needed else "bandwidth",
             num_hosts=chosen.num_hosts,
-            micro_batch_size=_round_up(load.micro_batch_size(in_flight, self.workload.output_len, interval)),
+            micro_batch_size=_round_up(equations.micro_batch_size(in_flight, self.workload.output_len, interval)),
             interval_steps=interval,
             kv_load_limit=self._load_limit(in_flight),
             step_seconds=chosen.step_seconds,
@@ -124,14 +99,14 @@ class Planner:
 
     def knee_mini_batch(self) -> int:
         """The smallest batch whose E(B) = B/T(B) would rise by less than a tenth if it were doubled (eq. 8)."""
-        sizes = range(KNEE_TILE, MOST // 2, KNEE_TILE)
+        sizes = range(KNEE_TILE, MOST_SEQUENCES // 2, KNEE_TILE)
         return next((size for size in sizes if self._gain_of_doubling(size) < KNEE_GAIN), sizes[-1])
 
     def largest_mini_batch(self, latency_limit_seconds: float) -> int:
         """The largest batch whose sequences take at most that long, R-workers balanced (eq. 7, with every stage)."""
         if not latency_limit_seconds > 0:
             raise ConfigError(f"latency_limit must be above 0 seconds, not {latency_limit_seconds:g}")
-        smallest = largest(lambda size: not self._can_be_balanced(size), MOST - 1) + 1
+        smallest = largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1
         least = self._balanced_sequence_seconds(smallest)
         if least > latency_limit_seconds:
             raise PlanError(
@@ -143,7 +118,7 @@ class Planner:
 
     def balanced_r_workers(self, mini_batch_size: int) -> float:
         """Equation 11, against the slower of the S-part and an overlapped hop, unrounded."""
-        return sizing.balanced_r_workers(
+        return equations.balanced_r_workers(
             mini_batch_size,
             self.workload.mean_context,
             self.r_part.seconds_per_token,
@@ -168,7 +143,7 @@ class Planner:
 
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
         """What a number of R-workers gives, whether or not it is the plan's."""
-        in_flight = sizing.in_flight(mini_batch_size, self.num_mini_batches)
+        in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         model, (tokens, kv_tokens) = self.step_model(num_r_workers), self._step(in_flight, num_r_workers)
         stages, seconds = model.stages(tokens, kv_tokens, in_flight), model(tokens, kv_tokens, in_flight)
         rate = in_flight / seconds
@@ -196,7 +171,7 @@ class Planner:
 
     def _balanced_sequence_seconds(self, mini_batch_size: int) -> float:
         workers = max(self.balanced_r_workers(mini_batch_size), 1.0)
-        in_flight = sizing.in_flight(mini_batch_size, self.num_mini_batches)
+        in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         return self.workload.output_len * self.step_model(workers)(*self._step(in_flight, workers), in_flight)
 
     def _other_stages(self, mini_batch_size: int) -> float:
@@ -207,7 +182,7 @@ class Planner:
 
     def _can_be_balanced(self, mini_batch_size: int) -> bool:
         """Whether some number of R-workers keeps up: the larger the batch, the less their fixed costs count."""
-        indivisible = sizing.indivisible_seconds(
+        indivisible = equations.indivisible_seconds(
             self.r_part.seconds_per_token, self.workload.shared_prefix_len, self.r_part.call_seconds
         )
         return indivisible < self._other_stages(mini_batch_size)
@@ -217,20 +192,20 @@ class Planner:
         return 2.0 * self.s_part.layer_seconds(rows) / self.s_part.layer_seconds(2 * rows) - 1.0
 
     def _interval(self, in_flight: int) -> int:
-        return self.interval_steps or load.default_interval_steps(in_flight, self.workload.output_len)
+        return self.interval_steps or equations.default_interval_steps(in_flight, self.workload.output_len)
 
     def _load_limit(self, in_flight: int) -> int:
         """The schedule's peak; never below one whole sequence, which could otherwise never run."""
         output_len = self.workload.output_len
         before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
-        peak = load.peak_load_stabilized(in_flight, output_len, self._interval(in_flight), before)
+        peak = equations.peak_load_stabilized(in_flight, output_len, self._interval(in_flight), before)
         return _round_up(max(peak, self.workload.seq_len))
 
     def _memory_r_workers(self, in_flight: int) -> int:
         """Equation 9 at the schedule's peak; every R-worker holds a shared prefix of its own."""
         shared = self.workload.shared_prefix_len
         peak_context = self._load_limit(in_flight) / in_flight - shared
-        return max(_round_up(sizing.memory_r_workers(in_flight, peak_context, self.capacity_tokens - shared)), 1)
+        return max(_round_up(equations.memory_r_workers(in_flight, peak_context, self.capacity_tokens - shared)), 1)
 
     def _r_worker_bandwidth(self) -> float | None:
         if self.kv_bytes_per_token is None:

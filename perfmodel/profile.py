@@ -1,4 +1,7 @@
-"""What was measured of a machine, as JSON with units in the names: the plan's input in place of presets."""
+"""What was measured of a machine: the plan's input in place of presets. Times are in seconds.
+
+``spread`` is that of the samples behind a figure: from the 10th to the 90th percentile over the median.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,127 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode.errors import ProfileError
-from fastdecode.perfmodel.contention import Contention
-from fastdecode.perfmodel.fit import fit_parts
+from fastdecode.errors import ConfigError, ProfileError
+from fastdecode.perfmodel.calibration import fit_parts
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.points import (
-    HERE,
-    AnchorPoint,
-    ContentionPoint,
-    HostPoint,
-    LinkPoint,
-    MachineIdentity,
-    PlanPoint,
-    RPartPoint,
-    SPartPoint,
-)
-from fastdecode.perfmodel.r_part import RPart
-from fastdecode.perfmodel.s_part import MeasuredSPart
-from fastdecode.perfmodel.transport import Transport
+from fastdecode.perfmodel.stages import Contention, MeasuredSPart, RPart, Transport
+
+HERE = "here"
+"""The R-workers of the S-worker's own machine, in ``RPartPoint.r_worker``: threads and processes alike."""
 
 FORMAT_VERSION = 1
 """Of the JSON; a profile of another version is refused."""
+
+
+@dataclass(frozen=True)
+class MachineIdentity:
+    """Whose figures these are."""
+
+    host: str
+    s_worker: str
+    r_worker: str
+    isa: str
+    fastdecode_version: str
+
+
+@dataclass(frozen=True)
+class SPartPoint:
+    """The S-part of one layer, and of embedding, head and sampling, at one batch size; ``threads`` of the S-worker."""
+
+    batch_size: int
+    layer_seconds: float
+    head_seconds: float
+    spread: float = 0.0
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class RPartPoint:
+    """One call of one layer on one R-worker: ``num_sequences`` rows, each over ``context_len`` cached tokens.
+
+    ``r_worker``: "here", or the "host:port" of one elsewhere.
+    """
+
+    kv_cache_dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    threads: int
+    num_sequences: int
+    context_len: int
+    seconds: float
+    spread: float = 0.0
+    r_worker: str = HERE
+
+    def __post_init__(self) -> None:
+        _check_seconds(self.seconds)
+
+
+@dataclass(frozen=True)
+class LinkPoint:
+    """From submit to o available, the R-worker's own work apart, with ``message_bytes`` of q, k, v and o together.
+
+    ``r_worker``: "inproc", "spawn" or "host:port".
+    """
+
+    r_worker: str
+    message_bytes: int
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class HostPoint:
+    """The engine's own work in a step: scheduling and bookkeeping."""
+
+    num_sequences: int
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlanPoint:
+    """Beginning and ending a step on one R-worker, its plan and report on their way included."""
+
+    r_worker: str
+    num_sequences: int
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class ContentionPoint:
+    """How many times longer each side takes while the other works on this machine's other cores.
+
+    ``num_kv_heads``: of the cache that the R-worker reads; the more it reads, the more it takes from S.
+    """
+
+    s_threads: int
+    r_threads: int
+    s_slowdown: float
+    r_slowdown: float
+    spread: float = 0.0
+    num_kv_heads: int = 1
+
+
+@dataclass(frozen=True)
+class AnchorPoint:
+    """What one short S shape (``part`` "s") or R shape ("r") took: measured again later, it says how fast the machine
+    is by then."""
+
+    part: str
+    threads: int
+    seconds: float
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_seconds(self.seconds)
+
+
+def _check_seconds(seconds: float) -> None:
+    """Rates and drifts are divided by them."""
+    if not seconds > 0:
+        raise ConfigError(f"seconds must be above 0, not {seconds!r}: work that was measured took time")
 
 
 @dataclass(frozen=True)
@@ -91,10 +194,12 @@ class HardwareProfile:
 
     def step_overhead_seconds(self, r_worker: str | None = None, num_r_workers: int = 1) -> tuple[float, float]:
         """Host seconds of a step: once, and per row; with ``num_r_workers`` such R-workers to be told of it."""
-        per_row, per_step = _rows_and_fixed([(p.num_sequences, p.seconds) for p in self.host])
+        per_step, per_row = _fixed_and_per_row([(p.num_sequences, p.seconds) for p in self.host])
         names = {point.r_worker for point in self.plans} if r_worker is None else {r_worker}
-        plans = [_rows_and_fixed([(p.num_sequences, p.seconds) for p in self.plans if p.r_worker == n]) for n in names]
-        plan_row, plan_step = max(plans, key=lambda plan: plan[1] + 64 * plan[0], default=(0.0, 0.0))
+        plans = [
+            _fixed_and_per_row([(p.num_sequences, p.seconds) for p in self.plans if p.r_worker == n]) for n in names
+        ]
+        plan_step, plan_row = max(plans, key=lambda plan: plan[0] + 64 * plan[1], default=(0.0, 0.0))
         return per_step + num_r_workers * plan_step, per_row + plan_row
 
     def measured_contention(self, s_threads: int, r_threads: int, num_kv_heads: int) -> Contention:
@@ -142,10 +247,10 @@ def _fit_r_part(points: list[RPartPoint], r_worker: str, threads: int | None) ->
     return RPart(per_token, per_call, per_row)
 
 
-def _rows_and_fixed(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds per row and once, of (rows, seconds)."""
+def _fixed_and_per_row(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds once and per row, from points of (rows, seconds)."""
     if not points:
         return 0.0, 0.0
     columns = np.array([(1.0, rows) for rows, _ in points])
     fixed, per_row = fit_parts(columns, np.array([max(seconds, 1e-9) for _, seconds in points])).tolist()
-    return per_row, fixed
+    return fixed, per_row

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 from fastdecode.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.points import (
+from fastdecode.perfmodel.profile import (
+    FORMAT_VERSION,
     AnchorPoint,
     ContentionPoint,
+    HardwareProfile,
     HostPoint,
     LinkPoint,
     MachineIdentity,
@@ -21,7 +23,6 @@ from fastdecode.perfmodel.points import (
     RPartPoint,
     SPartPoint,
 )
-from fastdecode.perfmodel.profile import FORMAT_VERSION, HardwareProfile
 
 PARTS = {"machine": MachineIdentity, "shape": ModelShape}
 LISTS = {

@@ -1,28 +1,17 @@
-"""The whole of FastDecode as one formula: seconds of a step from its rows and its cached tokens."""
+"""Seconds of a step from its rows and its cached tokens: the whole of FastDecode as one formula, and measured steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fastdecode.errors import ConfigError
-from fastdecode.perfmodel.contention import Contention
-from fastdecode.perfmodel.r_part import RPart
-from fastdecode.perfmodel.s_part import SPart
-from fastdecode.perfmodel.transport import Transport
+from fastdecode.perfmodel.stages import Contention, RPart, SPart, Stages, Transport
 
 NO_TRANSPORT = Transport()
 NO_CONTENTION = Contention()
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Seconds of one layer and one mini-batch: on the S-worker, on the busiest R-worker, on the slowest hop, and the
-    whole way there and back."""
-
-    s_part: float
-    r_part: float
-    hop: float
-    trip: float
 
 
 @dataclass(frozen=True)
@@ -136,3 +125,18 @@ class StepModel:
             "transport": k * stages.hop,
             "round-trip": round_trip,
         }
+
+
+class MeasuredStepTime:
+    """Answers ``StepTime`` from measured steps: straight lines between them, the last one going on."""
+
+    def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
+        """``tokens`` ascending, at least two; ``seconds`` of the steps that computed so many, without cached tokens."""
+        self._tokens = np.array(tokens, np.float64)
+        self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
+
+    def __call__(self, tokens: int, kv_tokens: int) -> float:
+        """Seconds of a step that computes ``tokens`` rows; cached tokens are not counted."""
+        slope = (self._seconds[-1] - self._seconds[-2]) / (self._tokens[-1] - self._tokens[-2])
+        beyond = max(0.0, tokens - self._tokens[-1]) * slope
+        return float(np.interp(tokens, self._tokens, self._seconds) + beyond)

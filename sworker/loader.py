@@ -15,8 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from fastdecode.perfmodel.model_config import read_shape
-from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.model_shape import ModelShape, read_shape
 from fastdecode.sworker.lanes import ATTENTION_NAME, register_attention
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import check_config, refuse

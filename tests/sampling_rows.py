@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.sworker.sampling.sampler import SamplingRow
+from fastdecode.sworker.sampling import SamplingRow
 
 VOCAB = 500
 TOLERANCE = 1e-5

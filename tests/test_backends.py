@@ -257,3 +257,65 @@ def test_too_little_memory_is_said(makers: Makers) -> None:
             again = make()
             again.open(LAYOUT)
             again.close()
+
+
+PROMPT = [([(2, 0, 20, 1), (1, 0, 40, 0)], ())]
+DECODE = [([(1, 40, 1, 1), (2, 20, 1, 1)], ())]
+
+
+def alone(own_cores: bool) -> InprocBackend:
+    """One R-worker in this process; on the S-worker's cores, the S-worker's thread attends in ``collect``."""
+    backend = InprocBackend([RWorkerSize(1 << 24, 2)], BLOCK_SIZE, own_cores)
+    backend.open(LAYOUT)
+    return backend
+
+
+def alone_plan(mini_batches: Sequence[tuple[Spans, Spans]]) -> StepPlan:
+    return StepPlan(plan(mini_batches).workers[:1])
+
+
+@pytest.mark.parametrize("own_cores", [False, True])
+def test_on_shared_cores_the_caller_attends(own_cores: bool) -> None:
+    """Not before it collects, where the step has one mini-batch; an abandoned layer is not computed."""
+    backend = alone(own_cores)
+    oracle = inproc()
+    oracle.open(LAYOUT)
+    for mini_batches in (PROMPT, DECODE):
+        expected, _ = run(oracle, mini_batches)
+        assert len(expected) == len(LAYERS)
+        backend.begin_step(alone_plan(mini_batches))
+        backend.submit(0, 0, *rows(mini_batches[0], 0, 0))
+        backend.abandon_step()
+        backend.begin_step(alone_plan(mini_batches))
+        collecting = []
+        for layer, o in enumerate(expected):
+            backend.submit(0, layer, *rows(mini_batches[0], 0, layer))
+            while own_cores and not backend.ready(0):
+                time.sleep(0)
+            assert backend.ready(0)
+            collecting.append(time.perf_counter())
+            assert backend.collect(0).tobytes() == o.tobytes()
+        started = backend.end_step().workers[0].busy_start[0]
+        assert ((started > collecting) == (not own_cores)).all()
+    backend.close()
+    oracle.close()
+
+
+def test_two_mini_batches_are_attended_at_once() -> None:
+    """The caller works on the second one meanwhile, on whichever cores."""
+    backend = alone(own_cores=False)
+    run_alone = [PROMPT[0], ([(3, 0, 33, 1)], ())]
+    backend.begin_step(alone_plan(run_alone))
+    backend.submit(0, 0, *rows(run_alone[0], 0, 0))
+    while not backend.ready(0):
+        time.sleep(0)
+    asked = time.perf_counter()
+    backend.submit(1, 0, *rows(run_alone[1], 1, 0))
+    backend.collect(0)
+    backend.collect(1)
+    for layer in (1, 2):
+        for index, mini_batch in enumerate(run_alone):
+            backend.submit(index, layer, *rows(mini_batch, index, layer))
+            backend.collect(index)
+    assert backend.end_step().workers[0].busy_end[0, 0] < asked
+    backend.close()

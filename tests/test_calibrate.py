@@ -24,8 +24,7 @@ from fastdecode.measure.samples import measuring, r_worker_config
 from fastdecode.measure.throughput import run_throughput
 from fastdecode.measure.validation import Configuration, Validation
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
-from fastdecode.perfmodel.points import MachineIdentity
-from fastdecode.perfmodel.profile import HardwareProfile
+from fastdecode.perfmodel.profile import HardwareProfile, MachineIdentity
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.sworker.loader import model_shape
 

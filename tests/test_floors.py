@@ -169,10 +169,10 @@ def test_only_the_engine_knows_both_sides() -> None:
         ("config", "import psutil"),
         ("errors", "def f():\n    import fastdecode.engine"),
         ("", "from fastdecode.llm import LLM"),
-        ("scheduler.scheduler", "from fastdecode.perfmodel import scale"),
+        ("scheduler.scheduler", "from fastdecode.perfmodel import equations"),
         ("scheduler.scheduler", "from fastdecode import sworker"),
         ("scheduler.scheduler", "import torch"),
-        ("perfmodel.scale", "from fastdecode.perfmodel.simulate import run"),
+        ("perfmodel.equations", "from fastdecode.perfmodel.simulate import run"),
         ("sworker.worker", "from fastdecode.cluster.pool import InprocBackend"),
         ("sworker.worker", "import fastdecode.engine"),
         ("sworker.worker", "from fastdecode import _rworker"),
@@ -214,7 +214,7 @@ def test_an_r_worker_starts_without_torch(tmp_path: Path) -> None:
     code = """
 import importlib, sys
 for name in ("fastdecode", "fastdecode.scheduler", "fastdecode.cluster.r_worker.session", "fastdecode.cluster.pool",
-             "fastdecode.perfmodel.scale", "fastdecode.cli.main"):
+             "fastdecode.perfmodel.equations", "fastdecode.cli.main"):
     importlib.import_module(name)
     heavy = {"torch", "transformers", "greenlet", "fastdecode.sworker"} & set(sys.modules)
     if heavy:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler_harness import Job, Run
 
 from fastdecode.errors import ConfigError
-from fastdecode.perfmodel.step_profile import StepProfile
+from fastdecode.perfmodel.step_model import MeasuredStepTime
 from fastdecode.scheduler import Limits
 from fastdecode.scheduler.balance import NUM_STEPS, BalanceFinder
 from fastdecode.scheduler.load_control import LoadControl
@@ -312,7 +312,7 @@ def test_the_balance_is_found_from_the_first_decode_steps() -> None:
 
 def test_the_token_budget_meets_its_target() -> None:
     """10 ms up to 64 tokens, then 0.1 ms per token."""
-    profile = StepProfile([64, 128, 1024], [0.010, 0.0164, 0.106])
+    profile = MeasuredStepTime([64, 128, 1024], [0.010, 0.0164, 0.106])
     assert profile(16, 0) == pytest.approx(0.010) and profile(2048, 0) == pytest.approx(0.2084)
     assert budget_within(0.050, profile, 8, 2048) == 448
     assert budget_within(9.0, profile, 8, 2000) == 1984

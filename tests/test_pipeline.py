@@ -23,7 +23,7 @@ from fastdecode.sworker.packing import pack
 from fastdecode.sworker.pipeline import Pipeline
 from fastdecode.sworker.prefill import PromptScratch
 from fastdecode.sworker.probe import probe_layout
-from fastdecode.sworker.sampling.sampler import SamplingRow
+from fastdecode.sworker.sampling import SamplingRow
 from fastdecode.sworker.worker import SWorker
 from fastdecode.types import KVLayout, StepPlan, StepReport
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from sampling_rows import TOLERANCE, VOCAB, make_row, random_logits, reference
 from torch import Tensor
 
+from fastdecode.sworker.sampling import Sampler, SamplingRow, distribution
 from fastdecode.sworker.sampling import sampler as sampler_module
 from fastdecode.sworker.sampling.probabilities import FIRST_NUCLEUS
-from fastdecode.sworker.sampling.sampler import Sampler, SamplingRow, distribution
 
 HISTORY = {"prompt": [4, 8, 15, 16, 23, 42, 4], "output": [7, 9, 7, 7, 42, 11]}
 

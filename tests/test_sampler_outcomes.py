@@ -13,8 +13,8 @@ import torch
 from sampling_rows import TOLERANCE, VOCAB, make_row, random_logits
 from torch import Tensor
 
-from fastdecode.sworker.sampling.draw import draw, sample_seed, uniform
-from fastdecode.sworker.sampling.sampler import Sampler, distribution
+from fastdecode.sworker.sampling import Sampler, distribution
+from fastdecode.sworker.sampling.probabilities import draw, sample_seed, uniform
 
 # ---- random draws
 

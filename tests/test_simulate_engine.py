@@ -12,9 +12,8 @@ from fastdecode.engine import LLMEngine
 from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
 from fastdecode.measure.throughput import run_throughput
 from fastdecode.metrics import StepRecord
-from fastdecode.perfmodel.r_part import RPart
-from fastdecode.perfmodel.s_part import MeasuredSPart
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
+from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import Scheduler
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from fastdecode.request import Completion
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler import Sequence
-from fastdecode.sworker.sampling.row import SampledToken
+from fastdecode.sworker.sampling import SampledToken
 from fastdecode.text import TextStream
 
 MERGES = [("a", "b"), ("ab", "c"), ("b", "a"), ("Ġ", "a"), ("Ã", "©"), ("e", "n"), ("en", "d"), ("ðŁ", "ĺ"), ("ð", "Ł")]

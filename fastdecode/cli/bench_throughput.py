@@ -124,7 +124,7 @@ def _run_transformers(args: argparse.Namespace, config: EngineConfig, spec: Work
 
 
 def _full_model(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]:
-    from fastdecode.perfmodel.scale import full_model_decode
+    from fastdecode.measure.throughput_report import full_model_decode
     from fastdecode.sworker.loader import num_layers
 
     decode = report["decode"]

@@ -10,19 +10,15 @@ from typing import Any
 
 from fastdecode.config import KV_CACHE_DTYPES
 from fastdecode.errors import ConfigError
+from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.gpu_only import GpuServer
-from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu, parse_link
-from fastdecode.perfmodel.identity import check_alike
-from fastdecode.perfmodel.model_config import find_shape
-from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.planner import Planner, Prices
-from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, find_cpu_host, find_gpu
+from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS, CpuHost, Figure, Gpu, find_cpu_host, find_gpu, parse_link
+from fastdecode.perfmodel.model_shape import ModelShape, find_shape
+from fastdecode.perfmodel.plan import Prices, Workload
+from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
-from fastdecode.perfmodel.r_part import RPart, host_r_part
-from fastdecode.perfmodel.s_part import GpuSPart, MeasuredSPart, SPart
-from fastdecode.perfmodel.transport import Transport
-from fastdecode.perfmodel.workload import Workload
+from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart, Transport, host_r_part
 from fastdecode.settings import parse_bytes
 
 HOST_MEMORY_FRACTION = 0.8

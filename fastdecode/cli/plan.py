@@ -21,11 +21,10 @@ from fastdecode.cli.machine_inputs import (
 )
 from fastdecode.cli.output import check_output_files, write_json
 from fastdecode.errors import ConfigError
-from fastdecode.perfmodel.gpu_only import GpuOnly
-from fastdecode.perfmodel.model_config import BUILT_IN
+from fastdecode.perfmodel.equations import TILE_TOKENS
+from fastdecode.perfmodel.gpu_only import GpuOnly, Verdict, judge
+from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import Candidate, Plan
-from fastdecode.perfmodel.token_budget import TILE_TOKENS
-from fastdecode.perfmodel.verdict import Verdict, judge
 
 
 def add_command(commands: Any) -> None:

@@ -14,12 +14,11 @@ from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
-from fastdecode.perfmodel.model_config import find_shape
-from fastdecode.perfmodel.presets import find_gpu
+from fastdecode.perfmodel.hardware import find_gpu
+from fastdecode.perfmodel.model_shape import find_shape
 from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedWorkload, SplitMachine
-from fastdecode.perfmodel.simulate.lengths import SARATHI, read_trace
-from fastdecode.perfmodel.simulate.workload import drawn_workload, traced_workload
-from fastdecode.perfmodel.transport import MOVED_BYTES_PER_SECOND
+from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
+from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.resources import SCRATCH_SHARE
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
 

@@ -18,7 +18,7 @@ from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
 from fastdecode.perfmodel.calibration import MOST_DRIFT
-from fastdecode.perfmodel.identity import check_alike, check_own, this_machine
+from fastdecode.perfmodel.deployment import check_alike, check_own, this_machine
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
 

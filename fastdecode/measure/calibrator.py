@@ -31,19 +31,19 @@ from fastdecode.measure.samples import (
     with_layers,
 )
 from fastdecode.perfmodel.calibration import Anchor, steadily
-from fastdecode.perfmodel.identity import this_machine
+from fastdecode.perfmodel.deployment import this_machine
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.points import (
+from fastdecode.perfmodel.profile import (
     HERE,
     AnchorPoint,
     ContentionPoint,
+    HardwareProfile,
     HostPoint,
     LinkPoint,
     PlanPoint,
     RPartPoint,
     SPartPoint,
 )
-from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.types import KVLayout
 
 

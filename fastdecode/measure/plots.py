@@ -48,9 +48,11 @@ def typical_decode_step(steps: Sequence[Sequence[Event]], is_decode: Sequence[bo
 
 
 def plot_timeline(events: Sequence[Event], path: str) -> None:
-    """Draw the first layers of one step; OSError when the file cannot be written."""
+    """Draw one step, up to the end of its first ``SHOWN_LAYERS`` layers; OSError when the file cannot be written."""
 
-    shown = [event for event in events if event.span.layer < SHOWN_LAYERS]
+    num_layers = 1 + max(event.span.layer for event in events if event.span.state == R_BUSY)
+    shown = _first_layers(events) if num_layers > SHOWN_LAYERS else events
+    layers = f"the first {SHOWN_LAYERS} of {num_layers}" if num_layers > SHOWN_LAYERS else f"all {num_layers}"
     start = _start(shown)
     lanes = sorted({event.lane for event in shown})
     with _picture(path, figsize=(12, 1.2 + 0.7 * len(lanes))) as axes:
@@ -59,9 +61,15 @@ def plot_timeline(events: Sequence[Event], path: str) -> None:
         axes.set_yticks(range(len(lanes)), [lane_name(lane) for lane in lanes])
         axes.invert_yaxis()
         axes.set_xlabel("ms")
-        axes.set_title(f"One decode step, first {SHOWN_LAYERS} layers: each worker's mini-batch", fontsize=11)
+        axes.set_title(f"One decode step, {layers} layers: each worker's mini-batch", fontsize=11)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.legend(handles=_legend(shown), loc="upper center", bbox_to_anchor=(0.5, -0.25), ncol=6, frameon=False)
+
+
+def _first_layers(events: Sequence[Event]) -> list[Event]:
+    """The events of the first ``SHOWN_LAYERS`` layers, and waiting and host work until these end."""
+    end = max(event.span.end_seconds for event in events if 0 <= event.span.layer < SHOWN_LAYERS)
+    return [event for event in events if event.span.layer < SHOWN_LAYERS and event.span.start_seconds < end]
 
 
 def _draw(axes: Any, event: Event, row: int, start: float) -> None:

@@ -10,12 +10,13 @@ from dataclasses import replace
 import numpy as np
 
 from fastdecode.config import EngineConfig
+from fastdecode.errors import ProfileError
 from fastdecode.machine import usable_cores
 from fastdecode.measure.attention_rig import AttentionRig
 from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
 from fastdecode.perfmodel.calibration import Measured, summary
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.points import ContentionPoint
+from fastdecode.perfmodel.profile import ContentionPoint
 
 FEW_LAYERS, MANY_LAYERS = 1, 5
 """The time of a layer is a fourth of what models of so many layers differ by."""
@@ -29,6 +30,7 @@ R_LAYERS = 2
 SHORT_CONTEXT = 16
 SAMPLE_STEPS = 4
 FEWEST_ROUNDS, ENOUGH_SECONDS = 3, 8.0
+MOST_DISTURBED = 20
 BETWEEN_LAYERS_SECONDS = 5e-4
 """An S-worker computes between two calls, so R-workers have gone to sleep when the next one comes."""
 
@@ -69,9 +71,11 @@ def core_list(cores: Sequence[int]) -> str:
 def s_samples(few: DecodeRig, many: DecodeRig, batch_size: int, threads: int, rounds: int) -> np.ndarray:
     """[rounds, 3]: seconds of a layer, of everything else of the S-part, and of the host, in a step; A B A B.
 
-    Fewer rounds, but FEWEST_ROUNDS of them, where they take more than ENOUGH_SECONDS.
+    Fewer rounds, but FEWEST_ROUNDS of them, where they take more than ENOUGH_SECONDS. A round in which more layers took
+    no longer than fewer was disturbed and is measured again; ProfileError after MOST_DISTURBED of them.
     """
     rows: list[tuple[float, float, float]] = []
+    disturbed = 0
     begin = time.perf_counter()
     while len(rows) < min(rounds, FEWEST_ROUNDS) or (
         len(rows) < rounds and time.perf_counter() - begin < ENOUGH_SECONDS
@@ -79,6 +83,14 @@ def s_samples(few: DecodeRig, many: DecodeRig, batch_size: int, threads: int, ro
         short, long = (rig.decode(batch_size, SHORT_CONTEXT, SAMPLE_STEPS, threads) for rig in (few, many))
         few_seconds, many_seconds = (float(np.median([step.s_seconds for step in steps])) for steps in (short, long))
         layer = (many_seconds - few_seconds) / (MANY_LAYERS - FEW_LAYERS)
+        if layer <= 0.0:
+            disturbed += 1
+            if disturbed > MOST_DISTURBED:
+                raise ProfileError(
+                    f"{MANY_LAYERS} layers at batch size {batch_size} took no longer than {FEW_LAYERS}, {disturbed} "
+                    "times: other processes use this machine's cores; calibrate while they are idle"
+                )
+            continue
         host = float(np.median([step.host_seconds for step in long]))
         rows.append((layer, few_seconds - FEW_LAYERS * layer, host))
     return np.array(rows)

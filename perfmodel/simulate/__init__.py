@@ -2,9 +2,8 @@
 
 from fastdecode.perfmodel.simulate.capacity import Slo, find_capacity
 from fastdecode.perfmodel.simulate.machine import GpuMachine, Machine, SplitMachine, StepCost
-from fastdecode.perfmodel.simulate.request import SimulatedRequest
 from fastdecode.perfmodel.simulate.simulator import Simulator
-from fastdecode.perfmodel.simulate.workload import SimulatedWorkload
+from fastdecode.perfmodel.simulate.workload import SimulatedRequest, SimulatedWorkload
 
 __all__ = [
     "GpuMachine",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode.errors import ConfigError
-from fastdecode.perfmodel.simulate.request import SimulatedRequest
+from fastdecode.perfmodel.simulate.workload import SimulatedRequest
 
 MOST_DOUBLINGS = 12
 """Away from the first guess, before a search gives up."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as PySequence
+from typing import Any
 
 import numpy as np
 
 from fastdecode.errors import PlanError
 from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.simulate.machine import Machine, StepCost
-from fastdecode.perfmodel.simulate.request import SimulatedRequest
-from fastdecode.perfmodel.simulate.tokens import SimulatedSequence, TokenTimes
+from fastdecode.perfmodel.simulate.workload import SimulatedRequest
 from fastdecode.scheduler import Scheduler, Sequence
 from fastdecode.step import ScheduledStep
 
@@ -66,7 +67,8 @@ class Simulator:
     def _add(self, request: SimulatedRequest) -> None:
         sequence_id = len(self._requests)
         most = request.max_tokens or request.output_len
-        sequence = SimulatedSequence(sequence_id, request.prompt_token_ids, most, self._tokens)
+        output: Any = SimulatedOutput(self._tokens, sequence_id)  # what the scheduler reads of a list, and no more
+        sequence = Sequence(sequence_id, request.prompt_token_ids, most, output_token_ids=output)
         sequence.may_stop = most > request.output_len
         self.scheduler.add(sequence)
         self._requests.append(request)
@@ -109,7 +111,7 @@ class Simulator:
                     request.start_seconds = self.now_seconds
 
     def _take(self, sampled_ids: np.ndarray) -> None:
-        """One token for everybody who sampled. Thousands do: what can be is done on arrays."""
+        """One token for each sequence that was sampled; thousands are, so arrays do most of it."""
         for sequence_id in self._tokens.take(sampled_ids, self.now_seconds).tolist():
             sequence = self._sequences[sequence_id]
             was_cut = self._requests[sequence_id].output_len == sequence.max_tokens
@@ -140,3 +142,60 @@ def _sampled_ids(step: ScheduledStep) -> np.ndarray:
     """int64 [num_output_tokens]."""
     batches = [mini_batch.chunks for mini_batch in step.mini_batches]
     return np.concatenate([chunks["sequence_id"][chunks["samples"]] for chunks in batches])
+
+
+class TokenTimes:
+    """Every request's moments side by side in one array, so that a step of thousands is a few operations."""
+
+    def __init__(self) -> None:
+        self._seconds = np.zeros(0)
+        self._starts = np.zeros(0, np.int64)
+        self._ends = np.zeros(0, np.int64)
+        self._next = np.zeros(0, np.int64)
+
+    def expect(self, output_lens: PySequence[int]) -> None:
+        """More requests, numbered on, with so many tokens each."""
+        ends = len(self._seconds) + np.cumsum(output_lens, dtype=np.int64)
+        starts = ends - np.array(output_lens, np.int64)
+        self._seconds = np.append(self._seconds, np.zeros(sum(output_lens)))
+        self._starts, self._ends = np.append(self._starts, starts), np.append(self._ends, ends)
+        self._next = np.append(self._next, starts)
+
+    def take(self, request_ids: np.ndarray, now_seconds: float) -> np.ndarray:
+        """One token for each of ``request_ids``, int64 [n], all different; returns those that have all of theirs."""
+        places = self._next[request_ids]
+        self._seconds[places] = now_seconds
+        self._next[request_ids] = places + 1
+        return request_ids[places + 1 == self._ends[request_ids]]
+
+    def count(self, request_id: int) -> int:
+        """Tokens that a request has."""
+        return int(self._next[request_id] - self._starts[request_id])
+
+    def of(self, request_id: int) -> np.ndarray:
+        """The moments of a request's tokens, float64 [tokens so far]."""
+        return self._seconds[self._starts[request_id] : self._next[request_id]]
+
+
+class SimulatedOutput(PySequence[int]):
+    """The output of a simulated sequence, as the scheduler reads it: as many zeros as tokens were counted.
+
+    A run of thousands of sequences would otherwise append to as many lists in every step.
+    """
+
+    def __init__(self, tokens: TokenTimes, request_id: int) -> None:
+        self._tokens, self._request_id = tokens, request_id
+
+    def __len__(self) -> int:
+        """Tokens so far."""
+        return self._tokens.count(self._request_id)
+
+    def __getitem__(self, place: Any) -> Any:
+        """A zero, or a new list of zeros."""
+        return ([0] * len(self))[place]
+
+    def __eq__(self, other: object) -> bool:
+        """As lists compare."""
+        return list(self) == other
+
+    __hash__ = None  # type: ignore[assignment]  # as a list's

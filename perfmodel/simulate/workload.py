@@ -1,22 +1,145 @@
-"""The requests of a simulation, at any rate of arrival."""
+"""The requests of a simulation: lengths from published distributions or a trace, arrivals at any rate, and what became
+of each request."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from fastdecode.perfmodel.simulate.lengths import LengthDistribution, TraceItem
-from fastdecode.perfmodel.simulate.request import SimulatedRequest
+from fastdecode.errors import ConfigError
+
+Z_P90 = 1.2815515655446004
+"""The standard normal distribution's 90th percentile."""
+
+TRACE_KEYS = ("timestamp", "input_length", "output_length")
+
+
+@dataclass(eq=False)
+class SimulatedRequest:
+    """A prompt, exactly ``output_len`` tokens to generate, and the moments of its life in simulated seconds.
+
+    ``max_tokens``: what the scheduler is told, for outputs that stop by themselves; None: the length itself.
+    ``prompt_token_ids`` is never changed, so runs may share it; which tokens they are matters to prefix caching alone.
+    ``start_seconds``: the start of the first step that computed any of it. ``token_seconds``: the end of each step
+    that gave it a token, float64 [tokens so far], there once the run has ended.
+    """
+
+    prompt_token_ids: list[int]
+    output_len: int
+    arrival_seconds: float = 0.0
+    start_seconds: float | None = None
+    token_seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    max_tokens: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True once it has all its tokens."""
+        return len(self.token_seconds) == self.output_len
+
+    @property
+    def scheduling_delay_seconds(self) -> float:
+        """From arrival to the start of its first step; infinite where it never started."""
+        return float("inf") if self.start_seconds is None else self.start_seconds - self.arrival_seconds
+
+    @property
+    def seconds_between_tokens(self) -> np.ndarray:
+        """float64 [tokens − 1]."""
+        return np.diff(self.token_seconds)
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Lengths by their median and 90th percentile, the two figures papers print; a log-normal through both."""
+
+    median: float
+    p90: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.median < self.p90 < math.inf:
+            raise ConfigError(f"a median of {self.median:g} and a 90th percentile of {self.p90:g} tokens cannot be")
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """``count`` whole lengths of at least 1; int64."""
+        sigma = math.log(self.p90 / self.median) / Z_P90
+        lengths = np.exp(rng.normal(math.log(self.median), sigma, count))
+        return np.maximum(np.rint(lengths), 1).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class LengthDistribution:
+    """Prompts and outputs, drawn independently; ``max_total`` bounds their sum.
+
+    Sarathi-Serve drops what is longer; here such a prompt is cut, so that the printed percentiles stay.
+    """
+
+    prompt: LogNormal
+    output: LogNormal
+    max_total: int
+
+    def draw(self, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+        """``count`` pairs of prompt and output tokens."""
+        outputs = np.minimum(self.output.draw(rng, count), self.max_total // 2)
+        prompts = np.minimum(self.prompt.draw(rng, count), self.max_total - outputs)
+        return list(zip(prompts.tolist(), outputs.tolist(), strict=True))
+
+
+SARATHI = {
+    "sarathi-chat": LengthDistribution(LogNormal(1730, 5696), LogNormal(415, 834), 8192),
+    "sarathi-arxiv": LengthDistribution(LogNormal(7059, 12985), LogNormal(208, 371), 16384),
+}
+"""openchat_sharegpt4 and arxiv_summarization as Sarathi-Serve's Table 2 has them, with its limits on the total."""
+
+
+@dataclass(frozen=True)
+class TraceItem:
+    """A line of a trace: lengths in tokens, arrival in seconds from the first."""
+
+    arrival_seconds: float
+    prompt_len: int
+    output_len: int
+
+
+def read_trace(text: str, name: str) -> list[TraceItem]:
+    """JSONL, one ``{"timestamp": seconds, "input_length": tokens, "output_length": tokens}`` per line, in any order.
+
+    ConfigError names the line that is not so; ``name`` is the file's.
+    """
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    items = [_trace_item(line, f"{name}, line {number}") for number, line in lines]
+    if not items:
+        raise ConfigError(f"{name}: the trace is empty")
+    first = min(item.arrival_seconds for item in items)
+    moved = [TraceItem(item.arrival_seconds - first, item.prompt_len, item.output_len) for item in items]
+    return sorted(moved, key=lambda item: item.arrival_seconds)
+
+
+def _trace_item(line: str, where: str) -> TraceItem:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: must be an object with {', '.join(TRACE_KEYS)}")
+    values: list[Any] = [record.get(key) for key in TRACE_KEYS]
+    moment, prompt_len, output_len = values
+    if not isinstance(moment, int | float) or isinstance(moment, bool) or not math.isfinite(moment):
+        raise ConfigError(f"{where}: timestamp must be a number of seconds, not {moment!r}")
+    for key, length in zip(TRACE_KEYS[1:], values[1:], strict=True):
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            raise ConfigError(f"{where}: {key} must be a whole number of at least 1 token, not {length!r}")
+    return TraceItem(float(moment), prompt_len, output_len)
 
 
 @dataclass(frozen=True)
 class SimulatedWorkload:
     """What arrives, in order. ``arrivals``: seconds at one request per second, float64 [n]; rates stretch them.
 
-    ``own_rate``: requests per second of whoever was recorded; infinite where all come at once.
+    ``own_rate``: requests per second as recorded; infinite where all come at once.
     """
 
     prompts: Sequence[list[int]]

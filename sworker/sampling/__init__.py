@@ -1,7 +1,7 @@
 """From the logits of one step to one token per row, vectorised over the batch and independent of it."""
 
-from fastdecode.sworker.sampling.draw import sample_seed
-from fastdecode.sworker.sampling.row import SampledToken, SamplingRow
-from fastdecode.sworker.sampling.sampler import Sampler, distribution
+from fastdecode.sworker.sampling.logits import SamplingRow
+from fastdecode.sworker.sampling.probabilities import sample_seed
+from fastdecode.sworker.sampling.sampler import SampledToken, Sampler, distribution
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow", "distribution", "sample_seed"]

@@ -1,19 +1,50 @@
-"""Edits of the logits that depend on a row's tokens: bias, bans and penalties, as sparse updates of the whole batch.
+"""What the sampler must know of each row, and the edits of its logits that depend on its tokens.
 
-Each edit gathers the (row, token) cells it concerns into one index, so the cost follows the number of cells, not the
-vocabulary. Order as in vLLM: logit bias, ``min_tokens``, bad words, repetition, frequency and presence penalties.
+Bias, bans and penalties are sparse updates of the whole batch: each gathers the (row, token) cells it concerns into one
+index, so the cost follows the number of cells, not the vocabulary. Order as in vLLM: logit bias, ``min_tokens``, bad
+words, repetition, frequency and presence penalties.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastdecode.sworker.sampling.row import SamplingRow
+from fastdecode.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """What the sampler must know of one sequence; the token lists are read during the call and not kept.
+
+    ``stop_token_ids``: tokens that may not be chosen before ``params.min_tokens``, end-of-sequence included unless
+    it is ignored. ``bad_words_token_ids``: the token sequences of ``params.bad_words``, each way they can be spelt.
+    ``generator_seed``: seeds this row's random draws; ``sample_seed`` derives it from the request's seed.
+    """
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    generator_seed: int = 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether bias, bans or penalties apply to this row in this step."""
+        params = self.params
+        held_back = bool(self.stop_token_ids) and len(self.output_token_ids) < params.min_tokens
+        return params.changes_logits or held_back or bool(self.bad_words_token_ids)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the token is simply the likeliest one of the model's own logits."""
+        return self.params.greedy and not self.changes_logits
 
 
 def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

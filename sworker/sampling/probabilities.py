@@ -1,7 +1,12 @@
-"""Filters that shape the distribution a token is drawn from: temperature, then min-p, top-k and top-p, as in vLLM.
+"""From scores to one token drawn at random: the filters that shape the distribution, and the draw.
 
-Definitions are those of transformers' warpers. A stage touches only the rows that ask for it, and each row's result is
-the same bit for bit whatever other rows are there.
+Temperature, then min-p, top-k and top-p, as in vLLM, with the definitions of transformers' warpers. A stage touches
+only the rows that ask for it.
+
+A draw is a pure function of (seed, position, the row's probabilities). A counter-based generator (splitmix64's
+finalizer, Steele et al. 2014) gives each row one uniform number, and the token is found by inverting the cumulative
+distribution. Sums run over integers, which are exact in any order, and tokens are ranked by unique integer keys: so a
+row's result is the same bit for bit whatever other rows are there, and on any number of threads.
 """
 
 from __future__ import annotations
@@ -9,15 +14,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.sworker.sampling.draw import WEIGHT_BITS, integer_weights
-from fastdecode.sworker.sampling.ranking import ranking_keys, top_token_ids
 
 FIRST_NUCLEUS = 256
 """Tokens ranked at first for top-p; most nuclei are smaller, and ranking all of a large vocabulary costs 30 x more."""
+
+_ID_MASK = 2**32 - 1
+
+WEIGHT_BITS = 50
+"""Probabilities become integers in units of 2**-50: their sum stays below 2**53, so it is exact in float64 too."""
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+_MASK = 2**64 - 1
 
 
 def probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -88,3 +101,60 @@ def _nucleus(keys: Tensor, weights: Tensor, limits: Tensor, size: int) -> Tensor
 
 def _column(values: Sequence[float], scores: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=scores.device)[:, None]
+
+
+def ranking_keys(scores: Tensor, *, low_ids_first: bool) -> Tensor:
+    """Keys that sort like the scores, equal scores by token id; no two are equal.
+
+    ``scores``: float32 [num_rows, vocab] without NaN. Returns int64 of the same shape: the score's bits, reordered to
+    compare as integers, above 32 bits of token id.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # adding 0.0 makes -0.0 equal 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    return (ordered << 32) | (_ID_MASK - ids if low_ids_first else ids)
+
+
+def top_token_ids(keys: Tensor, count: int, *, low_ids_first: bool) -> Tensor:
+    """The ``count`` highest-ranked token ids of each row in order, int64 [num_rows, count]."""
+    ids = keys.topk(count, dim=-1).values & _ID_MASK
+    return _ID_MASK - ids if low_ids_first else ids
+
+
+def sample_seed(request_seed: int, sample_index: int) -> int:
+    """The ``generator_seed`` of sample ``sample_index`` (from 0) of a request with this seed: 64 bits, unsigned."""
+    first = _mix(np.array([request_seed & _MASK], dtype=np.uint64))
+    return int(first[0]) ^ (sample_index * _GOLDEN & _MASK)
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """One number in [0, 1) per row: float64 [num_rows], from 64-bit seeds and non-negative positions."""
+    stream = _mix(np.array([seed & _MASK for seed in seeds], dtype=np.uint64))
+    counter = (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    return (_mix(stream + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def integer_weights(probs: Tensor) -> Tensor:
+    """Probabilities, float32 [num_rows, vocab], as int64 in units of 2**-50."""
+    return (probs * 2.0**WEIGHT_BITS).to(torch.int64)
+
+
+def draw(probs: Tensor, uniforms: np.ndarray) -> Tensor:
+    """Invert each row's cumulative distribution, in token order.
+
+    ``probs``: float32 [num_rows, vocab], each row summing to about 1; ``uniforms``: float64 [num_rows] in [0, 1).
+    Returns int64 [num_rows]; a token of probability 0 is never returned.
+    """
+    cumulative = integer_weights(probs).cumsum(-1)
+    total = cumulative[:, -1:].double()
+    # A float64 below 1 times the total rounds to less than the total, so a token with weight is always found.
+    target = (torch.from_numpy(uniforms).to(probs.device)[:, None] * total).to(torch.int64)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    """splitmix64's finalizer, a bijection of uint64 that changes about half of all bits for any changed bit."""
+    state = state + np.uint64(_GOLDEN)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(state ^ (state >> np.uint64(31)))

@@ -1,25 +1,38 @@
-"""Sampler: from the logits of one step to one token per row, vectorised over the batch and independent of it."""
+"""The sampler: from the logits of one step to one token per row, vectorised over the batch and independent of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fastdecode.sworker.sampling.draw import draw, uniform
-from fastdecode.sworker.sampling.logits import edited_logits
-from fastdecode.sworker.sampling.logprobs import Logprobs, raw_logprobs
-from fastdecode.sworker.sampling.probabilities import probabilities
-from fastdecode.sworker.sampling.row import SampledToken, SamplingRow
-
-__all__ = ["SampledToken", "Sampler", "SamplingRow", "distribution"]
+from fastdecode.sworker.sampling.logits import SamplingRow, edited_logits
+from fastdecode.sworker.sampling.probabilities import draw, probabilities, ranking_keys, top_token_ids, uniform
 
 CHUNK_ELEMENTS = 2**21
 """Logits handled at once where temporaries are needed; bounds them to about 50 MB, whatever the batch."""
 
 FAILED = -1
 """Token id of a row without a usable logit."""
+
+
+Logprobs = dict[int, tuple[float, int]]
+"""Token id to (log-probability, rank from 1)."""
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """The sampler's answer for one row.
+
+    ``logprob`` maps token id to (log-probability, rank from 1) if the request asked, the chosen token first, then the
+    likeliest in order. ``failed``: the logits hold NaN or +inf, or no token is left to choose; ``token_id`` is then -1.
+    """
+
+    token_id: int
+    logprob: Logprobs | None = None
+    failed: bool = False
 
 
 class Sampler:
@@ -113,3 +126,28 @@ def _chunks(indices: Sequence[int], vocab: int) -> Iterator[list[int]]:
 def _check(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     if logits.dim() != 2 or logits.shape[0] != len(rows) or logits.shape[1] == 0:
         raise ValueError(f"logits must be [num_rows={len(rows)}, vocab], got shape {list(logits.shape)}")
+
+
+def raw_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
+    """The chosen token's log-probability and the ``counts[row]`` likeliest (-1: all), one dict per row.
+
+    ``logits``: floating [num_rows, vocab] without NaN or +inf; ``token_ids``: the chosen ones. Equal log-probabilities
+    rank by token id, so ranks are unique and the dict is the same in every batch.
+    """
+    logprobs = logits.to(torch.float32).log_softmax(-1)
+    vocab = logprobs.shape[1]
+    keys = ranking_keys(logprobs, low_ids_first=True)
+    chosen = torch.tensor(token_ids, device=logits.device)[:, None]
+    ranks = (keys > keys.gather(1, chosen)).sum(-1) + 1
+    wanted = [vocab if count < 0 else min(count, vocab) for count in counts]
+    ids = torch.cat([chosen, top_token_ids(keys, max(wanted), low_ids_first=True)], dim=1)
+    values = logprobs.gather(1, ids)
+    listed = zip(ids.tolist(), values.tolist(), ranks.tolist(), wanted, strict=True)
+    return [_row_logprobs(row_ids, row_values, rank, count) for row_ids, row_values, rank, count in listed]
+
+
+def _row_logprobs(ids: list[int], values: list[float], chosen_rank: int, count: int) -> Logprobs:
+    """``ids`` and ``values`` start with the chosen token, followed by the likeliest in order."""
+    chosen = {ids[0]: (values[0], chosen_rank)}
+    likeliest = {ids[rank]: (values[rank], rank) for rank in range(1, count + 1)}
+    return chosen | likeliest

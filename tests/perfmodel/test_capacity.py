@@ -9,8 +9,14 @@ import pytest
 
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.simulate import SimulatedRequest, SimulatedWorkload, Simulator, Slo, find_capacity
-from fastdecode.perfmodel.simulate.lengths import SARATHI, LogNormal, TraceItem, read_trace
-from fastdecode.perfmodel.simulate.workload import drawn_workload, traced_workload
+from fastdecode.perfmodel.simulate.workload import (
+    SARATHI,
+    LogNormal,
+    TraceItem,
+    drawn_workload,
+    read_trace,
+    traced_workload,
+)
 from fastdecode.scheduler import POLICIES, Scheduler
 
 from .test_simulator import LIMITS, PlainMachine

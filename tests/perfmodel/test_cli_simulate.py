@@ -12,7 +12,7 @@ import pytest
 
 from fastdecode.cli.main import main
 from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
-from fastdecode.perfmodel.model_config import read_shape
+from fastdecode.perfmodel.model_shape import read_shape
 from fastdecode.perfmodel.profile_json import write_profile
 
 from .test_profile import profile

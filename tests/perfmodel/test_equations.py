@@ -14,17 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.errors import ConfigError, PlanError
-from fastdecode.perfmodel import sizing, stabilized_load
-from fastdecode.perfmodel.hardware import parse_link
-from fastdecode.perfmodel.kernel_rate import kernel_bytes_per_second
-from fastdecode.perfmodel.model_config import BUILT_IN
-from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, find_cpu_host, find_gpu
-from fastdecode.perfmodel.r_part import RPart, host_r_part
-from fastdecode.perfmodel.s_part import GpuSPart, MeasuredSPart
+from fastdecode.perfmodel import equations
+from fastdecode.perfmodel.equations import token_budget
+from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS, find_cpu_host, find_gpu, kernel_bytes_per_second, parse_link
+from fastdecode.perfmodel.model_shape import BUILT_IN
+from fastdecode.perfmodel.plan import Workload
+from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.perfmodel.token_budget import token_budget
-from fastdecode.perfmodel.transport import Transport
-from fastdecode.perfmodel.workload import Workload
 from fastdecode.protocols import StepTime
 
 LENGTHS = st.integers(1, 5000)
@@ -34,7 +30,7 @@ SECONDS = st.floats(1e-6, 1e-1)
 @pytest.mark.parametrize(("in_flight", "output_len", "interval"), [(1024, 1024, 32), (4, 64, 16), (100, 5, 1)])
 def test_default_interval_by_hand(in_flight: int, output_len: int, interval: int) -> None:
     """A 32nd of the steps; with four sequences in flight a quarter; never less than a step."""
-    assert stabilized_load.default_interval_steps(in_flight, output_len) == interval
+    assert equations.default_interval_steps(in_flight, output_len) == interval
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.integers(0, 30))
@@ -42,18 +38,18 @@ def test_peak_load_is_that_of_the_schedule(intervals: int, interval: int, micro_
     """Step by step: a micro-batch starts every F steps, and each of its sequences attends one token more per step."""
     output_len = intervals * interval
     in_flight = micro_batch * intervals
-    assert stabilized_load.micro_batch_size(in_flight, output_len, interval) == pytest.approx(micro_batch)
+    assert equations.micro_batch_size(in_flight, output_len, interval) == pytest.approx(micro_batch)
     loads = np.zeros(4 * output_len)
     for start in range(0, 3 * output_len, interval):
         loads[start : start + output_len] += micro_batch * (prompt_len + np.arange(1, output_len + 1))
-    peak = stabilized_load.peak_load_stabilized(in_flight, output_len, interval, prompt_len)
+    peak = equations.peak_load_stabilized(in_flight, output_len, interval, prompt_len)
     assert peak == pytest.approx(loads[: 3 * output_len].max())
 
 
 @given(LENGTHS, LENGTHS)
 def test_default_interval_leaves_a_sequence_per_micro_batch(in_flight: int, output_len: int) -> None:
-    interval = stabilized_load.default_interval_steps(in_flight, output_len)
-    assert stabilized_load.micro_batch_size(in_flight, output_len, interval) >= 1 or interval >= output_len
+    interval = equations.default_interval_steps(in_flight, output_len)
+    assert equations.micro_batch_size(in_flight, output_len, interval) >= 1 or interval >= output_len
 
 
 @given(st.integers(1, 4096), LENGTHS, SECONDS, SECONDS, st.floats(0, 0.9), st.floats(0, 0.9))
@@ -64,7 +60,7 @@ def test_balanced_r_workers_balance(
     call = call_share * stage
     prefix = math.floor(min(prefix_share * (stage - call) / per_token, 1000.0))
     context = Workload(output_len + prefix, prefix).mean_context
-    workers = sizing.balanced_r_workers(batch, context, per_token, stage, prefix, call)
+    workers = equations.balanced_r_workers(batch, context, per_token, stage, prefix, call)
     tokens = batch / workers * (context - prefix) + prefix
     assert per_token * tokens + call == pytest.approx(stage)
 
@@ -77,7 +73,7 @@ def test_rows_per_output_token_by_hand() -> None:
 
 def test_what_cannot_be_divided_is_named() -> None:
     with pytest.raises(PlanError, match=r"1 ms more than the 2 ms"):
-        sizing.balanced_r_workers(64, 100, 1e-6, 2e-3, call_seconds=3e-3)
+        equations.balanced_r_workers(64, 100, 1e-6, 2e-3, call_seconds=3e-3)
 
 
 @given(st.lists(LENGTHS, min_size=1, max_size=50), LENGTHS)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fastdecode.perfmodel import roofline, sizing, stabilized_load
-from fastdecode.perfmodel.model_config import BUILT_IN
-from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
-from fastdecode.perfmodel.r_part import host_r_part
-from fastdecode.perfmodel.s_part import GpuSPart
-from fastdecode.perfmodel.transport import Transport
-from fastdecode.perfmodel.workload import Workload
+from fastdecode.perfmodel import equations
+from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu
+from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape
+from fastdecode.perfmodel.plan import Workload
+from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
 
 R_SECONDS = 0.1239e-6
 """One R-worker (socket), per cached token and layer of the 7B model."""
@@ -35,18 +32,18 @@ V5E_BYTES_PER_SECOND, V5E_FLOPS_PER_SECOND = 8.1e11, 1.97e14
     [(6, 6, 2, 2, 24), (1024, 1024, 32, 32, 540_672)],
 )
 def test_stabilized_load(in_flight: int, output_len: int, interval: int, micro_batch: int, stabilized: int) -> None:
-    assert stabilized_load.micro_batch_size(in_flight, output_len, interval) == micro_batch
-    assert stabilized_load.peak_load_stabilized(in_flight, output_len, interval) == stabilized
+    assert equations.micro_batch_size(in_flight, output_len, interval) == micro_batch
+    assert equations.peak_load_stabilized(in_flight, output_len, interval) == stabilized
 
 
 @pytest.mark.parametrize(("seq_len", "printed"), [(1024, "9.2"), (768, "6.9")])
 def test_r_workers_of_the_paper(seq_len: int, printed: str) -> None:
-    workers = sizing.balanced_r_workers(1024, Workload(seq_len).mean_context, R_SECONDS, T_1024_SECONDS)
+    workers = equations.balanced_r_workers(1024, Workload(seq_len).mean_context, R_SECONDS, T_1024_SECONDS)
     assert f"{workers:.1f}" == printed
 
 
 def test_r_workers_of_short_sequences() -> None:
-    assert f"{sizing.balanced_r_workers(1024, Workload(128).mean_context, R_SECONDS, T_1024_SECONDS):.2f}" == "1.15"
+    assert f"{equations.balanced_r_workers(1024, Workload(128).mean_context, R_SECONDS, T_1024_SECONDS):.2f}" == "1.15"
 
 
 def test_r_is_what_the_paper_measured() -> None:
@@ -76,7 +73,7 @@ def test_sizes_of_a_7b_layer() -> None:
 def test_pop_quiz() -> None:
     """30B int8 parameters, 8192 tokens of 100 kB, 16 chips."""
     chips = {"flops_per_second": 16 * V5E_FLOPS_PER_SECOND, "bytes_per_second": 16 * V5E_BYTES_PER_SECOND}
-    step = {batch: roofline.step_seconds(batch, 100e3 * 8192, 30e9, 30e9, **chips) for batch in (4, 256)}
+    step = {batch: equations.roofline_step_seconds(batch, 100e3 * 8192, 30e9, 30e9, **chips) for batch in (4, 256)}
     assert f"{step[4] * 1e3:.2f}" == "2.57"
     assert f"{step[256] * 1e3:.0f}" == "21"
 
@@ -107,7 +104,7 @@ def test_tables_of_the_13b_model(kv_bytes: float) -> None:
     for batch, kv_memory, memory, milliseconds, tokens_per_second in TABLES[kv_bytes]:
         assert f"{batch * kv_bytes / 1e9:g}" == kv_memory
         assert f"{(batch * kv_bytes + 26e9) / 1e9:g}" == memory
-        step = roofline.step_seconds(batch, kv_bytes, 13e9, 26e9, 1600e12, 8 * 0.82e12)
+        step = equations.roofline_step_seconds(batch, kv_bytes, 13e9, 26e9, 1600e12, 8 * 0.82e12)
         assert f"{step * 1e3:.2f}" == milliseconds
         assert f"{batch / step:.2f}" == tokens_per_second
 
@@ -117,17 +114,20 @@ def test_cache_and_weights_of_the_13b_model() -> None:
     shape = BUILT_IN["llama-13b"]
     assert f"{shape.parameters / 1e9:.0f}" == "13"
     assert f"{shape.weight_bytes / 1e9:.0f}" == "26"
-    sizes = {heads: 8192 * roofline.kv_bytes_per_token(40, heads, 128, 2) for heads in (40, 8)}
+    layouts = {heads: shape.with_kv_heads(heads).kv_layout("float16") for heads in (40, 8)}
+    sizes = {heads: 8192 * layout.kv_bytes_per_token for heads, layout in layouts.items()}
     assert f"{sizes[40] / 1e9:.1f}" == "6.7" and f"{sizes[8] / 1e9:.2f}" == "1.34"
-    assert 16 <= roofline.max_batch_size(128 * 2**30, 26e9, sizes[40]) < 32
-    assert 64 <= roofline.max_batch_size(128 * 2**30, 26e9, sizes[8]) < 240
+    assert 16 <= equations.roofline_max_batch_size(128 * 2**30, 26e9, sizes[40]) < 32
+    assert 64 <= equations.roofline_max_batch_size(128 * 2**30, 26e9, sizes[8]) < 240
 
 
 def test_worked_model() -> None:
     assert f"{WORKED.parameters / 1e9:.3f}" == "18.385"
-    assert roofline.kv_bytes_per_token(64, 8, 256, 1) == 262_144
-    assert roofline.kv_bytes_per_token(64, 1, 256, 1) == 32_768
-    assert f"{roofline.weight_load_seconds(WORKED.parameters, V5E_BYTES_PER_SECOND, 16) * 1e3:.2f}" == "1.42"
+    for heads, kv_bytes in ((8, 262_144), (1, 32_768)):  # of one byte per element
+        assert WORKED.num_layers * WORKED.with_kv_heads(heads).layer_layout.kv_elements_per_token == kv_bytes
+    chips = {"flops_per_second": 16 * V5E_FLOPS_PER_SECOND, "bytes_per_second": 16 * V5E_BYTES_PER_SECOND}
+    empty = equations.roofline_step_seconds(1, 0, WORKED.parameters, WORKED.parameters, **chips)
+    assert f"{empty * 1e3:.2f}" == "1.42"
 
 
 def test_worked_model_as_a_mixture_of_experts() -> None:

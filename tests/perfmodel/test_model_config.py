@@ -11,8 +11,7 @@ import pytest
 
 from fastdecode.config import DEMO_MODEL
 from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from fastdecode.perfmodel.model_config import BUILT_IN, find_shape, read_shape
-from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape, find_shape, read_shape
 from fastdecode.types import KV_BITS
 
 BILLIONS = {

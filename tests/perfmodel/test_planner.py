@@ -10,16 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.errors import ConfigError, PlanError
-from fastdecode.perfmodel.gpu_only import GpuOnly, GpuServer
-from fastdecode.perfmodel.model_config import BUILT_IN
-from fastdecode.perfmodel.planner import Planner, Prices
-from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
-from fastdecode.perfmodel.r_part import RPart, host_r_part
-from fastdecode.perfmodel.s_part import GpuSPart, MeasuredSPart
-from fastdecode.perfmodel.search import largest
-from fastdecode.perfmodel.transport import Transport
-from fastdecode.perfmodel.verdict import judge
-from fastdecode.perfmodel.workload import Workload
+from fastdecode.perfmodel.equations import largest
+from fastdecode.perfmodel.gpu_only import GpuOnly, GpuServer, judge
+from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu
+from fastdecode.perfmodel.model_shape import BUILT_IN
+from fastdecode.perfmodel.plan import Prices, Workload
+from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
 
 LLAMA_7B = BUILT_IN["llama-7b"]
 A10, EPYC = find_gpu("a10"), find_cpu_host("epyc-7452")

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.errors import ConfigError, ProfileError
-from fastdecode.perfmodel.contention import Contention
+from fastdecode.perfmodel.calibration import fit_parts
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
-from fastdecode.perfmodel.fit import fit_parts
-from fastdecode.perfmodel.model_config import BUILT_IN
-from fastdecode.perfmodel.points import (
+from fastdecode.perfmodel.model_shape import BUILT_IN
+from fastdecode.perfmodel.profile import (
     AnchorPoint,
     ContentionPoint,
+    HardwareProfile,
     HostPoint,
     LinkPoint,
     MachineIdentity,
@@ -26,8 +26,8 @@ from fastdecode.perfmodel.points import (
     RPartPoint,
     SPartPoint,
 )
-from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
+from fastdecode.perfmodel.stages import Contention
 
 
 def r_point(sequences: int, context: int, seconds: float, **other: Any) -> RPartPoint:
@@ -132,7 +132,7 @@ def test_two_that_slow_each_other(s_seconds: float, r_seconds: float, s_slowdown
     assert contention.together(s_seconds, r_seconds) == pytest.approx(now, abs=4 * tick)
     assert Contention(2, 2).together(s_seconds, r_seconds) == pytest.approx(s_seconds + r_seconds)
     assert Contention().together(s_seconds, r_seconds) == pytest.approx(max(s_seconds, r_seconds))
-    with pytest.raises(ConfigError, match="makes nobody faster"):
+    with pytest.raises(ConfigError, match="makes neither side faster"):
         Contention(0.9, 1.0)
 
 

@@ -11,13 +11,11 @@ import pytest
 from fastdecode.errors import RequestError
 from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.gpu_only import GpuStepTime
-from fastdecode.perfmodel.model_config import BUILT_IN
-from fastdecode.perfmodel.presets import GPUS
-from fastdecode.perfmodel.r_part import RPart
-from fastdecode.perfmodel.s_part import MeasuredSPart
+from fastdecode.perfmodel.hardware import GPUS
+from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedRequest, Simulator, SplitMachine, StepCost
+from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.perfmodel.transport import Transport
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
 from fastdecode.scheduler import Sequence as ScheduledSequence
 

@@ -15,10 +15,15 @@ constexpr int kCacheLineBytes = 64;
 
 /// What a call reads after this chunk: tiles of keys, then as many of values.
 struct Coming {
-    const uint8_t* tiles[2 * kChunkTiles];
-    int num_tiles;
+    const uint8_t* tiles[2 * kChunkTiles];  // keys, and from kChunkTiles on values; tiles[0] is always some address
+    int num_tiles = 0;
     int key_lines, value_lines;  // of a tile
     int streams;                 // 1 or kStreams
+
+    void add(const Tile& tile) {
+        tiles[num_tiles] = tile.keys;
+        tiles[kChunkTiles + num_tiles++] = tile.values;
+    }
 };
 
 /// Asks for them line by line, evenly over all that is done with this chunk: blocks are short, so the hardware's own
@@ -57,8 +62,9 @@ class Ahead {
     [[gnu::always_inline]] void begin_run() {
         const Coming& coming = *coming_;
         if (coming.streams == 1 && run_ < 2 * coming.num_tiles) {
-            at_ = coming.tiles[run_];
-            left_ = run_ < coming.num_tiles ? coming.key_lines : coming.value_lines;
+            const bool of_keys = run_ < coming.num_tiles;
+            at_ = coming.tiles[of_keys ? run_ : run_ + kChunkTiles - coming.num_tiles];
+            left_ = of_keys ? coming.key_lines : coming.value_lines;
         } else if (coming.streams == kStreams && run_ < kStreams * coming.key_lines) {
             at_ = coming.tiles[run_ % kStreams] + run_ / kStreams * kCacheLineBytes;
             left_ = 1;

@@ -138,24 +138,32 @@ struct RowBlock {
             attend_chunk(chunk, clip(begin, end, chunk));
     }
 
-    /// Of this call, or past its end of the one that comes after it.
+    /// As many tiles as this chunk has, a chunk further on: of this call, and past its end of the one that comes after
+    /// it. So a tile's work always asks for a tile, however few tokens are left for the last chunk. A call of one chunk
+    /// asks for all of the next one's first.
     Coming coming_after(int64_t chunk) const {
-        const bool at_end = chunk + kChunkTokens >= end, follows = last && args.next;
-        const HeadView& view = at_end && follows ? args.next->view : args.view;
-        const int64_t from = !at_end ? chunk + kChunkTokens : follows ? args.next->begin : chunk;
-        const int64_t to = !at_end ? end : follows ? args.next->end : chunk + 1;
-        const int64_t tile = from / kTileTokens, tiles = (to + kTileTokens - 1) / kTileTokens - tile;
+        const int64_t first = chunk / kTileTokens, own_end = tiles_of(end);
+        const bool alone = chunk <= begin && first + kChunkTiles >= own_end;
+        const int64_t from = alone ? own_end : first + kChunkTiles;
+        const int64_t to = from + (alone || own_end - first > kChunkTiles ? kChunkTiles : own_end - first);
         Coming coming;
-        coming.num_tiles = int(tiles < kChunkTiles ? tiles : kChunkTiles);
-        coming.key_lines = int((view.key_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
-        coming.value_lines = int((view.value_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
+        coming.tiles[0] = tile_of(args.view, first).keys;
+        for (int64_t tile = from; tile < to && tile < own_end; ++tile) coming.add(tile_of(args.view, tile));
+        if (to > own_end && last && args.next) add_next(coming, from - own_end, to - own_end);
+        coming.key_lines = int((args.view.key_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
+        coming.value_lines = int((args.view.value_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
         coming.streams = coming.num_tiles < kChunkTiles ? 1 : args.streams;
-        for (int i = 0; i < coming.num_tiles; ++i) {
-            const Tile next = tile_of(view, tile + i);
-            coming.tiles[i] = next.keys, coming.tiles[coming.num_tiles + i] = next.values;
-        }
         return coming;
     }
+
+    /// Tiles `from` to `to` of the call that comes after this one.
+    void add_next(Coming& coming, int64_t from, int64_t to) const {
+        const int64_t first = args.next->begin / kTileTokens, tiles = tiles_of(args.next->end) - first;
+        for (int64_t tile = from > 0 ? from : 0; tile < to && tile < tiles; ++tile)
+            coming.add(tile_of(args.next->view, first + tile));
+    }
+
+    static int64_t tiles_of(int64_t tokens) { return (tokens + kTileTokens - 1) / kTileTokens; }
 
     void attend_chunk(int64_t chunk, Range seen) {
         Tile tiles[kChunkTiles];

@@ -1,0 +1,147 @@
+"""The papers' equations as plain functions: FastDecode's sizing and schedule, the roofline, Sarathi-Serve's budget.
+
+Two meanings of "batch size" must not be mixed: ``mini_batch_size`` is B of FastDecode's equations, one of the halves
+that alternate; ``in_flight`` is all sequences, ``num_mini_batches`` times as many (two in the paper). T(B) is the
+S-part's seconds of one layer and one mini-batch; R is one R-worker's seconds per cached token and layer. Load is the
+number of cached tokens attended in one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from fastdecode.errors import ConfigError, PlanError
+from fastdecode.protocols import StepTime
+
+INTERVALS_PER_SEQUENCE = 32
+"""Micro-batches in flight unless asked otherwise: the peak load is then 1/32 above the mean (the paper's F = 32 of
+S = 1024)."""
+
+MOST_SEQUENCES = 1 << 20
+"""Sequences beyond which no batch is sought."""
+
+TILE_TOKENS = 128
+"""Rows that a GPU's matrix products are tiled by, a power of two; a chunk of 257 cost 32 % more than one of 256."""
+
+
+def in_flight(mini_batch_size: int, num_mini_batches: int = 2) -> int:
+    """Sequences decoding at once."""
+    return mini_batch_size * num_mini_batches
+
+
+def memory_r_workers(in_flight: float, mean_context: float, capacity_tokens: float) -> float:
+    """R-workers that hold the cache, each ``capacity_tokens`` (C) over all layers, unrounded (eq. 9).
+
+    The paper's B·S ≤ C·P is two mini-batches of mean length S/2: ``in_flight`` = 2·B, ``mean_context`` = S/2.
+    """
+    return in_flight * mean_context / capacity_tokens
+
+
+def indivisible_seconds(r_part_seconds_per_token: float, shared_prefix_len: float, call_seconds: float) -> float:
+    """Of a layer and mini-batch, what every R-worker takes however many there are."""
+    return r_part_seconds_per_token * shared_prefix_len + call_seconds
+
+
+def balanced_r_workers(
+    mini_batch_size: float,
+    mean_context: float,
+    r_part_seconds_per_token: float,
+    stage_seconds: float,
+    shared_prefix_len: float = 0.0,
+    call_seconds: float = 0.0,
+    row_seconds: float = 0.0,
+) -> float:
+    """R-workers whose R-part takes as long as the slowest other stage: P ≈ B·S·R/(2T(B)) (eq. 11).
+
+    It solves eq. 10, seconds of one layer and mini-batch on the R-workers: B·S·R/(2P) with ``mean_context`` = S/2.
+    Beyond the paper every R-worker reads a shared prefix once for all its sequences, each call costs a fixed
+    ``call_seconds``, and each row of it ``row_seconds``.
+
+    ``stage_seconds`` is T(B), or the transport's seconds where that is overlapped and slower. PlanError where what no
+    number of R-workers can divide (a shared prefix, the fixed cost of a call) takes longer already.
+    """
+    indivisible = indivisible_seconds(r_part_seconds_per_token, shared_prefix_len, call_seconds)
+    if indivisible >= stage_seconds:
+        raise PlanError(
+            f"no number of R-workers can keep up: their call's fixed cost and the shared prefix take "
+            f"{indivisible * 1e3:.3g} ms of every layer, {(indivisible - stage_seconds) * 1e3:.3g} ms more than the "
+            f"{stage_seconds * 1e3:.3g} ms of the other stages; take a larger mini-batch"
+        )
+    divisible = mini_batch_size * ((mean_context - shared_prefix_len) * r_part_seconds_per_token + row_seconds)
+    return divisible / (stage_seconds - indivisible)
+
+
+def micro_batch_size(in_flight: float, output_len: float, interval_steps: float) -> float:
+    """Sequences that start together: M = B·F/S."""
+    return in_flight * interval_steps / output_len
+
+
+def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: float, prompt_len: float = 0.0) -> float:
+    """Tokens attended in the worst step of the schedule: W'_max = Σ_{k=1..S/F} M·k·F = B·(S + F)/2, plus prompts."""
+    return in_flight * (prompt_len + (output_len + interval_steps) / 2.0)
+
+
+def default_interval_steps(in_flight: float, output_len: float) -> int:
+    """F: a 32nd of a sequence's steps, or as many as it takes for a micro-batch to hold one sequence."""
+    return max(round(output_len / INTERVALS_PER_SEQUENCE), math.ceil(output_len / in_flight), 1)
+
+
+def roofline_step_seconds(
+    batch_size: float,
+    kv_bytes_per_sequence: float,
+    active_parameters: float,
+    parameter_bytes: float,
+    flops_per_second: float,
+    bytes_per_second: float,
+) -> float:
+    """The least seconds one decode step of ``batch_size`` sequences can take; rates are of all chips together.
+
+    batch·KV/bandwidth + max(2·batch·parameters/FLOPs, parameter bytes/bandwidth): "All About Transformer Inference"
+    (part 7 of the scaling book), "Theoretical Step Time (General)".
+    """
+    attention = batch_size * kv_bytes_per_sequence / bytes_per_second
+    arithmetic = 2.0 * batch_size * active_parameters / flops_per_second
+    return attention + max(arithmetic, parameter_bytes / bytes_per_second)
+
+
+def roofline_max_batch_size(memory_bytes: float, parameter_bytes: float, kv_bytes_per_sequence: float) -> int:
+    """Sequences whose KV fits beside the weights; 0 where not even the weights fit ("What about memory?")."""
+    return max(math.floor((memory_bytes - parameter_bytes) / kv_bytes_per_sequence), 0)
+
+
+def largest(meets: Callable[[int], bool], most: int = MOST_SEQUENCES) -> int:
+    """The largest of 0 … ``most`` that ``meets``; 0 is taken to. Doubles, then halves the gap."""
+    high = 1
+    while high <= most and meets(high):
+        high *= 2
+    low = high // 2
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    return low
+
+
+def token_budget(
+    step_time: StepTime,
+    target_seconds: float,
+    kv_tokens: int = 0,
+    tile_tokens: int = TILE_TOKENS,
+    most_tokens: int = 1 << 20,
+) -> int:
+    """τ: the largest multiple of ``tile_tokens`` whose step takes at most ``target_seconds``, the time between tokens.
+
+    ``kv_tokens``: cached tokens attended in that step. ``step_time`` must not fall with more tokens. PlanError says by
+    how much one tile is too slow.
+    """
+    if tile_tokens < 1 or most_tokens < tile_tokens:
+        raise ConfigError(f"a tile of {tile_tokens} tokens and at most {most_tokens} leave no budget")
+    least = step_time(tile_tokens, kv_tokens)
+    if least > target_seconds:
+        raise PlanError(
+            f"a step of one tile ({tile_tokens} tokens) takes {least:.3g} s, {least - target_seconds:.3g} s more than "
+            f"the target of {target_seconds:.3g} s between tokens"
+        )
+    most_tiles = most_tokens // tile_tokens
+    return tile_tokens * largest(lambda tiles: step_time(tiles * tile_tokens, kv_tokens) <= target_seconds, most_tiles)

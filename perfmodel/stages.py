@@ -1,0 +1,199 @@
+"""Seconds of each stage of a layer: the S-part T(B), the R-part, the way between them, and what S and R take from each
+other on one machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fastdecode.errors import ConfigError
+from fastdecode.perfmodel.hardware import CpuHost, Gpu, kernel_bytes_per_second
+from fastdecode.perfmodel.model_shape import ModelShape
+
+MOVED_BYTES_PER_SECOND = 0.5e9
+"""Of a sequence's cache from one R-worker to another, until the first was timed: export at 1.1 to 1.8 GB/s, then import
+at 1.0 to 1.4 (docs/performance.md), and the way over the S-worker between them."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds of one layer and one mini-batch: on the S-worker, on the busiest R-worker, on the slowest hop, and the
+    whole way there and back."""
+
+    s_part: float
+    r_part: float
+    hop: float
+    trip: float
+
+
+class SPart(Protocol):
+    """How long the S-part takes; neither figure may fall with more rows."""
+
+    def layer_seconds(self, rows: float) -> float:
+        """T(B): everything of one layer but attention, for ``rows`` tokens."""
+        ...
+
+    def head_seconds(self, rows: float) -> float:
+        """What comes once per mini-batch: the output projection."""
+        ...
+
+
+@dataclass(frozen=True)
+class GpuSPart:
+    """The S-part on a GPU, from its figures: time to load the weights plus time to multiply.
+
+    A roofline takes the larger of the two, as if loading and multiplying overlapped entirely. FastDecode's A10 lies
+    near the sum: T(1024) of a 7B layer is 7.08 ms as measured, 6.8 as a sum, 5.3 as the larger.
+    """
+
+    shape: ModelShape
+    gpu: Gpu
+
+    def layer_seconds(self, rows: float) -> float:
+        """T(B); of a mixture of experts all weights are loaded, and each row meets its own experts."""
+        return self._seconds(rows, self.shape.layer_parameters, self.shape.active_layer_parameters)
+
+    def head_seconds(self, rows: float) -> float:
+        """The output projection of the rows that are sampled."""
+        return self._seconds(rows, self.shape.head_parameters, self.shape.head_parameters)
+
+    def _seconds(self, rows: float, parameters: int, active_parameters: int) -> float:
+        load = parameters * self.shape.item_bytes / self.gpu.weight_bytes_per_second.achieved
+        return load + 2.0 * rows * active_parameters / self.gpu.flops_per_second.achieved
+
+
+@dataclass(frozen=True)
+class MeasuredSPart:
+    """The S-part as measured at a few batch sizes: straight lines between them.
+
+    Below the smallest its time is taken (loading the weights), above the largest its time per row (arithmetic), so
+    both ends err towards slow. ``layer_seconds_at`` and ``head_seconds_at`` are seconds at ``batch_sizes``, ascending.
+    """
+
+    batch_sizes: tuple[int, ...]
+    layer_seconds_at: tuple[float, ...]
+    head_seconds_at: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.batch_sizes or not np.all(np.diff((0, *self.batch_sizes)) > 0):
+            raise ConfigError(f"batch sizes of the S-part must be at least 1 and ascend, not {list(self.batch_sizes)}")
+        if not len(self.batch_sizes) == len(self.layer_seconds_at) == len(self.head_seconds_at):
+            raise ConfigError("the S-part needs one time of a layer and one of the head per batch size")
+        layer, head = np.array(self.layer_seconds_at), np.array(self.head_seconds_at)
+        if not (np.all((layer > 0) & (layer < np.inf)) and np.all((head >= 0) & (head < np.inf))):
+            raise ConfigError("the S-part's times must be finite and above zero seconds")
+
+    def layer_seconds(self, rows: float) -> float:
+        """T(B) of one layer."""
+        return self._interpolated(rows, self.layer_seconds_at)
+
+    def head_seconds(self, rows: float) -> float:
+        """Of the head."""
+        return self._interpolated(rows, self.head_seconds_at)
+
+    def times(self, layer_factor: float, head_factor: float) -> MeasuredSPart:
+        """The same with slower, or faster, layers and head."""
+        return MeasuredSPart(
+            self.batch_sizes,
+            tuple(layer_factor * seconds for seconds in self.layer_seconds_at),
+            tuple(head_factor * seconds for seconds in self.head_seconds_at),
+        )
+
+    def _interpolated(self, rows: float, seconds: Sequence[float]) -> float:
+        beyond = max(rows / self.batch_sizes[-1], 1.0)
+        return float(np.interp(rows, self.batch_sizes, seconds)) * beyond
+
+
+@dataclass(frozen=True)
+class RPart:
+    """One R-worker: ``seconds_per_token`` per cached token and layer, ``row_seconds`` per row that a layer's call
+    appends and attends, ``call_seconds`` once per call."""
+
+    seconds_per_token: float
+    call_seconds: float = 0.0
+    row_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        fixed = (self.call_seconds, self.row_seconds)
+        if not (0 < self.seconds_per_token < math.inf and all(0 <= seconds < math.inf for seconds in fixed)):
+            raise ConfigError(
+                f"an R-worker's seconds per cached token must be finite and above zero, and its call and rows not "
+                f"below, not {self.seconds_per_token:g}, {self.call_seconds:g} and {self.row_seconds:g}"
+            )
+
+    def seconds(self, kv_tokens: float, rows: float = 0.0) -> float:
+        """One layer's attention of ``rows`` rows over ``kv_tokens``, all of them this R-worker's."""
+        return self.call_seconds + self.row_seconds * rows + self.seconds_per_token * kv_tokens
+
+    def times(self, factor: float) -> RPart:
+        """The same, ``factor`` times as slow."""
+        return RPart(factor * self.seconds_per_token, factor * self.call_seconds, factor * self.row_seconds)
+
+
+def host_r_part(shape: ModelShape, kv_dtype: str, host: CpuHost) -> RPart:
+    """An R-worker of ``host``: the slower of reading its KV and of computing with it.
+
+    Bytes per token include scales, so R falls with the KV dtype and with n_kv/n_q.
+    """
+    computing = kernel_bytes_per_second(kv_dtype, shape.group, host.cores)
+    rate = min(host.read_bytes_per_second.achieved, computing)
+    return RPart(shape.layer_layout.kv_bytes_per_token(kv_dtype) / rate)
+
+
+@dataclass(frozen=True)
+class Transport:
+    """The hops between S-worker and R-workers, such as PCIe and the network, one after the other.
+
+    ``row_bytes``: q, k, v and o of one row and layer, both directions together, as the paper counts them.
+    ``hop_bytes_per_second``: of each hop; none means that nothing is counted. ``latency_seconds``: of one round trip.
+    ``overlapped``: the hops work while S and R do; otherwise the slower of the two waits for them in addition.
+    """
+
+    row_bytes: float = 0.0
+    hop_bytes_per_second: tuple[float, ...] = ()
+    latency_seconds: float = 0.0
+    overlapped: bool = True
+
+    def __post_init__(self) -> None:
+        if self.row_bytes < 0 or self.latency_seconds < 0 or any(not rate > 0 for rate in self.hop_bytes_per_second):
+            raise ConfigError("a link must have a bandwidth above zero, and rows and latencies none below")
+
+    def trip_seconds(self, rows: float) -> float:
+        """From submit to o available for ``rows`` rows of one layer, the R-part itself apart: all hops in turn."""
+        return self.latency_seconds + sum(rows * self.row_bytes / rate for rate in self.hop_bytes_per_second)
+
+    def stage_seconds(self, rows: float) -> float:
+        """How long the slowest hop is busy with ``rows`` rows of one layer: it bounds an overlapped pipeline."""
+        return max((rows * self.row_bytes / rate for rate in self.hop_bytes_per_second), default=0.0)
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How many times longer each side takes while the other works too; 1 where they share nothing.
+
+    Two sides that share every core in turn have 2 and 2: then :meth:`together` is the sum.
+    """
+
+    s_slowdown: float = 1.0
+    r_slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.s_slowdown < 1 or self.r_slowdown < 1:
+            raise ConfigError(
+                f"a neighbour makes neither side faster: slowdowns must be at least 1, not {self.s_slowdown:g} and "
+                f"{self.r_slowdown:g}"
+            )
+
+    def together(self, s_seconds: float, r_seconds: float) -> float:
+        """Seconds until both are done, started at once, that alone would take ``s_seconds`` and ``r_seconds``.
+
+        Both are slow until the first is done; what is left of the other then goes on alone.
+        """
+        s_slow, r_slow = s_seconds * self.s_slowdown, r_seconds * self.r_slowdown
+        if s_slow <= r_slow:
+            return s_slow + r_seconds - s_slow / self.r_slowdown
+        return r_slow + s_seconds - r_slow / self.s_slowdown
