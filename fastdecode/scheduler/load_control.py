@@ -41,7 +41,7 @@ class LoadControl:
     The S-worker's load is kept even likewise: with all seats taken a step has at most the rows of a mean one, which are
     a token for each seat and what newcomers' prompts bring for each token, or as many more as R-workers above their
     limits hide. Free seats add what the token budget leaves, little where few are free: they are to be filled soon, and
-    a long prompt must not wait. A strict limit needs prompts to end when the forecast says, so with one prompts take all
+    a long prompt must not wait. A strict limit needs prompts to end when the forecast says, so then prompts take all
     that the token budget leaves.
 
     ``limit``: KV tokens per step over all R-workers, shared in proportion to ``bandwidths``; None while unknown.
