@@ -38,11 +38,11 @@ class LoadControl:
     (else the one whose oldest is about to end would always be far above the mean). What cannot be spent, because a
     sequence waits for room, is kept.
 
-    The S-worker's load is kept even likewise: with all seats taken a step has at most the rows of a mean one, which are
-    a token for each seat and what newcomers' prompts bring for each token, or as many more as R-workers above their
-    limits hide. Free seats add what the token budget leaves, little where few are free: they are to be filled soon, and
-    a long prompt must not wait. A strict limit needs prompts to end when the forecast says, so then prompts take all
-    that the token budget leaves.
+    Where starts are not spread, the S-worker's load is kept even: with all seats taken a step has at most the rows of a
+    mean one, which are a token for each seat and what newcomers' prompts bring for each token, or as many more as
+    R-workers above their limits hide. Free seats add what the token budget leaves, little where few are free: they are
+    to be filled soon, and a long prompt must not wait. A strict limit needs prompts to end when the forecast says, so
+    then prompts take all that the token budget leaves; and so they do where starts are spread, as micro-batches.
 
     ``limit``: KV tokens per step over all R-workers, shared in proportion to ``bandwidths``; None while unknown.
     ``is_strict``: the user's limit, never exceeded. Else it is where R time equals S time, which the mean load is to
@@ -164,7 +164,7 @@ class LoadControl:
         """Of a step that attends ``kv_loads``, float64 [num_workers], prompts' included; ``free_seats``: the part
         of all seats that no sequence decodes in."""
         rows, steps = self._brought.tolist()
-        if self.is_strict or self.limit is None or not steps:
+        if self.is_strict or self._is_paced or self.limit is None or not steps:
             return token_budget
         present = self._shares > 0
         hidden = float((kv_loads[present] / self.limits[present]).max())
