@@ -25,9 +25,9 @@ from models import llama_folder
 from transport import listening
 
 import fastdecode.engine
-from fastdecode.binding import mend_binding
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
+from fastdecode.machine import mend_binding
 from fastdecode.metrics import StepRecord
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.step import ScheduledStep

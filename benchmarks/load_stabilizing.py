@@ -13,6 +13,7 @@ Waves are then ``request-level``. The S:R line says where that is not within a t
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from dataclasses import dataclass, replace
 
@@ -124,8 +125,8 @@ def _engine(schedule: str, folder: str, args: argparse.Namespace, seconds_per_to
     stand_ins = StandInBackend(0.0, num_workers=args.stand_ins, seconds_per_token=seconds_per_token)
     engine = LLMEngine(config, stand_ins)
     balanced = int(_mean_load(args) / args.stand_ins)
-    limits = replace(engine.scheduler.limits, balanced_kv_tokens=balanced)
-    engine.scheduler = Scheduler(engine.scheduler.policy, limits)  # of which nothing else knows, so that nothing moves
+    limits = replace(engine.scheduler.limits, balanced_kv_tokens=balanced, seconds_per_moved_token=math.inf)
+    engine.replace_scheduler(Scheduler(engine.scheduler.policy, limits))  # nothing moves: stand-ins hold no cache
     return engine
 
 

@@ -12,9 +12,9 @@ import statistics
 from models import decode, llama_folder, stand_in_engine
 from stand_in import StandInBackend
 
-from fastdecode.clock import MODEL
 from fastdecode.engine import LLMEngine
 from fastdecode.measure.throughput_report import breakdown
+from fastdecode.metrics import MODEL
 
 
 def segment_seconds(engine: LLMEngine, rows: int) -> float:
@@ -23,8 +23,8 @@ def segment_seconds(engine: LLMEngine, rows: int) -> float:
     engine.clock.recording = True
     decode(engine, rows, 3)
     engine.clock.recording = False
-    spans = [span for span in engine.clock.spans if span.state == MODEL and span.layer > 0]
-    engine.clock.spans.clear()
+    spans = [span for span in engine.clock.intervals if span.state == MODEL and span.layer > 0]
+    engine.clock.intervals.clear()
     return statistics.median(span.end_seconds - span.start_seconds for span in spans)
 
 

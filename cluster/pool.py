@@ -70,6 +70,7 @@ class PoolBackend:
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         """See ``AttentionBackend.open``."""
         self._layers, self._o_dtype = layout.layers, WIRE_DTYPE[layout.model_dtype]
+        self._submitted = np.zeros((0, len(layout.layers)))  # its shape is what a worker lost before any step had
         try:
             for worker in self.workers:
                 worker.open(layout)

@@ -32,8 +32,7 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, row_counts
-from fastdecode.errors import BackendError, CapacityError, FrameError, WorkerLostError
-from fastdecode.interrupts import interrupts_deferred
+from fastdecode.errors import BackendError, CapacityError, FrameError, WorkerLostError, interrupts_deferred
 from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
 TICK_SECONDS = 0.1

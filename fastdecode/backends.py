@@ -1,14 +1,17 @@
-"""Which attention backend a configuration asks for."""
+"""The R-workers a configuration asks for: which attention backend, what cores and memory, and whether it is enough."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastdecode.config import EngineConfig
+from fastdecode.errors import CapacityError
+from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes
 from fastdecode.protocols import AttentionBackend
-from fastdecode.resources import kv_cache_bytes
+from fastdecode.types import KVLayout, RWorkerInfo
 
 if TYPE_CHECKING:
     from fastdecode.cluster.pool import PoolBackend
@@ -81,3 +84,24 @@ def prepare(config: EngineConfig) -> None:
 
         forced_isa()
         forced_streams()
+
+
+def kv_cache_bytes(config: EngineConfig) -> int:
+    """KV cache of each R-worker on this machine, in bytes."""
+    wanted = config.bytes_of("kv_cache_memory")
+    return wanted or int(available_memory_bytes() * KV_CACHE_SHARE) // config.num_r_workers
+
+
+def check_room(max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
+    """Every R-worker must hold one longest sequence; CapacityError says how much memory that takes."""
+    worker = min(workers, key=lambda worker: worker.num_blocks)
+    tokens = worker.num_blocks * worker.block_size
+    if tokens >= max_model_len:
+        return
+    blocks = -(-max_model_len // worker.block_size)
+    needed = blocks * worker.block_size * layout.kv_bytes_per_token
+    raise CapacityError(
+        f"one sequence of max_model_len {max_model_len} tokens takes {needed / 2**30:.3g} GiB of KV cache, and an "
+        f"R-worker has {tokens * layout.kv_bytes_per_token / 2**30:.3g} GiB: give at least --kv-cache-memory "
+        f"{-(-needed // 2**20)}MiB, or at most --max-model-len {tokens}"
+    )

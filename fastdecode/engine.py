@@ -11,26 +11,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastdecode.backends import make_backend, prepare
-from fastdecode.clock import HOST, StateClock
+from fastdecode.backends import check_room, make_backend, prepare
 from fastdecode.config import EngineConfig
-from fastdecode.errors import BackendError, RequestError, WorkerLostError
-from fastdecode.in_flight import InFlight
-from fastdecode.interrupts import interrupts_deferred
+from fastdecode.engine_setup import make_scheduler, pin_s_worker
+from fastdecode.errors import BackendError, RequestError, WorkerLostError, interrupts_deferred
 from fastdecode.machine import usable_cores
 from fastdecode.membership import Membership
-from fastdecode.metrics import StepRecord, step_record
+from fastdecode.metrics import HOST, StateClock, StepRecord, Tracer, step_record
 from fastdecode.outputs import RequestOutput
-from fastdecode.prompts import Prompt, read_prompt
 from fastdecode.protocols import AttentionBackend
-from fastdecode.request import Completion, Request, make_completions
-from fastdecode.resources import check_room, pin_s_worker
+from fastdecode.request import Completion, InFlight, Request, make_request
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.scheduling import make_scheduler
+from fastdecode.scheduler import Scheduler
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import SModel, SWorker, set_threads
 from fastdecode.sworker.sampling import SampledToken
-from fastdecode.trace import Tracer
+from fastdecode.text import PromptType, read_prompt
 from fastdecode.types import StepReport
 
 logger = logging.getLogger(__name__)
@@ -79,13 +75,17 @@ class LLMEngine:
         self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
         if not self.config.enforce_eager:
             self._s_worker.capture_graphs(self.num_mini_batches, self.config.max_num_seqs)
-        self.scheduler = make_scheduler(
-            self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches
+        self.replace_scheduler(
+            make_scheduler(self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches)
         )
-        self._membership = Membership(self.backend, self.scheduler, self.r_workers, self._tell)
+
+    def replace_scheduler(self, scheduler: Scheduler) -> None:
+        """Have ``scheduler`` decide from here on, steps as well as moves; the engine must be idle, its caches empty."""
+        self.scheduler = scheduler
+        self._membership = Membership(self.backend, scheduler, self.r_workers, self._tell)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, arrival_seconds: float | None = None
+        self, request_id: str, prompt: PromptType, params: SamplingParams, arrival_seconds: float | None = None
     ) -> None:
         """Queue a request that arrived at ``arrival_seconds`` of ``time.perf_counter`` (now).
 
@@ -99,7 +99,8 @@ class LLMEngine:
             prompt, self.s_model.tokenizer, self.s_model.vocab_size, self.s_model.max_model_len
         )
         params.check_token_ids(self.s_model.vocab_size)
-        request = self._make_request(request_id, text, token_ids, params)
+        first_id, *_ = itertools.islice(self._ids, params.n)
+        request = make_request(self.s_model, request_id, text, token_ids, params, first_id, self.config.seed)
         self.scheduler.add(request.completions[0].sequence)
         request.arrival_seconds = request.arrival_seconds if arrival_seconds is None else arrival_seconds
         self._in_flight.add(request)
@@ -281,20 +282,9 @@ class LLMEngine:
         seconds = self.clock.snapshot()
         self.clock.restart()
         if self.tracer:
-            self.tracer.add(self.clock.spans, report)
-            self.clock.spans.clear()
+            self.tracer.add(self.clock.intervals, report)
+            self.clock.intervals.clear()
         record = step_record(step, report, seconds, num_output_tokens, self.overlap)
         self.scheduler.observe(step, record.s_seconds, record.wait_seconds, record.r_seconds)
         if self.on_step:
             self.on_step(record)
-
-    def _make_request(self, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams) -> Request:
-        model = self.s_model
-        room = model.max_model_len - len(token_ids)
-        first_id, *_ = itertools.islice(self._ids, params.n)
-        seed = params.seed if params.seed is not None else (self.config.seed << 32) + first_id
-        completions = make_completions(
-            params, token_ids, min(params.max_tokens or room, room), first_id, seed, model.tokenizer
-        )
-        bad_words = model.bad_words_token_ids(params.bad_words or ())
-        return Request(request_id, text, token_ids, params, completions, bad_words, model.eos_token_ids)

@@ -1,4 +1,12 @@
-"""Every error FastDecode raises on purpose; each message says what was wrong and what would be right."""
+"""Every error FastDecode raises on purpose, each with what was wrong and what would be right; and Ctrl-C held back."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 
 class FastDecodeError(Exception):
@@ -43,3 +51,22 @@ class WorkerLostError(BackendError):
 
 class FrameError(BackendError):
     """A message between an S-worker and an R-worker that the wire format does not allow; it changed nothing."""
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Hold SIGINT back within the block; it is delivered, as it would have been, when the block ends.
+
+    Only the main thread is ever interrupted, so elsewhere there is nothing to hold back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[tuple[int, Any]] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received and callable(handler):
+            handler(*received[0])

@@ -12,8 +12,8 @@ from fastdecode.config import ONLY_VLLM, EngineConfig, check_only_vllm
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import ConfigError
 from fastdecode.outputs import RequestOutput
-from fastdecode.prompts import Prompt
 from fastdecode.sampling_params import SamplingParams
+from fastdecode.text import PromptType
 
 
 class LLM:
@@ -33,7 +33,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:

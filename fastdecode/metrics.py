@@ -1,14 +1,73 @@
-"""What one engine step did and how long each side worked on it."""
+"""How long each side worked on a step: the S-worker's clock, the record of a step, and the trace of all steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from fastdecode.clock import HOST, MODEL, WAIT
 from fastdecode.step import ScheduledStep
 from fastdecode.types import StepReport
+
+MODEL = "s"
+"""Model code runs, head and sampling included."""
+
+WAIT = "wait"
+"""No mini-batch can be resumed: its attention is still under way."""
+
+HOST = "host"
+"""Scheduling, plans, detokenising, bookkeeping."""
+
+S_LANE = 0
+
+R_BUSY = "r"
+
+
+class Interval(NamedTuple):
+    """One stay in a state, in seconds of ``time.perf_counter``; -1 where no mini-batch or layer applies."""
+
+    state: str
+    mini_batch: int
+    layer: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass
+class StateClock:
+    """Accumulates seconds per state; keeps every interval while ``recording``."""
+
+    recording: bool = False
+    seconds: dict[str, float] = field(default_factory=lambda: {MODEL: 0.0, WAIT: 0.0, HOST: 0.0})
+    intervals: list[Interval] = field(default_factory=list)
+    _state: str = HOST
+    _mini_batch: int = -1
+    _layer: int = -1
+    _since: float = field(default_factory=time.perf_counter)
+
+    def enter(self, state: str, mini_batch: int = -1, layer: int = -1) -> float:
+        """Leave the present state for ``state`` and return the moment of change, in seconds."""
+        now = time.perf_counter()
+        self.seconds[self._state] += now - self._since
+        if self.recording:
+            self.intervals.append(Interval(self._state, self._mini_batch, self._layer, self._since, now))
+        self._state, self._mini_batch, self._layer, self._since = state, mini_batch, layer, now
+        return now
+
+    def restart(self) -> None:
+        """Begin counting anew, in the host state, from now."""
+        self.seconds = {MODEL: 0.0, WAIT: 0.0, HOST: 0.0}
+        self._state, self._mini_batch, self._layer, self._since = HOST, -1, -1, time.perf_counter()
+
+    def snapshot(self) -> dict[str, float]:
+        """Seconds per state up to now."""
+        self.enter(self._state, self._mini_batch, self._layer)
+        return dict(self.seconds)
 
 
 @dataclass(frozen=True)
@@ -60,3 +119,63 @@ def step_record(
         lost_workers=len(report.lost),
         num_starts=step.num_starts,
     )
+
+
+class Event(NamedTuple):
+    """A stay of one lane in one state: lane 0 is the S-worker, 1 + i is R-worker i; seconds of ``perf_counter``."""
+
+    lane: int
+    interval: Interval
+
+
+class Tracer:
+    """Collects the events of every step; ``write`` makes the file of Chrome's format."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[Event]] = []
+
+    def add(self, intervals: Sequence[Interval], report: StepReport) -> None:
+        """One step: the S-worker's stays in each state and the R-workers' busy times."""
+        events = [Event(S_LANE, interval) for interval in intervals]
+        for index, worker in enumerate(report.workers):
+            for mini_batch, layer in np.argwhere(worker.busy_end > 0).tolist():
+                start, end = worker.busy_start[mini_batch, layer], worker.busy_end[mini_batch, layer]
+                events.append(Event(1 + index, Interval(R_BUSY, mini_batch, layer, float(start), float(end))))
+        self.steps.append(events)
+
+    def write(self, path: str) -> None:
+        """Write all steps; OSError when the file cannot be written."""
+        events = [event for step in self.steps for event in step]
+        lanes = sorted({event.lane for event in events})
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane, "args": {"name": lane_name(lane)}}
+            for lane in lanes
+        ]
+        trace = {"traceEvents": names + [_chrome_event(event) for event in events], "displayTimeUnit": "ms"}
+        Path(path).write_text(json.dumps(trace))
+
+
+def lane_name(lane: int) -> str:
+    """How a lane is called in pictures."""
+    return "S-worker" if lane == S_LANE else f"R-worker {lane - 1}"
+
+
+def mini_batch_name(mini_batch: int) -> str:
+    """A, B, C, …"""
+    return chr(ord("A") + mini_batch % 26)
+
+
+def _chrome_event(event: Event) -> dict:
+    """A complete ("X") event; times in microseconds as the format wants."""
+    interval = event.interval
+    where = "" if interval.mini_batch < 0 else f" {mini_batch_name(interval.mini_batch)}{interval.layer}"
+    return {
+        "name": interval.state + where,
+        "cat": interval.state,
+        "ph": "X",
+        "pid": 0,
+        "tid": event.lane,
+        "ts": interval.start_seconds * 1e6,
+        "dur": (interval.end_seconds - interval.start_seconds) * 1e6,
+        "args": {"mini_batch": interval.mini_batch, "layer": interval.layer},
+    }

@@ -1,4 +1,4 @@
-"""A request in flight: its sequences and the outputs growing from them."""
+"""A request in flight: its sequences, the outputs growing from them, and which sequence grows which output."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fastdecode.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.sworker import SModel
 from fastdecode.sworker.sampling import SampledToken, SamplingRow, sample_seed
 from fastdecode.text import TextStream, Tokenizer
 
@@ -105,34 +106,84 @@ class Request:
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics)
 
 
-def make_completions(
-    params: SamplingParams,
+def make_request(
+    model: SModel,
+    request_id: str,
+    prompt: str | None,
     prompt_token_ids: list[int],
-    max_tokens: int,
+    params: SamplingParams,
     first_sequence_id: int,
-    seed: int,
-    tokenizer: Tokenizer | None,
-) -> list[Completion]:
-    """``params.n`` completions; the first one's sequence computes the prompt and brings the others."""
-    text = tokenizer is not None and params.detokenize
-    sequences = [Sequence(first_sequence_id + i, prompt_token_ids, max_tokens) for i in range(params.n)]
+    engine_seed: int,
+) -> Request:
+    """A request with ``params.n`` completions, whose sequences are numbered from ``first_sequence_id``.
+
+    The first one's sequence computes the prompt and brings the others. Without a seed in ``params`` the draws follow
+    from ``engine_seed`` and that number.
+    """
+    room = model.max_model_len - len(prompt_token_ids)
+    max_tokens = min(params.max_tokens or room, room)
+    sequences = [Sequence(first_sequence_id + index, prompt_token_ids, max_tokens) for index in range(params.n)]
     sequences[0].siblings = tuple(sequences[1:])
     for sequence in sequences:
         sequence.may_stop = not params.ignore_eos or bool(params.stop or params.stop_token_ids)
-    return [
-        Completion(
-            index,
-            sequence,
-            TextStream(
-                tokenizer.backend,
-                tuple(params.stop or ()),
-                params.skip_special_tokens,
-                params.include_stop_str_in_output,
-                prompt_token_ids,
-            )
-            if text and tokenizer
-            else None,
-            sample_seed(seed, index),
-        )
+    seed = params.seed if params.seed is not None else (engine_seed << 32) + first_sequence_id
+    completions = [
+        Completion(index, sequence, _text_stream(model.tokenizer, params, prompt_token_ids), sample_seed(seed, index))
         for index, sequence in enumerate(sequences)
     ]
+    bad_words = model.bad_words_token_ids(params.bad_words or ())
+    return Request(request_id, prompt, prompt_token_ids, params, completions, bad_words, model.eos_token_ids)
+
+
+def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: list[int]) -> TextStream | None:
+    """None where no text is wanted, or there is no tokenizer to make it."""
+    if tokenizer is None or not params.detokenize:
+        return None
+    return TextStream(
+        tokenizer.backend,
+        tuple(params.stop or ()),
+        params.skip_special_tokens,
+        params.include_stop_str_in_output,
+        prompt_token_ids,
+    )
+
+
+class InFlight:
+    """Requests by id, and by the sequences that still grow."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+        self._growing: dict[int, tuple[Request, Completion]] = {}
+
+    def __len__(self) -> int:
+        """Requests waiting or running."""
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        """True when ``request_id`` waits or runs."""
+        return request_id in self._requests
+
+    def add(self, request: Request) -> None:
+        """``request`` is under way."""
+        self._requests[request.request_id] = request
+        for completion in request.completions:
+            self._growing[completion.sequence.sequence_id] = (request, completion)
+
+    def remove(self, request_id: str) -> Request | None:
+        """Forget a request; None when it is not here."""
+        return self._requests.pop(request_id, None)
+
+    def end(self, completion: Completion) -> None:
+        """``completion`` grows no more."""
+        del self._growing[completion.sequence.sequence_id]
+
+    def family(self, sequence_id: int) -> tuple[Request, list[Completion]]:
+        """The completions that a sequence's next token is for: its own, and all that still share its prompt."""
+        request, completion = self._growing[sequence_id]
+        siblings = [self._growing[sibling.sequence_id][1] for sibling in completion.sequence.siblings]
+        return request, [completion, *siblings]
+
+    def sampling_rows(self, sequence_id: int) -> list[SamplingRow]:
+        """What the sampler needs for a sequence's next token, once for each completion that it is for."""
+        request, completions = self.family(sequence_id)
+        return [request.sampling_row(completion) for completion in completions]

@@ -1,4 +1,4 @@
-"""The nouns that cross the seam between the S side and the R side (standard library and numpy only)."""
+"""The types that cross the seam between the S side and the R side, and how floats travel over it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ ISAS = ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx")
 
 STREAMS = (1, 8)
 """Lines of the cache that attention may ask for side by side."""
+
 
 WIRE_DTYPE: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -161,3 +162,23 @@ class StepReport:
     workers: tuple[WorkerReport, ...]
     lost: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+
+
+def to_wire(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 ``values`` rounded to ``dtype``, to nearest even: float32, or uint16 bits of float16 or bfloat16."""
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    if dtype == "float32":
+        return values
+    if dtype == "float16":
+        return values.astype(np.float16).view(np.uint16)
+    bits = values.view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+
+
+def from_wire(payload: np.ndarray, dtype: str) -> np.ndarray:
+    """The float32 values of a payload; the inverse of :func:`to_wire`."""
+    if dtype == "float32":
+        return payload
+    if dtype == "float16":
+        return payload.view(np.float16).astype(np.float32)
+    return (payload.astype(np.uint32) << 16).view(np.float32)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from greenlet import greenlet
 
-from fastdecode.clock import HOST, MODEL, WAIT, StateClock
+from fastdecode.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.protocols import AttentionBackend
 from fastdecode.sworker.staging import HostStaging, Staging
 from fastdecode.sworker.threads import SharedCores

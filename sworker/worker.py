@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fastdecode.clock import HOST, MODEL, WAIT, StateClock
+from fastdecode.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.protocols import AttentionBackend
 from fastdecode.step import MiniBatch, ScheduledStep
 from fastdecode.sworker.cuda_graphs import GraphRecorder, ModelGraphs

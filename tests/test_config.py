@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from fastdecode import config as config_module
-from fastdecode import scheduling
+from fastdecode import engine_setup
 from fastdecode.addresses import RWorkerSpec
+from fastdecode.backends import check_room, kv_cache_bytes
 from fastdecode.config import EngineConfig
+from fastdecode.engine_setup import scratch_tokens
 from fastdecode.errors import CapacityError, ConfigError
 from fastdecode.machine import total_memory_bytes
-from fastdecode.resources import check_room, kv_cache_bytes, scratch_tokens
 from fastdecode.settings import parse_bytes
 from fastdecode.types import KVLayout, LayerLayout, RWorkerInfo
 
@@ -227,7 +228,7 @@ def test_prompts_attend_on_r_workers_that_share_the_cores(
     layout = replace(LAYOUT, kv_dtype=kv_dtype)
     model = SimpleNamespace(layout=layout, on_gpu=on_gpu, free_memory_bytes=lambda: 25600)
     workers = [replace(worker(8), own_cores=own_cores)]
-    assert scheduling._scratch_tokens(EngineConfig(**settings), model, workers) == expected  # type: ignore[arg-type]
+    assert engine_setup._scratch_tokens(EngineConfig(**settings), model, workers) == expected  # type: ignore[arg-type]
 
 
 def test_default_memory_is_shared_among_the_workers() -> None:

@@ -18,6 +18,7 @@ from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import CapacityError, ConfigError, RequestError
 from fastdecode.metrics import StepRecord
+from fastdecode.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 
@@ -272,3 +273,20 @@ def test_idle_and_closed_engines_say_so(engine: LLMEngine) -> None:
     other.close()
     with pytest.raises(RequestError, match="the engine is closed"):
         other.add_request("a", [1], GREEDY)
+
+
+def test_a_scheduler_that_replaces_another_is_told_of_everything(folder: Path) -> None:
+    """Of R-workers that are to go as well: none of its sequences begins there."""
+    engine = make_engine(folder, r_workers="inproc:2", max_num_seqs=4)
+    try:
+        scheduler = Scheduler(engine.scheduler.policy, engine.scheduler.limits)
+        engine.replace_scheduler(scheduler)
+        engine.drain_r_worker(0)
+        for number in range(4):
+            engine.add_request(str(number), [1, 2, 3], GREEDY)
+        engine.step()
+        assert scheduler.fleet.present == [1] and scheduler.residents.num_on(1) == 4
+        assert {len(tokens) for tokens in drain(engine).values()} == {16}
+        assert_nothing_held(engine)
+    finally:
+        engine.close()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import Job, Run
 
+from fastdecode.engine_setup import budget_within
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.step_model import MeasuredStepTime
 from fastdecode.scheduler import Limits
@@ -17,7 +18,6 @@ from fastdecode.scheduler.balance import NUM_STEPS, BalanceFinder
 from fastdecode.scheduler.load_control import LoadControl
 from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
 from fastdecode.scheduler.output_lengths import MIN_ENDED, OutputLengths
-from fastdecode.scheduling import budget_within
 
 AMPLE = Limits(
     max_num_seqs=64,

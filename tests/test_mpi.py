@@ -18,8 +18,7 @@ import pytest
 import r_workers
 import test_spawn
 
-from fastdecode.binding import mend_binding
-from fastdecode.machine import usable_cores
+from fastdecode.machine import mend_binding, usable_cores
 
 TESTS = Path(__file__).parent
 PYTHON = sys.executable

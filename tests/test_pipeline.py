@@ -14,7 +14,7 @@ from doubles.fake_backend import FakeBackend
 from doubles.recorder import Recorder
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fastdecode.clock import HOST, MODEL, WAIT, StateClock
+from fastdecode.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker.forward import MiniBatchForward
@@ -131,7 +131,7 @@ def test_time_is_in_exactly_one_state(tiny: Tiny) -> None:
     assert sum(seconds.values()) == pytest.approx(wall, abs=1e-3)
     assert seconds[WAIT] >= 2 * NUM_LAYERS * 0.004
     assert seconds[MODEL] > 0
-    spans = [span for span in clock.spans if span.start_seconds >= start]
+    spans = [span for span in clock.intervals if span.start_seconds >= start]
     assert all(before.end_seconds == after.start_seconds for before, after in pairwise(spans))
     model = [(span.mini_batch, span.layer) for span in spans if span.state == MODEL]
     assert model == [(i, layer) for layer in range(NUM_LAYERS + 1) for i in range(2)]

@@ -21,7 +21,7 @@ from doubles.recorder import Recorder
 from test_pipeline import NUM_LAYERS, Tiny
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.clock import HOST, MODEL, WAIT, StateClock
+from fastdecode.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.step import Chunk, MiniBatch
 from fastdecode.sworker import cuda_staging, worker
 from fastdecode.sworker.cuda_staging import CudaStaging

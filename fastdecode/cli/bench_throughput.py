@@ -17,7 +17,7 @@ from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkItem, WorkloadSpec
 
 if TYPE_CHECKING:
     from fastdecode.measure.throughput_report import ThroughputRun
-    from fastdecode.trace import Tracer
+    from fastdecode.metrics import Tracer
 
 Outcome: TypeAlias = tuple[dict[str, Any], KeyboardInterrupt | None, Iterator[str]]
 """The report, what ended the run early, and its pictures, each drawn when its line is asked for."""

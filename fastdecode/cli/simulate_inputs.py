@@ -12,6 +12,7 @@ import numpy as np
 from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, read_inputs
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
+from fastdecode.machine import SCRATCH_SHARE
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.hardware import find_gpu
@@ -19,7 +20,6 @@ from fastdecode.perfmodel.model_shape import find_shape
 from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedWorkload, SplitMachine
 from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
-from fastdecode.resources import SCRATCH_SHARE
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
 
 DATASETS = ("random", "trace", *SARATHI)

@@ -12,8 +12,7 @@ from fastdecode.backends import tuning
 from fastdecode.errors import CapacityError
 from fastdecode.machine import available_memory_bytes, usable_cores
 from fastdecode.measure.attention_shape import BLOCK_SIZE, AttentionShape
-from fastdecode.rounding import from_wire, to_wire
-from fastdecode.types import ITEM_BYTES, Verb
+from fastdecode.types import ITEM_BYTES, Verb, from_wire, to_wire
 
 PAYLOAD_BYTES = 16 << 20
 """Size of the random keys, and of the random values, with which the cache is filled again and again."""

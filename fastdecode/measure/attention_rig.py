@@ -10,8 +10,7 @@ import numpy as np
 from fastdecode.backends import make_backend
 from fastdecode.config import EngineConfig
 from fastdecode.machine import usable_cores
-from fastdecode.rounding import to_wire
-from fastdecode.types import CONTROL, SPAN, KVLayout, StepPlan, Verb, WorkerPlan
+from fastdecode.types import CONTROL, SPAN, KVLayout, StepPlan, Verb, WorkerPlan, to_wire
 
 CHUNK_ROWS = 2048
 """Tokens appended at once while the cache is filled."""

@@ -11,12 +11,11 @@ from fastdecode.engine import LLMEngine
 from fastdecode.errors import BackendError
 from fastdecode.metrics import StepRecord
 from fastdecode.protocols import AttentionBackend
-from fastdecode.rounding import to_wire
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.step import MiniBatch, ScheduledStep
 from fastdecode.sworker import SWorker, set_threads
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
-from fastdecode.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
+from fastdecode.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport, to_wire
 
 WARM_UP_STEPS = 2
 RANDOM_ROWS = 1024

@@ -61,7 +61,7 @@ def run_offline(
         )  # fmt: skip
         balanced = predicted().balanced_kv_tokens_each(MAX_NUM_SEQS)
         limits = replace(engine.scheduler.limits, balanced_kv_tokens=balanced)
-        engine.scheduler = Scheduler(engine.scheduler.policy, limits)
+        engine.replace_scheduler(Scheduler(engine.scheduler.policy, limits))
         items = make_workload(spec, engine.s_model.vocab_size, engine.s_model.max_model_len, None)
         warm_up(engine, items)
         runs: list[ThroughputRun] = []

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdecode.clock import HOST, MODEL, WAIT
-from fastdecode.metrics import StepRecord
+from fastdecode.metrics import HOST, MODEL, R_BUSY, WAIT, Event, StepRecord, lane_name, mini_batch_name
 from fastdecode.perfmodel.gpu_only import GpuOnly
 from fastdecode.perfmodel.plan import Candidate, Plan
 from fastdecode.perfmodel.planner import Planner
-from fastdecode.trace import R_BUSY, Event, lane_name, mini_batch_name
 
 if TYPE_CHECKING:  # plans are drawn without torch
     from fastdecode.measure.validation import ValidatedRow
@@ -50,7 +48,7 @@ def typical_decode_step(steps: Sequence[Sequence[Event]], is_decode: Sequence[bo
 def plot_timeline(events: Sequence[Event], path: str) -> None:
     """Draw one step, up to the end of its first ``SHOWN_LAYERS`` layers; OSError when the file cannot be written."""
 
-    num_layers = 1 + max(event.span.layer for event in events if event.span.state == R_BUSY)
+    num_layers = 1 + max(event.interval.layer for event in events if event.interval.state == R_BUSY)
     shown = _first_layers(events) if num_layers > SHOWN_LAYERS else events
     layers = f"the first {SHOWN_LAYERS} of {num_layers}" if num_layers > SHOWN_LAYERS else f"all {num_layers}"
     start = _start(shown)
@@ -68,40 +66,40 @@ def plot_timeline(events: Sequence[Event], path: str) -> None:
 
 def _first_layers(events: Sequence[Event]) -> list[Event]:
     """The events of the first ``SHOWN_LAYERS`` layers, and waiting and host work until these end."""
-    end = max(event.span.end_seconds for event in events if 0 <= event.span.layer < SHOWN_LAYERS)
-    return [event for event in events if event.span.layer < SHOWN_LAYERS and event.span.start_seconds < end]
+    end = max(event.interval.end_seconds for event in events if 0 <= event.interval.layer < SHOWN_LAYERS)
+    return [event for event in events if event.interval.layer < SHOWN_LAYERS and event.interval.start_seconds < end]
 
 
 def _draw(axes: Any, event: Event, row: int, start: float) -> None:
-    span = event.span
-    left, width = (span.start_seconds - start) * 1e3, (span.end_seconds - span.start_seconds) * 1e3
+    interval = event.interval
+    left, width = (interval.start_seconds - start) * 1e3, (interval.end_seconds - interval.start_seconds) * 1e3
     axes.barh(row, width, left=left, height=0.7, color=_colour(event), edgecolor="white", linewidth=0.4)
-    if span.state in (MODEL, R_BUSY) and span.mini_batch >= 0 and span.layer >= 0:
-        label = f"{mini_batch_name(span.mini_batch)}{span.layer}"
+    if interval.state in (MODEL, R_BUSY) and interval.mini_batch >= 0 and interval.layer >= 0:
+        label = f"{mini_batch_name(interval.mini_batch)}{interval.layer}"
         axes.text(left + width / 2, row, label, ha="center", va="center", color="white", fontsize=7, clip_on=True)
 
 
 def _colour(event: Event) -> str:
-    span = event.span
-    if span.state in STATE_COLOURS or span.mini_batch < 0:
-        return STATE_COLOURS.get(span.state, STATE_COLOURS[HOST])
-    return COLOURS[span.mini_batch % len(COLOURS)]
+    interval = event.interval
+    if interval.state in STATE_COLOURS or interval.mini_batch < 0:
+        return STATE_COLOURS.get(interval.state, STATE_COLOURS[HOST])
+    return COLOURS[interval.mini_batch % len(COLOURS)]
 
 
 def _legend(events: Sequence[Event]) -> list[Any]:
     from matplotlib.patches import Patch
 
-    mini_batches = sorted({event.span.mini_batch for event in events if event.span.mini_batch >= 0})
+    mini_batches = sorted({event.interval.mini_batch for event in events if event.interval.mini_batch >= 0})
     named = [Patch(color=COLOURS[i % len(COLOURS)], label=f"mini-batch {mini_batch_name(i)}") for i in mini_batches]
     return [*named, Patch(color=STATE_COLOURS[WAIT], label="waiting"), Patch(color=STATE_COLOURS[HOST], label="host")]
 
 
 def _start(events: Sequence[Event]) -> float:
-    return min(event.span.start_seconds for event in events if event.span.state != HOST)
+    return min(event.interval.start_seconds for event in events if event.interval.state != HOST)
 
 
 def _end(events: Sequence[Event]) -> float:
-    return max(event.span.end_seconds for event in events if event.span.state != HOST)
+    return max(event.interval.end_seconds for event in events if event.interval.state != HOST)
 
 
 def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str) -> None:

@@ -13,8 +13,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastdecode.errors import BackendError
-from fastdecode.rounding import from_wire, to_wire
-from fastdecode.types import WIRE_DTYPE, KVLayout, LayerLayout, RWorkerInfo, StepPlan, StepReport, Verb, WorkerReport
+from fastdecode.types import (
+    WIRE_DTYPE,
+    KVLayout,
+    LayerLayout,
+    RWorkerInfo,
+    StepPlan,
+    StepReport,
+    Verb,
+    WorkerReport,
+    from_wire,
+    to_wire,
+)
 
 
 @dataclass

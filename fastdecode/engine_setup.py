@@ -1,26 +1,41 @@
-"""From settings and what was loaded to the scheduler over it."""
+"""What an engine is built from settings and what was loaded: its threads, its scheduler, and the model of its steps."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
-from fastdecode.live_profile import live_step_model
+from fastdecode.machine import SCRATCH_SHARE, usable_cores
+from fastdecode.perfmodel.deployment import Deployment, check_alike, check_own, deployed_step_model, this_machine
 from fastdecode.perfmodel.equations import token_budget
+from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
-from fastdecode.perfmodel.step_model import MeasuredStepTime
+from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
 from fastdecode.protocols import StepTime
-from fastdecode.resources import scratch_tokens
 from fastdecode.scheduler import POLICIES, Limits, Scheduler
 from fastdecode.scheduler.policy import Prompts
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import SModel, SWorker
-from fastdecode.types import RWorkerInfo
+from fastdecode.types import ITEM_BYTES, KVLayout, RWorkerInfo
 
-TILE_TOKENS = 64
+CPU_TILE_TOKENS = 64
 """A token budget that is to keep a target is a multiple of this: matrix products are at their best there."""
+
+
+def pin_s_worker(config: EngineConfig) -> int:
+    """Bind this thread to the S-worker's cores, if it was given any; returns the threads it may use."""
+    if config.s_core_list:
+        os.sched_setaffinity(0, config.s_core_list)
+    return s_thread_count(config)
+
+
+def s_thread_count(config: EngineConfig) -> int:
+    """Threads of a matrix product of the S-worker: one per core it has, unless told."""
+    return config.s_threads or len(config.s_core_list or usable_cores())
 
 
 def make_scheduler(
@@ -66,6 +81,14 @@ def _scratch_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWo
     return scratch_tokens(config, model.layout, model.free_memory_bytes())
 
 
+def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int) -> int:
+    """Prompt tokens whose keys and values, in the model's dtype, the S-worker may hold of its free memory."""
+    elements = sum(layer.kv_elements_per_token for layer in layout.layers)
+    wanted = config.bytes_of("prefill_scratch")
+    available = int(free_bytes * SCRATCH_SHARE) if wanted is None else wanted
+    return available // (elements * ITEM_BYTES[layout.model_dtype])
+
+
 def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:
     """What each R-worker measured it can read, where all of them did; else they count as equal."""
     measured = tuple(worker.read_gb_per_s for worker in r_workers)
@@ -82,14 +105,14 @@ def budget_within(target_seconds: float, step_time: StepTime, least: int, most: 
             f"tbt_target: a step of {least} tokens, one for each of max_num_seqs, takes {step_time(least, 0):.3g} s: "
             f"give at least that instead of {target_seconds:.3g} s, or lower max_num_seqs"
         )
-    if most < TILE_TOKENS or step_time(TILE_TOKENS, 0) > target_seconds:
+    if most < CPU_TILE_TOKENS or step_time(CPU_TILE_TOKENS, 0) > target_seconds:
         return least
-    return max(least, token_budget(step_time, target_seconds, tile_tokens=TILE_TOKENS, most_tokens=most))
+    return max(least, token_budget(step_time, target_seconds, tile_tokens=CPU_TILE_TOKENS, most_tokens=most))
 
 
 def profile_steps(s_worker: SWorker, num_r_workers: int, most_tokens: int) -> MeasuredStepTime:
     """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens; nothing of them stays anywhere."""
-    largest = min(TILE_TOKENS, max(most_tokens, 2))
+    largest = min(CPU_TILE_TOKENS, max(most_tokens, 2))
     counts = [largest // 2, largest]
     while 2 * counts[-1] <= most_tokens:
         counts.append(2 * counts[-1])
@@ -110,3 +133,36 @@ def _step_seconds(s_worker: SWorker, num_r_workers: int, num_tokens: int) -> flo
             s_worker.backend.abandon_step()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+def live_step_model(
+    config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo], num_mini_batches: int
+) -> StepModel:
+    """The steps of this engine by ``config.profile``; ProfileError where that is another machine's or model's."""
+    profile = load_profile(str(config.profile))
+    check_own(profile, this_machine(model.device_name, profile.machine.r_worker, r_workers[0].isa))
+    shape, spec = model.shape, config.r_worker_spec
+    check_alike(profile, shape)
+    names = spec.addresses or (spec.kind,)
+    deployment = Deployment(
+        s_threads=1 if model.on_gpu else s_thread_count(config),
+        r_threads=r_workers[0].num_threads,
+        num_r_workers=len(r_workers),
+        num_mini_batches=num_mini_batches,
+        r_worker=names[0],
+        separate_cores=config.separate_cores or model.on_gpu,
+        r_workers_per_core=_r_workers_per_core(config, r_workers),
+    )
+    each = (
+        deployed_step_model(profile, shape, model.layout.kv_dtype, replace(deployment, r_worker=name)) for name in names
+    )
+    tokens = config.max_num_seqs
+    return max(each, key=lambda steps: steps(tokens, tokens * model.max_model_len))  # a step waits for the slowest
+
+
+def _r_workers_per_core(config: EngineConfig, r_workers: Sequence[RWorkerInfo]) -> int:
+    """How many R-workers of this machine take turns on a core."""
+    if not config.r_worker_spec.on_this_machine:
+        return 1
+    cores = config.r_core_list or usable_cores()
+    return -(-sum(worker.num_threads for worker in r_workers) // len(cores))
