@@ -14,6 +14,7 @@ from fastdecode.engine_setup import budget_within
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.step_model import MeasuredStepTime
 from fastdecode.scheduler.balance import NUM_STEPS, BalanceFinder
+from fastdecode.scheduler.load_control import LoadControl
 from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
 from fastdecode.scheduler.output_lengths import MIN_ENDED, OutputLengths
 
@@ -181,6 +182,50 @@ def test_a_found_limit_lets_everybody_start_who_has_a_seat() -> None:
             assert 1 <= len([step for step, _ in crowd.starts if step == 0]) < 20
             assert loads[30 : last_start - 30].mean() == pytest.approx(900, rel=0.03)
             assert loads[: last_start - 30].max() <= 1.1 * 900
+
+
+def test_prompts_come_evenly_while_all_seats_are_taken() -> None:
+    """Rows of a step stay closer to their mean than where prompts are computed as they come, and are no fewer.
+
+    Where R-workers are above their limit what they hide is computed at once.
+    """
+    rng = np.random.default_rng(1)
+    lengths = rng.integers((20, 60), (120, 360), (900, 2)).tolist()
+    jobs = [Job([1] * prompt, length, [length]) for prompt, length in lengths]
+    spread, means = [], []
+    for schedule, limit in (("sls", 1 << 20), ("sls", 1 << 12), ("stall-free", 1 << 20)):
+        run = Run(schedule, replace(AMPLE, max_num_seqs=128), jobs, recounts=False)
+        run.scheduler.balance_at(limit)
+        run.arrive_and_abort()
+        rows = []
+        while run.alive:
+            rows.append(run.step().num_tokens)
+            run.step_number += 1
+        steady = rows[200:1340]
+        spread.append(np.std(steady))
+        means.append(np.mean(steady))
+    assert spread[0] <= 0.75 * spread[2]
+    assert spread[1] >= 0.95 * spread[2]
+    assert means == pytest.approx([means[2]] * 3, rel=0.01)
+
+
+def test_the_rows_of_a_step_by_hand() -> None:
+    """8 rows of prompts for 32 decodes: 64 seats have 80 rows in the mean; an eighth of them free, the whole budget."""
+    control = LoadControl(None, [1.0, 3.0])
+    prompt = Prompt(0, 8, 8, 32)
+    control.started(prompt)
+    quarter, full = np.array([25.0, 75.0]), np.array([25.0, 150.0])
+    assert control.most_rows(quarter, 0.0, 64, 2048) == 2048
+    control.balance_at(50)
+    assert control.limits.tolist() == [25.0, 75.0]
+    assert control.most_rows(quarter, 0.0, 64, 2048) == 80
+    assert control.most_rows(full, 0.0, 64, 2048) == 160
+    assert control.most_rows(quarter, 1 / 16, 64, 2048) == 80 + (2048 - 80) // 4
+    assert control.most_rows(quarter, 1 / 8, 64, 2048) == 2048
+    assert control.most_rows(quarter, 0.0, 64, 70) == 70
+    strict = LoadControl(100, [1.0, 3.0])
+    strict.started(prompt)
+    assert strict.most_rows(quarter, 0.0, 64, 2048) == 2048
 
 
 def test_outputs_shorter_than_expected_make_room_for_more() -> None:

@@ -19,6 +19,12 @@ KEPT_PART = 1 / 16
 TOLERANCE = 0.015
 """Spreading the starts may take this part longer and still counts as worth it: its steps are even."""
 
+KEPT_OF_STARTS = 0.999
+"""What of newcomers counts after another one: about the last 1,000 do."""
+
+FILLING = 1 / 8
+"""Part of all seats that are free where prompts have all of the token budget."""
+
 
 class LoadControl:
     """FastDecode's load control (paper, section 4.2), for unequal lengths, prompts and arrivals.
@@ -31,6 +37,12 @@ class LoadControl:
     sequences it is what it takes to earn one for each of them, so that all have the same mix of ages at every moment
     (else the one whose oldest is about to end would always be far above the mean). What cannot be spent, because a
     sequence waits for room, is kept.
+
+    Where starts are not spread, the S-worker's load is kept even: with all seats taken a step has at most the rows of a
+    mean one, which are a token for each seat and what newcomers' prompts bring for each token, or as many more as
+    R-workers above their limits hide. Free seats add what the token budget leaves, little where few are free: they are
+    to be filled soon, and a long prompt must not wait. A strict limit needs prompts to end when the forecast says, so
+    then prompts take all that the token budget leaves; and so they do where starts are spread, as micro-batches.
 
     ``limit``: KV tokens per step over all R-workers, shared in proportion to ``bandwidths``; None while unknown.
     ``is_strict``: the user's limit, never exceeded. Else it is where R time equals S time, which the mean load is to
@@ -49,6 +61,7 @@ class LoadControl:
         self._looked = 0
         self._earned = 0.0
         self._granted = 0.0
+        self._brought = np.zeros(2)
 
     @property
     def limits(self) -> np.ndarray:
@@ -144,6 +157,19 @@ class LoadControl:
         """``prompt`` starts in this step."""
         if self._is_paced:
             self._granted -= prompt.kv_area
+        decode_steps = (1 + prompt.num_siblings) * prompt.decode_steps
+        self._brought = KEPT_OF_STARTS * self._brought + (prompt.num_left, decode_steps)
+
+    def most_rows(self, kv_loads: np.ndarray, free_seats: float, num_seats: int, token_budget: int) -> int:
+        """Of a step that attends ``kv_loads``, float64 [num_workers], prompts' included; ``free_seats``: the part
+        of all seats that no sequence decodes in."""
+        rows, steps = self._brought.tolist()
+        if self.is_strict or self._is_paced or self.limit is None or not steps:
+            return token_budget
+        present = self._shares > 0
+        hidden = float((kv_loads[present] / self.limits[present]).max())
+        even = min(token_budget, num_seats * (1 + rows / steps) * max(1.0, hidden))
+        return int(np.ceil(even + (token_budget - even) * min(1.0, free_seats / FILLING) ** 2))
 
     def _should_begin(
         self,

@@ -107,14 +107,13 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep:
         """The next step. Controls are handed over once: the caller applies them even if the step fails later."""
-        budget = self.limits.max_num_batched_tokens
         if self.policy.prompts is Prompts.FIRST:
             self.residents.table.refresh()
-            chunks = self._prompt_chunks(budget)
+            chunks = self._prompt_chunks(self.limits.max_num_batched_tokens)
             self._rows = np.zeros(0, np.int64) if chunks else self._decode_rows()
         else:
             self._rows = self._decode_rows()
-            chunks = self._prompt_chunks(budget - len(self._rows))
+            chunks = self._prompt_chunks(self._most_rows() - len(self._rows))
         decodes = self.residents.table.mini_batch(self._rows)
         mini_batches = deal(decodes, chunks, self.limits.num_mini_batches)
         return ScheduledStep(mini_batches, self.residents.take_controls(), self.admission.num_starts)
@@ -223,6 +222,14 @@ class Scheduler:
                 self.residents.grow(growing)
                 return rows
             self._preempt(self._victim(short[0]))
+
+    def _most_rows(self) -> int:
+        """Of this step, prompts' included."""
+        seats, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
+        if not self.policy.stabilizes_load:
+            return budget
+        kv_loads = self.residents.table.kv_loads(self.ledger.num_workers)
+        return self.admission.load_control.most_rows(kv_loads, 1 - len(self._rows) / seats, seats, budget)
 
     def _within_load_limit(self) -> np.ndarray:
         """All rows, but for the youngest where expected lengths were exceeded and a strict limit would be."""
