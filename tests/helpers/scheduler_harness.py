@@ -216,24 +216,33 @@ class Run:
             assert not self.lose(worker)
 
     def _apply(self, step: ScheduledStep) -> None:
-        """The controls, in order, on naive R-workers that share full blocks and copy a partial one."""
+        """The controls, in order, on naive R-workers that share full blocks and copy a partial one.
+
+        Each has its own: a sequence may leave one and begin anew on another in the same step.
+        """
+        parts = [{i: held for i, held in self.held.items() if held.worker == w} for w in range(len(step.controls))]
         for worker, verbs in enumerate(step.controls):
             for verb, sequence_id, source_id, num_tokens in verbs:
-                if verb == Verb.FORK:
-                    source = self.held[source_id]  # a KeyError here: released before it was forked
-                    assert source.worker == worker and len(source.tokens) >= num_tokens
-                    assert sequence_id not in self.held
-                    full = num_tokens // self.limits.block_size
-                    partial = [object()] if num_tokens % self.limits.block_size else []
-                    self.held[sequence_id] = Held(worker, source.tokens[:num_tokens], source.blocks[:full] + partial)
-                elif verb == Verb.TRUNCATE:
-                    held = self.held[sequence_id]
-                    assert held.worker == worker and num_tokens % self.limits.block_size == 0
-                    del held.tokens[num_tokens:], held.blocks[num_tokens // self.limits.block_size :]
-                else:
-                    assert verb == Verb.RELEASE
-                    if not self.left_behind.pop((worker, sequence_id), None):
-                        assert self.held.pop(sequence_id).worker == worker
+                self._obey(worker, parts[worker], Verb(verb), sequence_id, source_id, num_tokens)
+        self.held = {i: held for part in parts for i, held in part.items()}
+        assert len(self.held) == sum(map(len, parts)), "a sequence is on two R-workers"
+
+    def _obey(
+        self, worker: int, part: dict[int, Held], verb: Verb, sequence_id: int, source_id: int, num_tokens: int
+    ) -> None:
+        """One control, on what ``worker`` holds."""
+        full, rest = divmod(num_tokens, self.limits.block_size)
+        if verb == Verb.FORK:
+            source = part[source_id]  # a KeyError here: released before it was forked
+            assert len(source.tokens) >= num_tokens and sequence_id not in part
+            part[sequence_id] = Held(worker, source.tokens[:num_tokens], source.blocks[:full] + [object()] * (rest > 0))
+        elif verb == Verb.TRUNCATE:
+            assert rest == 0
+            del part[sequence_id].tokens[num_tokens:], part[sequence_id].blocks[full:]
+        else:
+            assert verb == Verb.RELEASE
+            if not self.left_behind.pop((worker, sequence_id), None):
+                del part[sequence_id]
 
     def _check_order(self, step: ScheduledStep) -> None:
         ids = [chunk.sequence_id for mini_batch in step.mini_batches for chunk in mini_batch]
