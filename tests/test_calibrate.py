@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from fastdecode.measure.calibrator import CalibrationPlan, Calibrator
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.measure.decode_rig import DecodeRig
 from fastdecode.measure.offline_run import run_offline
-from fastdecode.measure.samples import FEW_LAYERS, MANY_LAYERS, measuring, r_worker_config, s_samples
+from fastdecode.measure.samples import measuring, r_worker_config
 from fastdecode.measure.throughput import run_throughput
 from fastdecode.measure.validation import Configuration, Validation
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
@@ -82,17 +80,6 @@ def test_everything_is_measured(profile: HardwareProfile) -> None:
     assert any(line.startswith("T(B) of a layer, 1 thread(s), ms: 16: ") for line in summary_lines(profile))
     assert [p.num_kv_heads for p in profile.contention] == [heads, heads // 4]
     assert {p.part for p in profile.anchors} == {"s", "r"}
-
-
-def test_a_layers_time_is_what_it_adds() -> None:
-    """Rigs whose S-part takes 5 ms and 2 ms for each layer; the host's time is that of the larger model."""
-
-    def rig(num_layers: int) -> DecodeRig:
-        step = SimpleNamespace(s_seconds=5e-3 + 2e-3 * num_layers, host_seconds=1e-4 * num_layers)
-        return cast(DecodeRig, SimpleNamespace(decode=lambda *_: [step] * 4))
-
-    found = s_samples(rig(FEW_LAYERS), rig(MANY_LAYERS), 16, 1, rounds=5)
-    np.testing.assert_allclose(found, [[2e-3, 5e-3, 1e-4 * MANY_LAYERS]] * 5)
 
 
 def test_a_live_load_limit_comes_from_the_profile(folder: str, path: str, profile: HardwareProfile) -> None:
