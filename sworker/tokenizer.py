@@ -33,21 +33,34 @@ class HFTokenizer:
         """Token ids of ``text``, with the special tokens the model expects."""
         return list(self.hf(text, verbose=False)["input_ids"])
 
-    def encode_chat(self, messages: Any) -> list[int]:
+    def encode_chat(self, messages: Any, **template_arguments: Any) -> list[int]:
         """Token ids of a conversation, [{"role": …, "content": …}], up to where the answer begins.
 
-        RequestError without a chat template, or for messages that it does not take.
+        ``template_arguments``: what else transformers' ``apply_chat_template`` takes, such as ``tools`` and another
+        ``chat_template``. RequestError without a chat template, or for messages that it does not take.
         """
-        if not getattr(self.hf, "chat_template", None):
+        if not template_arguments.get("chat_template") and not getattr(self.hf, "chat_template", None):
             raise RequestError("messages: the model's tokenizer has no chat template; send a prompt")
         each_has_a_role = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
         if not messages or not each_has_a_role:
             raise RequestError('messages must be a list of {"role": …, "content": …}')
+        messages = [_as_text(each) for each in messages]
         try:
-            text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            told = {"add_generation_prompt": True, **template_arguments, "tokenize": False}
+            text = self.hf.apply_chat_template(messages, **told)
         except Exception as error:  # whatever the model's own template raises
             raise RequestError(f"messages: the model's chat template does not take them: {error}") from None
         return list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Content may come in parts, of which all must be text; most templates take only whole text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        raise RequestError('messages: content must be text, or a list of {"type": "text", "text": …}')
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:
