@@ -88,7 +88,7 @@ def test_chat_generates_from_the_template_s_text(llm: LLM) -> None:
     (found,) = llm.chat(one, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
     assert found.prompt_token_ids == expected.prompt_token_ids and found.outputs == expected.outputs
     several = llm.chat([one, other], GREEDY, use_tqdm=False, chat_template=TEMPLATE, chat_template_kwargs={"shout": ""})
-    assert several[0].outputs == expected.outputs and several[1].outputs != expected.outputs
+    assert several[0].outputs == expected.outputs and several[1].prompt_token_ids == [*b"<user>import <assistant>"]
 
 
 def test_without_a_tokenizer_there_is_no_chat() -> None:
