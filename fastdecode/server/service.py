@@ -60,7 +60,7 @@ class Service:
         self.max_model_len = engine.s_model.max_model_len
         self.generation_defaults = engine.s_model.generation_defaults
         self.num_r_workers = len(engine.r_workers)
-        self._template = {} if template is None else {"chat_template": template}
+        self._template: dict[str, Any] = {} if template is None else {"chat_template": template}
         self._most_sequences = config.max_num_seqs + settings.max_num_queued_reqs
         self._jobs: set[Job] = set()
         self._num_sequences = 0
