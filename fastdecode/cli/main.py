@@ -21,6 +21,7 @@ COMMANDS = (
     "generate",
     "run-batch",
     "bench throughput",
+    "bench latency",
     "bench attention",
     "bench perplexity",
     "calibrate",
