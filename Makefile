@@ -34,7 +34,7 @@ test-quick: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy fastdecode tests/typings/fastdecode
+	$(BIN)/mypy fastdecode
 
 # One pip command; again whenever the C++ or the packaging changed.
 SOURCES := $(shell find rworker_cpp sworker/cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name CMakeLists.txt)

@@ -112,7 +112,7 @@ def _join_and_leave(job: Job) -> None:
     job.phase("one R-worker")
     pool = job.engine.backend.join_listener.address  # type: ignore[attr-defined]
     command = [*R_WORKER, "--join", pool, "--cores", str(job.core), "--kv-cache-memory", "3GiB"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as newcomer:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as newcomer:
         job.step_until(lambda: len(job.engine.r_workers) == 2)
         job.phase("moving")
         job.phase("two R-workers")

@@ -128,7 +128,7 @@ def _workers(transport: str) -> Iterator[tuple[str, list[int]]]:
         yield "spawn:3", []
         return
     command = [*R_WORKER, "--listen", "tcp://127.0.0.1:0"]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") for _ in range(3)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     try:
         lines = [process.stdout.readline() for process in processes if process.stdout]
         yield ",".join(line.split("tcp://")[1].split()[0] for line in lines), [process.pid for process in processes]

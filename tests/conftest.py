@@ -16,13 +16,6 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as fastdecode.sworker.threads, which may come after torch here
-TESTS = Path(__file__).resolve().parent
-
-# After a plain `pip install .`, `python -m pytest` in the checkout would import the bare ./fastdecode folder, which
-# has neither the extension nor sworker and cluster.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TESTS.parent]
-if str(TESTS) not in sys.path:
-    sys.path.insert(0, str(TESTS))  # for doubles and helpers
 
 EXTENSION = os.environ.get("RWORKER_EXTENSION")
 """Another build of ``fastdecode._rworker`` to test (`make emulated`): a file; only tests that name an ``isa`` run."""

@@ -252,9 +252,7 @@ def test_a_benchmark_that_is_ended_says_what_was_done(folder: str, number: int, 
     """Ctrl-C, or SIGTERM, in the middle of a long one."""
     arguments = bench(folder, "--num-prompts", "500", "--random-output-len", "250", "--max-num-seqs", "4")
     code = f"import sys; from fastdecode.cli.main import main; sys.exit(main({arguments!r}))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
-    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while "R-worker(s)" not in process.stdout.readline():
         assert process.poll() is None

@@ -56,7 +56,7 @@ class _SpawnedLink(SharedMemoryLink):
                 pass_fds=(theirs.fileno(), memory),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                cwd="/",  # `-m` puts the current folder on the path, and a checkout is not the installed package
+                env={**os.environ, "PYTHONSAFEPATH": "1"},  # a checkout that is the current folder has no extensions
                 start_new_session=True,  # Ctrl-C must reach the S-worker alone, which then sends BYE
             )
 

@@ -193,7 +193,7 @@ def _python(code: str) -> tuple[str, str]:
     command = [sys.executable, "-c", code]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=MPI_SECONDS, check=False, env=environment, cwd="/"
+            command, capture_output=True, text=True, timeout=MPI_SECONDS, check=False, env=environment
         )
     except subprocess.TimeoutExpired:
         return "", f"no answer in {MPI_SECONDS} s"
