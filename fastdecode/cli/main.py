@@ -22,6 +22,7 @@ COMMANDS = (
     "run-batch",
     "bench throughput",
     "bench latency",
+    "bench serve",
     "bench attention",
     "bench perplexity",
     "calibrate",
