@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from helpers.servers import CHAT_TEMPLATE, RunningServer, serving
+from helpers.servers import CHAT_TEMPLATE, RunningServer, metrics, serving
 
 from fastdecode import LLM, SamplingParams
 
@@ -120,16 +120,10 @@ def test_an_api_key_guards_all_but_health(tmp_path: Path) -> None:
 def test_metrics_count_what_was_done(server: RunningServer) -> None:
     """By vLLM's names; counters grow by what a request brings, and nothing is held after it."""
 
-    def read() -> dict[str, float]:
-        status, text = server.request("/metrics")
-        assert status == 200
-        lines = [line for line in text.splitlines() if line.startswith("fastdecode:")]
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
-
-    before = read()
+    before = metrics(server)
     asked = {**GREEDY, "prompt": ["12345", "678"], "ignore_eos": True, "max_tokens": 5}
     assert server.request("/v1/completions", asked)[0] == 200
-    after = read()
+    after = metrics(server)
     grown = {
         name.removeprefix("fastdecode:").partition("{")[0]: value - before.get(name, 0)
         for name, value in after.items()
