@@ -19,6 +19,7 @@ from fastdecode.errors import ConfigError, FastDecodeError
 
 COMMANDS = (
     "generate",
+    "serve",
     "run-batch",
     "bench throughput",
     "bench attention",
