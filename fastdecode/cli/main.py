@@ -22,6 +22,8 @@ COMMANDS = (
     "serve",
     "run-batch",
     "bench throughput",
+    "bench latency",
+    "bench serve",
     "bench attention",
     "bench perplexity",
     "calibrate",
