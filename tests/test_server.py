@@ -115,3 +115,35 @@ def test_an_api_key_guards_all_but_health(tmp_path: Path) -> None:
         assert running.request("/v1/models", headers={"authorization": "Bearer secret"})[0] == 200
         running.process.terminate()
         assert running.process.wait(20) == 0
+
+
+def test_metrics_count_what_was_done(server: RunningServer) -> None:
+    """By vLLM's names; counters grow by what a request brings, and nothing is held after it."""
+
+    def read() -> dict[str, float]:
+        status, text = server.request("/metrics")
+        assert status == 200
+        lines = [line for line in text.splitlines() if line.startswith("fastdecode:")]
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+    before = read()
+    asked = {**GREEDY, "prompt": ["12345", "678"], "ignore_eos": True, "max_tokens": 5}
+    assert server.request("/v1/completions", asked)[0] == 200
+    after = read()
+    grown = {
+        name.removeprefix("fastdecode:").partition("{")[0]: value - before.get(name, 0)
+        for name, value in after.items()
+        if "bucket" not in name
+    }
+    assert grown["prompt_tokens_total"] == grown["prefix_cache_queries_total"] == 10
+    assert grown["generation_tokens_total"] == 10 and grown["request_success_total"] == 2
+    assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 2
+    assert grown["inter_token_latency_seconds_count"] == 8 and grown["request_queue_time_seconds_count"] == 2
+    assert 0 < grown["request_queue_time_seconds_sum"] < grown["time_to_first_token_seconds_sum"]
+    assert grown["s_seconds_total"] > 0 and grown["r_seconds_total"] > 0 and grown["steps_total"] >= 5
+    names = {name.partition("{")[0]: value for name, value in after.items()}
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert names[f"fastdecode:{name}"] == 0
+    assert names["fastdecode:r_workers_alive"] == 1 and names["fastdecode:r_worker_kv_blocks"] > 0
+    labelled = f'fastdecode:time_to_first_token_seconds_bucket{{le="+Inf",model_name="{MODEL}"}}'
+    assert after[labelled] - before[labelled] == 2

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdecode import __version__
 from fastdecode.errors import ConfigError, RequestError
+from fastdecode.server.metrics import CONTENT_TYPE
 from fastdecode.server.protocol import (
     CHAT,
     COMPLETIONS,
@@ -98,6 +99,12 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def version() -> Response:
         """FastDecode's."""
         return json_response({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        text = await service.off_loop(service.observer.metrics.text)
+        return Response(text, media_type=CONTENT_TYPE)
 
     @app.get(HEALTH)
     async def health() -> Response:

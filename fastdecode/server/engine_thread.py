@@ -13,6 +13,7 @@ from fastdecode.engine import LLMEngine
 from fastdecode.errors import ConfigError, RequestError
 from fastdecode.outputs import RequestOutput
 from fastdecode.server.jobs import EngineDeadError, Job
+from fastdecode.server.observer import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +24,12 @@ IDLE_SECONDS = 1.0
 class EngineThread:
     """Runs an ``LLMEngine``, which is made, used and closed in one thread: its cores and its threads belong to that.
 
-    ``start`` loads it. The other methods are the event loop's, and never wait. ``on_step(engine, outputs)`` is called
-    in the engine's thread after every step, and with no outputs whenever an idle engine has looked around.
+    ``start`` loads it. The other methods are the event loop's, and never wait. ``observer`` is told of every step.
     """
 
-    def __init__(
-        self, config: EngineConfig, on_step: Callable[[LLMEngine, Sequence[RequestOutput]], None] | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, observer: Observer) -> None:
         self._config = config
-        self._on_step = on_step
+        self.observer = observer
         self._inbox: queue.SimpleQueue[Job | Sequence[str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._outbox: dict[str, RequestOutput | Exception] = {}
@@ -93,6 +91,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._engine = LLMEngine(self._config)
+            self.observer.attach(self._engine)
         except BaseException as error:
             self.error = error
             self._loaded.set()
@@ -115,6 +114,8 @@ class EngineThread:
             try:
                 asked = self._inbox.get(block=wait, timeout=IDLE_SECONDS)
             except queue.Empty:
+                if wait:
+                    engine.look_around()
                 return True
             if asked is None:
                 return False
@@ -130,7 +131,7 @@ class EngineThread:
         try:
             for request_id, prompt in zip(job.request_ids, job.prompts, strict=True):
                 given = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
-                engine.add_request(request_id, given, job.params)
+                engine.add_request(request_id, given, job.params, job.arrival_seconds)
                 added.append(request_id)
         except (RequestError, ConfigError) as error:
             engine.abort_request(added)
@@ -140,8 +141,7 @@ class EngineThread:
         outputs = engine.step()
         if outputs:
             self._send({output.request_id: output for output in outputs})
-        if self._on_step:
-            self._on_step(engine, outputs)
+        self.observer.after_step(engine, outputs)
 
     def _send(self, found: dict[str, RequestOutput | Exception]) -> None:
         """Have the event loop take what was found; while it has not, newer outputs replace older ones."""

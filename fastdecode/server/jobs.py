@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,8 +39,12 @@ class Job:
     newest of each is kept: a client that reads slowly costs no memory.
     """
 
-    def __init__(self, job_id: str, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    def __init__(
+        self, job_id: str, prompts: Sequence[Prompt], params: SamplingParams, arrival_seconds: float | None = None
+    ) -> None:
+        """``arrival_seconds`` of ``time.perf_counter`` (now)."""
         self.job_id = job_id
+        self.arrival_seconds = time.perf_counter() if arrival_seconds is None else arrival_seconds
         self.prompts = prompts
         self.params = params
         self.outputs: list[RequestOutput | None] = [None] * len(prompts)

@@ -18,6 +18,7 @@ from fastdecode.errors import ConfigError
 from fastdecode.server.app import make_app
 from fastdecode.server.connection import LimitedProtocol
 from fastdecode.server.engine_thread import EngineThread
+from fastdecode.server.observer import Observer
 from fastdecode.server.service import Service
 from fastdecode.server.settings import ServerSettings
 
@@ -32,7 +33,8 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
     from starting."""
     _raise_file_limit()
     with contextlib.closing(_listen(settings)) as listener:
-        engine_thread = EngineThread(config)
+        observer = Observer(settings.model_names(config.model)[0])
+        engine_thread = EngineThread(config, observer)
         service = Service(config, settings, engine_thread)
         try:
             return _Server(service, config, settings).run_on(listener)

@@ -52,6 +52,7 @@ class Service:
         """Starts the engine, and waits until it is loaded."""
         self.settings = settings
         self.engine_thread = engine_thread
+        self.observer = engine_thread.observer
         template = settings.read_chat_template()
         engine = engine_thread.start()
         self.model = config.model
@@ -93,6 +94,7 @@ class Service:
 
     async def accept(self, request: CompletionRequest | ChatRequest) -> tuple[Job, AnswerForm]:
         """Read the request and queue it; it must be given to ``end``. ApiError, RequestError or ConfigError."""
+        arrival_seconds = time.perf_counter()
         self.check_open()
         self.check_model(request.model)
         params = sampling_params(request, self.generation_defaults)
@@ -104,7 +106,7 @@ class Service:
         except BaseException:
             self._num_sequences -= num_sequences
             raise
-        job = Job(new_id(), found, params)
+        job = Job(new_id(), found, params, arrival_seconds)
         self._jobs.add(job)
         self.engine_thread.submit(job)
         return job, AnswerForm(
