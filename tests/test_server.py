@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,28 @@ def test_chats(server: RunningServer, expected: list[str]) -> None:
         assert deltas[0].role == "assistant"
         assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
         assert events[-1].choices[0].finish_reason == "length"
+
+
+def test_answers_have_the_form_that_is_asked(server: RunningServer) -> None:
+    """By response_format, and by vLLM's structured_outputs."""
+    properties = {"name": {"enum": ["a", "bc"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "age"], "additionalProperties": False}
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    with client(server) as api:
+        answer = api.chat.completions.create(
+            model=MODEL, messages=messages, temperature=1, seed=1, max_tokens=100,
+            logit_bias={str(ord(blank)): -100 for blank in " \n\t\r"},  # the model likes them more than an end
+            response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
+        )  # fmt: skip
+        found = json.loads(answer.choices[0].message.content or "")
+        assert set(found) == {"name", "age"} and found["name"] in ("a", "bc") and 0 <= found["age"] <= 99
+        text = api.completions.create(
+            model=MODEL, prompt="x", max_tokens=20, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+        )
+        assert text.choices[0].text in ("yes", "no")
+        for wrong in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}):
+            with pytest.raises(openai.BadRequestError):
+                api.chat.completions.create(model=MODEL, messages=messages, response_format=wrong)  # type: ignore[call-overload]
 
 
 def test_errors_have_openai_s_shape(server: RunningServer) -> None:

@@ -6,18 +6,16 @@ import asyncio
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from helpers.servers import RunningServer, Streamed, serving, stream, total
+from helpers.servers import PATIENCE_SECONDS, RunningServer, Streamed, serving, stream, total, wait_until_idle
 
 from fastdecode import LLM, SamplingParams
 
-PATIENCE_SECONDS = 60
 LONG: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 150}
 PROMPTS = [f"def f{number}(self, x):\n    " for number in range(8)]
 
@@ -37,15 +35,6 @@ def two_r_workers(tmp_path: Path) -> Iterator[RunningServer]:
 
 def r_workers(server: RunningServer) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
-
-
-def wait_until_idle(server: RunningServer) -> None:
-    """And holds nothing."""
-    names = ("num_requests_running", "num_requests_waiting", "num_api_requests", "kv_cache_usage_perc")
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while held := {name: found for name in names if (found := total(server, f"fastdecode:{name}"))}:
-        assert time.monotonic() < deadline, held
-        time.sleep(0.05)
 
 
 async def streams(server: RunningServer, count: int, leaving: dict[int, int]) -> list[Streamed]:

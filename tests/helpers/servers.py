@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 FASTDECODE = str(Path(sys.executable).parent / "fastdecode")
+PATIENCE_SECONDS = 60
 FLAGS = ["--port", "0", "--max-model-len", "256", "--kv-cache-memory", "64MiB", "--device", "cpu"]
 CHAT_TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
@@ -77,6 +79,16 @@ def metrics(server: RunningServer, headers: dict[str, str] | None = None) -> dic
 def total(server: RunningServer, name: str) -> float:
     """A metric without its labels."""
     return sum(value for each, value in metrics(server).items() if each.partition("{")[0] == name)
+
+
+def wait_until_idle(server: RunningServer) -> None:
+    """And holds nothing."""
+    names = ("num_requests_running", "num_requests_waiting", "num_api_requests", "kv_cache_usage_perc")
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while held := {name: found for name in names if (found := total(server, f"fastdecode:{name}"))}:
+        if time.monotonic() > deadline:
+            raise AssertionError(held)
+        time.sleep(0.05)
 
 
 def _parsed(data: bytes) -> Any:
