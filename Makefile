@@ -1,4 +1,5 @@
 # make demo   install, then see it work
+# make model  install, then fetch a chat model once (make demo does, too) and print its folder
 # make test   install, then lint, types, sanitizers and tests
 # make test-quick   for work in progress: the tests that are not marked slow (tests/conftest.py), nothing else
 PYTHON ?= python3
@@ -8,14 +9,19 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-quick lint sanitize sanitize-quick emulated compilers fuzz clean
+.PHONY: demo model test test-quick lint sanitize sanitize-quick emulated compilers fuzz clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
 
 demo: $(STAMP)
-	@echo; echo "== The demo model (byte-level Llama, in the package) goes on writing:"
-	@$(BIN)/fastdecode generate "$$(printf 'def read_lines(self, path):\n    for')" --max-tokens 150
+	@if model=$$($(BIN)/python scripts/get_model.py); then \
+	  echo; echo "== A chat model of 135 million parameters answers, its attention on two R-workers:"; \
+	  $(BIN)/fastdecode generate --model "$$model" --r-workers spawn:2 --max-model-len 2048 --kv-cache-memory 1GiB \
+	    --chat "What is the capital of France?" --temperature 0; \
+	else \
+	  echo; echo "== Without it, the demo model (byte-level Llama, in the package) goes on writing:"; \
+	  $(BIN)/fastdecode generate "$$(printf 'def read_lines(self, path):\n    for')" --max-tokens 150; fi
 	@echo; echo "== 64 sequences, random weights of Llama's proportions, attention on R-workers:"
 	@$(BIN)/fastdecode bench throughput $(SHAPE) $(WORK)
 	@echo; echo "== The same with plain transformers:"
@@ -24,6 +30,10 @@ demo: $(STAMP)
 	@$(BIN)/fastdecode bench throughput $(SHAPE) --dtype bfloat16 --num-mini-batches 2 --s-threads 1 --r-threads 1 \
 	  --hf-overrides '{"num_hidden_layers": 10, "hidden_size": 512, "num_key_value_heads": 16, "vocab_size": 4096}' \
 	  --num-prompts 32 --random-input-len 480 --random-output-len 32 --plot-timeline timeline.png
+
+# A chat model for --model, fetched once and kept outside this folder; prints where.
+model: $(STAMP)
+	@$(BIN)/python scripts/get_model.py
 
 test: $(STAMP) lint sanitize-quick emulated
 	$(BIN)/pytest -q -n 2
@@ -40,7 +50,7 @@ lint: $(STAMP)
 SOURCES := $(shell find rworker_cpp sworker/cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name CMakeLists.txt)
 $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[test,mpi]'
+	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[gguf,mpi,serve,test]'
 	touch $@
 
 # `$(call build,FOLDER,FLAGS)` compiles only where the content differs: a hash of sources, flags, tools and CPU, since

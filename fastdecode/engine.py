@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -133,6 +134,15 @@ class LLMEngine:
             self.backend.abandon_step()
             raise
 
+    def look_around(self) -> None:
+        """For an engine that has nothing to do: count R-workers in that have come, and out that are gone.
+
+        WorkerLostError when none is left.
+        """
+        if not self.has_unfinished_requests():
+            self._membership.update()
+            self._tell()
+
     def drain_r_worker(self, index: int) -> None:
         """Let R-worker ``index`` of ``r_workers`` go once its sequences have moved to others, which takes some steps.
 
@@ -204,7 +214,17 @@ class LLMEngine:
             except BaseException:
                 self.scheduler.take_back(step)
                 raise
+        self._note_starts(step)
         return step
+
+    def _note_starts(self, step: ScheduledStep) -> None:
+        """Requests whose prompt begins with this step have waited until now."""
+        if not step.num_starts:
+            return
+        now = time.perf_counter()
+        for sequence_id in (int(chunk["sequence_id"]) for part in step.mini_batches for chunk in part.prompts):
+            request, _ = self._in_flight.family(sequence_id)
+            request.started_seconds = request.started_seconds or now
 
     def _compute(self, step: ScheduledStep) -> dict[int, list[SampledToken]]:
         sampling = {

@@ -13,6 +13,7 @@ from fastdecode.engine import LLMEngine
 from fastdecode.errors import ConfigError
 from fastdecode.outputs import RequestOutput
 from fastdecode.sampling_params import SamplingParams
+from fastdecode.sworker.tokenizer import HFTokenizer
 from fastdecode.text import PromptType
 
 
@@ -55,6 +56,52 @@ class LLM:
             self.engine.abort_request(ids)
             raise
         return [finished[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to conversations: one, [{"role": …, "content": …}], or a list of them; otherwise as ``generate``.
+
+        The model's chat template, or ``chat_template``, writes the prompt from them and from ``tools``.
+
+        Raises:
+            RequestError: no chat template, or it does not take the messages.
+            ConfigError: no tokenizer.
+        """
+        encode = self._tokenizer.encode_chat
+        several = messages and all(isinstance(each, list) for each in messages)
+        prompts = [
+            {
+                "prompt_token_ids": encode(
+                    conversation,
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **(chat_template_kwargs or {}),
+                )
+            }
+            for conversation in (messages if several else [messages])
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as transformers has it; ConfigError where it was not loaded."""
+        return self._tokenizer.hf
+
+    @property
+    def _tokenizer(self) -> HFTokenizer:
+        if self.engine.s_model.tokenizer is None:
+            raise ConfigError("the tokenizer was not loaded (skip_tokenizer_init)")
+        return self.engine.s_model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What generation_config.json asks for."""

@@ -32,10 +32,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Moments of a request in seconds of ``time.perf_counter``: its arrival, and each step that gave it tokens."""
+    """Moments of a request in seconds of ``time.perf_counter``: its arrival, each step that gave it tokens, and the
+    beginning of the first step that computed its prompt."""
 
     arrival_seconds: float
     token_seconds: tuple[float, ...] = ()
+    started_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ class Request:
         self.params = params
         self.completions = completions
         self.arrival_seconds = time.perf_counter()
+        self.started_seconds: float | None = None
         self.token_seconds: list[float] = []
         self._bad_words = bad_words_token_ids
         self._stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
@@ -101,7 +102,7 @@ class Request:
 
     def output(self) -> RequestOutput:
         """A snapshot for the user."""
-        metrics = RequestMetrics(self.arrival_seconds, tuple(self.token_seconds))
+        metrics = RequestMetrics(self.arrival_seconds, tuple(self.token_seconds), self.started_seconds)
         outputs = [completion.output() for completion in self.completions]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics)
 

@@ -25,6 +25,10 @@ class Tokenizer(Protocol):
         """Token ids of ``text``, with the special tokens the model expects."""
         ...
 
+    def encode_chat(self, messages: Any, **template_arguments: Any) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins."""
+        ...
+
 
 class TextStream:
     """The growing text of one completion.
@@ -109,8 +113,8 @@ def read_prompt(
     else:
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
     if ids is None:
-        ids = _encode(text, tokenizer)
-    ids = _checked(ids, vocab_size)
+        ids = encode_text(text, tokenizer)
+    ids = check_token_ids(ids, vocab_size)
     if not ids:
         raise RequestError("prompt is empty: give at least one token")
     if len(ids) >= max_model_len:
@@ -121,7 +125,8 @@ def read_prompt(
     return text, ids
 
 
-def _encode(text: Any, tokenizer: Tokenizer | None) -> list[int]:
+def encode_text(text: Any, tokenizer: Tokenizer | None) -> list[int]:
+    """Token ids of ``text``; RequestError where it is none, or there is no tokenizer."""
     if not isinstance(text, str):
         raise RequestError(f"prompt must be text or token ids, not {type(text).__name__}")
     if tokenizer is None:
@@ -133,7 +138,10 @@ def _encode(text: Any, tokenizer: Tokenizer | None) -> list[int]:
     return tokenizer.encode(text)
 
 
-def _checked(ids: Any, vocab_size: int) -> list[int]:
+def check_token_ids(ids: Any, vocab_size: int) -> list[int]:
+    """``ids`` as a list; RequestError where they are no token ids of the model."""
+    if type(ids) is list and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return ids.copy()
     if isinstance(ids, (bytes, bytearray, memoryview)):  # sequences of numbers, but not of token ids
         raise RequestError(f"prompt must be text or token ids, not {type(ids).__name__}: decode it to text")
     if isinstance(ids, str) or not isinstance(ids, Sequence):

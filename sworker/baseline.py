@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fastdecode.config import EngineConfig
+from fastdecode.sworker import gguf
 from fastdecode.sworker.loader import load_hf_config, max_position_embeddings, resolve_dtype
 
 
@@ -37,7 +38,9 @@ class TransformersBaseline:
             torch.manual_seed(config.seed)
             self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).eval()
         else:
-            self.model = AutoModelForCausalLM.from_pretrained(config.model, config=hf_config, dtype=dtype).eval()
+            name, named = gguf.weights_source(config.model)
+            model = AutoModelForCausalLM.from_pretrained(name, config=hf_config, dtype=dtype, **named)
+            self.model = gguf.unpacked(model).eval()
 
     def run(self, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> Iterator[BatchTimes]:
         """Greedy static batches in order, each as long as its longest output."""

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.perfmodel.model_shape import ModelShape, read_shape
+from fastdecode.sworker import gguf
 from fastdecode.sworker.lanes import ATTENTION_NAME, register_attention
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import check_config, refuse
@@ -24,8 +25,9 @@ from fastdecode.sworker.support import check_config, refuse
 def load_hf_config(config: EngineConfig) -> Any:
     """The model's configuration with ``hf_overrides`` applied; ModelLoadError or UnsupportedModelError."""
     with _one_clear_error(config.model):
+        name, named = gguf.source(config.model)
         hf_config = AutoConfig.from_pretrained(
-            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+            name, revision=config.revision, trust_remote_code=config.trust_remote_code, **named
         )
     _apply_overrides(hf_config, config.hf_overrides)
     check_config(hf_config)
@@ -48,8 +50,9 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                     trust_remote_code=config.trust_remote_code,
                 )
         else:
+            name, named = gguf.weights_source(config.model)
             model, info = AutoModelForCausalLM.from_pretrained(
-                config.model,
+                name,
                 config=hf_config,
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
@@ -58,12 +61,13 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **named,
             )
             _check_complete(config.model, info)
     if getattr(model, "_is_stateful", False):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)")
     with _one_clear_error(config.model):  # a device may be too small
-        return model.to(device).eval().requires_grad_(False)
+        return gguf.unpacked(model).to(device).eval().requires_grad_(False)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -151,7 +155,7 @@ def _one_clear_error(model: str) -> Iterator[None]:
 def _reason(model: str, error: Exception) -> str:
     folder = Path(model)
     if not folder.exists() and (folder.is_absolute() or model.startswith(".")):
-        return "no such folder; give a folder with config.json and safetensors files, or a model id"
+        return "no such folder; give a folder with config.json and safetensors files, a GGUF file, or a model id"
     if folder.is_file():
         return "this is a file; give the folder it is in"
     if folder.is_dir() and not (folder / "config.json").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
@@ -9,6 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ModelLoadError, RequestError
+from fastdecode.sworker import gguf
 
 
 class HFTokenizer:
@@ -17,8 +19,9 @@ class HFTokenizer:
     def __init__(self, config: EngineConfig) -> None:
         name = config.tokenizer or config.model
         try:
+            folder, named = gguf.source(name)
             self.hf = AutoTokenizer.from_pretrained(
-                name, revision=config.revision, trust_remote_code=config.trust_remote_code
+                folder, revision=config.revision, trust_remote_code=config.trust_remote_code, **named
             )
             self.backend: BackendTokenizer = self.hf.backend_tokenizer
         except Exception as error:
@@ -33,21 +36,84 @@ class HFTokenizer:
         """Token ids of ``text``, with the special tokens the model expects."""
         return list(self.hf(text, verbose=False)["input_ids"])
 
-    def encode_chat(self, messages: Any) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Any,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> list[int]:
         """Token ids of a conversation, [{"role": …, "content": …}], up to where the answer begins.
+
+        ``chat_template`` takes the place of the model's; ``tools`` (JSON schemas of functions) and ``template_kwargs``
+        go to it. With ``continue_final_message`` the answer goes on where the last message ends.
 
         RequestError without a chat template, or for messages that it does not take.
         """
-        if not getattr(self.hf, "chat_template", None):
+        if not (chat_template or getattr(self.hf, "chat_template", None)):
             raise RequestError("messages: the model's tokenizer has no chat template; send a prompt")
-        each_has_a_role = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
-        if not messages or not each_has_a_role:
-            raise RequestError('messages must be a list of {"role": …, "content": …}')
+        if tools is not None and not _all_mappings(tools):
+            raise RequestError('tools must be a list of {"type": "function", "function": {…}}')
+        prepared = chat_messages(messages)
         try:
-            text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # whatever the model's own template raises
-            raise RequestError(f"messages: the model's chat template does not take them: {error}") from None
+            text = self.hf.apply_chat_template(
+                prepared,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **template_kwargs,
+            )
+        except Exception as error:  # whatever the template raises
+            raise RequestError(f"messages: the chat template does not take them: {error}") from None
         return list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def chat_messages(messages: Any) -> list[dict[str, Any]]:
+    """OpenAI's messages as chat templates expect them, as vLLM does it; RequestError for what is no conversation.
+
+    Content in parts becomes one text, its parts on lines of their own; none is "". Arguments of tool calls are read.
+    """
+    if not messages or not _all_mappings(messages) or not all(isinstance(each.get("role"), str) for each in messages):
+        raise RequestError('messages must be a list of {"role": …, "content": …}')
+    return [_prepared(dict(message)) for message in messages]
+
+
+def _prepared(message: dict[str, Any]) -> dict[str, Any]:
+    message["content"] = _text_of(message.get("content"))
+    if message.get("tool_calls"):
+        calls = message["tool_calls"]
+        message["tool_calls"] = [_with_arguments_read(call) for call in (calls if isinstance(calls, list) else [calls])]
+    return message
+
+
+def _text_of(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestError(f"content of a message must be text or a list of parts, not {type(content).__name__}")
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError('parts of a message must be {"type": "text", "text": …}: the model takes text only')
+    return "\n".join(part["text"] for part in parts)
+
+
+def _with_arguments_read(call: Any) -> Any:
+    """A tool call whose function's arguments are an object, which templates print, and not its JSON text."""
+    try:
+        arguments = call["function"].get("arguments")
+        read = json.loads(arguments or "{}") if arguments is None or isinstance(arguments, str) else arguments
+        return {**call, "function": {**call["function"], "arguments": read}}
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
+        raise RequestError('tool_calls must be a list of {"function": {"name": …, "arguments": JSON text}}') from None
+
+
+def _all_mappings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
 def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:
@@ -56,7 +122,7 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
     As in vLLM these are the defaults of a request that names no sampling parameters; its end-of-text ids always count.
     """
     try:
-        loaded = GenerationConfig.from_pretrained(config.model, revision=config.revision).to_diff_dict()
+        loaded = GenerationConfig.from_pretrained(gguf.source(config.model)[0], revision=config.revision).to_diff_dict()
     except OSError:
         loaded = {}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

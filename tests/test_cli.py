@@ -93,7 +93,7 @@ def test_failures_are_one_clear_line(
     [
         ["generate", "hi", "--dtype", "float8"],
         ["generate", "hi", "--schedule", "lottery"],
-        ["serve"],
+        ["serve", "--por", "1"],
         [],
         ["bench"],
         ["generate"],

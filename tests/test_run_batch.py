@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from helpers import mpi_jobs, r_workers
 
-from fastdecode.batch.lines import CHAT, COMPLETIONS, BatchLine, answer, sampling_params
+from fastdecode.batch.lines import BatchLine, answer, read_request
 from fastdecode.cli.main import main
 from fastdecode.errors import ConfigError, RequestError
 from fastdecode.outputs import CompletionOutput, Logprob, RequestOutput
+from fastdecode.sampling_params import SamplingParams
+from fastdecode.server.protocol import CHAT, COMPLETIONS, sampling_params
 from fastdecode.sworker.tokenizer import HFTokenizer
 
 FLAGS = ["--max-model-len", "256", "--max-num-seqs", "2", "--kv-cache-memory", "64MiB", "--device", "cpu"]
@@ -109,7 +111,7 @@ def test_requests_that_cannot_run_are_answered_with_the_reason(
     for name, message in {
         "long": "prompt has 1001 tokens, and max_model_len is 256",
         "chat": "the model's tokenizer has no chat template",
-        "unknown": "best_of is not understood; known are frequency_penalty",
+        "unknown": "best_of is not understood; known are bad_words",
         "wrong": "temperature",
         "stream": "a batch is not streamed",
         "bias": "logit_bias",
@@ -180,15 +182,20 @@ def test_a_list_of_prompts_has_their_choices_in_order(tmp_path: Path) -> None:
         assert top[token] == chosen == max(top.values()) <= 0 and len(top) == 2
 
 
+def chat_params(**body: Any) -> SamplingParams:
+    request = read_request(BatchLine("a", CHAT, {"messages": [], **body}))
+    return sampling_params(request, {"temperature": 0.5})
+
+
 def test_a_chat_has_its_log_probabilities_per_token() -> None:
     wanted = BatchLine("a", CHAT, {"messages": [], "logprobs": True, "top_logprobs": 1})
-    assert sampling_params(wanted, {}).logprobs == 1
-    assert sampling_params(BatchLine("a", CHAT, {"logprobs": False}), {}).logprobs is None
+    assert chat_params(logprobs=True, top_logprobs=1).logprobs == 1
+    assert chat_params(logprobs=False).logprobs is None
     with pytest.raises(RequestError, match="true beside top_logprobs"):
-        sampling_params(BatchLine("a", CHAT, {"top_logprobs": 1}), {})
+        chat_params(top_logprobs=1)
     entries = ({7: Logprob(-0.5, 2, "é"), 8: Logprob(-0.25, 1, None)},)
     output = RequestOutput("a", None, [1], [CompletionOutput(0, "é", (7,), "stop", None, entries)], True)
-    (choice,) = answer(wanted, "m", [output])["response"]["body"]["choices"]
+    (choice,) = answer(wanted, read_request(wanted), "m", [output])["response"]["body"]["choices"]
     chosen = {"token": "é", "logprob": -0.5, "bytes": [195, 169]}
     other = {"token": "token_id:8", "logprob": -0.25, "bytes": list(b"token_id:8")}
     assert choice["logprobs"] == {"content": [chosen | {"top_logprobs": [chosen, other]}]}
@@ -271,9 +278,10 @@ def test_a_chat_takes_the_model_s_template() -> None:
     for wrong in ("hi", [], [{"content": "hi"}]):
         with pytest.raises(RequestError, match="messages must be a list"):
             tokenizer.encode_chat(wrong)
-    chat = BatchLine("a", CHAT, {"messages": [], "max_completion_tokens": 7, "temperature": None})
-    assert sampling_params(chat, {"temperature": 0.5}).max_tokens == 7
-    assert sampling_params(BatchLine("a", CHAT, {}), {"temperature": 0.5}).max_tokens is None
-    assert sampling_params(BatchLine("a", COMPLETIONS, {}), {}).max_tokens == 16
+    asked = chat_params(max_completion_tokens=7, temperature=None)
+    assert (asked.max_tokens, asked.temperature) == (7, 0.5)
+    assert chat_params().max_tokens is None
+    completion = BatchLine("a", COMPLETIONS, {"prompt": "x"})
+    assert sampling_params(read_request(completion), {}).max_tokens == 16
     with pytest.raises(ConfigError, match="top_p"):
-        sampling_params(BatchLine("a", COMPLETIONS, {"top_p": 2}), {})
+        chat_params(top_p=2)

@@ -85,6 +85,17 @@ def test_arrivals_are_poisson() -> None:
     assert (gaps > 0.02).mean() == pytest.approx(math.exp(-1), rel=0.1)
 
 
+@pytest.mark.parametrize("burstiness", [0.25, 4.0])
+def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
+    """Gamma gaps of the same mean: their standard deviation is mean / sqrt(shape)."""
+    spec = WorkloadSpec(
+        random_input_len=1, random_output_len=1, num_prompts=8000, request_rate=50.0, burstiness=burstiness
+    )
+    gaps = np.diff([0.0, *(item.arrival_seconds for item in make_workload(spec, VOCAB, LONGEST, None))])
+    assert gaps.mean() == pytest.approx(0.02, rel=0.1)
+    assert gaps.std() == pytest.approx(0.02 / math.sqrt(burstiness), rel=0.1)
+
+
 def test_too_long_for_the_model() -> None:
     spec = WorkloadSpec(random_input_len=60, random_output_len=4, random_prefix_len=1, num_prompts=2)
     assert len(make_workload(spec, VOCAB, 65, None)) == 2
@@ -105,6 +116,9 @@ def test_too_long_for_the_model() -> None:
         ("request_rate", 0.0),
         ("request_rate", -3.0),
         ("request_rate", math.nan),
+        ("burstiness", 0.0),
+        ("burstiness", math.inf),
+        ("burstiness", math.nan),
     ],
 )
 def test_bad_flags_are_named(name: str, value: float) -> None:
@@ -148,6 +162,7 @@ def test_custom(tmp_path: Path) -> None:
     lines = ['{"prompt": "ab"}', "", '{"prompt": "cde", "output_tokens": 9}', '{"prompt": "f", "output_tokens": 999}']
     items = workload_of(tmp_path / "c.jsonl", "\n".join(lines), "custom", random_output_len=5)
     assert [(item.prompt_token_ids, item.output_len) for item in items] == [(encode("ab"), 5), (encode("cde"), 9)]
+    assert [item.prompt for item in items] == ["ab", "cde"]
 
 
 @pytest.mark.parametrize(

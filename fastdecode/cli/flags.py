@@ -106,7 +106,8 @@ def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
     group.add_argument(*map(_flag, (field.name, *told["also"])), dest=field.name, **settings)
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """The value of a flag that takes a JSON object."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -139,6 +140,6 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "int | None": _auto_int,
     "float": float,
     "float | None": float,
-    "dict[str, Any]": _json_object,
+    "dict[str, Any]": json_object,
 }
 """From the text of a flag to the type of its field, by annotation."""

@@ -6,11 +6,15 @@ import argparse
 import dataclasses
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
+from fastdecode.errors import ConfigError
 from fastdecode.outputs import RequestOutput
 from fastdecode.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from fastdecode.engine import LLMEngine
 
 
 def add_command(commands: Any) -> None:
@@ -31,6 +35,7 @@ def add_command(commands: Any) -> None:
         "--logprobs", type=int, metavar="K", help="with --json: log-probabilities of the K likeliest tokens"
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
+    parser.add_argument("--chat", action="store_true", help="each prompt is what a user says, in the chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt instead of streamed text")
     add_engine_flags(parser)
     add_common_flags(parser)
@@ -47,8 +52,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         params = SamplingParams(**_given(args, engine.s_model.generation_defaults))
         for index, prompt in enumerate(args.prompts):
-            engine.add_request(str(index), prompt, params)
-        printer = _JsonPrinter() if args.json else _TextPrinter(len(args.prompts) * params.n == 1)
+            engine.add_request(str(index), _said(engine, prompt) if args.chat else prompt, params)
+        streaming = len(args.prompts) * params.n == 1
+        printer = _JsonPrinter() if args.json else _TextPrinter(streaming, "\n" * args.chat)
         return _print_all(engine, printer)
     finally:
         engine.close()
@@ -70,6 +76,16 @@ def _given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]
     )
     flags = {name: getattr(args, name) for name in names if getattr(args, name) not in (None, [])}
     return {**defaults, **flags, "ignore_eos": args.ignore_eos}
+
+
+def _said(engine: LLMEngine, text: str) -> dict[str, Any]:
+    """A prompt in which a user says ``text``, shown as that alone."""
+    if engine.s_model.tokenizer is None:
+        raise ConfigError("--chat needs the tokenizer (no --skip-tokenizer-init)")
+    return {
+        "prompt": text,
+        "prompt_token_ids": engine.s_model.tokenizer.encode_chat([{"role": "user", "content": text}]),
+    }
 
 
 def _print_all(engine: Any, printer: _JsonPrinter | _TextPrinter) -> int:
@@ -107,8 +123,9 @@ class _JsonPrinter:
 class _TextPrinter:
     """The prompt and its text as it grows when there is only one; otherwise each request when it is finished."""
 
-    def __init__(self, streaming: bool) -> None:
+    def __init__(self, streaming: bool, after_prompt: str = "") -> None:
         self.streaming = streaming
+        self._after_prompt = after_prompt
         self._shown = -1
 
     def show(self, output: RequestOutput) -> None:
@@ -117,11 +134,11 @@ class _TextPrinter:
             self._stream(output)
         elif output.finished:
             for completion in output.outputs:
-                print(f"{output.prompt}{completion.text}\n{'─' * 40}", flush=True)
+                print(f"{output.prompt}{self._after_prompt}{completion.text}\n{'─' * 40}", flush=True)
 
     def _stream(self, output: RequestOutput) -> None:
         if self._shown < 0:
-            sys.stdout.write(output.prompt or "")
+            sys.stdout.write((output.prompt or "") + self._after_prompt)
             self._shown = 0
         text = output.outputs[0].text
         sys.stdout.write(text[self._shown :])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fastdecode.config import KV_CACHE_DTYPES
+from fastdecode.config import KV_CACHE_DTYPES, EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.gpu_only import GpuServer
@@ -55,6 +55,15 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
     return _from_profile(args) if args.profile else _from_names(args)
 
 
+def named_shape(name: str) -> ModelShape:
+    """``find_shape``, of a GGUF file too; only that needs transformers."""
+    if Path(name).suffix != ".gguf":
+        return find_shape(name)
+    from fastdecode.sworker.loader import model_shape
+
+    return model_shape(EngineConfig(model=name))
+
+
 def _from_names(args: argparse.Namespace) -> PlanInputs:
     for name in ("model", "gpu", "cpu"):
         if getattr(args, name) is None:
@@ -62,7 +71,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
                 f"{name} is needed: --model llama-7b --gpu a10 --cpu epyc-7452, or --profile, or bare numbers "
                 f"({', '.join('--' + flag.replace('_', '-') for flag in BARE_FLAGS)})"
             )
-    shape, host = find_shape(args.model), _shared_host(args, find_cpu_host(args.cpu))
+    shape, host = named_shape(args.model), _shared_host(args, find_cpu_host(args.cpu))
     gpu = find_gpu(args.gpu).times(args.tensor_parallel_size)
     kv_dtype = _kv_dtype(args, shape)
     link = parse_link(args.link or DEFAULT_LINK)
@@ -110,7 +119,7 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
         raise ConfigError(f"{missing[0]} is needed beside bare numbers: T(B) is the time of one mini-batch size")
     if args.gpu or args.cpu:
         raise ConfigError("gpu and cpu have no place beside bare numbers, which say how fast they are")
-    shape = find_shape(args.model) if args.model else None
+    shape = named_shape(args.model) if args.model else None
     if shape is None and (args.link or args.kv_cache_memory or args.kv_cache_dtype != "auto"):
         raise ConfigError("link, kv_cache_memory and kv_cache_dtype need --model beside bare numbers, for its sizes")
     if shape and shape.num_layers != args.num_layers:
@@ -208,7 +217,7 @@ def _profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> Model
     """The profile's model, or the one asked for where only its layers' number and KV heads are others."""
     if args.model is None:
         return profile.shape
-    shape = find_shape(args.model)
+    shape = named_shape(args.model)
     check_alike(profile, shape)
     return shape
 

@@ -19,8 +19,11 @@ from fastdecode.errors import ConfigError, FastDecodeError
 
 COMMANDS = (
     "generate",
+    "serve",
     "run-batch",
     "bench throughput",
+    "bench latency",
+    "bench serve",
     "bench attention",
     "bench perplexity",
     "calibrate",

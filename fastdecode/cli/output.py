@@ -44,4 +44,4 @@ def write_json(figures: Any, path: str | None) -> None:
 
 def progress_bar(total: int | None, unit: str, **options: Any) -> tqdm:
     """A bar on stderr; none where stderr is no terminal."""
-    return tqdm(total=total, unit=unit, disable=None if sys.stderr.isatty() else True, **options)
+    return tqdm(total=total, unit=unit, **{"disable": None if sys.stderr.isatty() else True, **options})

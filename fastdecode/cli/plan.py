@@ -108,7 +108,7 @@ def _engine_flags(args: argparse.Namespace) -> str:
         text = f'--model "${{MODEL:?set it to a folder of {args.model}}}" '
     elif args.model:
         path = Path(args.model)
-        text = f"--model {shlex.quote(str(path.parent if path.is_file() else path))} "
+        text = f"--model {shlex.quote(str(path.parent if path.name == 'config.json' else path))} "
     return text if args.kv_cache_dtype == "auto" else f"{text}--kv-cache-dtype {args.kv_cache_dtype} "
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.batch.files import BatchInput, BatchOutput
-from fastdecode.batch.lines import COMPLETIONS, BatchLine, answer, check_line, prompts, refusal, sampling_params
+from fastdecode.batch.lines import BatchLine, answer, read_prompts, read_request, refusal
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import progress_bar
 from fastdecode.errors import ConfigError, RequestError
 from fastdecode.outputs import RequestOutput
+from fastdecode.server.protocol import COMPLETIONS, ChatRequest, CompletionRequest, sampling_params
 
 if TYPE_CHECKING:
     from fastdecode.engine import LLMEngine
@@ -27,6 +28,7 @@ class Running:
     """A line that the engine works on: engine requests by id, one per prompt, each with its output once finished."""
 
     line: BatchLine
+    request: CompletionRequest | ChatRequest
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
 
 
@@ -95,29 +97,20 @@ def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput) -> No
                     owner.outputs[each.request_id] = each
                     outputs = [found for found in owner.outputs.values() if found]
                     if len(outputs) == len(owner.outputs):
-                        output.write(answer(owner.line, engine.config.model, outputs))
+                        output.write(answer(owner.line, owner.request, engine.config.model, outputs))
                         bar.update()
 
 
 def _add(engine: LLMEngine, line: BatchLine) -> Running:
     """An engine request per prompt; where one is refused, all are."""
-    check_line(line)
-    params = sampling_params(line, engine.s_model.generation_defaults)
-    added = Running(line)
+    request = read_request(line)
+    params = sampling_params(request, engine.s_model.generation_defaults)
+    added = Running(line, request)
     try:
-        for index, prompt in enumerate(_prompts(engine, line)):
+        for index, prompt in enumerate(read_prompts(request, engine.s_model.tokenizer)):
             engine.add_request(f"{line.custom_id}/{index}", prompt, params)
             added.outputs[f"{line.custom_id}/{index}"] = None
     except (RequestError, ConfigError):
         engine.abort_request(added.outputs)
         raise
     return added
-
-
-def _prompts(engine: LLMEngine, line: BatchLine) -> list[Any]:
-    if line.url == COMPLETIONS:
-        return prompts(line)
-    tokenizer = engine.s_model.tokenizer
-    if tokenizer is None:
-        raise RequestError("messages need a tokenizer, and it was not loaded (skip_tokenizer_init)")
-    return [tokenizer.encode_chat(line.body.get("messages"))]

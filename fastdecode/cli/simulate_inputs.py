@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, read_inputs
+from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, named_shape, read_inputs
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.machine import SCRATCH_SHARE
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.hardware import find_gpu
-from fastdecode.perfmodel.model_shape import find_shape
 from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedWorkload, SplitMachine
 from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
@@ -91,7 +90,7 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
             raise ConfigError(f"num_r_workers is 0, the GPU alone: {name} has no place there; leave it out")
     if args.model is None or args.gpu is None:
         raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
-    shape, gpu = find_shape(args.model), find_gpu(args.gpu).times(args.tensor_parallel_size)
+    shape, gpu = named_shape(args.model), find_gpu(args.gpu).times(args.tensor_parallel_size)
     kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     step_time = GpuStepTime(shape, gpu, shape.kv_layout(kv_dtype).kv_bytes_per_token)
     check_weights(shape, gpu)
@@ -176,7 +175,7 @@ def _workload(args: argparse.Namespace) -> tuple[SimulatedWorkload, float]:
             raise ConfigError(f"cannot read dataset {path}: {error}") from None
         traced = traced_workload(read_trace(text, str(path))[: args.num_prompts])
         return traced, traced.own_rate if args.request_rate is None else spec.request_rate
-    vocabulary = find_shape(args.model).vocab_size if args.model else VOCABULARY
+    vocabulary = named_shape(args.model).vocab_size if args.model else VOCABULARY
     at_one = WorkloadSpec(**vars(spec) | {"request_rate": 1.0})
     items = make_workload(at_one, vocabulary, UNBOUNDED_TOKENS, None)
     prompts, outputs = [item.prompt_token_ids for item in items], [item.output_len for item in items]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One request: token ids, tokens to generate, and when it arrives, in seconds from the start."""
+    """One request: token ids, tokens to generate, when it arrives, in seconds from the start, and the text that the
+    ids were made of, where there is one."""
 
     prompt_token_ids: list[int]
     output_len: int
     arrival_seconds: float = 0.0
+    prompt: str | None = None
 
 
 LENGTHS = ("random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len")
-ARRIVALS = ("num_prompts", "request_rate")
+ARRIVALS = ("num_prompts", "request_rate", "burstiness")
 """Fields of a WorkloadSpec that are flags of ``bench throughput`` and of ``simulate``."""
 
 
@@ -42,7 +44,11 @@ class WorkloadSpec:
     random_range_ratio: float = setting(0.0, "lengths within ± this part", metavar="R")
     random_prefix_len: int = setting(0, "shared by all prompts", metavar="TOKENS")
     num_prompts: int = setting(64, "requests", metavar="N", least=1)
-    request_rate: float = setting(math.inf, "Poisson arrivals per second", metavar="RATE", unset="inf: all at once")
+    request_rate: float = setting(math.inf, "arrivals per second", metavar="RATE", unset="inf: all at once")
+    burstiness: float = setting(
+        1.0, "shape of the gamma distribution of the gaps between arrivals: 1 is Poisson's, less makes bursts, more "
+        "evens them", metavar="SHAPE",
+    )  # fmt: skip
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,6 +59,8 @@ class WorkloadSpec:
             raise ConfigError(f"random_prefix_len must be 0 or more, not {self.random_prefix_len}")
         if not self.request_rate > 0:
             raise ConfigError(f"request_rate must be above 0 requests per second, not {self.request_rate}")
+        if not 0 < self.burstiness < math.inf:
+            raise ConfigError(f"burstiness must be above 0 and finite, not {self.burstiness}")
         if self.dataset_name != "random" and not self.dataset_path:
             raise ConfigError(f"dataset {self.dataset_name!r} needs --dataset-path")
         if self.dataset_name == "random" and self.dataset_path:
@@ -63,17 +71,24 @@ def make_workload(spec: WorkloadSpec, vocab_size: int, max_model_len: int, encod
     """The requests of ``spec``; ConfigError when the data do not fit the model."""
     rng = np.random.default_rng(spec.seed)
     if spec.dataset_name == "random":
-        pairs = _random_pairs(spec, rng, vocab_size)
+        items = _random_items(spec, rng, vocab_size)
     else:
-        pairs = _file_pairs(spec, max_model_len, encode)
-    longest = max(len(prompt) + output_len for prompt, output_len in pairs)
+        items = _file_items(spec, max_model_len, encode)
+    longest = max(len(item.prompt_token_ids) + item.output_len for item in items)
     if longest > max_model_len:
         raise ConfigError(f"prompt + output reach {longest} tokens, and max_model_len is {max_model_len}")
-    gaps = np.zeros(len(pairs)) if math.isinf(spec.request_rate) else rng.exponential(1 / spec.request_rate, len(pairs))
-    return [WorkItem(*pair, float(time)) for pair, time in zip(pairs, np.cumsum(gaps), strict=True)]
+    times = np.cumsum(_gaps(spec, rng, len(items)))
+    return [replace(item, arrival_seconds=float(time)) for item, time in zip(items, times, strict=True)]
 
 
-def _random_pairs(spec: WorkloadSpec, rng: np.random.Generator, vocab_size: int) -> list[tuple[list[int], int]]:
+def _gaps(spec: WorkloadSpec, rng: np.random.Generator, count: int) -> np.ndarray:
+    """Seconds before each arrival, of mean 1 / ``request_rate``: float64 [count]."""
+    if math.isinf(spec.request_rate):
+        return np.zeros(count)
+    return rng.gamma(spec.burstiness, 1 / (spec.request_rate * spec.burstiness), count)
+
+
+def _random_items(spec: WorkloadSpec, rng: np.random.Generator, vocab_size: int) -> list[WorkItem]:
     """Token ids drawn evenly; lengths drawn evenly within ±``random_range_ratio`` of the nominal ones."""
     prefix = rng.integers(0, vocab_size, spec.random_prefix_len).tolist()
 
@@ -82,26 +97,30 @@ def _random_pairs(spec: WorkloadSpec, rng: np.random.Generator, vocab_size: int)
         return max(1, int(rng.integers(low, high + 1)))
 
     return [
-        (prefix + rng.integers(0, vocab_size, length(spec.random_input_len)).tolist(), length(spec.random_output_len))
+        WorkItem(
+            prefix + rng.integers(0, vocab_size, length(spec.random_input_len)).tolist(),
+            length(spec.random_output_len),
+        )
         for _ in range(spec.num_prompts)
     ]
 
 
-def _file_pairs(spec: WorkloadSpec, max_model_len: int, encode: Encode | None) -> list[tuple[list[int], int]]:
+def _file_items(spec: WorkloadSpec, max_model_len: int, encode: Encode | None) -> list[WorkItem]:
     """ShareGPT's JSON (first turn asks, second answers) or JSONL with "prompt" and optionally "output_tokens"."""
     if encode is None:
         raise ConfigError(f"dataset {spec.dataset_name!r} holds text, but the tokenizer was not loaded")
     records = _read_records(spec)
-    pairs = []
+    items: list[WorkItem] = []
     for record in records:
-        prompt, output_len = (_sharegpt_pair if spec.dataset_name == "sharegpt" else _custom_pair)(record, spec, encode)
-        if prompt and output_len > 0 and len(prompt) + output_len <= max_model_len:
-            pairs.append((prompt, output_len))
-        if len(pairs) == spec.num_prompts:
-            return pairs
-    if not pairs:
+        text, output_len = (_sharegpt_pair if spec.dataset_name == "sharegpt" else _custom_pair)(record, spec, encode)
+        token_ids = encode(text) if text and output_len > 0 else []
+        if token_ids and len(token_ids) + output_len <= max_model_len:
+            items.append(WorkItem(token_ids, output_len, prompt=text))
+        if len(items) == spec.num_prompts:
+            return items
+    if not items:
         raise ConfigError(f"{spec.dataset_path}: no conversation fits max_model_len {max_model_len}")
-    return pairs
+    return items
 
 
 def _read_records(spec: WorkloadSpec) -> list[Any]:
@@ -120,20 +139,20 @@ def _read_records(spec: WorkloadSpec) -> list[Any]:
     return records
 
 
-def _sharegpt_pair(record: Any, spec: WorkloadSpec, encode: Encode) -> tuple[list[int], int]:
+def _sharegpt_pair(record: Any, spec: WorkloadSpec, encode: Encode) -> tuple[str, int]:
     turns = record.get("conversations", []) if isinstance(record, dict) else []
     texts: list[Any] = (
         [turn.get("value") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list) else [None]
     )
     if not all(isinstance(text, str) for text in texts[:2]):
         raise ConfigError(f'{spec.dataset_path}: a conversation is a list of turns, each with a text "value"')
-    return (encode(texts[0]), len(encode(texts[1]))) if len(texts) > 1 else ([], 0)
+    return (texts[0], len(encode(texts[1]))) if len(texts) > 1 else ("", 0)
 
 
-def _custom_pair(record: Any, spec: WorkloadSpec, encode: Encode) -> tuple[list[int], int]:
+def _custom_pair(record: Any, spec: WorkloadSpec, encode: Encode) -> tuple[str, int]:
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
         raise ConfigError(f'{spec.dataset_path}: every line must be an object with a text "prompt"')
     output_len = record.get("output_tokens", spec.random_output_len)
     if not isinstance(output_len, int):
         raise ConfigError(f"{spec.dataset_path}: output_tokens must be a whole number, not {output_len!r}")
-    return encode(record["prompt"]), output_len
+    return record["prompt"], output_len

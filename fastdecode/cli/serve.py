@@ -1,0 +1,39 @@
+"""``fastdecode serve``: the OpenAI API over one engine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+from typing import Any
+
+from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
+from fastdecode.errors import ConfigError
+from fastdecode.server.settings import SERVER, ServerSettings
+
+NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+
+
+def add_command(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("serve", help="answer OpenAI clients over HTTP")
+    names = [each.name for each in dataclasses.fields(ServerSettings)]
+    add_flags(parser.add_argument_group(SERVER), ServerSettings, names)
+    add_engine_flags(parser)
+    add_common_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 after SIGTERM, 130 after Ctrl-C, 1 when the engine has failed."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serve needs {missing[0]}, which is not installed: pip install 'fastdecode[serve]'")
+    given = {each.name: getattr(args, each.name) for each in dataclasses.fields(ServerSettings)}
+    given["api_key"] = given["api_key"] or os.environ.get("FASTDECODE_API_KEY") or None
+    settings = ServerSettings(**given)
+    config = engine_config(args)
+    from fastdecode.server.run import serve
+
+    return serve(config, settings)

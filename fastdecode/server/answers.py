@@ -1,0 +1,191 @@
+"""What an OpenAI client is answered: whole answers, chunks of streams, and errors, as plain data."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastdecode.outputs import CompletionOutput, Logprob, RequestOutput
+
+INVALID = "invalid_request_error"
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How the answers of one request look: a chat's, or a completion's.
+
+    ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with.
+    """
+
+    chat: bool
+    model: str
+    answer_id: str
+    return_token_ids: bool = False
+    echoes: tuple[str, ...] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def id(self) -> str:
+        """As OpenAI's begin."""
+        return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.answer_id}"
+
+
+def new_id() -> str:
+    """Unique among all answers."""
+    return uuid.uuid4().hex
+
+
+def error_body(message: str, kind: str = INVALID, code: int | str = 400, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error shape."""
+    return {"error": {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}}
+
+
+def usage(num_prompt: int, num_new: int) -> dict[str, int]:
+    """Token counts of a request."""
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    """Token counts of a request's prompts and completions so far."""
+    num_new = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    return usage(sum(len(output.prompt_token_ids) for output in outputs), num_new)
+
+
+def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The answer of a finished request; ``outputs``: of its prompts, in order."""
+    choices: list[dict[str, Any]] = []
+    for number, output in enumerate(outputs):
+        for each in output.outputs:
+            choice = _whole_choice(form, each, form.echoes[number] if form.echoes else "")
+            if form.return_token_ids:
+                choice |= {"token_ids": list(each.token_ids), "prompt_token_ids": output.prompt_token_ids}
+            choices.append({"index": len(choices), **choice})
+    return {
+        "id": form.id,
+        "object": "chat.completion" if form.chat else "text_completion",
+        "created": form.created,
+        "model": form.model,
+        "choices": choices,
+        "usage": usage_of(outputs),
+    }
+
+
+def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, int] | None = None) -> dict[str, Any]:
+    """One event of a stream."""
+    found: dict[str, Any] = {
+        "id": form.id,
+        "object": "chat.completion.chunk" if form.chat else "text_completion",
+        "created": form.created,
+        "model": form.model,
+        "choices": choices,
+    }
+    return found if counts is None else {**found, "usage": counts}
+
+
+def first_choice(form: AnswerForm, index: int, echo: str) -> dict[str, Any] | None:
+    """What a choice's stream begins with, before any token: a chat's role, or the echoed prompt."""
+    if form.chat:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    return {"index": index, "text": echo, "logprobs": None, "finish_reason": None} if echo else None
+
+
+class GrowingChoice:
+    """One choice of a stream: hands out what is new of its completion."""
+
+    def __init__(self, form: AnswerForm, index: int) -> None:
+        self._form, self._index = form, index
+        self._num_shown, self._num_tokens = 0, 0
+        self._offset = 0
+        self.finished = False
+
+    def news(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """The choice of the next chunk; None when nothing is new."""
+        if self.finished or (len(completion.token_ids) == self._num_tokens and completion.finish_reason is None):
+            return None
+        text = completion.text[self._num_shown :]
+        choice: dict[str, Any] = {
+            "index": self._index,
+            **({"delta": {"content": text}} if self._form.chat else {"text": text}),
+            "logprobs": self._logprobs(completion),
+            "finish_reason": completion.finish_reason,
+        }
+        if completion.stop_reason is not None:
+            choice["stop_reason"] = completion.stop_reason
+        if self._form.return_token_ids:
+            choice["token_ids"] = list(completion.token_ids[self._num_tokens :])
+        self._num_shown = len(completion.text)
+        self._num_tokens = len(completion.token_ids)
+        self.finished = completion.finish_reason is not None
+        return choice
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if completion.logprobs is None:
+            return None
+        new = _chosen(completion, self._num_tokens)
+        if self._form.chat:
+            return _chat_logprobs(new)
+        found = _logprobs(new, self._offset)
+        self._offset += sum(map(len, found["tokens"]))
+        return found
+
+
+def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str) -> dict[str, Any]:
+    told = None
+    if completion.logprobs is not None:
+        told = _chat_logprobs(_chosen(completion)) if form.chat else _logprobs(_chosen(completion), 0)
+    message = {"message": {"role": "assistant", "content": completion.text}}
+    return {
+        **(message if form.chat else {"text": echo + completion.text}),
+        "logprobs": told,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+Chosen = list[tuple[int, dict[int, Logprob]]]
+"""Chosen token ids, each with what its position's tokens were worth."""
+
+
+def _chosen(completion: CompletionOutput, start: int = 0) -> Chosen:
+    return list(zip(completion.token_ids[start:], (completion.logprobs or ())[start:], strict=False))
+
+
+def _logprobs(chosen: Chosen, offset: int) -> dict[str, Any]:
+    """As OpenAI's completions have them: a list per kind, an entry per token; offsets count from the text's start."""
+    tokens = [_token(token_id, found[token_id]) for token_id, found in chosen]
+    starts = []
+    for token in tokens:
+        starts.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [found[token_id].logprob for token_id, found in chosen],
+        "top_logprobs": [{_token(each, entry): entry.logprob for each, entry in found.items()} for _, found in chosen],
+        "text_offset": starts,
+    }
+
+
+def _chat_logprobs(chosen: Chosen) -> dict[str, Any]:
+    """As OpenAI's chats have them: an object per token, with the likeliest ones of its place."""
+    return {
+        "content": [
+            {
+                **_chat_logprob(token_id, found[token_id]),
+                "top_logprobs": [_chat_logprob(each, entry) for each, entry in found.items()],
+            }
+            for token_id, found in chosen
+        ]
+    }
+
+
+def _chat_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
+    token = _token(token_id, entry)
+    return {"token": token, "logprob": entry.logprob, "bytes": list(token.encode())}
+
+
+def _token(token_id: int, entry: Logprob) -> str:
+    """The token's text; without a tokenizer its id, as vLLM writes it."""
+    return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token

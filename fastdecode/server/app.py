@@ -1,0 +1,197 @@
+"""The routes, and what guards them: the API key, limits, and OpenAI's error shape for everything that goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fastdecode import __version__
+from fastdecode.errors import ConfigError, RequestError
+from fastdecode.server.metrics import CONTENT_TYPE
+from fastdecode.server.protocol import (
+    CHAT,
+    COMPLETIONS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+    parse_json,
+    read_body,
+    schemas,
+)
+from fastdecode.server.service import ApiError, Service
+from fastdecode.server.streams import GenerationResponse, error_response, json_response
+
+logger = logging.getLogger(__name__)
+
+HEALTH = "/health"
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application over ``service``."""
+    app = FastAPI(title="FastDecode", version=__version__, redoc_url=None)
+    app.add_middleware(KeyGuard, api_key=service.settings.api_key)
+    for kind in (ApiError, RequestError, ConfigError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    _add_generation(app, service)
+    _add_tokens(app, service)
+    _add_models(app, service)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post(COMPLETIONS, openapi_extra=_takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Go on with a text, or with several."""
+        return await _generate(service, await _read(service, request, CompletionRequest))
+
+    @app.post(CHAT, openapi_extra=_takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await _generate(service, await _read(service, request, ChatRequest))
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of a conversation."""
+        body = await _read(service, request, TokenizeRequest)
+        token_ids = await service.off_loop(service.tokenize, body)
+        found = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
+        if body.return_token_strs:
+            found["token_strs"] = await service.off_loop(service.token_texts, token_ids)
+        return json_response(found)
+
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = await _read(service, request, DetokenizeRequest)
+        return json_response({"prompt": await service.off_loop(service.detokenize, body.tokens)})
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """What is served."""
+        return json_response({"object": "list", "data": service.model_cards()})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One of them."""
+        service.check_model(name)
+        return json_response(next(card for card in service.model_cards() if card["id"] == name))
+
+    @app.get("/version")
+    async def version() -> Response:
+        """FastDecode's."""
+        return json_response({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        text = await service.off_loop(service.observer.metrics.text)
+        return Response(text, media_type=CONTENT_TYPE)
+
+    @app.get(HEALTH)
+    async def health() -> Response:
+        """200 while requests are accepted; 503 once the engine is dead or the server ends."""
+        service.check_alive()
+        return json_response({})
+
+
+async def _generate(service: Service, request: CompletionRequest | ChatRequest) -> Response:
+    options = (request.stream_options or StreamOptions()) if request.stream else None
+    if request.stream_options and not request.stream:
+        raise ApiError(400, "stream_options belong to a stream: set stream to true", param="stream_options")
+    job, form = await service.accept(request)
+    return GenerationResponse(service, job, form, options)
+
+
+async def _read(service: Service, request: Request, kind: type[Body]) -> Body:
+    """The body as ``kind``; ApiError or RequestError where it is too long, too slow, or not that."""
+    parsed = parse_json(await _receive(service, request))
+    body, unknown = read_body(parsed, kind)
+    if unknown:
+        logger.warning("%s: fields that are not understood are ignored: %s", request.url.path, ", ".join(unknown)[:500])
+    return body
+
+
+async def _receive(service: Service, request: Request) -> bytes:
+    most, seconds = service.settings.max_request_bytes, service.settings.request_timeout
+    too_long = ApiError(413, f"the body is longer than {most} bytes")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > most:
+        raise too_long
+    try:
+        return await asyncio.wait_for(_join(request, most, too_long), seconds)
+    except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+        raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
+
+
+async def _join(request: Request, most: int, too_long: ApiError) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise too_long
+    return bytes(body)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    elif isinstance(error, ClientDisconnect):
+        error = ApiError(400, "the client is gone")
+    elif not isinstance(error, ApiError | RequestError | ConfigError):
+        error = ApiError(500, "the server made a mistake: see its log", "server_error")
+    response = error_response(error)
+    if response.status_code in (408, 413):
+        response.headers["connection"] = "close"  # the rest of the body is not read
+    return response
+
+
+class KeyGuard:
+    """Answers 401 to what does not bring the API key, but for the health check."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and self._expected is not None and scope["path"] != HEALTH:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                refusal = ApiError(401, "the API key is missing or wrong: send it as `Authorization: Bearer KEY`")
+                await error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _takes(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """For the OpenAPI document: the schema of a body, and of what is answered when something is wrong."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The document that FastAPI makes, with the bodies' schemas, made once."""
+    if not app.openapi_schema:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas())
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,186 @@
+"""The engine in a thread of its own: the event loop hands it jobs, and is handed outputs, once per step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from fastdecode.config import EngineConfig
+from fastdecode.engine import LLMEngine
+from fastdecode.errors import ConfigError, RequestError
+from fastdecode.outputs import RequestOutput
+from fastdecode.server.jobs import EngineDeadError, Job
+from fastdecode.server.observer import Observer
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 1.0
+"""How often an idle engine looks for R-workers that have come or gone."""
+
+
+class EngineThread:
+    """Runs an ``LLMEngine``, which is made, used and closed in one thread: its cores and its threads belong to that.
+
+    ``start`` loads it. The other methods are the event loop's, and never wait. ``observer`` is told of every step.
+    """
+
+    def __init__(self, config: EngineConfig, observer: Observer) -> None:
+        self._config = config
+        self.observer = observer
+        self._inbox: queue.SimpleQueue[Job | Sequence[str] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._outbox: dict[str, RequestOutput | Exception] = {}
+        self._delivering = False
+        self._waiting: dict[str, tuple[Job, int]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loaded = threading.Event()
+        self._engine: LLMEngine | None = None
+        self._ended = False
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> LLMEngine:
+        """Load the engine and wait for it; raises what its loading raises. Of what is returned only what never changes
+        may be used here."""
+        self._thread.start()
+        try:
+            self._loaded.wait()
+        except BaseException:
+            self.stop()
+            self._thread.join()
+            raise
+        if self._engine is None:
+            raise self.error or EngineDeadError("the engine was not loaded")
+        return self._engine
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
+        """Deliver to ``loop``, where ``on_death`` is called if the engine fails."""
+        self._loop, self._on_death = loop, on_death
+
+    @property
+    def dead(self) -> bool:
+        """True once the engine has failed or was stopped."""
+        return self._ended
+
+    def submit(self, job: Job) -> None:
+        """Queue the job's requests: outputs come by ``job.put``, a refusal or the engine's end by ``job.fail``."""
+        for index, request_id in enumerate(job.request_ids):
+            self._waiting[request_id] = (job, index)
+        self._inbox.put(job)
+        if self.dead:
+            self._bury()
+
+    def release(self, job: Job) -> None:
+        """Nothing more is wanted of ``job``: what is left of it is aborted, and its cache freed before the next
+        step."""
+        ids = [each for each in job.request_ids if self._waiting.pop(each, None)]
+        if ids and not job.finished:
+            self._inbox.put(ids)
+
+    def stop(self) -> None:
+        """Close the engine after the present step."""
+        self._inbox.put(None)
+
+    def join(self) -> None:
+        """Wait until the engine is closed."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._engine = LLMEngine(self._config)
+            self.observer.attach(self._engine)
+        except BaseException as error:
+            self.error = error
+            self._loaded.set()
+            return
+        self._loaded.set()
+        try:
+            while self._read_inbox(self._engine):
+                self._step(self._engine)
+        except BaseException as error:
+            logger.exception("the engine has failed")
+            self.error = error
+        finally:
+            self._engine.close()
+            self._tell_the_end()
+
+    def _read_inbox(self, engine: LLMEngine) -> bool:
+        """Do what has been asked since the last step; an idle engine waits for it. False: stop."""
+        wait = not engine.has_unfinished_requests()
+        while True:
+            try:
+                asked = self._inbox.get(block=wait, timeout=IDLE_SECONDS)
+            except queue.Empty:
+                if wait:
+                    engine.look_around()
+                return True
+            if asked is None:
+                return False
+            if isinstance(asked, Job):
+                self._add(engine, asked)
+            else:
+                engine.abort_request(asked)
+            wait = False
+
+    def _add(self, engine: LLMEngine, job: Job) -> None:
+        """An engine request per prompt; where one is refused, all are."""
+        added: list[str] = []
+        try:
+            for request_id, prompt in zip(job.request_ids, job.prompts, strict=True):
+                given = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
+                engine.add_request(request_id, given, job.params, job.arrival_seconds)
+                added.append(request_id)
+        except (RequestError, ConfigError) as error:
+            engine.abort_request(added)
+            self._send({job.request_ids[0]: error})
+
+    def _step(self, engine: LLMEngine) -> None:
+        outputs = engine.step()
+        if outputs:
+            self._send({output.request_id: output for output in outputs})
+        self.observer.after_step(engine, outputs)
+
+    def _send(self, found: dict[str, RequestOutput | Exception]) -> None:
+        """Have the event loop take what was found; while it has not, newer outputs replace older ones."""
+        with self._lock:
+            self._outbox |= found
+            if self._delivering:
+                return
+            self._delivering = True
+        self._call(self._deliver)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            logger.debug("the event loop has ended before the engine")
+
+    def _deliver(self) -> None:
+        """In the event loop: give each job its outputs. Released jobs are not there any more."""
+        with self._lock:
+            found, self._outbox = self._outbox, {}
+            self._delivering = False
+        for request_id, output in found.items():
+            job, index = self._waiting.get(request_id, (None, 0))
+            if job is None:
+                continue
+            if isinstance(output, RequestOutput):
+                job.put(index, output)
+            else:
+                job.fail(output)
+
+    def _tell_the_end(self) -> None:
+        self._ended = True
+        self._call(self._bury)
+        if self.error is not None and self._loop is not None:
+            self._call(self._on_death)
+
+    def _bury(self) -> None:
+        """In the event loop: fail all jobs that wait."""
+        for job, _ in set(self._waiting.values()):
+            job.fail(EngineDeadError(f"the engine has failed: {self.error}" if self.error else "the engine has ended"))

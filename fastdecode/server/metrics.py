@@ -1,0 +1,263 @@
+"""Metrics for Prometheus, by vLLM's names after the prefix ``fastdecode:``."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from fastdecode.metrics import StepRecord
+from fastdecode.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from fastdecode.server.observer import EngineState
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "fastdecode:"
+
+_FAST = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+_WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_LENGTHS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": (_FIRST, "From arrival to the first token"),
+    "inter_token_latency_seconds": (_FAST, "From one token to the next"),
+    "time_per_output_token_seconds": (_FAST, "Mean time between the tokens of a finished request"),
+    "request_time_per_output_token_seconds": (_FAST, "The same, by vLLM's newer name"),
+    "e2e_request_latency_seconds": (_WHOLE, "From arrival to the last token"),
+    "request_queue_time_seconds": (_WHOLE, "From arrival to the step in which the prompt began"),
+    "request_prefill_time_seconds": (_WHOLE, "From that step to the first token"),
+    "request_decode_time_seconds": (_WHOLE, "From the first token to the last"),
+    "request_inference_time_seconds": (_WHOLE, "From the step in which the prompt began to the last token"),
+    "request_prompt_tokens": (_LENGTHS, "Prompt tokens of a finished request"),
+    "request_generation_tokens": (_LENGTHS, "Tokens generated for a finished request"),
+    "iteration_tokens_total": (_LENGTHS, "Tokens computed in a step"),
+}  # fmt: skip
+
+
+class Histogram:
+    """Counts of values per bucket, whose upper bounds are ``bounds``; the last bucket has none."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = np.array(bounds, float)
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._sum = 0.0
+
+    def observe(self, values: Sequence[float]) -> None:
+        """Count them, all at once."""
+        if values:
+            found = np.asarray(values, float)
+            self._counts += np.bincount(np.searchsorted(self._bounds, found), minlength=len(self._counts))
+            self._sum += float(found.sum())
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Upper bound and number of values up to it, for each bucket, and the sum of all values."""
+        names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        return list(zip(names, np.cumsum(self._counts).tolist(), strict=True)), self._sum
+
+
+class Metrics:
+    """Counted in the engine's thread after each step, and read by the event loop."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._lock = threading.Lock()
+        self._histograms = {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
+        self._counts: Counter[str] = Counter()
+        self._ends: Counter[str] = Counter()
+        self._r_seconds: Counter[str] = Counter()
+        self._transfer_seconds: Counter[str] = Counter()
+        self._state: EngineState | None = None
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def after_step(
+        self, state: EngineState, records: Sequence[StepRecord], outputs: Sequence[RequestOutput], prefix_caching: bool
+    ) -> None:
+        """Count what the steps since the last call have done."""
+        with self._lock:
+            self._state = state
+            for record in records:
+                self._count_step(record, state)
+            first = [output for output in outputs if len(output.metrics.token_seconds) == 1]
+            self._count_starts(first, prefix_caching)
+            moments = (output.metrics.token_seconds for output in outputs)
+            self._observe("inter_token_latency_seconds", [each[-1] - each[-2] for each in moments if len(each) > 1])
+            self._count_ends([output for output in outputs if output.finished])
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        with self._lock:
+            yield from self._histogram_families()
+            yield from self._counter_families()
+            if self._state:
+                yield from self._gauge_families(self._state)
+
+    def _count_step(self, record: StepRecord, state: EngineState) -> None:
+        self._counts.update(
+            generation_tokens=record.num_output_tokens,
+            steps=1,
+            r_workers_lost=record.lost_workers,
+            kv_bytes_read=record.kv_bytes_read,
+        )
+        for name in ("s", "wait", "host"):
+            self._counts[f"{name}_seconds"] += getattr(record, f"{name}_seconds")
+        for worker, busy, transfer in zip(state.r_workers, record.r_seconds, record.transfer_seconds, strict=False):
+            self._r_seconds[worker.name] += busy  # type: ignore[assignment]
+            self._transfer_seconds[worker.name] += transfer  # type: ignore[assignment]
+        self._observe("iteration_tokens_total", [record.num_tokens])
+
+    def _count_starts(self, outputs: Iterable[RequestOutput], prefix_caching: bool) -> None:
+        times = [(each.metrics.arrival_seconds, each.metrics.started_seconds, each) for each in outputs]
+        for arrival, started, output in times:
+            first = output.metrics.token_seconds[0]
+            begun = first if started is None else started
+            self._counts["prompt_tokens"] += len(output.prompt_token_ids)
+            self._counts["prefix_cache_queries"] += len(output.prompt_token_ids) * prefix_caching
+            self._observe("time_to_first_token_seconds", [first - arrival])
+            self._observe("request_queue_time_seconds", [begun - arrival])
+            self._observe("request_prefill_time_seconds", [first - begun])
+
+    def _count_ends(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            arrival, moments = output.metrics.arrival_seconds, output.metrics.token_seconds
+            for each in output.outputs:
+                self._ends[each.finish_reason or ""] += 1
+            self._observe("request_prompt_tokens", [len(output.prompt_token_ids)])
+            self._observe("request_generation_tokens", [sum(len(each.token_ids) for each in output.outputs)])
+            if not moments:
+                continue
+            started = output.metrics.started_seconds
+            self._observe("e2e_request_latency_seconds", [moments[-1] - arrival])
+            self._observe("request_decode_time_seconds", [moments[-1] - moments[0]])
+            self._observe("request_inference_time_seconds", [moments[-1] - (started or arrival)])
+            if len(moments) > 1:
+                mean = (moments[-1] - moments[0]) / (len(moments) - 1)
+                self._observe("time_per_output_token_seconds", [mean])
+                self._observe("request_time_per_output_token_seconds", [mean])
+
+    def _observe(self, name: str, values: Sequence[float]) -> None:
+        self._histograms[name].observe(values)
+
+    def _histogram_families(self) -> Iterator[Metric]:
+        for name, histogram in self._histograms.items():
+            family = HistogramMetricFamily(PREFIX + name, _HISTOGRAMS[name][1], labels=["model_name"])
+            family.add_metric([self._model_name], *histogram.buckets())
+            yield family
+
+    def _counter_families(self) -> Iterator[Metric]:
+        state = self._state
+        counts = {
+            "prompt_tokens": "Prompt tokens of requests that have begun",
+            "generation_tokens": "Tokens generated",
+            "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache",
+            "steps": "Steps of the engine",
+            "s_seconds": "Seconds in which the S-worker ran model code",
+            "wait_seconds": "Seconds in which it waited for R-workers",
+            "host_seconds": "Seconds in which it scheduled and did its books",
+            "kv_bytes_read": "Bytes of KV cache that R-workers read",
+            "r_workers_lost": "R-workers that were lost",
+        }
+        for name, text in counts.items():
+            yield self._counter(name, text, self._counts[name])
+        yield self._counter("num_preemptions", "Sequences that were preempted", state.num_preemptions if state else 0)
+        hits = state.prefix_hit_tokens if state else 0
+        yield self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache", hits)
+        yield self._labelled("request_success", "Sequences that ended, by reason", "finished_reason", self._ends)
+        yield self._labelled("r_seconds", "Seconds in which an R-worker was busy", "r_worker", self._r_seconds)
+        text = "Seconds from submit to o, less busy and queued time"
+        yield self._labelled("transfer_seconds", text, "r_worker", self._transfer_seconds)
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _labelled(self, name: str, text: str, label: str, values: Counter[str]) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        for each, value in values.items():
+            family.add_metric([self._model_name, each], value)
+        return family
+
+    def _gauge_families(self, state: EngineState) -> Iterator[Metric]:
+        present = [worker for worker in state.r_workers if worker.present]
+        gauges = {
+            "num_requests_running": ("Sequences that hold a cache", state.num_running),
+            "num_requests_waiting": ("Sequences that wait", state.num_waiting),
+            "kv_cache_usage_perc": ("Part of all KV blocks that sequences hold; 1 is all", state.kv_cache_usage),
+            "r_workers_alive": ("R-workers that are here", len(present)),
+        }
+        for name, (text, value) in gauges.items():
+            family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+        by_worker = {
+            "r_worker_kv_load_tokens": ("KV tokens that an R-worker attended in the last step", "kv_load"),
+            "r_worker_kv_load_limit_tokens": ("What they are limited to", "kv_load_limit"),
+            "r_worker_sequences": ("Sequences whose cache it holds", "num_sequences"),
+            "r_worker_kv_blocks_used": ("KV blocks that sequences hold there", "blocks_used"),
+            "r_worker_kv_blocks": ("KV blocks that it has", "num_blocks"),
+        }
+        for name, (text, attribute) in by_worker.items():
+            family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name", "r_worker"])
+            for worker in present:
+                if getattr(worker, attribute) is not None:
+                    family.add_metric([self._model_name, worker.name], getattr(worker, attribute))
+            yield family

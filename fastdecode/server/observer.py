@@ -1,0 +1,136 @@
+"""What the server can say of its engine: the last steps, the R-workers, the queue; plain data, made after each step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fastdecode.engine import LLMEngine
+from fastdecode.metrics import Event, StepRecord, Tracer
+from fastdecode.outputs import RequestOutput
+from fastdecode.server.metrics import Metrics
+
+MOST_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class RWorkerState:
+    """One R-worker, of those that are or were here. ``kv_load``: KV tokens attended in the last step; its limit is None
+    where nothing limits it. ``busy_seconds``, ``transfer_seconds``: of the last step."""
+
+    name: str
+    present: bool = True
+    draining: bool = False
+    num_sequences: int = 0
+    kv_load: int = 0
+    kv_load_limit: int | None = None
+    blocks_used: int = 0
+    num_blocks: int = 0
+    busy_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The engine after a step that ended at ``seconds`` of ``time.perf_counter``; sequences running and waiting."""
+
+    seconds: float
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    r_workers: tuple[RWorkerState, ...] = ()
+
+
+class TimedStep(NamedTuple):
+    """A step and when it ended, in seconds of ``time.perf_counter``."""
+
+    end_seconds: float
+    record: StepRecord
+
+
+class Observer:
+    """Told by the engine's thread after each step; read by the event loop at any time, as whole values.
+
+    ``steps``: the last ones, oldest first. ``timeline``: what each lane did in the last step, of ``metrics.Event``s,
+    kept up only while ``watched`` is true, which the event loop sets.
+    """
+
+    def __init__(self, model_name: str, most_steps: int = MOST_STEPS) -> None:
+        self.metrics = Metrics(model_name)
+        self.steps: deque[TimedStep] = deque(maxlen=most_steps)
+        self.state = EngineState(time.perf_counter())
+        self.timeline: list[Event] = []
+        self.watched = False
+        self._new: list[StepRecord] = []
+
+    def attach(self, engine: LLMEngine) -> None:
+        """In the engine's thread, before any step."""
+        engine.on_step = self._new.append
+        self.after_step(engine, [])
+
+    def after_step(self, engine: LLMEngine, outputs: Sequence[RequestOutput]) -> None:
+        """In the engine's thread, after each step, and now and then while the engine is idle."""
+        now = time.perf_counter()
+        records, self._new[:] = list(self._new), []
+        self.steps.extend(TimedStep(now, record) for record in records)
+        self.state = read_state(engine, records[-1] if records else None, now)
+        self.metrics.after_step(self.state, records, outputs, engine.config.enable_prefix_caching)
+        self._follow_timeline(engine)
+
+    def _follow_timeline(self, engine: LLMEngine) -> None:
+        """Recording costs time, and a trace of everything memory: only while somebody looks."""
+        tracer = engine.tracer
+        if tracer and tracer.steps:
+            self.timeline = tracer.steps[-1]
+            if not engine.config.trace:
+                tracer.steps.clear()
+        if not engine.config.trace and self.watched != engine.clock.recording:
+            engine.clock.recording = self.watched
+            engine.clock.intervals.clear()
+            engine.tracer = Tracer() if self.watched else None
+
+
+def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> EngineState:
+    """What the scheduler knows, with the last step's times, if there was one; in the engine's thread."""
+    scheduler = engine.scheduler
+    ledger, fleet, counted = scheduler.ledger, scheduler.fleet, scheduler.statistics
+    limits = scheduler.admission.load_control.limits if scheduler.policy.stabilizes_load else ()
+    r_workers = []
+    for index, info in enumerate(engine.r_workers):
+        limit = limits[index] if index < len(limits) else math.inf
+        r_workers.append(
+            RWorkerState(
+                info.name,
+                present=index in fleet.present,
+                draining=index in fleet.draining,
+                num_sequences=scheduler.residents.num_on(index),
+                kv_load_limit=int(limit) if math.isfinite(limit) else None,
+                blocks_used=ledger.num_blocks[index] - ledger.available(index),
+                num_blocks=ledger.num_blocks[index],
+            )
+        )
+    if record:
+        r_workers = [_with_times(each, record, index) for index, each in enumerate(r_workers)]
+    used, total = sum(each.blocks_used for each in r_workers), sum(each.num_blocks for each in r_workers)
+    return EngineState(
+        now, len(scheduler.residents), len(scheduler.queue), used / total if total else 0.0,
+        counted.preemptions, counted.prefix_hit_tokens, tuple(r_workers),
+    )  # fmt: skip
+
+
+def _with_times(worker: RWorkerState, record: StepRecord, index: int) -> RWorkerState:
+    if index >= len(record.r_seconds):
+        return worker
+    kv_load = record.kv_loads[index] if index < len(record.kv_loads) else 0
+    return replace(
+        worker,
+        kv_load=kv_load,
+        busy_seconds=record.r_seconds[index],
+        transfer_seconds=record.transfer_seconds[index],
+    )

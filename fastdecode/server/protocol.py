@@ -1,0 +1,226 @@
+"""What an OpenAI client may ask: the bodies of requests, one struct each, and the SamplingParams that they mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from fastdecode.errors import RequestError
+from fastdecode.sampling_params import MAX_SAMPLES, SamplingParams
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+"""Fields of OpenAI's that say nothing about the text."""
+
+SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+    "bad_words", "skip_special_tokens", "logprobs",
+)  # fmt: skip
+"""Fields that are SamplingParams of the same name: OpenAI's, and those that vLLM adds."""
+
+_KNOWN_KWARGS = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt"})
+"""Arguments of a chat template that ``chat_template_kwargs`` may not replace."""
+
+
+class StreamOptions(msgspec.Struct):
+    """``include_usage``: a last chunk with the token counts; ``continuous_usage_stats``: the counts in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(msgspec.Struct):
+    """A named JSON schema; ``strict`` is always so here."""
+
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """The form that the text must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What completions and chats have in common; None is the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """``prompt``: text, token ids, or a list of either. ``logprobs``: how many per token."""
+
+    prompt: str | list[Any] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """``messages`` go through the model's chat template, with ``tools``. ``top_logprobs``: how many per token."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Text as a completion has it, or messages as a chat has them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Token ids to decode."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def parse_json(data: bytes) -> Any:
+    """RequestError where ``data`` is no JSON in UTF-8."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
+def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
+    """The request in a parsed body, and the names of fields that are not understood.
+
+    RequestError names the field that is missing or has the wrong type.
+    """
+    if not isinstance(body, dict):
+        raise RequestError("body must be an object")
+    if "prompt" in kind.__struct_fields__ and "messages" not in kind.__struct_fields__ and body.get("prompt") is None:
+        raise RequestError("prompt is missing: text, token ids, or a list of either")
+    try:
+        request = msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        found = re.fullmatch(r"(.*) - at `\$(?:\.(.*))?`", str(error), re.DOTALL)
+        where, what = (found[2] or "body", found[1]) if found else ("body", str(error))
+        raise RequestError(f"{where}: {what[:1].lower()}{what[1:]}") from None
+    return request, sorted(set(body) - set(kind.__struct_fields__) - IGNORED)
+
+
+def prompts(request: CompletionRequest) -> list[Any]:
+    """The prompts of a completion: one, or each of a list of texts or of lists of token ids."""
+    prompt = request.prompt
+    several = isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt)
+    found = list(prompt or ()) if several else [prompt]
+    if len(found) * max(request.n or 1, 1) > MAX_SAMPLES:
+        raise RequestError(f"prompt: {len(found)} prompts with n={request.n or 1} are more than {MAX_SAMPLES} samples")
+    return found
+
+
+def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The request's over ``defaults``; RequestError or ConfigError for a value that cannot be."""
+    asked = {name: getattr(request, name) for name in SAMPLING if getattr(request, name) is not None}
+    if isinstance(request, ChatRequest):
+        asked = {"max_tokens": None, **defaults, **asked, **_chat_params(request)}
+        if not request.logprobs:
+            asked.pop("logprobs", None)
+    else:
+        asked = {**defaults, **asked}
+        if request.echo and request.logprobs is not None:
+            raise RequestError("logprobs of an echoed prompt are not supported: leave out echo or logprobs")
+    if request.logit_bias is not None:
+        asked["logit_bias"] = _token_keys(request.logit_bias)
+    return SamplingParams(**asked, **_structure(request))
+
+
+def template_arguments(request: ChatRequest) -> dict[str, Any]:
+    """What the chat template is told beside the messages; RequestError for what it cannot be told."""
+    choice = request.tool_choice
+    if choice not in (None, "none", "auto"):
+        raise RequestError(f"tool_choice must be none or auto: a call cannot be forced, got {choice!r:.80}")
+    if request.continue_final_message and request.add_generation_prompt and request.messages:
+        raise RequestError("continue_final_message needs add_generation_prompt false")
+    more = request.chat_template_kwargs or {}
+    taken = sorted(_KNOWN_KWARGS & set(more))
+    if taken:
+        raise RequestError(f"chat_template_kwargs must not name {taken[0]}")
+    given = {
+        "tools": None if choice == "none" else request.tools,
+        "add_generation_prompt": request.add_generation_prompt,
+        "continue_final_message": request.continue_final_message,
+    }
+    return {**more, **given}
+
+
+def schemas() -> dict[str, Any]:
+    """JSON schemas of all bodies by name, for the OpenAPI document."""
+    kinds = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return components
+
+
+def _chat_params(request: ChatRequest) -> dict[str, Any]:
+    """A chat says apart whether there are ``logprobs`` and how many, and has a newer name for ``max_tokens``."""
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError("logprobs must be true beside top_logprobs")
+    found: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
+    if request.max_completion_tokens is not None:
+        found["max_tokens"] = request.max_completion_tokens
+    return found
+
+
+def _structure(request: GenerationRequest) -> dict[str, Any]:
+    """The form of the text as SamplingParams take it; nothing where it is free."""
+    wanted = request.response_format
+    free = wanted is None or wanted.type == "text"
+    if free and request.structured_outputs is None:
+        return {}
+    if "structured_outputs" not in SamplingParams.__dataclass_fields__:
+        raise RequestError("response_format: structured outputs are not supported yet; leave it out, or use text")
+    raise RequestError("response_format: not wired up")
+
+
+def _token_keys(bias: Mapping[str, float]) -> dict[Any, float]:
+    """JSON has text as keys where token ids are meant; what is none is left for SamplingParams to refuse."""
+    return {int(key) if re.fullmatch("[0-9]{1,18}", key) else key: value for key, value in bias.items()}

@@ -1,0 +1,148 @@
+"""The server's process: it starts, serves, and ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from fastdecode.config import EngineConfig
+from fastdecode.errors import ConfigError
+from fastdecode.server.app import make_app
+from fastdecode.server.connection import LimitedProtocol
+from fastdecode.server.engine_thread import EngineThread
+from fastdecode.server.observer import Observer
+from fastdecode.server.service import Service
+from fastdecode.server.settings import ServerSettings
+
+POLL_SECONDS = 0.05
+BACKLOG = 4096
+LAST_WORDS_SECONDS = 2.0
+"""How long a server whose engine has failed goes on to say so, and answers that are complete may take to be sent."""
+
+
+def serve(config: EngineConfig, settings: ServerSettings) -> int:
+    """Serve until told to end. 0 after SIGTERM, 130 after Ctrl-C, 1 when the engine has failed; raises what keeps it
+    from starting."""
+    _raise_file_limit()
+    with contextlib.closing(_listen(settings)) as listener:
+        observer = Observer(settings.model_names(config.model)[0])
+        engine_thread = EngineThread(config, observer)
+        service = Service(config, settings, engine_thread)
+        try:
+            return _Server(service, config, settings).run_on(listener)
+        finally:
+            engine_thread.stop()
+            engine_thread.join()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which ends by our rules: requests that were accepted may finish, new ones hear 503."""
+
+    def __init__(self, service: Service, config: EngineConfig, settings: ServerSettings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                make_app(service),
+                http=type("Protocol", (LimitedProtocol,), {"timeout_seconds": settings.request_timeout or 1e9}),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_certfile=settings.ssl_certfile,
+                timeout_graceful_shutdown=LAST_WORDS_SECONDS,  # type: ignore[arg-type]
+            )
+        )
+        self._service, self._settings = service, settings
+        self._ending: asyncio.Task[None] | None = None
+        self._status = 0
+
+    def run_on(self, listener: socket.socket) -> int:
+        """Serve; returns the exit status."""
+        listener.listen(BACKLOG)
+        self.run([listener])
+        return self._status
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Both signals drain; Ctrl-C again ends at once."""
+        loop = asyncio.get_running_loop()
+        self._service.engine_thread.attach(loop, self._died)
+        numbers = {signal.SIGTERM: 0, signal.SIGINT: 130}
+        before = {number: signal.getsignal(number) for number in numbers}
+        for number, status in numbers.items():
+            loop.add_signal_handler(number, self._told_to_end, status)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say that requests are welcome."""
+        await super().startup(sockets)
+        service, settings = self._service, self._settings
+        host, port = (sockets or [])[0].getsockname()[:2]
+        scheme = "https" if settings.ssl_certfile else "http"
+        where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        guard = "with an API key" if settings.api_key else "without an API key"
+        count = f"{service.num_r_workers} R-worker{'s' if service.num_r_workers > 1 else ''}"
+        print(f"fastdecode: serves {', '.join(service.model_names)} at {where} ({guard}; {count})", flush=True)
+
+    def _told_to_end(self, status: int) -> None:
+        if self._ending is not None:
+            self._service.fail_all()
+            return
+        self._status = status
+        self._service.draining = True
+        self._say(f"ends: {self._service.num_requests} requests have {self._settings.shutdown_timeout:g} s to finish")
+        self._ending = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """New requests are answered with 503 until the last one that was accepted has ended."""
+        deadline = time.monotonic() + self._settings.shutdown_timeout
+        while self._service.num_requests and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        self._service.fail_all()
+        self.should_exit = True
+
+    def _died(self) -> None:
+        self._status = 1
+        self._say(f"error: the engine has failed: {self._service.engine_thread.error}")
+        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._exit)
+
+    def _exit(self) -> None:
+        self.should_exit = True
+
+    def _say(self, text: str) -> None:
+        print(f"fastdecode: {text}", file=sys.stderr, flush=True)
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    """A bound socket, before anything is loaded: a port that is taken is told at once. ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {settings.host}:{settings.port}: {error.strerror or error}") from None
+    return listener
+
+
+def _raise_file_limit() -> None:
+    """Every client takes a file."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

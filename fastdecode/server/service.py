@@ -1,0 +1,193 @@
+"""What all routes share: the engine, which requests are accepted, and how one is carried out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastdecode.config import EngineConfig
+from fastdecode.errors import RequestError
+from fastdecode.outputs import RequestOutput
+from fastdecode.server.answers import INVALID, AnswerForm, new_id
+from fastdecode.server.engine_thread import EngineThread
+from fastdecode.server.jobs import Job, Prompt, ShutdownError
+from fastdecode.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    prompts,
+    sampling_params,
+    template_arguments,
+)
+from fastdecode.server.settings import ServerSettings
+from fastdecode.text import check_token_ids, encode_text, read_prompt
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1
+"""What a client that is turned away is told to wait."""
+
+
+class ApiError(Exception):
+    """A request that is answered with an HTTP status of 400 or more."""
+
+    def __init__(self, status: int, message: str, kind: str = INVALID, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.param = status, kind, param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to come again, where that may help."""
+        return {"retry-after": str(RETRY_SECONDS)} if self.status == 503 else {}
+
+
+class Service:
+    """The model and its engine as the routes use them; belongs to the event loop."""
+
+    def __init__(self, config: EngineConfig, settings: ServerSettings, engine_thread: EngineThread) -> None:
+        """Starts the engine, and waits until it is loaded."""
+        self.settings = settings
+        self.engine_thread = engine_thread
+        self.observer = engine_thread.observer
+        template = settings.read_chat_template()
+        engine = engine_thread.start()
+        self.model = config.model
+        self.model_names = settings.model_names(config.model)
+        self.tokenizer, self.vocab_size = engine.s_model.tokenizer, engine.s_model.vocab_size
+        self.max_model_len = engine.s_model.max_model_len
+        self.generation_defaults = engine.s_model.generation_defaults
+        self.num_r_workers = len(engine.r_workers)
+        self._template: dict[str, Any] = {} if template is None else {"chat_template": template}
+        self._most_sequences = config.max_num_seqs + settings.max_num_queued_reqs
+        self._jobs: set[Job] = set()
+        self._num_sequences = 0
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        self._created = int(time.time())
+        self.draining = False
+
+    @property
+    def dead(self) -> bool:
+        """True once no request can run any more."""
+        return self.engine_thread.dead
+
+    @property
+    def num_requests(self) -> int:
+        """API requests that were accepted and have not ended."""
+        return len(self._jobs)
+
+    def check_open(self) -> None:
+        """ApiError 503 where no request is accepted: the engine is dead, the server ends, or the queue is full."""
+        self.check_alive()
+        if self._num_sequences >= self._most_sequences:
+            raise ApiError(503, f"{self._num_sequences} sequences are under way: the queue is full", "overloaded_error")
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError 404 where the client means another model; None means this one."""
+        if name is not None and name not in self.model_names:
+            raise ApiError(
+                404, f"the model {name!r:.200} does not exist: {', '.join(self.model_names)} does", param="model"
+            )
+
+    async def accept(self, request: CompletionRequest | ChatRequest) -> tuple[Job, AnswerForm]:
+        """Read the request and queue it; it must be given to ``end``. ApiError, RequestError or ConfigError."""
+        arrival_seconds = time.perf_counter()
+        self.check_open()
+        self.check_model(request.model)
+        params = sampling_params(request, self.generation_defaults)
+        num_sequences = params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
+        self._num_sequences += num_sequences
+        try:
+            found = await self.off_loop(self._read_prompts, request)
+            echoes = self._echoes(found) if isinstance(request, CompletionRequest) and request.echo else ()
+        except BaseException:
+            self._num_sequences -= num_sequences
+            raise
+        job = Job(new_id(), found, params, arrival_seconds)
+        self._jobs.add(job)
+        self.engine_thread.submit(job)
+        return job, AnswerForm(
+            isinstance(request, ChatRequest), self.model_names[0], job.job_id, bool(request.return_token_ids), echoes
+        )
+
+    def end(self, job: Job) -> None:
+        """The job is answered, or its client gone: what is left of it is aborted."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+            self._num_sequences -= job.num_sequences
+            self.engine_thread.release(job)
+
+    def check_alive(self) -> None:
+        """ApiError 503 once the engine is dead or the server ends."""
+        if self.dead:
+            raise ApiError(503, "the engine has failed", "server_error")
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", "server_error")
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        """What is served, a card for each of its names."""
+        told = {"object": "model", "created": self._created, "owned_by": "fastdecode", "root": self.model}
+        return [{"id": name, **told, "parent": None, "max_model_len": self.max_model_len} for name in self.model_names]
+
+    def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """Token ids of the text or the conversation; ApiError or RequestError."""
+        self.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise ApiError(400, "give either prompt or messages")
+        if request.messages is not None:
+            told = {"tools": request.tools, "add_generation_prompt": request.add_generation_prompt}
+            return self.encode_chat(request.messages, **told)
+        return encode_text(request.prompt, self.tokenizer)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+        return [self.detokenize([token_id]) for token_id in token_ids]
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        """Their text; ApiError or RequestError."""
+        if self.tokenizer is None:
+            raise ApiError(400, "the tokenizer was not loaded (skip_tokenizer_init)")
+        check_token_ids(token_ids, self.vocab_size)
+        return self.tokenizer.backend.decode(token_ids, skip_special_tokens=False)
+
+    def fail_all(self) -> None:
+        """Break off every request: the server ends."""
+        for job in self._jobs:
+            job.fail(ShutdownError("the server was shut down before the answer was complete"))
+
+    async def off_loop(self, function: Any, *args: Any) -> Any:
+        """Call what takes long, templates and tokenizers, in a thread of its own."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+
+    def encode(self, prompt: Any) -> Prompt:
+        """Text or token ids, as the engine reads them; RequestError."""
+        text, token_ids = read_prompt(prompt, self.tokenizer, self.vocab_size, self.max_model_len)
+        return Prompt(token_ids, text)
+
+    def encode_chat(self, messages: list[dict[str, Any]], **arguments: Any) -> list[int]:
+        """Token ids of a conversation; RequestError."""
+        if self.tokenizer is None:
+            raise RequestError("messages need a tokenizer, and it was not loaded (skip_tokenizer_init)")
+        return self.tokenizer.encode_chat(messages, **self._template, **arguments)
+
+    def _read_prompts(self, request: CompletionRequest | ChatRequest) -> Sequence[Prompt]:
+        if isinstance(request, ChatRequest):
+            return [self.encode(self.encode_chat(request.messages, **template_arguments(request)))]
+        return [self.encode(prompt) for prompt in prompts(request)]
+
+    def _echoes(self, found: Sequence[Prompt]) -> tuple[str, ...]:
+        if self.tokenizer is None:
+            return ("",) * len(found)
+        decode = self.tokenizer.backend.decode
+        return tuple(decode(each.token_ids) if each.text is None else each.text for each in found)
+
+
+def check_finished(outputs: Sequence[RequestOutput | None]) -> list[RequestOutput]:
+    """The outputs of a finished job; ApiError 500 where the model failed."""
+    found = [output for output in outputs if output is not None]
+    if any(each.finish_reason == "error" for output in found for each in output.outputs):
+        raise ApiError(500, "the model gave no finite logits, or no R-worker has room any more", "server_error")
+    return found

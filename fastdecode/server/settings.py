@@ -1,0 +1,72 @@
+"""Every setting of the server, frozen, and validated once when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdecode.errors import ConfigError
+from fastdecode.settings import check_settings, setting
+
+SERVER = "server"
+"""The group of its flags."""
+
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """One field per flag of ``fastdecode serve``, with underscores. ConfigError names a bad field."""
+
+    host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine", SERVER)
+    port: int = setting(8000, "0: any free one, which is printed", SERVER, least=0, most=65535)
+    api_key: str | None = setting(
+        None, "that requests must send, as `Authorization: Bearer KEY`; of every route but /health", SERVER,
+        metavar="KEY", unset="FASTDECODE_API_KEY, or none",
+    )  # fmt: skip
+    served_model_name: str | None = setting(
+        None, "what clients call the model; several with commas, of which answers give the first", SERVER,
+        metavar="NAME", unset="as in --model",
+    )  # fmt: skip
+    chat_template: str | None = setting(
+        None, "file with a Jinja template, or the template itself", SERVER, metavar="FILE", unset="the tokenizer's"
+    )
+    max_num_queued_reqs: int = setting(
+        4096, "that wait beyond --max-num-seqs; more are answered with 503", SERVER, metavar="N", least=0
+    )
+    shutdown_timeout: float = setting(
+        30.0, "that accepted requests have to end after SIGTERM or Ctrl-C", SERVER, metavar="SECONDS"
+    )
+    request_timeout: float = setting(
+        30.0, "that a client has to send the header of a request, and its body", SERVER, metavar="SECONDS"
+    )
+    max_request_bytes: int = setting(
+        32 * MEBIBYTE, "longest body; longer ones are answered with 413", SERVER, metavar="BYTES", least=1
+    )
+    ssl_keyfile: str | None = setting(None, "TLS: private key", SERVER, metavar="FILE", unset="none")
+    ssl_certfile: str | None = setting(None, "TLS: certificate", SERVER, metavar="FILE", unset="none")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        for name in ("shutdown_timeout", "request_timeout"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} must be a number of seconds of at least 0, not {getattr(self, name)!r}")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ConfigError("ssl_keyfile and ssl_certfile belong together: give both, or none")
+        if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
+            raise ConfigError("api_key must be ASCII text that is not empty")
+
+    def model_names(self, model: str) -> tuple[str, ...]:
+        """What clients may call the model."""
+        names = tuple(filter(None, map(str.strip, (self.served_model_name or "").split(","))))
+        return names or (model,)
+
+    def read_chat_template(self) -> str | None:
+        """The template's text; ConfigError where it is neither a file nor a template."""
+        given = self.chat_template
+        if given is None or "{" in given:
+            return given
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"chat_template: cannot read {given!r}: {error}") from None

@@ -1,0 +1,138 @@
+"""Answers on their way to the client, whole or as server-sent events; a client that is gone ends its request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fastdecode.errors import FastDecodeError
+from fastdecode.outputs import RequestOutput
+from fastdecode.server.answers import AnswerForm, GrowingChoice, chunk, error_body, first_choice, usage_of, whole_answer
+from fastdecode.server.jobs import DisconnectedError, Job
+from fastdecode.server.protocol import StreamOptions
+from fastdecode.server.service import ApiError, Service, check_finished
+
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class GenerationResponse(Response):
+    """Answers ``job``: with ``options`` as a stream, else whole."""
+
+    def __init__(self, service: Service, job: Job, form: AnswerForm, options: StreamOptions | None) -> None:
+        super().__init__()
+        self._service, self._job, self._form, self._options = service, job, form, options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            if self._options is None:
+                await (await self._whole())(scope, receive, send)
+            else:
+                await self._stream(send, self._options)
+        except DisconnectedError:
+            pass
+        finally:
+            watch.cancel()
+            self._service.end(self._job)
+
+    async def _watch(self, receive: Receive) -> None:
+        """Fail the job as soon as its client is gone."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._job.fail(DisconnectedError("the client is gone"))
+        self._service.end(self._job)
+
+    async def _whole(self) -> Response:
+        job = self._job
+        try:
+            while not job.finished:
+                await job.news()
+            return json_response(whole_answer(self._form, check_finished(job.outputs)))
+        except (ApiError, FastDecodeError) as error:
+            if isinstance(error, DisconnectedError):
+                raise
+            return error_response(error)
+
+    async def _stream(self, send: Send, options: StreamOptions) -> None:
+        """The status is sent with the first event, so that a request which cannot run is answered with its own."""
+        started = False
+        try:
+            async for event in _events(self._job, self._form, options):
+                if not started:
+                    await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                    started = True
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except (ApiError, FastDecodeError) as error:
+            if isinstance(error, DisconnectedError):
+                raise
+            if not started:
+                response = error_response(error)
+                await response({"type": "http"}, _nothing, send)
+                return
+            await send({"type": "http.response.body", "body": _event(error_answer(error)[1]), "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def _events(job: Job, form: AnswerForm, options: StreamOptions) -> AsyncIterator[bytes]:
+    """A chunk for whatever came at once, beginning with each choice's first one."""
+    count = job.params.n
+    choices = [GrowingChoice(form, index) for index in range(len(job.prompts) * count)]
+    news = await job.news()
+    for index, _ in enumerate(choices):
+        first = first_choice(form, index, form.echoes[index // count] if form.echoes else "")
+        if first:
+            yield _event(chunk(form, [first]))
+    while True:
+        found = [choice for index, output in news.items() for choice in _new_choices(choices, index * count, output)]
+        if found:
+            counts = usage_of([each for each in job.outputs if each]) if options.continuous_usage_stats else None
+            yield b"".join(_event(chunk(form, [choice], counts)) for choice in found)
+        if job.finished:
+            break
+        news = await job.news()
+    outputs = check_finished(job.outputs)
+    if options.include_usage:
+        yield _event(chunk(form, [], usage_of(outputs)))
+
+
+def _new_choices(choices: list[GrowingChoice], first: int, output: RequestOutput) -> list[dict[str, Any]]:
+    found = (choices[first + each.index].news(each) for each in output.outputs if each.finish_reason != "error")
+    return [choice for choice in found if choice]
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """``content`` as JSON."""
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body of an answer in OpenAI's error shape."""
+    if isinstance(error, ApiError):
+        return error.status, error_body(str(error), error.kind, error.status, error.param)
+    if isinstance(error, ValueError):  # RequestError, ConfigError
+        return 400, error_body(str(error))
+    return 503, error_body(str(error), "server_error", 503)
+
+
+def error_response(error: Exception) -> Response:
+    """The same as a response."""
+    status, body = error_answer(error)
+    return json_response(body, status, error.headers if isinstance(error, ApiError) else None)
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+async def _nothing() -> dict[str, Any]:
+    return {"type": "http.disconnect"}

@@ -1,0 +1,149 @@
+"""The OpenAI API over a real server process, asked by the openai package and by plain HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from helpers.servers import CHAT_TEMPLATE, RunningServer, serving
+
+from fastdecode import LLM, SamplingParams
+
+MODEL = "demo"
+PROMPTS = [f"def f{number}(self, x):\n    " for number in range(12)]
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    flags = ["--served-model-name", f"{MODEL},other", "--chat-template", CHAT_TEMPLATE, "--max-num-seqs", "32"]
+    with serving(tmp_path_factory.mktemp("server"), *flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """What the engine itself says, greedily."""
+    with LLM(max_model_len=256, kv_cache_memory="64MiB", device="cpu") as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_completions_are_those_of_generate(server: RunningServer, expected: list[str]) -> None:
+    """One by one, all in one request, and streamed, in whole and in parts."""
+    with client(server) as api:
+        one = api.completions.create(prompt=PROMPTS[0], **GREEDY)
+        assert one.choices[0].text == expected[0] and one.choices[0].finish_reason == "length"
+        assert one.usage and one.usage.completion_tokens == 24 and one.model == MODEL
+        several = api.completions.create(prompt=PROMPTS, **GREEDY)
+        assert [choice.text for choice in several.choices] == expected
+        assert [choice.index for choice in several.choices] == list(range(len(PROMPTS)))
+        texts = [""] * len(PROMPTS)
+        usage = None
+        for event in api.completions.create(
+            prompt=PROMPTS, stream=True, stream_options={"include_usage": True}, **GREEDY
+        ):
+            usage = event.usage
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+        assert texts == expected and usage and usage.completion_tokens == 24 * len(PROMPTS)
+
+
+def test_many_streams_at_once(server: RunningServer, expected: list[str]) -> None:
+    async def stream(api: openai.AsyncOpenAI, prompt: str) -> tuple[str, int]:
+        text, count = "", 0
+        async for event in await api.completions.create(prompt=prompt, stream=True, **GREEDY):
+            text += event.choices[0].text
+            count += 1
+        return text, count
+
+    async def run() -> list[tuple[str, int]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+            return await asyncio.gather(*(stream(api, prompt) for prompt in PROMPTS))
+
+    found = asyncio.run(run())
+    assert [text for text, _ in found] == expected
+    assert all(count > 4 for _, count in found)
+
+
+def test_chats(server: RunningServer, expected: list[str]) -> None:
+    """Through the template, tools included, whole and streamed."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    with client(server) as api:
+        whole = api.chat.completions.create(messages=messages, tools=[tool], **GREEDY)
+        assert whole.choices[0].message.role == "assistant" and whole.usage
+        assert whole.usage.prompt_tokens == len("[look]<user>hi\n<assistant>")
+        same = api.completions.create(
+            prompt=server.request("/tokenize", {"messages": messages, "tools": [tool]})[1]["tokens"], **GREEDY
+        )
+        assert whole.choices[0].message.content == same.choices[0].text
+        events = list(api.chat.completions.create(messages=messages, tools=[tool], stream=True, **GREEDY))
+        deltas = [event.choices[0].delta for event in events]
+        assert deltas[0].role == "assistant"
+        assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+        assert events[-1].choices[0].finish_reason == "length"
+
+
+def test_errors_have_openai_s_shape(server: RunningServer) -> None:
+    with client(server) as api:
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            api.completions.create(model="another", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="temperature must be a number") as caught:
+            api.completions.create(model=MODEL, prompt="x", temperature=-1)
+        assert caught.value.type == "invalid_request_error"
+        with pytest.raises(openai.BadRequestError, match="max_model_len"):
+            api.completions.create(model=MODEL, prompt="x" * 300, stream=True)
+        assert [model.id for model in api.models.list()] == [MODEL, "other"]
+
+
+def test_an_api_key_guards_all_but_health(tmp_path: Path) -> None:
+    with serving(tmp_path, FASTDECODE_API_KEY="secret") as running:
+        for path in ("/v1/models", "/version", "/metrics", "/openapi.json", "/docs", "/nothing"):
+            status, body = running.request(path)
+            assert status == 401 and "API key" in body["error"]["message"]
+            assert running.request(path, headers={"authorization": "Bearer wrong"})[0] == 401
+        assert running.request("/health") == (200, {})
+        assert running.request("/v1/models", headers={"authorization": "Bearer secret"})[0] == 200
+        running.process.terminate()
+        assert running.process.wait(20) == 0
+
+
+def test_metrics_count_what_was_done(server: RunningServer) -> None:
+    """By vLLM's names; counters grow by what a request brings, and nothing is held after it."""
+
+    def read() -> dict[str, float]:
+        status, text = server.request("/metrics")
+        assert status == 200
+        lines = [line for line in text.splitlines() if line.startswith("fastdecode:")]
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+    before = read()
+    asked = {**GREEDY, "prompt": ["12345", "678"], "ignore_eos": True, "max_tokens": 5}
+    assert server.request("/v1/completions", asked)[0] == 200
+    after = read()
+    grown = {
+        name.removeprefix("fastdecode:").partition("{")[0]: value - before.get(name, 0)
+        for name, value in after.items()
+        if "bucket" not in name
+    }
+    assert grown["prompt_tokens_total"] == grown["prefix_cache_queries_total"] == 10
+    assert grown["generation_tokens_total"] == 10 and grown["request_success_total"] == 2
+    assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 2
+    assert grown["inter_token_latency_seconds_count"] == 8 and grown["request_queue_time_seconds_count"] == 2
+    assert 0 < grown["request_queue_time_seconds_sum"] < grown["time_to_first_token_seconds_sum"]
+    assert grown["s_seconds_total"] > 0 and grown["r_seconds_total"] > 0 and grown["steps_total"] >= 5
+    names = {name.partition("{")[0]: value for name, value in after.items()}
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert names[f"fastdecode:{name}"] == 0
+    assert names["fastdecode:r_workers_alive"] == 1 and names["fastdecode:r_worker_kv_blocks"] > 0
+    labelled = f'fastdecode:time_to_first_token_seconds_bucket{{le="+Inf",model_name="{MODEL}"}}'
+    assert after[labelled] - before[labelled] == 2
