@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from fastdecode.addresses import describe_security
 from fastdecode.backends import prepare
 from fastdecode.cli.output import check_output_files
 from fastdecode.config import BATCHING, MODEL, ONLY_VLLM, WORKERS, EngineConfig, check_only_vllm
 from fastdecode.machine import mend_binding
+from fastdecode.settings import describe_security
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
 """Settings of the scheduler, in the engine and in the simulator."""
