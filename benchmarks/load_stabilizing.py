@@ -27,7 +27,6 @@ from fastdecode.measure.plots import plot_steps
 from fastdecode.measure.throughput import run_throughput, warm_up
 from fastdecode.measure.throughput_report import ThroughputRun
 from fastdecode.metrics import StepRecord
-from fastdecode.scheduler import Scheduler
 
 PROMPT_LEN = 16
 
@@ -126,7 +125,7 @@ def _engine(schedule: str, folder: str, args: argparse.Namespace, seconds_per_to
     engine = LLMEngine(config, stand_ins)
     balanced = int(_mean_load(args) / args.stand_ins)
     limits = replace(engine.scheduler.limits, balanced_kv_tokens=balanced, seconds_per_moved_token=math.inf)
-    engine.replace_scheduler(Scheduler(engine.scheduler.policy, limits))  # nothing moves: stand-ins hold no cache
+    engine.replace_scheduler(engine.scheduler.with_limits(limits))  # nothing moves: stand-ins hold no cache
     return engine
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from simulated import simulated
 
-from fastdecode.scheduler import POLICIES
+from fastdecode.scheduler import SCHEDULES
 
 FLEETS = ("1", "8", "32", "128", "1:2:3:4 twice")
 LENGTHS = {
@@ -77,7 +77,7 @@ def against_others(lengths: str, found: dict[Key, dict[str, Any]]) -> Iterator[s
             continue
         own = found[lengths, fleet, "sls"]
         waves = found[lengths, fleet, "request-level"]
-        others = [found[lengths, fleet, name]["tokens_per_second"] for name in POLICIES if name != "sls"]
+        others = [found[lengths, fleet, name]["tokens_per_second"] for name in SCHEDULES if name != "sls"]
         rival = waves["tokens_per_second"] if lengths == "equal" else max(others)
         load = own["mean_kv_tokens"] / own["limit_kv_tokens"]
         gain = own["tokens_per_second"] / rival
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--presets", action=argparse.BooleanOptionalAction, default=True, help="the paper's machine")
     args = parser.parse_args()
     lengths, fleets = args.lengths.split(","), args.fleets.split(",")
-    keys = [(each, fleet, schedule) for each in lengths for schedule in POLICIES for fleet in fleets]
+    keys = [(each, fleet, schedule) for each in lengths for schedule in SCHEDULES for fleet in fleets]
     found: dict[Key, dict[str, Any]] = {}
     missed = False
     print("lengths | schedule | R-workers | steady tokens/s | busiest over mean | mean load | peak load | preemptions")

@@ -21,7 +21,7 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
-SCHEDULES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
+SCHEDULE_NAMES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 MAX_THREADS = 1024
@@ -75,7 +75,7 @@ class EngineConfig:
         True, "reuse the KV of equal beginnings", BATCHING, unset="on; off for the random dataset"
     )
     schedule: str = setting(
-        "sls", "load-stabilizing and stall-free, or one to compare it with", BATCHING, choices=SCHEDULES
+        "sls", "load-stabilizing and stall-free, or one to compare it with", BATCHING, choices=SCHEDULE_NAMES
     )
     kv_load_limit: int | None = setting(
         None, "KV tokens attended per step, over all R-workers", BATCHING, metavar="TOKENS", least=1,

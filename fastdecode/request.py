@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fastdecode.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler import Sequence
 from fastdecode.sworker import SModel
 from fastdecode.sworker.grammar import Matcher
 from fastdecode.sworker.sampling import SampledToken, SamplingRow, sample_seed

@@ -19,7 +19,7 @@ from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedWorkload, SplitMachine
 from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
-from fastdecode.scheduler import POLICIES, Limits, Scheduler
+from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 DATASETS = ("random", "trace", *SARATHI)
 UNBOUNDED_TOKENS = 1 << 40
@@ -68,7 +68,7 @@ class SimulationInputs:
 
     def scheduler(self) -> Scheduler:
         """A new one."""
-        return Scheduler(POLICIES[self.schedule], self.limits)
+        return Scheduler(SCHEDULES[self.schedule], self.limits)
 
 
 def read_simulation(args: argparse.Namespace) -> SimulationInputs:
