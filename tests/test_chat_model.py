@@ -21,6 +21,7 @@ from fastdecode.cli.bench_perplexity import measure_perplexity
 from fastdecode.cli.main import main
 from fastdecode.config import DEMO_MODEL
 
+pytestmark = pytest.mark.timeout(600)  # the first to ask for the model waits until it is fetched and converted
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "get_model.py"
 UNREACHABLE = 69
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
