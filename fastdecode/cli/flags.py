@@ -123,7 +123,8 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _auto_int(text: str) -> int | None:
+def auto_int(text: str) -> int | None:
+    """None for "auto"."""
     if text == "auto":
         return None
     try:
@@ -137,7 +138,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "str | None": str,
     "int | str | None": str,
     "int": int,
-    "int | None": _auto_int,
+    "int | None": auto_int,
     "float": float,
     "float | None": float,
     "dict[str, Any]": json_object,
