@@ -17,6 +17,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from typing import Any
 
 from simulated import simulated
@@ -91,17 +92,16 @@ def against_others(lengths: str, found: dict[Key, dict[str, Any]]) -> Iterator[s
 
 
 def presets() -> Iterator[str]:
-    """The paper's machine: with two mini-batches a step near R = S waits for the round trip, with three it does not."""
-    workload = "--random-input-len 16 --random-output-len 1008"
-    for mini_batches in (2, 3):
-        machine = f"{PRESET} {workload} --num-mini-batches {mini_batches}"
-        own, waves = (simulated(f"{machine} --schedule {name}") for name in ("sls", "request-level"))
-        gain = own["steady"]["tokens_per_second"] / waves["steady"]["tokens_per_second"]
-        whole = own["output_tokens_per_second"] / waves["output_tokens_per_second"]
-        yield (
-            f"paper's machine, {mini_batches} mini-batches: sls {own['steady']['tokens_per_second']:.0f} steady "
-            f"tokens/s, {gain:.3f} times request-level's, whole run {whole:.3f}{'' if gain >= 1.10 else ' | MISSED'}"
-        )
+    """The paper's machine. With two mini-batches a step near R = S waits for the way to R-workers and back, with three
+    the S-worker loads the weights once more: each schedule at the number that is best for it."""
+    machine = f"{PRESET} --random-input-len 16 --random-output-len 1008"
+    found = {}
+    for schedule, number in product(("sls", "request-level"), (2, 3)):
+        report = simulated(f"{machine} --num-mini-batches {number} --schedule {schedule}")
+        found[schedule, number] = report["steady"]["tokens_per_second"]
+        yield f"paper's machine, {schedule}, {number} mini-batches: {found[schedule, number]:.0f} steady tokens/s"
+    own, waves = (max(found[schedule, number] for number in (2, 3)) for schedule in ("sls", "request-level"))
+    yield f"paper's machine, each at its best: {own / waves:.3f} times{'' if own >= 1.10 * waves else ' | MISSED'}"
 
 
 def main() -> None:

@@ -9,10 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdecode.addresses import SECURITY_LEVELS, RWorkerSpec, check_key, check_security, parse_r_workers, split_address
 from fastdecode.errors import ConfigError
 from fastdecode.machine import total_memory_bytes, usable_cores
-from fastdecode.settings import check_settings, parse_bytes, parse_cores, parse_kv_cache_memory, setting
+from fastdecode.settings import (
+    SECURITY_LEVELS,
+    RWorkerSpec,
+    check_key,
+    check_security,
+    check_settings,
+    parse_bytes,
+    parse_cores,
+    parse_kv_cache_memory,
+    parse_r_workers,
+    setting,
+    split_address,
+)
 from fastdecode.types import ISAS
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"

@@ -17,8 +17,7 @@ from fastdecode.sworker.fused import FusedRows
 from fastdecode.sworker.grammar import Grammars, Matcher
 from fastdecode.sworker.loader import load_hf_config, load_model, max_position_embeddings, model_shape
 from fastdecode.sworker.prepack import PackedLinears
-from fastdecode.sworker.probe import probe_layout
-from fastdecode.sworker.support import check_rope
+from fastdecode.sworker.support import check_rope, probe_layout
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
 from fastdecode.types import KVLayout
 

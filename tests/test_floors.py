@@ -17,7 +17,7 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 }
 
 FLOORS = [
-    {"", "types", "step", "addresses", "config", "protocols", "errors", "machine", "outputs", "sampling_params"}
+    {"", "types", "step", "config", "protocols", "errors", "machine", "outputs", "sampling_params"}
     | {"settings", "metrics", "structured_outputs"},
     {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"sworker", "cluster", "perfmodel.simulate"},

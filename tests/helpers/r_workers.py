@@ -29,7 +29,6 @@ def joining(pool: str, *arguments: str) -> contextlib.AbstractContextManager[tup
 
 @contextlib.contextmanager
 def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """See ``listening``."""
     command = [FASTDECODE, "r-worker", *SMALL, "--log-level", "info", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
