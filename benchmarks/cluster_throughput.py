@@ -52,7 +52,6 @@ class ContextFiller:
     def run(
         self, step: ScheduledStep, sampling: Mapping[int, Sequence[SamplingRow]], overlap: bool = True
     ) -> dict[int, list[SampledToken]]:
-        """See ``SWorker.run``."""
         if step.is_decode:
             return self._s_worker.run(step, sampling, overlap)
         for mini_batch, chunks in enumerate(step.mini_batches):

@@ -117,7 +117,7 @@ def _join_and_leave(job: Job) -> None:
         job.phase("moving")
         job.phase("two R-workers")
         newcomer.send_signal(signal.SIGTERM)
-        job.step_until(lambda: job.engine.scheduler.fleet.present == [0])
+        job.step_until(lambda: job.engine.scheduler.workers.present == [0])
     job.phase("one again")
 
 

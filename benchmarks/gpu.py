@@ -40,7 +40,6 @@ class AtOnce(StandInBackend):
     """
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        """See ``AttentionBackend.submit``."""
         rows = self._rows.get(mini_batch)
         if rows is None or len(rows) != len(q):
             shape = (len(q), self.layout.layers[layer].num_heads, self.layout.layers[layer].value_head_dim)
@@ -53,11 +52,9 @@ class AtOnce(StandInBackend):
         self._rows = kept
 
     def ready(self, mini_batch: int) -> bool:
-        """See ``AttentionBackend.ready``."""
         return True
 
     def collect(self, mini_batch: int) -> np.ndarray:
-        """See ``AttentionBackend.collect``."""
         return self._rows[mini_batch]
 
 

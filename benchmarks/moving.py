@@ -18,7 +18,7 @@ import numpy as np
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine, StepCost
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.scheduler import POLICIES, Limits, Scheduler
+from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 NUM_WORKERS, SEATS, NUM_LAYERS, S_SECONDS = 8, 256, 32, 4e-3
 SECONDS_PER_MOVED_TOKEN = 1e-3
@@ -65,7 +65,6 @@ class SlowingMachine:
         self._num_steps = 0
 
     def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
-        """See ``Machine.cost``."""
         self._num_steps += 1
         machine = self._after if self._num_steps > SLOW_FROM else self._before
         return machine.cost(num_tokens, num_output_tokens, kv_loads)
@@ -88,7 +87,7 @@ def measure(scenario: Scenario, moves: bool) -> tuple[float, float, int]:
         idle_s_share=model.idle_s_share(SEATS),
         seconds_per_moved_token=SECONDS_PER_MOVED_TOKEN if moves else math.inf,
     )
-    simulator = Simulator(Scheduler(POLICIES["sls"], limits), SlowingMachine(scenario))
+    simulator = Simulator(Scheduler(SCHEDULES["sls"], limits), SlowingMachine(scenario))
     simulator.run(requests)
     gaps = np.concatenate([request.seconds_between_tokens for request in requests])
     tokens = sum(request.output_len for request in requests)

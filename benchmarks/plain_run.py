@@ -10,7 +10,7 @@ import statistics
 
 from models import llama_folder
 
-from fastdecode.config import SCHEDULES, EngineConfig
+from fastdecode.config import SCHEDULE_NAMES, EngineConfig
 from fastdecode.engine import LLMEngine
 from fastdecode.measure.dataset import WorkItem
 from fastdecode.measure.throughput import run_throughput, warm_up
@@ -19,7 +19,7 @@ from fastdecode.measure.throughput import run_throughput, warm_up
 def main() -> None:
     """Print every round and the ratio of the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schedules", nargs=2, default=["fcfs", "sls"], choices=SCHEDULES, help="(fcfs sls)")
+    parser.add_argument("--schedules", nargs=2, default=["fcfs", "sls"], choices=SCHEDULE_NAMES, help="(fcfs sls)")
     parser.add_argument("--requests", type=int, default=64, help="and slots (64)")
     parser.add_argument("--prompt-len", type=int, default=128, help="(128)")
     parser.add_argument("--output-len", type=int, default=256, help="(256)")

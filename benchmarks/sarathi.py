@@ -20,7 +20,7 @@ from fastdecode.perfmodel.hardware import GPUS
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.simulate import GpuMachine, Simulator, Slo, find_capacity
 from fastdecode.perfmodel.simulate.workload import SARATHI, SimulatedWorkload, drawn_workload
-from fastdecode.scheduler import POLICIES, Limits, Scheduler
+from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 _SHAPE = BUILT_IN["mistral-7b"]
 MISTRAL_ON_A100 = GpuStepTime(_SHAPE, GPUS["a100"], _SHAPE.kv_layout(_SHAPE.dtype).kv_bytes_per_token)
@@ -73,7 +73,7 @@ def capacity(workload: SimulatedWorkload, slo: Slo, tolerance: float, limits: Li
 
     def meets(rate: float) -> bool:
         requests = workload.at(rate)
-        simulator = Simulator(Scheduler(POLICIES[schedule], limits), GpuMachine(MISTRAL_ON_A100))
+        simulator = Simulator(Scheduler(SCHEDULES[schedule], limits), GpuMachine(MISTRAL_ON_A100))
         simulator.run(requests, lambda each: each.num_steps % 64 == 0 and slo.is_lost(requests, each.now_seconds))
         return slo.is_met(requests)
 

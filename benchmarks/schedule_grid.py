@@ -20,7 +20,7 @@ import numpy as np
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.scheduler import POLICIES, Limits, Scheduler
+from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 SEATS, OUTPUT_LEN, PROMPT_LEN, NUM_WORKERS, NUM_LAYERS = 256, 256, 16, 4, 4
 S_SECONDS = 1e-3
@@ -105,7 +105,7 @@ def measure(scenario: Scenario, schedule: str) -> tuple[float, float]:
         idle_s_share=machine.model.idle_s_share(SEATS),
         seconds_per_moved_token=machine.seconds_per_moved_token,
     )
-    simulator = Simulator(Scheduler(POLICIES[schedule], limits), machine)
+    simulator = Simulator(Scheduler(SCHEDULES[schedule], limits), machine)
     simulator.run(requests)
     gaps = np.concatenate([request.seconds_between_tokens for request in requests])
     tokens = sum(request.output_len for request in requests)

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from fastdecode.scheduler import POLICIES, Limits, Scheduler, Sequence
+from fastdecode.scheduler import SCHEDULES, Limits, Scheduler, Sequence
 
 PROMPT_LEN, OUTPUT_LEN = 64, 512
 
@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--running", default="1024,4096,16384,65536", metavar="LIST", help="(1024,4096,16384,65536)")
     parser.add_argument("--steps", type=int, default=50, help="measured steps (50)")
-    parser.add_argument("--schedule", default="sls", choices=POLICIES, help="(sls)")
+    parser.add_argument("--schedule", default="sls", choices=SCHEDULES, help="(sls)")
     parser.add_argument("--prefix-caching", action="store_true", help="(off)")
     args = parser.parse_args()
     print("running | schedule ms p50 (p99) | commit ms p50 | plan ms p50 | µs per sequence | starts per step")
@@ -56,7 +56,7 @@ class Driver:
             kv_load_limit=int(running * (PROMPT_LEN + OUTPUT_LEN / 2) * 1.05),
             prefix_caching=prefix_caching,
         )
-        self.scheduler = Scheduler(POLICIES[schedule], limits)
+        self.scheduler = Scheduler(SCHEDULES[schedule], limits)
         self.sequences: dict[int, Sequence] = {}
         for number in range(3 * running):
             self.sequences[number] = Sequence(number, [number % 1000] * PROMPT_LEN, OUTPUT_LEN)

@@ -12,7 +12,7 @@ import time
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.scheduler import POLICIES, Limits, Scheduler
+from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 PROMPT_LEN, OUTPUT_LEN = 64, 512
 SLACK = 1.05
@@ -48,7 +48,7 @@ def measure(seats: int, num_r_workers: int, num_steps: int) -> tuple[int, float]
         prefix_caching=False,
     )
     records: list[object] = []
-    simulator = Simulator(Scheduler(POLICIES["sls"], limits), SplitMachine(model), records.append)
+    simulator = Simulator(Scheduler(SCHEDULES["sls"], limits), SplitMachine(model), records.append)
     moments: list[float] = []
 
     def until(simulator: Simulator) -> bool:

@@ -33,13 +33,11 @@ class StandInBackend(InstantBackend):
         self.seconds_per_token = seconds_per_token
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """See ``AttentionBackend.open``."""
         self.layout = layout
         info = RWorkerInfo("stand-in", NUM_BLOCKS, self._block_size, 1, "none", own_cores=True)
         return [info] * self.num_workers
 
     def begin_step(self, plan: StepPlan) -> None:
-        """See ``AttentionBackend.begin_step``."""
         tokens = [[_attended(spans) for spans in worker.mini_batches] for worker in plan.workers]
         self._tokens = np.array(tokens, np.float64)
         self._end: dict[int, float] = {}
@@ -48,7 +46,6 @@ class StandInBackend(InstantBackend):
         self._busy = np.zeros((2, *self._tokens.shape, len(self.layout.layers)))
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        """See ``AttentionBackend.submit``."""
         tokens = self._tokens[:, mini_batch]
         start = np.maximum(time.perf_counter(), self._free_at)
         end = start + (self.call_seconds + self.seconds_per_token * tokens) * (tokens > 0)
@@ -59,17 +56,14 @@ class StandInBackend(InstantBackend):
         self._rows[mini_batch] = np.zeros(shape, WIRE_DTYPE[self.layout.model_dtype])
 
     def ready(self, mini_batch: int) -> bool:
-        """See ``AttentionBackend.ready``."""
         return time.perf_counter() >= self._end[mini_batch]
 
     def collect(self, mini_batch: int) -> np.ndarray:
-        """See ``AttentionBackend.collect``."""
         while (left := self._end[mini_batch] - time.perf_counter()) > 0:
             time.sleep(max(0.0, left - TIMER_SECONDS))  # then spin: a timer may fire this much late
         return self._rows[mini_batch]
 
     def end_step(self) -> StepReport:
-        """See ``AttentionBackend.end_step``."""
         start, end = self._busy
         return StepReport(tuple(WorkerReport(*times, 0.0, 0, NUM_BLOCKS) for times in zip(start, end, strict=True)))
 

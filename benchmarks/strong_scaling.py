@@ -24,7 +24,7 @@ from fastdecode.perfmodel.plan import Workload
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.simulate import Machine, SimulatedRequest, Simulator, SplitMachine, StepCost
 from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
-from fastdecode.scheduler import POLICIES, Limits, Scheduler
+from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 PAPER = {("llama-7b", 1024, 8): 0.728, ("llama-13b", 1024, 8): 0.841}
 PAPER |= {("llama-13b", 128, 4): 0.759, ("llama-13b", 128, 8): 0.376}
@@ -115,7 +115,7 @@ def measure(machine: Machine, length: int, sockets: int, in_flight: int, slack: 
         prefix_caching=False,
     )
     steps: list[StepRecord] = []
-    simulator = Simulator(Scheduler(POLICIES["sls"], limits), machine, steps.append)
+    simulator = Simulator(Scheduler(SCHEDULES["sls"], limits), machine, steps.append)
     simulator.run([SimulatedRequest([0], length) for _ in range(2 * in_flight)])
     last_start = max(number for number, step in enumerate(steps) if not step.is_decode)
     steady = steps[length:last_start]

@@ -24,13 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdecode.addresses import SECURITY_LEVELS
 from fastdecode.cluster.links.mpi_link import MpiBackend
 from fastdecode.cluster.links.spawn import SpawnBackend
 from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.pool import InprocBackend, PoolBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.machine import mend_binding
+from fastdecode.settings import SECURITY_LEVELS
 from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, WorkerPlan
 
 NUM_LAYERS = 32

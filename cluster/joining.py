@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fastdecode.addresses import is_loopback, split_address
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import ZmqChannel, ZmqListener
 from fastdecode.cluster.remote import RemoteWorker
@@ -19,6 +18,7 @@ from fastdecode.cluster.wire.frames import Conversation, Kind
 from fastdecode.cluster.wire.handshake import R_WORKER
 from fastdecode.cluster.wire.messages import decode_join, encode_join
 from fastdecode.errors import ConfigError, FastDecodeError, FrameError
+from fastdecode.settings import is_loopback, split_address
 from fastdecode.types import KVLayout, RWorkerInfo
 
 ASK_SECONDS = 1.0

@@ -68,7 +68,6 @@ class PoolBackend:
         self.join_listener = listener
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """See ``AttentionBackend.open``."""
         self._layers, self._o_dtype = layout.layers, WIRE_DTYPE[layout.model_dtype]
         self._submitted = np.zeros((0, len(layout.layers)))  # its shape is what a worker lost before any step had
         try:
@@ -85,7 +84,6 @@ class PoolBackend:
         return infos
 
     def begin_step(self, plan: StepPlan) -> None:
-        """See ``AttentionBackend.begin_step``."""
         num_mini_batches = len(plan.workers[0].mini_batches)
         self._rows = [self._mini_batch_rows(plan, mini_batch) for mini_batch in range(num_mini_batches)]
         self._submitted = np.zeros((num_mini_batches, len(self._layers)))
@@ -106,7 +104,6 @@ class PoolBackend:
             raise
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        """See ``AttentionBackend.submit``."""
         self._submitted[mini_batch, layer] = time.perf_counter()
         rows = self._rows[mini_batch]
         rows.layer = layer
@@ -118,11 +115,9 @@ class PoolBackend:
                 self._failed(index, "a layer", error)
 
     def ready(self, mini_batch: int) -> bool:
-        """See ``AttentionBackend.ready``."""
         return all(self._is_ready(index, mini_batch) for index, _, _ in self._rows[mini_batch].busy)
 
     def collect(self, mini_batch: int) -> np.ndarray:
-        """See ``AttentionBackend.collect``."""
         rows = self._rows[mini_batch]
         if rows.current is None:
             raise BackendError(f"collect: mini-batch {mini_batch} was never submitted")
@@ -137,7 +132,6 @@ class PoolBackend:
         return rows.current
 
     def end_step(self) -> StepReport:
-        """See ``AttentionBackend.end_step``."""
         for index in range(len(self.workers)):
             try:
                 self.workers[index].end_step()
@@ -149,12 +143,10 @@ class PoolBackend:
         return StepReport(reports, lost, leaving)
 
     def abandon_step(self) -> None:
-        """See ``AttentionBackend.abandon_step``."""
         for worker in self.workers:
             worker.abandon_step()
 
     def export(self, worker: int, sequence_id: int) -> np.ndarray:
-        """See ``AttentionBackend.export``."""
         holder = self._worker(worker, "export")
         try:
             return holder.export(sequence_id)
@@ -162,7 +154,6 @@ class PoolBackend:
             raise _refusal(holder, "to export a sequence", error) from error
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
-        """See ``AttentionBackend.import_``."""
         holder = self._worker(worker, "import")
         try:
             holder.import_(sequence_id, num_tokens, data)
@@ -170,7 +161,6 @@ class PoolBackend:
             raise _refusal(holder, "to import a sequence", error) from error
 
     def admit(self) -> list[RWorkerInfo]:
-        """See ``AttentionBackend.admit``."""
         infos = []
         for joined in self.join_listener.joined() if self.join_listener else ():
             self.workers.append(joined.worker)
@@ -181,11 +171,9 @@ class PoolBackend:
         return infos
 
     def dismiss(self, worker: int) -> None:
-        """See ``AttentionBackend.dismiss``."""
         self._replace(worker)
 
     def close(self) -> None:
-        """See ``AttentionBackend.close``."""
         if self.join_listener:
             self.join_listener.close()
         for worker in self.workers:

@@ -68,13 +68,11 @@ class RemoteWorker:
         self._outputs: dict[int, tuple[int, np.ndarray]] = {}
 
     def open(self, layout: KVLayout) -> None:
-        """See ``PoolWorker.open``."""
         self._layout = layout
         self._link = self._connect()
         self._send(Kind.HELLO, encode_hello(Hello(process_name(), layout, self._block_size)))
 
     def opened(self) -> RWorkerInfo:
-        """See ``PoolWorker.opened``."""
         welcome = decode_welcome(self._body(self._answer(Kind.WELCOME, OPEN_SECONDS), MAX_JSON_BYTES))
         if welcome.fingerprint != fingerprint(self._layout, self._block_size):
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
@@ -85,7 +83,6 @@ class RemoteWorker:
 
     @interrupts_deferred()
     def begin_step(self, plan: WorkerPlan) -> None:
-        """See ``PoolWorker.begin_step``."""
         self._slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
         with self._losses as link:
             link.place(self._slots)
@@ -94,11 +91,9 @@ class RemoteWorker:
 
     @interrupts_deferred()
     def begun(self) -> None:
-        """See ``PoolWorker.begun``."""
         self._answer(Kind.READY)
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
-        """See ``PoolWorker.submit``."""
         if mini_batch in self._outputs:
             raise BackendError(f"submit: mini-batch {mini_batch} has a layer under way; collect it first")
         self._outputs[mini_batch] = layer, o
@@ -106,26 +101,22 @@ class RemoteWorker:
             link.send_arrays(Kind.PAYLOAD, mini_batch, layer, (q, k, v))
 
     def ready(self, mini_batch: int) -> bool:
-        """See ``PoolWorker.ready``."""
         while mini_batch in self._outputs:
             if not self._take(0.0):
                 return False
         return True
 
     def wait(self, mini_batch: int) -> None:
-        """See ``PoolWorker.wait``."""
         while mini_batch in self._outputs:
             if not self._spin.until(lambda: self._take(0.0)):
                 self._take(TICK_SECONDS)
 
     @interrupts_deferred()
     def end_step(self) -> None:
-        """See ``PoolWorker.end_step``."""
         self._send(Kind.END)
 
     @interrupts_deferred()
     def ended(self) -> WorkerReport:
-        """See ``PoolWorker.ended``."""
         slots = self._slots
         with self._losses:
             times = decode_report(self._body(self._answer(Kind.REPORT)), slots.num_mini_batches, slots.num_layers)
@@ -136,7 +127,6 @@ class RemoteWorker:
 
     @interrupts_deferred()
     def abandon_step(self) -> None:
-        """See ``PoolWorker.abandon_step``."""
         if not self._in_step or self._lost:
             return
         self._in_step = False
@@ -150,7 +140,6 @@ class RemoteWorker:
 
     @interrupts_deferred()
     def export(self, sequence_id: int) -> np.ndarray:
-        """See ``PoolWorker.export``."""
         self._send(Kind.EXPORT, SEQUENCE_ID.pack(sequence_id))
         num_bytes = self._number(self._answer(Kind.EXPORTED), NUM_BYTES)
         if not 0 <= num_bytes <= self._room_bytes:
@@ -168,7 +157,6 @@ class RemoteWorker:
 
     @interrupts_deferred()
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
-        """See ``PoolWorker.import_``."""
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
             raise ValueError(f"import: data must be C-contiguous uint8 [num_bytes], not {data.dtype} {data.shape}")
         self._send(Kind.IMPORT, IMPORT.pack(sequence_id, num_tokens, data.nbytes))
@@ -178,7 +166,6 @@ class RemoteWorker:
         self._answer(Kind.IMPORTED)
 
     def close(self) -> None:
-        """See ``PoolWorker.close``."""
         link, self._link = self._link, None
         if link is None:
             return

@@ -62,13 +62,9 @@ class PoolWorker(Protocol):
         """Forget the step; no effect where none was begun, and no error where the worker is lost."""
         ...
 
-    def export(self, sequence_id: int) -> np.ndarray:
-        """See ``AttentionBackend.export``."""
-        ...
+    def export(self, sequence_id: int) -> np.ndarray: ...
 
-    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
-        """See ``AttentionBackend.import_``."""
-        ...
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None: ...
 
     def close(self) -> None:
         """Free everything; may be called twice."""
@@ -96,27 +92,23 @@ class InprocWorker:
         self._in_step = False
 
     def open(self, layout: KVLayout) -> None:
-        """See ``PoolWorker.open``."""
         self._worker = make_rworker(layout, self._block_size, self._size)
 
     def opened(self) -> RWorkerInfo:
-        """See ``PoolWorker.opened``."""
         worker = self._open
         return RWorkerInfo(
             self.name, worker.num_blocks, worker.block_size, worker.num_threads, worker.isa, self._own_cores
         )
 
     def begin_step(self, plan: WorkerPlan) -> None:
-        """See ``PoolWorker.begin_step``."""
         begin_step(self._open, plan)
         self._in_step = True
         self._postpones = self._waits_working and len(plan.mini_batches) == 1
 
     def begun(self) -> None:
-        """See ``PoolWorker.begun``."""
+        """Nothing to do."""
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
-        """See ``PoolWorker.submit``."""
         if self._postpones:
             self._postponed = mini_batch, layer, q, k, v, o
         else:
@@ -127,7 +119,6 @@ class InprocWorker:
         return self._postponed is not None or self._open.ready(mini_batch)
 
     def wait(self, mini_batch: int) -> None:
-        """See ``PoolWorker.wait``."""
         if self._postponed is None:
             self._open.wait(mini_batch)
             return
@@ -135,31 +126,26 @@ class InprocWorker:
         self._open.run(*postponed)
 
     def end_step(self) -> None:
-        """See ``PoolWorker.end_step``."""
+        """Nothing to do."""
 
     def ended(self) -> WorkerReport:
-        """See ``PoolWorker.ended``."""
         report = end_step(self._open)
         self._in_step = False
         return report
 
     def abandon_step(self) -> None:
-        """See ``PoolWorker.abandon_step``."""
         self._postponed = None
         if self._in_step:
             self._in_step = False
             self._open.abandon_step()
 
     def export(self, sequence_id: int) -> np.ndarray:
-        """See ``PoolWorker.export``."""
         return self._open.export(sequence_id)
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
-        """See ``PoolWorker.import_``."""
         self._open.import_(sequence_id, num_tokens, data)
 
     def close(self) -> None:
-        """See ``PoolWorker.close``."""
         self._in_step = False
         if self._worker:
             self._worker.close()
@@ -180,51 +166,43 @@ class LostWorker:
         self._step_shape = step_shape
 
     def open(self, layout: KVLayout) -> None:
-        """See ``PoolWorker.open``."""
         raise ValueError("it is lost")
 
     def opened(self) -> RWorkerInfo:
-        """See ``PoolWorker.opened``."""
         raise ValueError("it is lost")
 
     def begin_step(self, plan: WorkerPlan) -> None:
-        """See ``PoolWorker.begin_step``."""
         self._step_shape = (len(plan.mini_batches), self._step_shape[1])
 
     def begun(self) -> None:
-        """See ``PoolWorker.begun``."""
+        """Nothing to do."""
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
-        """See ``PoolWorker.submit``."""
         o[...] = 0
 
     def ready(self, mini_batch: int) -> bool:
-        """See ``PoolWorker.ready``."""
         return True
 
     def wait(self, mini_batch: int) -> None:
-        """See ``PoolWorker.wait``."""
+        """Nothing to do."""
 
     def end_step(self) -> None:
-        """See ``PoolWorker.end_step``."""
+        """Nothing to do."""
 
     def ended(self) -> WorkerReport:
-        """See ``PoolWorker.ended``."""
         return WorkerReport(np.zeros(self._step_shape), np.zeros(self._step_shape), 0.0, 0, 0)
 
     def abandon_step(self) -> None:
-        """See ``PoolWorker.abandon_step``."""
+        """Nothing to do."""
 
     def export(self, sequence_id: int) -> np.ndarray:
-        """See ``PoolWorker.export``."""
         raise ValueError("it is lost")
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
-        """See ``PoolWorker.import_``."""
         raise ValueError("it is lost")
 
     def close(self) -> None:
-        """See ``PoolWorker.close``."""
+        """Nothing to do."""
 
 
 def transfer_seconds(

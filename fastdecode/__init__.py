@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LLMEngine", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LLMEngine", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "fastdecode.llm",
     "LLMEngine": "fastdecode.engine",
     "RequestOutput": "fastdecode.outputs",
     "SamplingParams": "fastdecode.sampling_params",
+    "StructuredOutputsParams": "fastdecode.structured_outputs",
 }
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fastdecode.llm import LLM
     from fastdecode.outputs import RequestOutput
     from fastdecode.sampling_params import SamplingParams
+    from fastdecode.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

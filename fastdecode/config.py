@@ -9,10 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdecode.addresses import SECURITY_LEVELS, RWorkerSpec, check_key, check_security, parse_r_workers, split_address
 from fastdecode.errors import ConfigError
 from fastdecode.machine import total_memory_bytes, usable_cores
-from fastdecode.settings import check_settings, parse_bytes, parse_cores, parse_kv_cache_memory, setting
+from fastdecode.settings import (
+    SECURITY_LEVELS,
+    RWorkerSpec,
+    check_key,
+    check_security,
+    check_settings,
+    parse_bytes,
+    parse_cores,
+    parse_kv_cache_memory,
+    parse_r_workers,
+    setting,
+    split_address,
+)
 from fastdecode.types import ISAS
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -21,7 +32,7 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
-SCHEDULES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
+SCHEDULE_NAMES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 MAX_THREADS = 1024
@@ -75,7 +86,7 @@ class EngineConfig:
         True, "reuse the KV of equal beginnings", BATCHING, unset="on; off for the random dataset"
     )
     schedule: str = setting(
-        "sls", "load-stabilizing and stall-free, or one to compare it with", BATCHING, choices=SCHEDULES
+        "sls", "load-stabilizing and stall-free, or one to compare it with", BATCHING, choices=SCHEDULE_NAMES
     )
     kv_load_limit: int | None = setting(
         None, "KV tokens attended per step, over all R-workers", BATCHING, metavar="TOKENS", least=1,

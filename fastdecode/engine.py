@@ -160,7 +160,7 @@ class LLMEngine:
             raise RequestError("score needs an idle engine: finish or abort its requests first")
         read_prompt(token_ids, None, self.s_model.vocab_size, self.s_model.max_model_len + 1)
         self.reset_prefix_cache()  # it may fill the cache, and the scheduler knows nothing of what is scored
-        chunk = Chunk(next(self._ids), self.scheduler.fleet.present[0], 0, token_ids, scored=True)
+        chunk = Chunk(next(self._ids), self.scheduler.workers.present[0], 0, token_ids, scored=True)
         nothing = tuple(() for _ in self.r_workers)
         step = ScheduledStep((MiniBatch.of([chunk]),), nothing)
         self.backend.begin_step(step.to_step_plan())

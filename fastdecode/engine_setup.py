@@ -16,8 +16,7 @@ from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
 from fastdecode.protocols import StepTime
-from fastdecode.scheduler import POLICIES, Limits, Scheduler
-from fastdecode.scheduler.policy import Prompts
+from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.types import ITEM_BYTES, KVLayout, RWorkerInfo
@@ -43,10 +42,10 @@ def make_scheduler(
 ) -> Scheduler:
     """The scheduler that ``config`` asks for; where it names a time between tokens, a profile says what steps take, or
     some are timed for it."""
-    policy = POLICIES[config.schedule]
+    schedule = SCHEDULES[config.schedule]
     budget = config.max_num_batched_tokens
     calibrated = live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None
-    if config.tbt_target is not None and policy.prompts is Prompts.CHUNKED:
+    if config.tbt_target is not None and schedule.prefill is Prefill.CHUNKED:
         room = min(worker.num_blocks for worker in r_workers) * config.block_size
         step_time = calibrated or profile_steps(s_worker, len(r_workers), min(budget, model.max_model_len, room))
         budget = budget_within(config.tbt_target, step_time, config.max_num_seqs, budget)
@@ -66,7 +65,7 @@ def make_scheduler(
         prefix_caching=config.enable_prefix_caching,
         seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
     )
-    return Scheduler(policy, limits)
+    return Scheduler(schedule, limits)
 
 
 def _scratch_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:

@@ -46,20 +46,20 @@ class Membership:
 
     def drain(self, worker: int) -> None:
         """R-worker ``worker`` is to go; ConfigError where it is not there."""
-        if worker not in self._scheduler.fleet.present:
-            raise ConfigError(f"there is no R-worker {worker}; there are {self._scheduler.fleet.present}")
+        if worker not in self._scheduler.workers.present:
+            raise ConfigError(f"there is no R-worker {worker}; there are {self._scheduler.workers.present}")
         self._scheduler.drain(worker)
 
     def leaving(self, workers: Iterable[int]) -> None:
         """These R-workers have asked to go."""
-        for worker in set(workers) - set(self._scheduler.fleet.draining):
+        for worker in set(workers) - set(self._scheduler.workers.draining):
             logger.info("R-worker %s asks to leave: its sequences move", self._r_workers[worker].name)
             self._scheduler.drain(worker)
-            if not self._scheduler.fleet.accepting:
+            if not self._scheduler.workers.accepting:
                 logger.warning("no other R-worker is there: %s is needed", self._r_workers[worker].name)
 
     def _join(self, info: RWorkerInfo) -> None:
-        known = [self._scheduler.fleet.bandwidths[worker] for worker in self._scheduler.fleet.present]
+        known = [self._scheduler.workers.bandwidths[worker] for worker in self._scheduler.workers.present]
         measured = info.read_gb_per_s and all(worker.read_gb_per_s for worker in self._r_workers)
         self._scheduler.join(info.num_blocks, info.read_gb_per_s if measured else sum(known) / len(known))
         self._r_workers.append(info)
@@ -83,7 +83,7 @@ class Membership:
 
     def _still_stands(self, move: Move) -> bool:
         """Whether nobody that has a part in it was lost meanwhile."""
-        fleet = self._scheduler.fleet
+        fleet = self._scheduler.workers
         return move.sequence.worker in fleet.present and move.target in fleet.present
 
     def _copy(self, move: Move) -> None:

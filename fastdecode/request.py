@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 
 from fastdecode.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler import Sequence
 from fastdecode.sworker import SModel
+from fastdecode.sworker.grammar import Matcher
 from fastdecode.sworker.sampling import SampledToken, SamplingRow, sample_seed
 from fastdecode.text import TextStream, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -24,6 +28,7 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    grammar: Matcher | None = None
 
     def append(self, sampled: SampledToken, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
         """Take the next token and decide whether it was the last."""
@@ -45,8 +50,19 @@ class Completion:
             self.finish_reason = "stop"
         elif stopped or string is not None:
             self.finish_reason, self.stop_reason = "stop", token if stopped else string
-        elif len(tokens) >= self.sequence.max_tokens:
+        elif self.grammar is not None:
+            self._follow(self.grammar, token)
+        if self.finish_reason is None and len(tokens) >= self.sequence.max_tokens:
             self.finish_reason = "length"
+
+    def _follow(self, grammar: Matcher, token: int) -> None:
+        """Take ``token`` as the grammar's next; a complete text ends."""
+        grammar.advance(token)
+        if grammar.finished:
+            self.finish_reason = "stop"
+        elif grammar.error:
+            logger.error("the grammar of structured_outputs gave up: %s", grammar.error)
+            self.finish_reason = "error"
 
     def output(self) -> CompletionOutput:
         """A snapshot for the user."""
@@ -98,6 +114,7 @@ class Request:
             self._stops,
             self._bad_words,
             completion.generator_seed,
+            completion.grammar,
         )
 
     def output(self) -> RequestOutput:
@@ -123,13 +140,21 @@ def make_request(
     """
     room = model.max_model_len - len(prompt_token_ids)
     max_tokens = min(params.max_tokens or room, room)
+    form = params.structured_outputs
+    grammars = [None if form is None else model.grammar(form) for _ in range(params.n)]
     sequences = [Sequence(first_sequence_id + index, prompt_token_ids, max_tokens) for index in range(params.n)]
     sequences[0].siblings = tuple(sequences[1:])
     for sequence in sequences:
-        sequence.may_stop = not params.ignore_eos or bool(params.stop or params.stop_token_ids)
+        sequence.may_stop = not params.ignore_eos or bool(params.stop or params.stop_token_ids or form)
     seed = params.seed if params.seed is not None else (engine_seed << 32) + first_sequence_id
     completions = [
-        Completion(index, sequence, _text_stream(model.tokenizer, params, prompt_token_ids), sample_seed(seed, index))
+        Completion(
+            index,
+            sequence,
+            _text_stream(model.tokenizer, params, prompt_token_ids),
+            sample_seed(seed, index),
+            grammar=grammars[index],
+        )
         for index, sequence in enumerate(sequences)
     ]
     bad_words = model.bad_words_token_ids(params.bad_words or ())

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from fastdecode.errors import ConfigError, RequestError
+from fastdecode.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM: dividing by them would only produce infinities."""
@@ -74,6 +75,8 @@ class SamplingParams:
     """Keep the stop string at the end of the text."""
     detokenize: bool = True
     """Produce text, not only token ids."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the text must have, such as a JSON schema; it ends when it is complete."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -145,6 +148,9 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise _refusal(name, value, "True or False")
+
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise _refusal("structured_outputs", self.structured_outputs, "a StructuredOutputsParams, or None")
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -335,12 +335,10 @@ class AnswersRun:
 
 
 def run_session(data: bytes) -> None:
-    """See ``SessionRun``."""
     SessionRun(data).run()
 
 
 def run_answers(data: bytes) -> None:
-    """See ``AnswersRun``."""
     AnswersRun(data).run()
 
 

@@ -74,7 +74,6 @@ class CudaStaging:
         self._transfers: dict[int, _Transfer] = {}
 
     def begin_step(self) -> None:
-        """See ``Staging.begin_step``."""
         self._stopwatch.restart()
         for transfer in self._transfers.values():
             transfer.phase = Phase.IDLE
@@ -101,7 +100,6 @@ class CudaStaging:
         return self._transfers[mini_batch].receive()
 
     def mark(self) -> None:
-        """See ``Staging.mark``."""
         self._stopwatch.mark()
 
     def device_seconds(self) -> float | None:

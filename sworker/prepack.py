@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from fastdecode.sworker.memory_maps import FileMaps
-from fastdecode.sworker.packed_weight import PackedWeight
+from fastdecode.sworker.packed_weight import FileMaps, PackedWeight
 
 logger = logging.getLogger(__name__)
 

@@ -66,10 +66,9 @@ class HostStaging:
         self._backend = backend
 
     def begin_step(self) -> None:
-        """See ``Staging.begin_step``."""
+        """Nothing to do."""
 
     def send(self, mini_batch: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See ``Staging.send``."""
         self._backend.submit(mini_batch, layer, to_numpy(q), to_numpy(k), to_numpy(v))
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:
@@ -81,8 +80,7 @@ class HostStaging:
         return torch.from_numpy(self._backend.collect(mini_batch))
 
     def mark(self) -> None:
-        """See ``Staging.mark``."""
+        """Nothing to do."""
 
     def device_seconds(self) -> float | None:
-        """See ``Staging.device_seconds``."""
         return None

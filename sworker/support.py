@@ -1,11 +1,20 @@
-"""Which models can be split into S-part and R-part, told from their configuration before anything is loaded."""
+"""Which models can be split into S-part and R-part.
+
+Their configuration tells, before anything is loaded, and then a probe: one forward that proves that every layer reaches
+our attention, and reads off the model's KV layout.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from fastdecode.errors import UnsupportedModelError
+import torch
+
+from fastdecode.errors import ModelLoadError, UnsupportedModelError
+from fastdecode.sworker.lanes import Lane
+from fastdecode.sworker.staging import DTYPE_NAME
+from fastdecode.types import KVLayout, LayerLayout
 
 SUPPORTED = "decoder-only causal language models whose attention goes through transformers' AttentionInterface"
 
@@ -53,3 +62,111 @@ def _rope_settings(text_config: Any) -> Iterator[dict[str, Any]]:
     rope = getattr(text_config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     yield from nested or [rope]
+
+
+TOKENS = (5, 6, 6, 5, 6, 5) + (5,) * 10
+POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
+"""Rows 0 and 3 are the same token at the same position amid other rows, so they must get the same logits."""
+
+HARMLESS = ("dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits")
+"""Keyword arguments of attention calls that do not change what is computed here."""
+
+
+def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLayout:
+    """Run a packed row through ``model`` and return what its attention calls said.
+
+    ``kv_dtype`` "auto" is the model's. UnsupportedModelError when the model does not call us exactly once per
+    layer, asks for something an R-worker does not do, or mixes rows elsewhere than in attention; ModelLoadError when
+    its weights give no finite logits.
+    """
+    recorder = _Recorder(hf_config)
+    logits = _forward(model, recorder)
+    num_layers = hf_config.get_text_config().num_hidden_layers
+    if sorted(recorder.layers) != list(range(num_layers)) or recorder.num_calls != num_layers:
+        refuse(hf_config, f"calls the attention interface {recorder.num_calls} times for its {num_layers} layers")
+    if not bool(logits.isfinite().all()):
+        raise ModelLoadError(
+            f"cannot load {getattr(hf_config, '_name_or_path', '') or hf_config.model_type!r}: its logits are NaN or "
+            f"infinite in {DTYPE_NAME[recorder.dtype]}; the weights are damaged, or need another --dtype"
+        )
+    same, other = logits[0].float(), logits[3].float()
+    if not torch.allclose(same, other, rtol=0, atol=1e-2 * float(same.abs().max())):
+        refuse(hf_config, "mixes the tokens of a packed row elsewhere than in attention (a state or a convolution)")
+    model_dtype = DTYPE_NAME[recorder.dtype]
+    layers = tuple(recorder.layers[index] for index in range(num_layers))
+    return KVLayout(layers, model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
+
+
+def _forward(model: torch.nn.Module, recorder: _Recorder) -> torch.Tensor:
+    """Logits [rows, vocab] of the probe row, its attention answered by ``recorder``."""
+    device = next(model.parameters()).device
+    tokens, positions = (torch.tensor([ids], device=device) for ids in (TOKENS, POSITIONS))
+    lane = Lane(lambda: model(input_ids=tokens, position_ids=positions, use_cache=False), recorder.record)
+    try:
+        with torch.inference_mode():
+            return lane.switch().logits[0]
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        refuse(recorder.hf_config, f"fails in a forward over packed rows ({str(error).splitlines()[0]})")
+
+
+class _Recorder:
+    """Answers attention calls with the values themselves and notes shapes and scoring rules."""
+
+    def __init__(self, hf_config: Any) -> None:
+        self.hf_config = hf_config
+        self.layers: dict[int, LayerLayout] = {}
+        self.num_calls = 0
+        self.dtype = torch.float32
+        self._layer_types = getattr(hf_config.get_text_config(), "layer_types", None) or ()
+
+    def record(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One layer's call; see :func:`fastdecode.sworker.lanes._attend_in_lane` for shapes."""
+        self._check(module, query, key, attention_mask, kwargs)
+        layer = self.num_calls
+        self.num_calls += 1
+        self.dtype = query.dtype
+        self.layers[int(getattr(module, "layer_idx", layer))] = LayerLayout(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            key_head_dim=query.shape[3],
+            value_head_dim=value.shape[3],
+            scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
+            window=sliding_window or self._window(module, layer),
+            soft_cap=float(softcap or 0.0),
+            sinks=() if s_aux is None else tuple(s_aux.float().tolist()),
+        )
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2)
+
+    def _check(self, module: Any, query: torch.Tensor, key: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+        if mask is not None:
+            refuse(self.hf_config, "adds a mask or bias of its own to the scores (ALiBi, dynamic masks)")
+        if getattr(module, "is_causal", True) is False or kwargs.pop("is_causal", True) is False:
+            refuse(self.hf_config, "attends in both directions")
+        if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+            refuse(self.hf_config, "does not hand over one key and value per token")
+        unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
+        if unknown:
+            refuse(self.hf_config, f"asks its attention for {', '.join(unknown)}")
+
+    def _window(self, module: Any, layer: int) -> int:
+        """Some models tell their window only to the mask they build; the module has it too."""
+        if layer >= len(self._layer_types) or self._layer_types[layer] != "sliding_attention":
+            return 0
+        window = getattr(module, "sliding_window", None)
+        if not window:
+            refuse(self.hf_config, "has a sliding window that its attention calls do not name")
+        return int(window)

@@ -10,13 +10,12 @@ import pytest
 
 from fastdecode import config as config_module
 from fastdecode import engine_setup
-from fastdecode.addresses import RWorkerSpec
 from fastdecode.backends import check_room, kv_cache_bytes
 from fastdecode.config import EngineConfig
 from fastdecode.engine_setup import scratch_tokens
 from fastdecode.errors import CapacityError, ConfigError
 from fastdecode.machine import total_memory_bytes
-from fastdecode.settings import parse_bytes
+from fastdecode.settings import RWorkerSpec, parse_bytes
 from fastdecode.types import KVLayout, LayerLayout, RWorkerInfo
 
 BAD: list[tuple[str, Any]] = [

@@ -50,7 +50,7 @@ def pool_address(engine: LLMEngine) -> str:
 
 def num_on(engine: LLMEngine, worker: int) -> int:
     """Sequences on one R-worker, none where it has not joined yet."""
-    return engine.scheduler.residents.num_on(worker) if worker < len(engine.r_workers) else 0
+    return engine.scheduler.workers[worker].num_sequences if worker < len(engine.r_workers) else 0
 
 
 class Job:
@@ -99,7 +99,7 @@ def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:
             assert engine.backend.joined == [address]  # type: ignore[attr-defined]
             job.step_until(lambda: num_on(engine, 1) > 3)
             process.send_signal(signal.SIGTERM)
-            job.step_until(lambda: engine.scheduler.fleet.present == [0])
+            job.step_until(lambda: engine.scheduler.workers.present == [0])
             assert engine.scheduler.num_preemptions == 0, "all have moved, and none was computed again"
             job.finish()
             assert process.wait(PATIENCE_SECONDS) == 0
@@ -131,7 +131,7 @@ def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path, monke
             process.send_signal(signal.SIGCONT)
             job.step_until(lambda: num_on(engine, 2) > 0, pause_seconds=0.1)
             job.finish()
-            assert engine.scheduler.fleet.present == [0, 2]
+            assert engine.scheduler.workers.present == [0, 2]
             process.kill()
             assert "the S-worker is gone" in process.communicate()[1]
 
@@ -155,7 +155,7 @@ def test_one_of_two_can_be_drained(folder: Path) -> None:
         llm.engine.drain_r_worker(1)
         job.step()
         job.finish()
-        assert llm.engine.scheduler.fleet.present == [0, 1]
+        assert llm.engine.scheduler.workers.present == [0, 1]
         with pytest.raises(ConfigError, match=r"there is no R-worker 2; there are \[0, 1\]"):
             llm.engine.drain_r_worker(2)
 

@@ -18,7 +18,6 @@ from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import CapacityError, ConfigError, RequestError
 from fastdecode.metrics import StepRecord
-from fastdecode.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 
@@ -279,13 +278,13 @@ def test_a_scheduler_that_replaces_another_is_told_of_everything(folder: Path) -
     """Of R-workers that are to go as well: none of its sequences begins there."""
     engine = make_engine(folder, r_workers="inproc:2", max_num_seqs=4)
     try:
-        scheduler = Scheduler(engine.scheduler.policy, engine.scheduler.limits)
+        scheduler = engine.scheduler.with_limits(engine.scheduler.limits)
         engine.replace_scheduler(scheduler)
         engine.drain_r_worker(0)
         for number in range(4):
             engine.add_request(str(number), [1, 2, 3], GREEDY)
         engine.step()
-        assert scheduler.fleet.present == [1] and scheduler.residents.num_on(1) == 4
+        assert scheduler.workers.present == [1] and scheduler.workers[1].num_sequences == 4
         assert {len(tokens) for tokens in drain(engine).values()} == {16}
         assert_nothing_held(engine)
     finally:

@@ -17,8 +17,8 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 }
 
 FLOORS = [
-    {"", "types", "step", "addresses", "config", "protocols", "errors", "machine", "outputs", "sampling_params"}
-    | {"settings", "metrics"},
+    {"", "types", "step", "config", "protocols", "errors", "machine", "outputs", "sampling_params"}
+    | {"settings", "metrics", "structured_outputs"},
     {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
     {"engine", "backends", "engine_setup", "membership", "request", "text"},
@@ -33,6 +33,7 @@ OUTSIDE = {0: {"numpy"}, 1: {"numpy"}}
 """Third-party packages these floors may import."""
 
 LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}
+LIVES_IN |= {"llguidance": "sworker"}
 LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster"}
 KNOW_CLUSTER = {"backends", "cli.r_worker"}
 """The engine's choice of a backend, and the process that is an R-worker."""

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from fastdecode.engine_setup import budget_within
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.step_model import MeasuredStepTime
-from fastdecode.scheduler.balance import NUM_STEPS, BalanceFinder
-from fastdecode.scheduler.load_control import LoadControl
-from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
+from fastdecode.scheduler.load_control import NUM_STEPS, BalanceFinder, LoadControl
+from fastdecode.scheduler.load_forecast import LoadForecast, Newcomer
 from fastdecode.scheduler.output_lengths import MIN_ENDED, OutputLengths
+from fastdecode.scheduler.worker_state import Workers
 
 
 def loads_of(run: Run) -> np.ndarray:
@@ -74,7 +74,7 @@ def test_the_forecast_adds_up(running: list[tuple[int, int]], prompts: list[tupl
     left = [[length, length, d, n] for length, d, n in prompts]
     peaks = []
     for length, d, n in prompts:
-        prompt = Prompt(0, length, length, d, n)
+        prompt = Newcomer(0, length, length, d, n)
         peaks.append(forecast.peak_with(prompt))
         assert forecast.peaks_with(prompt).tolist() == peaks[-1:]
         forecast.add(prompt)
@@ -211,8 +211,8 @@ def test_prompts_come_evenly_while_all_seats_are_taken() -> None:
 
 def test_the_rows_of_a_step_by_hand() -> None:
     """8 rows of prompts for 32 decodes: 64 seats have 80 rows in the mean; an eighth of them free, the whole budget."""
-    control = LoadControl(None, [1.0, 3.0])
-    prompt = Prompt(0, 8, 8, 32)
+    control = LoadControl(None, Workers([1, 1], [1.0, 3.0], 1))
+    prompt = Newcomer(0, 8, 8, 32)
     control.started(prompt)
     quarter, full = np.array([25.0, 75.0]), np.array([25.0, 150.0])
     assert control.most_rows(quarter, 0.0, 64, 2048) == 2048
@@ -223,7 +223,7 @@ def test_the_rows_of_a_step_by_hand() -> None:
     assert control.most_rows(quarter, 1 / 16, 64, 2048) == 80 + (2048 - 80) // 4
     assert control.most_rows(quarter, 1 / 8, 64, 2048) == 2048
     assert control.most_rows(quarter, 0.0, 64, 70) == 70
-    strict = LoadControl(100, [1.0, 3.0])
+    strict = LoadControl(100, Workers([1, 1], [1.0, 3.0], 1))
     strict.started(prompt)
     assert strict.most_rows(quarter, 0.0, 64, 2048) == 2048
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from fastdecode import LLM, SamplingParams
 from fastdecode.scheduler import Move, Scheduler
 from fastdecode.scheduler.migration import COOL_DOWN
-from fastdecode.scheduler.move_prices import MOST_STEPS, SHARE
-from fastdecode.scheduler.shared_peak import Candidates, SharedPeak
+from fastdecode.scheduler.move_prices import MOST_STEPS, SHARE, SharedPeak, attended_in
 from fastdecode.step import ScheduledStep
 
 PER_TOKEN = 1e-3
@@ -51,8 +50,9 @@ def test_a_gain_is_what_is_shared_less(
     steps = np.arange(loads.shape[1])
     moving = np.where(steps < left, attended + steps, 0)
     targets = np.flatnonzero(np.arange(len(loads)) != source)
-    candidates = Candidates(np.array([float(attended)]), np.array([left]))
-    (found,) = SharedPeak(loads, per_token, hidden).gains(source, candidates, targets)
+    peak = SharedPeak(loads, per_token, hidden)
+    tokens = attended_in(peak.steps, np.array([float(attended)]), np.array([left]))
+    (found,) = peak.gains(source, tokens, targets)
     for target, gain in zip(targets, found, strict=True):
         after = loads.copy()
         after[source] -= moving
@@ -82,7 +82,7 @@ def times_ahead(run: Run, sequence_id: int = -1, target: int = -1) -> np.ndarray
     By the speeds that the scheduler has seen by then, which other tests compare with the true ones.
     """
     prices, num_steps = run.scheduler._migration._prices, 20
-    per_token = prices.seconds_per_token * run.scheduler.fleet.relative_times
+    per_token = prices.seconds_per_token * run.scheduler.workers.relative_times
     loads = np.zeros((len(per_token), num_steps))
     for member in run.alive.values():
         worker = target if member.sequence_id == sequence_id else member.worker

@@ -11,8 +11,7 @@ from helpers.scheduler_harness import AMPLE, Job, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
-from fastdecode.scheduler.placement import placement_costs
+from fastdecode.scheduler.load_forecast import LoadForecast, Newcomer, placement_costs
 
 Sizes = list[tuple[int, int]]
 SIZES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=7)
@@ -37,7 +36,7 @@ def test_a_newcomer_goes_where_the_sum_of_squares_grows_least(sizes: Sizes, spee
     forecast = LoadForecast(EMPTY, EMPTY, EMPTY, len(speeds), AMPLE_ROOM)
     placed: tuple[int, ...] = ()
     for count, (prompt_len, steps) in enumerate(sizes, 1):
-        prompt = Prompt(0, prompt_len, prompt_len, steps)
+        prompt = Newcomer(0, prompt_len, prompt_len, steps)
         room = np.full(len(speeds), AMPLE_ROOM)
         costs = placement_costs(forecast, prompt, relative, room, {}, 1.0)
         squares = [
@@ -48,7 +47,7 @@ def test_a_newcomer_goes_where_the_sum_of_squares_grows_least(sizes: Sizes, spee
         expected = np.array(squares) / (2 * attended) * relative.mean()
         np.testing.assert_allclose(costs - costs[0], expected - expected[0], rtol=1e-9, atol=1e-6 * expected.max())
         worker = int(np.argmin(costs))
-        forecast.add(Prompt(worker, prompt_len, prompt_len, steps))
+        forecast.add(Newcomer(worker, prompt_len, prompt_len, steps))
         placed = (*placed, worker)
 
 
@@ -84,8 +83,8 @@ def test_many_newcomers_lie_as_evenly_as_one_can_wish() -> None:
 def test_hits_and_memory_are_costs_too() -> None:
     """A prefix is worth the rows it saves, spread over the newcomer's steps; too little memory costs them."""
     forecast = LoadForecast(EMPTY, EMPTY, EMPTY, 2, AMPLE_ROOM)
-    forecast.add(Prompt(0, 100, 100, 50))
-    prompt, ample = Prompt(0, 64, 64, 20), np.array([AMPLE_ROOM, AMPLE_ROOM])
+    forecast.add(Newcomer(0, 100, 100, 50))
+    prompt, ample = Newcomer(0, 64, 64, 20), np.array([AMPLE_ROOM, AMPLE_ROOM])
     plain = placement_costs(forecast, prompt, np.ones(2), ample, {}, 40.0)
     assert plain[0] - plain[1] > 100
     hit = placement_costs(forecast, prompt, np.ones(2), ample, {0: 60}, 40.0)
@@ -96,8 +95,8 @@ def test_hits_and_memory_are_costs_too() -> None:
     assert slow[0] < slow[1]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "stall-free", "sls"])
-def test_twice_the_memory_needed_is_enough(policy: str) -> None:
+@pytest.mark.parametrize("schedule", ["fcfs", "stall-free", "sls"])
+def test_twice_the_memory_needed_is_enough(schedule: str) -> None:
     """Eight R-workers that together hold twice what all seats take at full length: nothing is preempted."""
     rng = np.random.default_rng(5)
     lengths = [int(rng.integers(12, 108)) for _ in range(400)]
@@ -105,7 +104,7 @@ def test_twice_the_memory_needed_is_enough(policy: str) -> None:
     seats, mean_len = 64, 16 + 60
     blocks = 2 * seats * mean_len // AMPLE.block_size // 8
     limits = replace(AMPLE, max_num_seqs=seats, num_blocks=(blocks,) * 8, bandwidths=(1.0,) * 8)
-    run = Run(policy, limits, jobs, recounts=False)
+    run = Run(schedule, limits, jobs, recounts=False)
     run.to_the_end()
     assert run.scheduler.num_preemptions == 0
     assert max(map(max, run.kv_loads)) > blocks * AMPLE.block_size / 4, "memory was hardly used"

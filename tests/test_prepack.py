@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from fastdecode.config import EngineConfig
 from fastdecode.sworker import prepack
-from fastdecode.sworker.memory_maps import FileMaps
 from fastdecode.sworker.model import SModel
-from fastdecode.sworker.packed_weight import PackedWeight
+from fastdecode.sworker.packed_weight import FileMaps, PackedWeight
 from fastdecode.sworker.packing import MIN_ROWS
 from fastdecode.sworker.prepack import PackedLinears, equal_within_rounding
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import model_zoo
+from helpers import model_zoo, r_workers
 from helpers.engine_checks import assert_nothing_held
 from helpers.scheduler_harness import Job, Run
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.errors import WorkerLostError
 from fastdecode.scheduler import Limits
 
@@ -33,16 +32,10 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
     return LLM(str(folder), **{**defaults, "kv_cache_memory": "64MiB", "r_workers": "spawn:3", **settings})
 
 
-def pids(llm: LLM) -> list[int]:
-    """Process ids of the spawned R-workers."""
-    workers = [worker for worker in llm.engine.backend.workers if isinstance(worker, RemoteWorker)]
-    return [worker._link._process.pid for worker in workers]
-
-
 def run_and_kill(llm: LLM, prompts: list[list[int]], kill_after_tokens: int, victim: int) -> list[list[int]]:
     """Token ids of all prompts; R-worker ``victim`` is killed once so many tokens are out."""
     engine, tokens, killed = llm.engine, {}, False
-    process = pids(llm)[victim]
+    process = r_workers.spawned_pids(llm)[victim]
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, GREEDY)
     while engine.has_unfinished_requests():
@@ -90,7 +83,7 @@ def test_losing_the_last_one_is_one_clear_error(folder: Path) -> None:
     with make_llm(folder, r_workers="spawn:1") as llm:
         llm.engine.add_request("a", [1, 2, 3], GREEDY)
         llm.engine.step()
-        os.kill(pids(llm)[0], signal.SIGKILL)
+        os.kill(r_workers.spawned_pids(llm)[0], signal.SIGKILL)
         with pytest.raises(WorkerLostError, match="SIGKILL, and no other R-worker is left"):
             while llm.engine.has_unfinished_requests():
                 llm.engine.step()

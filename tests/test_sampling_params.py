@@ -34,6 +34,7 @@ VLLM_DEFAULTS = {
     "skip_special_tokens": True,
     "include_stop_str_in_output": False,
     "detokenize": True,
+    "structured_outputs": None,
 }
 
 NAN, INF = math.nan, math.inf
@@ -65,6 +66,7 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("skip_special_tokens", [1, None], "True or False"),
     ("include_stop_str_in_output", [1, None], "True or False"),
     ("detokenize", [1, None], "True or False"),
+    ("structured_outputs", [{"regex": "a"}, "json"], "a StructuredOutputsParams, or None"),
 ]
 
 

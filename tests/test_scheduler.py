@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode.errors import RequestError
-from fastdecode.scheduler import POLICIES, Limits, Scheduler, Sequence
-from fastdecode.scheduler.mini_batches import deal
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.scheduler import SCHEDULES, Limits, Scheduler, Sequence
+from fastdecode.step import Chunk, MiniBatch, ScheduledStep, deal
 from fastdecode.types import CONTROL, SPAN, Verb
 
 
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     """Small budgets of every kind, so that each is hit; every job can run alone on the largest worker."""
-    policy = draw(st.sampled_from([*POLICIES, "sls", "sls"]))
+    schedule = draw(st.sampled_from([*SCHEDULES, "sls", "sls"]))
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
     max_num_seqs = draw(st.integers(1, 8))
     jobs = [draw(job(max_num_seqs)) for _ in range(draw(st.integers(1, 12)))]
@@ -35,7 +34,7 @@ def runs(draw: st.DrawFn) -> Run:
 
     max_model_len = max(map(longest, jobs)) + 1
     largest = max(map(need, jobs)) + draw(st.integers(0, 30))
-    if POLICIES[policy].reserves_longest:
+    if SCHEDULES[schedule].reserves_longest:
         largest = max(largest, -(-max_model_len // block_size) * max(len(job.lengths) for job in jobs))
     others = draw(st.lists(st.integers(1, largest), max_size=2))
     bandwidths = [draw(st.sampled_from([1.0, 2.0])) for _ in [*others, largest]]
@@ -58,7 +57,7 @@ def runs(draw: st.DrawFn) -> Run:
     slowness = draw(
         st.none() | st.lists(st.sampled_from([0.1, 0.3]), min_size=len(bandwidths), max_size=len(bandwidths))
     )
-    return Run(policy, limits, jobs, seconds_per_token=tuple(slowness or ()))
+    return Run(schedule, limits, jobs, seconds_per_token=tuple(slowness or ()))
 
 
 @st.composite
@@ -120,15 +119,15 @@ def limits_of(**changes: Any) -> Limits:
     return replace(defaults, **changes)
 
 
-def scheduler_of(policy: str = "stall-free", **changes: Any) -> Scheduler:
-    return Scheduler(POLICIES[policy], limits_of(**changes))
+def scheduler_of(schedule: str = "stall-free", **changes: Any) -> Scheduler:
+    return Scheduler(SCHEDULES[schedule], limits_of(**changes))
 
 
 def chunks_of(step: ScheduledStep) -> list[tuple[int, int, int]]:
     return [(c.sequence_id, c.context_len, len(c.token_ids)) for chunks in step.mini_batches for c in chunks]
 
 
-SCHEDULES = {
+MIXES = {
     "stall-free": [[(0, 0, 6), (1, 0, 4)], [(0, 6, 1), (1, 4, 8), (2, 0, 1)], [(0, 7, 1), (1, 12, 1), (2, 1, 2)]],
     "sls": [[(0, 0, 6), (1, 0, 4)], [(0, 6, 1), (1, 4, 8), (2, 0, 1)], [(0, 7, 1), (1, 12, 1), (2, 1, 2)]],
     "fcfs": [[(0, 0, 6)], [(0, 6, 1), (1, 0, 9)], [(0, 7, 1), (1, 9, 3), (2, 0, 3)]],
@@ -141,10 +140,10 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("policy", SCHEDULES)
-def test_how_each_policy_mixes_prompts_and_decodes(policy: str) -> None:
+@pytest.mark.parametrize("schedule", MIXES)
+def test_how_each_schedule_mixes_prompts_and_decodes(schedule: str) -> None:
     """Prompts of 6, 12 and 3 tokens under a budget of 10."""
-    scheduler = scheduler_of(policy, max_num_batched_tokens=10)
+    scheduler = scheduler_of(schedule, max_num_batched_tokens=10)
     waiting = [Sequence(i, list(range(length)), 4) for i, length in enumerate((6, 12, 3))]
     for sequence in waiting:
         scheduler.add(sequence)
@@ -155,7 +154,7 @@ def test_how_each_policy_mixes_prompts_and_decodes(policy: str) -> None:
         scheduler.commit(step)
         for sequence_id in (i for part in step.mini_batches for i in part.sampled_ids):
             waiting[sequence_id].append(9)
-    assert plans == SCHEDULES[policy]
+    assert plans == MIXES[schedule]
 
 
 def test_request_level_starts_nobody_before_all_have_ended() -> None:
@@ -212,7 +211,8 @@ def test_a_reservation_for_siblings_counts_shared_blocks_once() -> None:
     run = Run("stall-free", limits, [Job([0] * 10, 3, [3, 3, 3])])
     run.arrive_and_abort()
     run.step()
-    assert run.scheduler.ledger.free == [5, 20 - (2 + 3)]  # two full blocks of all, and a third of each
+    free = [worker.free for worker in run.scheduler.workers]
+    assert free == [5, 20 - (2 + 3)]  # two full blocks of all, and a third of each
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_draining_moves_everybody_and_preempts_whom_nobody_has_room_for() -> Non
     run.scheduler.drain(0)
     run.move(100)
     assert run.num_moves == 5 and run.scheduler.num_preemptions == 3
-    assert run.scheduler.fleet.present == [1]
+    assert run.scheduler.workers.present == [1]
     run.step_number += 1
     run.to_the_end()
     assert all(len(group[0].output_token_ids) == 30 for group in run.members)
@@ -382,7 +382,7 @@ def test_the_last_one_that_drains_goes_on_until_another_comes() -> None:
     assert run.num_moves == 0 and run.scheduler.drained() == []
     run.scheduler.join(200, 1.0)
     run.move(100)
-    assert run.num_moves == 8 and run.scheduler.fleet.present == [1]
+    assert run.num_moves == 8 and run.scheduler.workers.present == [1]
     run.step_number += 1
     run.to_the_end()
 
@@ -394,7 +394,7 @@ def test_a_follower_needs_its_r_worker_too(event: str) -> None:
         max_num_seqs=8, max_num_batched_tokens=64, num_mini_batches=1, scratch_tokens=10_000, max_model_len=4096,
         block_size=16, num_blocks=(20, 200, 20), bandwidths=(1.0, 1.0, 1.0),
     )  # fmt: skip
-    scheduler = Scheduler(POLICIES["sls"], limits)
+    scheduler = Scheduler(SCHEDULES["sls"], limits)
     prefix = list(range(200))
     scheduler.add(Sequence(0, [8] * 40, 3))
     scheduler.commit(scheduler.schedule())
@@ -402,7 +402,7 @@ def test_a_follower_needs_its_r_worker_too(event: str) -> None:
     for each in (Sequence(1, prefix + [7] * 10, 5), Sequence(2, prefix + [9] * 150, 400), Sequence(3, [5] * 20, 5)):
         scheduler.add(each)
     scheduler.commit(scheduler.schedule())
-    assert [each.sequence_id for each in scheduler.queue.everybody if each not in list(scheduler.queue)] == [2]
+    assert [each.sequence_id for each in scheduler.queue.all if each not in list(scheduler.queue)] == [2]
     if event == "lost":
         assert [each.sequence_id for each in scheduler.lost(1)] == [2]
     else:
@@ -425,4 +425,4 @@ def test_a_follower_needs_its_r_worker_too(event: str) -> None:
 
 
 def _unfinished(scheduler: Scheduler) -> list[Sequence]:
-    return [*scheduler.queue.everybody, *scheduler.residents.decoding.values(), *scheduler.residents.prompts.values()]
+    return [*scheduler.queue.all, *scheduler.residents.decoding.values(), *scheduler.residents.prompts.values()]

@@ -64,10 +64,10 @@ def test_every_step_is_the_engines(folder: str, settings: dict[str, Any], length
     try:
         items = make_workload(WorkloadSpec(**lengths), model_zoo.VOCABULARY, 256, None)
         live = run_throughput(engine, items)
-        policy, limits = engine.scheduler.policy, engine.scheduler.limits
+        limits = engine.scheduler.limits
     finally:
         engine.close()
-    scheduler = Scheduler(policy, limits)
+    scheduler = engine.scheduler.with_limits(limits)
     assert decisions(simulated(scheduler, items)) == decisions(live.steps)
     assert scheduler.statistics == live.statistics
     assert len(live.outputs) == len(items) and len(live.steps) > 30

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.scheduler_harness import AMPLE, Job, Run
 
-from fastdecode.scheduler.speeds import WorkerSpeeds
+from fastdecode.scheduler.worker_state import Workers
 
 
 def seconds_on_one_core(work: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -21,33 +21,33 @@ def seconds_on_one_core(work: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def test_speeds_are_as_seen_and_else_as_memory_was() -> None:
-    speeds = WorkerSpeeds([10.0, 20.0, 20.0])
-    assert speeds.relative.tolist() == [10.0, 20.0, 20.0]
+    workers = Workers([1] * 3, [10.0, 20.0, 20.0], 1)
+    assert workers.speeds.tolist() == [10.0, 20.0, 20.0]
     for _ in range(4):
-        speeds.observe([1000, 600, 5], [0.010, 0.010, 0.001])  # the third was hardly at work
-        assert speeds.relative.tolist() == [10.0, 20.0, 20.0], "too short to say anything"
+        workers.observe([1000, 600, 5], [0.010, 0.010, 0.001])  # the third was hardly at work
+        assert workers.speeds.tolist() == [10.0, 20.0, 20.0], "too short to say anything"
     for _ in range(4):
-        speeds.observe([1000, 600, 5], [0.010, 0.010, 0.001])
-    assert speeds.relative == pytest.approx([100e3, 60e3, 20.0 * 160e3 / 30.0])
+        workers.observe([1000, 600, 5], [0.010, 0.010, 0.001])
+    assert workers.speeds == pytest.approx([100e3, 60e3, 20.0 * 160e3 / 30.0])
     for _ in range(100):
-        speeds.observe([500, 600, 0], [0.010, 0.010, 0.0])
-    assert speeds.relative[:2] == pytest.approx([50e3, 60e3], rel=0.02)
+        workers.observe([500, 600, 0], [0.010, 0.010, 0.0])
+    assert workers.speeds[:2] == pytest.approx([50e3, 60e3], rel=0.02)
 
 
 def test_what_is_as_expected_but_for_chance_stays() -> None:
-    speeds = WorkerSpeeds([10.0, 20.0])
+    workers = Workers([1] * 2, [10.0, 20.0], 1)
     for _ in range(10):
-        speeds.observe([1000, 1900], [0.010, 0.010])
-    assert speeds.relative.tolist() == [10.0, 20.0]
+        workers.observe([1000, 1900], [0.010, 0.010])
+    assert workers.speeds.tolist() == [10.0, 20.0]
 
 
-@pytest.mark.parametrize("policy", ["sls", "stall-free"])
-def test_two_on_one_core_are_loaded_in_proportion_to_their_weights(policy: str) -> None:
+@pytest.mark.parametrize("schedule", ["sls", "stall-free"])
+def test_two_on_one_core_are_loaded_in_proportion_to_their_weights(schedule: str) -> None:
     """Nobody is told of the weights, 2:1, and equal loads look like 1.33:1; yet newcomers settle at 2:1."""
     limits = replace(AMPLE, max_num_seqs=200, num_blocks=(9999, 9999), bandwidths=(1.0, 1.0))
     lengths = np.random.default_rng(0).integers(20, 60, 900).tolist()
     jobs = [Job([1] * 100, length, [length], number // 4 * 2) for number, length in enumerate(lengths)]
-    run = Run(policy, limits, jobs, recounts=False)
+    run = Run(schedule, limits, jobs, recounts=False)
     while run.step_number < 390:
         run.arrive_and_abort()
         step = run.step()
@@ -62,7 +62,7 @@ def test_two_on_one_core_are_loaded_in_proportion_to_their_weights(policy: str) 
 
 def test_one_that_is_very_slow_is_seen_beside_the_others() -> None:
     """It takes ten times as long over the same tokens; the others' short times tell as much."""
-    speeds = WorkerSpeeds([1.0, 1.0])
+    workers = Workers([1, 1], [1.0, 1.0], 1)
     for _ in range(10):
-        speeds.observe([1000, 1000], [0.100, 0.010])
-    assert speeds.relative[1] / speeds.relative[0] == pytest.approx(10.0)
+        workers.observe([1000, 1000], [0.100, 0.010])
+    assert workers.speeds[1] / workers.speeds[0] == pytest.approx(10.0)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.scheduler.output_lengths import MIN_ENDED, OutputLengths
-from fastdecode.scheduler.staggering import Outlook
+from fastdecode.scheduler.output_lengths import MIN_ENDED, Outlook, OutputLengths
 
 NOBODY = np.zeros(0, np.int64)
 

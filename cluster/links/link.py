@@ -104,7 +104,6 @@ class PartChannel:
         return bytes(header)
 
     def read_into(self, buffer: Any) -> None:
-        """See ``Channel.read_into``."""
         wanted = memoryview(buffer).nbytes
         if wanted == 0:
             return

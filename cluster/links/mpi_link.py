@@ -65,7 +65,6 @@ class MpiChannel(PartChannel):
         self._sent: list[Any] = []
 
     def send(self, parts: Sequence[Any]) -> None:
-        """See ``Channel.send``."""
         self._sent = [each for each in self._sent if not self._peer.done([each])]
         self._sent += [self._peer.send(part, _CONTROL_TAG) for part in parts if memoryview(part).nbytes]
 
@@ -106,7 +105,6 @@ class MpiLink(Link):
         return self._last_word == OVER
 
     def move_on(self) -> bool:
-        """See ``Watched.move_on``."""
         sent = [request for requests in list(self._sent.values()) for request in requests]
         return not self._peer.done(sent)
 
@@ -119,7 +117,6 @@ class MpiLink(Link):
                 self._expect(slots, mini_batch, 0)
 
     def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
-        """See ``Conversation.send``."""
         if self._cut:
             raise ConnectionError("Ctrl-C cut a message to it short")
         self._peer.send_word(FRAME_FOLLOWS)
@@ -144,7 +141,6 @@ class MpiLink(Link):
             self._progress.nudge()
 
     def receive(self, timeout_seconds: float) -> Frame | None:
-        """See ``Conversation.receive``."""
         return self._take() if self._peer.word_is_there(timeout_seconds) else None
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:

@@ -84,7 +84,6 @@ class SharedMemoryLink(Link):
         self._outbox.push(mini_batch << 32 | layer)
 
     def receive(self, timeout_seconds: float) -> Frame | None:
-        """See ``Conversation.receive``."""
         word = self._inbox.pop(timeout_seconds)
         if word is None:
             if timeout_seconds > 0:
@@ -109,7 +108,6 @@ class SharedMemoryLink(Link):
             np.copyto(arrays[0], self._slots.views(frame.mini_batch, frame.layer)[3])
 
     def close(self) -> None:
-        """See ``Link.close``."""
         if self._heartbeat:
             self._heartbeat.stop()
         self._stream.close()
@@ -128,7 +126,6 @@ class StreamChannel(PartChannel):
         self._poll.register(end, select.POLLIN)
 
     def send(self, parts: Sequence[Any]) -> None:
-        """See ``Channel.send``."""
         try:
             for part in parts:
                 self._socket.sendall(part)
@@ -141,7 +138,6 @@ class StreamChannel(PartChannel):
             raise ConnectionError("the control socket is closed")
 
     def close(self) -> None:
-        """See ``Channel.close``."""
         self._socket.close()
 
     def _header(self, timeout_seconds: float) -> bytearray | None:

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 
-from fastdecode.addresses import split_address
 from fastdecode.cluster.joining import Joiner, JoinListener
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import PeerChannel, ZmqChannel, ZmqListener
@@ -19,6 +18,7 @@ from fastdecode.cluster.wire.frames import Conversation, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, prove, read_security
 from fastdecode.cluster.wire.messages import Hello, encode_refusal
 from fastdecode.errors import ConfigError, FrameError
+from fastdecode.settings import split_address
 
 GREETING_BYTES = 10
 GREETING_SECONDS = 2.0

@@ -74,7 +74,6 @@ class _Socket:
         return found
 
     def read_into(self, buffer: Any) -> None:
-        """See ``Channel.read_into``."""
         wanted = memoryview(buffer).nbytes
         if not self.more or (got := self.socket.recv_into(buffer)) != wanted:
             raise FrameError(f"a frame whose part has {got if self.more else 'no'} bytes, not {wanted}")
@@ -127,7 +126,6 @@ class ZmqChannel(_Socket):
             raise BackendError(f"R-worker {address}: {error.strerror}") from None
 
     def send(self, parts: Sequence[Any]) -> None:
-        """See ``Channel.send``."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -247,7 +245,6 @@ class PeerChannel:
         self.read_into = self._listener.read_into
 
     def send(self, parts: Sequence[Any]) -> None:
-        """See ``Channel.send``."""
         try:
             self._listener.send_message([self.identity, *parts], 0 if self.waits else zmq.NOBLOCK)
         except zmq.Again:
@@ -257,7 +254,6 @@ class PeerChannel:
             raise ConnectionError(error.strerror) from None
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """See ``Channel.receive``."""
         if self.first_header is not None:
             first, self.first_header = self.first_header, None
             return first

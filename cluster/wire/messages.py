@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fastdecode.addresses import split_address
 from fastdecode.config import BLOCK_SIZES
 from fastdecode.errors import ConfigError, FrameError
+from fastdecode.settings import split_address
 from fastdecode.types import CONTROL, ISAS, KV_BITS, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 MAX_JSON_BYTES = 1 << 22

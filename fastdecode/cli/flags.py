@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from fastdecode.addresses import describe_security
 from fastdecode.backends import prepare
 from fastdecode.cli.output import check_output_files
 from fastdecode.config import BATCHING, MODEL, ONLY_VLLM, WORKERS, EngineConfig, check_only_vllm
 from fastdecode.machine import mend_binding
+from fastdecode.settings import describe_security
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
 """Settings of the scheduler, in the engine and in the simulator."""
@@ -123,7 +123,8 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _auto_int(text: str) -> int | None:
+def auto_int(text: str) -> int | None:
+    """None for "auto"."""
     if text == "auto":
         return None
     try:
@@ -137,7 +138,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "str | None": str,
     "int | str | None": str,
     "int": int,
-    "int | None": _auto_int,
+    "int | None": auto_int,
     "float": float,
     "float | None": float,
     "dict[str, Any]": json_object,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fastdecode.cli.flags import auto_int
 from fastdecode.config import KV_CACHE_DTYPES, EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.deployment import check_alike
@@ -255,8 +256,11 @@ def add_number_flags(group: Any) -> None:
     group.add_argument("--num-layers", type=int, metavar="N", help="beside those two")
 
 
-def add_pipeline_flags(group: Any) -> None:
-    """How S-worker and R-workers work together."""
+def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
+    """How S-worker and R-workers work together. ``automatic``: whether the number of mini-batches may be "auto"."""
     group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
-    group.add_argument("--num-mini-batches", type=int, default=2, metavar="K", help="that take turns (2)")
+    group.add_argument(
+        "--num-mini-batches", type=auto_int if automatic else int, default=2, metavar="K",
+        help="that take turns (2)" + ("; auto: 2 or 3, whichever takes less time" if automatic else ""),
+    )  # fmt: skip
     group.add_argument("--exposed-transport", action="store_true", help="both sides wait for transfers (off)")

@@ -8,12 +8,18 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.addresses import check_key, check_security, describe_security, split_address
 from fastdecode.cli.flags import add_common_flags, add_flags, say_mended
 from fastdecode.config import MAX_THREADS, EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
-from fastdecode.settings import parse_cores, parse_kv_cache_memory
+from fastdecode.settings import (
+    check_key,
+    check_security,
+    describe_security,
+    parse_cores,
+    parse_kv_cache_memory,
+    split_address,
+)
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.tcp import Server

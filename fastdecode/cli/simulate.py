@@ -52,7 +52,7 @@ def add_command(commands: Any) -> None:
     add_number_flags(parser.add_argument_group("or as measured"))
     group = parser.add_argument_group("engine")
     add_flags(group, EngineConfig, SCHEDULE)
-    add_pipeline_flags(group)
+    add_pipeline_flags(group, automatic=True)
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="(the workload's longest)")
     group.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False,

@@ -19,7 +19,7 @@ from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedWorkload, SplitMachine
 from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
-from fastdecode.scheduler import POLICIES, Limits, Scheduler
+from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 DATASETS = ("random", "trace", *SARATHI)
 UNBOUNDED_TOKENS = 1 << 40
@@ -27,6 +27,12 @@ UNBOUNDED_TOKENS = 1 << 40
 
 VOCABULARY = 32000
 """Size of the vocabulary of random prompts where no model is given; it has no effect on lengths."""
+
+CHOICES = (2, 3)
+"""Numbers of mini-batches that ``auto`` compares."""
+
+AGES = 16
+"""At which steps of sequences that start together are looked at."""
 
 CHECKED = (
     "max_num_seqs",
@@ -68,7 +74,7 @@ class SimulationInputs:
 
     def scheduler(self) -> Scheduler:
         """A new one."""
-        return Scheduler(POLICIES[self.schedule], self.limits)
+        return Scheduler(SCHEDULES[self.schedule], self.limits)
 
 
 def read_simulation(args: argparse.Namespace) -> SimulationInputs:
@@ -81,7 +87,32 @@ def read_simulation(args: argparse.Namespace) -> SimulationInputs:
     workload, rate = _workload(args)
     if args.max_model_len is not None and workload.longest > args.max_model_len:
         raise ConfigError(f"prompt + output reach {workload.longest} tokens, and max_model_len is {args.max_model_len}")
-    return (_gpu_alone if args.num_r_workers == 0 else _split)(args, workload, rate)
+    chosen = argparse.Namespace(**vars(args) | {"num_mini_batches": _num_mini_batches(args, workload)})
+    return (_gpu_alone if args.num_r_workers == 0 else _split)(chosen, workload, rate)
+
+
+def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> int:
+    """As given, or those with which the mean step takes less. A third mini-batch hides the way to R-workers and back,
+    and costs the S-worker one more loading of the weights. 2 beside bare numbers: their T(B) is of one batch size."""
+    if args.num_mini_batches is not None:
+        return int(args.num_mini_batches)
+    if args.num_r_workers == 0 or args.s_part_seconds is not None:
+        return 2
+    return min(CHOICES, key=lambda number: _mean_step_seconds(args, workload, number))
+
+
+def _mean_step_seconds(args: argparse.Namespace, workload: SimulatedWorkload, num_mini_batches: int) -> float:
+    """Of full batches: at the mean KV load, or over all ages where sequences start and end together."""
+    given = vars(args) | {"num_mini_batches": num_mini_batches}
+    plan_args = argparse.Namespace(**given | _plan_words(argparse.Namespace(**given), workload))
+    planner = read_inputs(plan_args).planner
+    model = planner.step_model(args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers)
+    described, seats = planner.workload, min(args.max_num_seqs, len(workload))
+    contexts = np.array([described.mean_context])
+    if SCHEDULES[args.schedule].waves:
+        contexts = described.prompt_len + described.output_len * (np.arange(AGES) + 0.5) / AGES
+    rows = seats * described.rows_per_output_token
+    return float(np.mean([model(rows, seats * context, seats) for context in contexts.tolist()]))
 
 
 def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -> SimulationInputs:

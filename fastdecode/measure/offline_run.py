@@ -61,7 +61,7 @@ def run_offline(
         )  # fmt: skip
         balanced = predicted().balanced_kv_tokens_each(MAX_NUM_SEQS)
         limits = replace(engine.scheduler.limits, balanced_kv_tokens=balanced)
-        engine.replace_scheduler(Scheduler(engine.scheduler.policy, limits))
+        engine.replace_scheduler(engine.scheduler.with_limits(limits))
         items = make_workload(spec, engine.s_model.vocab_size, engine.s_model.max_model_len, None)
         warm_up(engine, items)
         runs: list[ThroughputRun] = []
@@ -69,7 +69,7 @@ def run_offline(
     finally:
         engine.close()
     model = predicted(drift=Drift(*(each.drift for each in steadied)))
-    seconds, steps = _simulated(Scheduler(engine.scheduler.policy, limits), model, items)
+    seconds, steps = _simulated(engine.scheduler.with_limits(limits), model, items)
     same = all(_decisions(run.steps) == _decisions(steps) for run in runs)
     return OfflineRun(seconds, float(steadied[0].samples[0, 0]), len(steps), same)
 

@@ -159,7 +159,7 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
     if (load := report.get("kv_load")) and load["peak_tokens"]:
         limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""
         if limit and load["peak_tokens"] > RIPPLE * load["limit_tokens"]:
-            limit += ", which was found and not kept: spreading the starts would have taken longer"
+            limit += " (R time equals S time there), exceeded: starts are only spread where the run ends sooner by it"
         yield f"KV load: mean {load['mean_tokens']:.0f}, peak {load['peak_tokens']} tokens per step{limit}"
     if (steady := report.get("steady")) and steady["seconds"]:
         yield (

@@ -1,4 +1,4 @@
-"""Who starts next, and where: seats, blocks, KV load, and the token budget that is left."""
+"""Which sequence starts next, and where: seats, blocks, KV load, and the token budget that is left."""
 
 from __future__ import annotations
 
@@ -8,32 +8,26 @@ from itertools import islice
 import numpy as np
 
 from fastdecode.errors import RequestError
-from fastdecode.scheduler.fleet import Fleet
-from fastdecode.scheduler.limits import Limits
 from fastdecode.scheduler.load_control import LoadControl
-from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
-from fastdecode.scheduler.output_lengths import OutputLengths
-from fastdecode.scheduler.placement import placement_costs
-from fastdecode.scheduler.policy import Policy
-from fastdecode.scheduler.prefix_index import Chain
-from fastdecode.scheduler.residents import Residents
+from fastdecode.scheduler.load_forecast import LoadForecast, Newcomer, placement_costs
+from fastdecode.scheduler.output_lengths import SAMPLE, Outlook, OutputLengths
+from fastdecode.scheduler.residents import Residents, WaitingQueue
+from fastdecode.scheduler.schedules import Limits, Schedule
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.staggering import SAMPLE, Outlook
-from fastdecode.scheduler.waiting_queue import WaitingQueue
+from fastdecode.scheduler.worker_state import Chain, WorkerState
 
 
 class Admission:
-    """Lets the head of the queue start where every budget allows it; nobody overtakes the head."""
+    """Lets the head of the queue start where every budget allows it; no sequence overtakes the head."""
 
-    def __init__(self, policy: Policy, limits: Limits, residents: Residents, queue: WaitingQueue, fleet: Fleet) -> None:
-        self.load_control = LoadControl(limits.kv_load_limit, limits.bandwidths, limits.micro_batch_interval)
+    def __init__(self, schedule: Schedule, limits: Limits, residents: Residents, queue: WaitingQueue) -> None:
+        self.load_control = LoadControl(limits.kv_load_limit, residents.workers, limits.micro_batch_interval)
         self.output_lengths = OutputLengths()
-        self._policy = policy
+        self._schedule = schedule
         self._limits = limits
         self._residents = residents
-        self._ledger = residents.ledger
+        self._workers = residents.workers
         self._queue = queue
-        self._fleet = fleet
         self._forecast: LoadForecast | None = None
         self._available = self._capacities = np.zeros(0, np.int64)
         self._speeds, self._num_present = np.zeros(0), 1
@@ -46,55 +40,54 @@ class Admission:
         if members > self._limits.max_num_seqs:
             raise RequestError(f"n is {members}, and max_num_seqs is {self._limits.max_num_seqs}")
         blocks = self._most_blocks(sequence)
-        largest = max(self._ledger.num_blocks)
+        largest = max(worker.num_blocks for worker in self._workers)
         if blocks > largest:
             raise RequestError(
                 f"the request's {members} sequences need {blocks} KV blocks, and the largest R-worker has {largest}: "
                 f"lower n or max_tokens, or give more kv_cache_memory"
             )
-        if self._policy.stabilizes_load:
+        if self._schedule.stabilizes_load:
             self.load_control.check(_longest(sequence))
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
         """Whether some R-worker could still run ``sequence`` by itself."""
-        return any(self._could_hold(sequence, worker) for worker in self._fleet.present)
+        return any(self._could_hold(sequence, worker) for worker in self._workers if not worker.is_gone)
 
     def fits_elsewhere(self, sequence: Sequence) -> bool:
         """Whether some R-worker that does not drain could run ``sequence`` by itself."""
-        return any(self._could_hold(sequence, worker) for worker in self._fleet.accepting)
+        return any(self._could_hold(sequence, self._workers[index]) for index in self._workers.accepting)
 
-    def has_room_to_move(self, sequence: Sequence, worker: int) -> bool:
-        """Whether ``sequence``, as it is now, could go on on ``worker`` without making anybody leave."""
-        spare = self._residents.num_on(worker)
-        return self._could_hold(sequence, worker) and self.blocks_for(sequence) + spare <= self._ledger.available(
-            worker
-        )
+    def has_room_to_move(self, sequence: Sequence, index: int) -> bool:
+        """Whether ``sequence``, as it is now, could go on on R-worker ``index`` without a preemption there."""
+        worker = self._workers[index]
+        needed = self.blocks_for(sequence) + worker.num_sequences
+        return self._could_hold(sequence, worker) and needed <= worker.available
 
     def blocks_for(self, sequence: Sequence) -> int:
         """Blocks that ``sequence`` holds from its start, its siblings' copies of a partial block included."""
         siblings = len(sequence.siblings)
-        if self._policy.reserves_longest:
-            return self._ledger.blocks_for(self._limits.max_model_len) * (1 + siblings)
+        if self._schedule.reserves_longest:
+            return self._workers.blocks_for(self._limits.max_model_len) * (1 + siblings)
         num_tokens = sequence.num_tokens
-        return self._ledger.blocks_for(num_tokens) + siblings * (num_tokens % self._ledger.block_size > 0)
+        return self._workers.blocks_for(num_tokens) + siblings * (num_tokens % self._workers.block_size > 0)
 
     def begin_step(self) -> None:
-        """The running sequences of this step are known; look at everybody anew."""
+        """The running sequences of this step are known: what was derived from them is derived anew."""
         self._forecast = None
         self.num_starts = 0
-        self._is_open = not self._policy.waves or not len(self._residents)
+        self._is_open = not self._schedule.waves or not len(self._residents)
         if not len(self._queue):
             return
-        self._available = self._ledger.available_each()
+        self._available = self._workers.available
         self._capacities = self.capacities()
-        self._speeds, self._num_present = self._fleet.speeds, max(1, len(self._fleet.present))
+        self._speeds, self._num_present = self._workers.speeds, max(1, len(self._workers.present))
         self.output_lengths.running(self._residents.table.num_outputs)
-        if self._policy.stabilizes_load:
+        if self._schedule.stabilizes_load:
             seats = max(1, self._limits.max_num_seqs - len(self._residents))
             head = next(iter(self._queue), None)
             self.load_control.begin_step(
-                lambda: [self._prompt(sequence) for sequence in islice(self._queue, seats)],
-                None if head is None else self._prompt(head),
+                lambda: [self._newcomer(sequence) for sequence in islice(self._queue, seats)],
+                None if head is None else self._newcomer(head),
                 len(self._queue) <= seats,
                 not len(self._residents),
                 self.forecast,
@@ -109,17 +102,18 @@ class Admission:
         sequence = self._queue.head()
         if sequence is None or not self._is_open or not self._has_seats(sequence):
             return None
-        alone = self._prompt(sequence)
-        if self._policy.stabilizes_load and not self.load_control.affords(alone):
+        alone = self._newcomer(sequence)
+        if self._schedule.stabilizes_load and not self.load_control.affords(alone):
             return None
         hits = self._residents.prefix_cache.hits(sequence)
         if not hits and not rows_for(alone.num_left):
             return None
-        for worker in self._workers(sequence, alone, hits):
-            hit = hits.get(worker)
-            prompt = self._prompt(sequence, worker, hit)
-            if self._has_room(sequence, worker, hit) and rows_for(prompt.num_left) and self._may_start(prompt):
-                self._start(sequence, prompt, hit)
+        for index in self._best_first(sequence, alone, hits):
+            hit = hits.get(index)
+            there = self._newcomer(sequence, index, hit)
+            has_room = self._has_room(sequence, self._workers[index], hit)
+            if has_room and rows_for(there.num_left) and self._may_start(there):
+                self._start(sequence, there, hit)
                 return sequence
         return None
 
@@ -130,12 +124,12 @@ class Admission:
 
     def capacities(self) -> np.ndarray:
         """Tokens that the blocks of each R-worker hold: int64 [num_workers]."""
-        return np.array(self._ledger.num_blocks) * self._ledger.block_size
+        return self._workers.num_blocks * self._workers.block_size
 
     def ceilings(self) -> np.ndarray:
         """KV tokens that each R-worker may come to attend, by its memory and a strict limit: float64 [num_workers]."""
         control = self.load_control
-        is_limited = self._policy.stabilizes_load and control.is_strict
+        is_limited = self._schedule.stabilizes_load and control.is_strict
         return np.minimum(self.capacities(), control.limits if is_limited else np.inf)
 
     def forecast_anew(self) -> LoadForecast:
@@ -145,14 +139,14 @@ class Admission:
         return self.forecast()
 
     def forecast(self) -> LoadForecast:
-        """The load of the coming steps, made once a step, with everybody who started since."""
+        """The load of the coming steps, made once a step, with all that started since."""
         if self._forecast is None:
             chunks = self._residents.table.chunks
             self._forecast = LoadForecast(
                 chunks["worker"],
                 chunks["context_len"],
                 self.steps_left(),
-                self._ledger.num_workers,
+                len(self._workers),
                 self._limits.max_num_batched_tokens,
             )
             for sequence in self._residents.prompts.values():
@@ -185,50 +179,49 @@ class Admission:
         most = np.array([each.max_tokens for each in listed], np.int64)
         return np.maximum(self.output_lengths.drawn(outputs, most) - outputs - 1, 0)
 
-    def _in_prompt(self, sequence: Sequence) -> Prompt:
-        return self._prompt_of(sequence, sequence.worker, not sequence.uses_scratch)
+    def _in_prompt(self, sequence: Sequence) -> Newcomer:
+        return self._newcomer_of(sequence, sequence.worker, not sequence.uses_scratch)
 
-    def _able(self, sequence: Sequence, prompt: Prompt) -> np.ndarray:
-        """R-workers that have room and load to spare for ``sequence`` and all of its ``prompt``: bool [num_workers].
+    def _able(self, sequence: Sequence, newcomer: Newcomer) -> np.ndarray:
+        """R-workers that have room and load to spare for ``sequence``, that is ``newcomer``: bool [num_workers].
 
         What the loop over R-workers asks of one, of hundreds at once, when the best of them cannot.
         """
-        ledger = self._ledger
-        spare = 0 if self._policy.reserves_longest else self._residents.counts()
-        able = self.blocks_for(sequence) + spare <= ledger.available_each()
-        able &= self._most_blocks(sequence) <= np.array(ledger.num_blocks)
-        if self._policy.stabilizes_load:
-            able &= self.load_control.fits_where(prompt, self.forecast)
+        spare = 0 if self._schedule.reserves_longest else self._workers.num_sequences
+        able = self.blocks_for(sequence) + spare <= self._available
+        able &= self._most_blocks(sequence) <= self._workers.num_blocks
+        if self._schedule.stabilizes_load:
+            able &= self.load_control.fits_where(newcomer, self.forecast)
         return able
 
-    def _may_start(self, prompt: Prompt) -> bool:
-        if not self._policy.stabilizes_load:
+    def _may_start(self, newcomer: Newcomer) -> bool:
+        if not self._schedule.stabilizes_load:
             return True
-        return self.load_control.fits(prompt, self.forecast)
+        return self.load_control.fits(newcomer, self.forecast)
 
-    def _start(self, sequence: Sequence, prompt: Prompt, hit: tuple[int, Chain] | None) -> None:
+    def _start(self, sequence: Sequence, newcomer: Newcomer, hit: tuple[int, Chain] | None) -> None:
         self._queue.pop()
         self.num_starts += sequence.outputs_at_start is None
-        self._residents.start(sequence, prompt.worker, hit, self.blocks_for(sequence))
-        self._available[prompt.worker] = self._ledger.available(prompt.worker)
-        self.forecast().add(prompt)
-        if self._policy.stabilizes_load:
-            self.load_control.started(prompt)
+        self._residents.start(sequence, newcomer.worker, hit, self.blocks_for(sequence))
+        self._available[newcomer.worker] = self._workers[newcomer.worker].available
+        self.forecast().add(newcomer)
+        if self._schedule.stabilizes_load:
+            self.load_control.started(newcomer)
 
-    def _workers(self, sequence: Sequence, prompt: Prompt, hits: dict[int, tuple[int, Chain]]) -> Iterator[int]:
+    def _best_first(self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, tuple[int, Chain]]) -> Iterator[int]:
         """Where ``sequence`` may start, best first; on R-workers that drain only if it could never run elsewhere.
 
         Among equals the one with most blocks available comes first. After the best only those that have room.
         """
-        hit_tokens = {worker: hit[0] * self._ledger.block_size for worker, hit in hits.items()}
+        hit_tokens = {worker: hit[0] * self._workers.block_size for worker, hit in hits.items()}
         forecast = self.forecast()
         row_kv_tokens = self._row_kv_tokens(forecast)
-        costs = placement_costs(forecast, prompt, self._speeds, self._capacities, hit_tokens, row_kv_tokens)
-        if self._fleet.draining and self.fits_elsewhere(sequence):
-            costs[self._fleet.draining] = np.inf
+        costs = placement_costs(forecast, newcomer, self._speeds, self._capacities, hit_tokens, row_kv_tokens)
+        if (draining := self._workers.draining) and self.fits_elsewhere(sequence):
+            costs[draining] = np.inf
         best = np.flatnonzero(costs == costs.min())
         yield int(best[np.argmax(self._available[best])])  # nearly always it is that one
-        able = self._able(sequence, prompt)
+        able = self._able(sequence, newcomer)
         able[list(hits)] = True
         order = np.lexsort((-self._available, costs))
         yield from order[(able & np.isfinite(costs))[order]].tolist()
@@ -246,37 +239,37 @@ class Admission:
     def _has_seats(self, sequence: Sequence) -> bool:
         return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs
 
-    def _could_hold(self, sequence: Sequence, worker: int) -> bool:
+    def _could_hold(self, sequence: Sequence, worker: WorkerState) -> bool:
         """Whether ``sequence`` could run to its end on ``worker``, were it alone there."""
-        if self._most_blocks(sequence) > self._ledger.num_blocks[worker]:
+        if self._most_blocks(sequence) > worker.num_blocks:
             return False
-        return not self._policy.stabilizes_load or self.load_control.holds(worker, _longest(sequence))
+        return not self._schedule.stabilizes_load or self.load_control.holds(worker.index, _longest(sequence))
 
-    def _has_room(self, sequence: Sequence, worker: int, hit: tuple[int, Chain] | None) -> bool:
+    def _has_room(self, sequence: Sequence, worker: WorkerState, hit: tuple[int, Chain] | None) -> bool:
         """Its blocks, and one more for each sequence there already, so that none is preempted at once."""
         if not self._could_hold(sequence, worker):
             return False
         taken_over = hit[1].blocks[: hit[0]] if hit else []
         needed = self.blocks_for(sequence) - len(taken_over)
         needed += sum(block.num_sequences == 0 for block in taken_over)  # no longer there for the asking
-        spare = 0 if self._policy.reserves_longest else self._residents.num_on(worker)
-        return needed + spare <= self._ledger.available(worker)
+        spare = 0 if self._schedule.reserves_longest else worker.num_sequences
+        return needed + spare <= worker.available
 
     def _most_blocks(self, sequence: Sequence) -> int:
         """Blocks that it takes at its start, with its siblings, or by itself at its end, whichever are more."""
-        return max(self.blocks_for(sequence), self._ledger.blocks_for(sequence.max_cached))
+        return max(self.blocks_for(sequence), self._workers.blocks_for(sequence.max_cached))
 
-    def _prompt(self, sequence: Sequence, worker: int = 0, hit: tuple[int, Chain] | None = None) -> Prompt:
+    def _newcomer(self, sequence: Sequence, worker: int = 0, hit: tuple[int, Chain] | None = None) -> Newcomer:
         """``sequence`` as it would start."""
         attends = hit is not None or sequence.num_prefill > self._residents.scratch_free
-        taken_over = hit[0] * self._ledger.block_size if hit else 0
-        return self._prompt_of(sequence, worker, attends, taken_over)
+        taken_over = hit[0] * self._workers.block_size if hit else 0
+        return self._newcomer_of(sequence, worker, attends, taken_over)
 
-    def _prompt_of(self, sequence: Sequence, worker: int, attends: bool, taken_over: int = 0) -> Prompt:
+    def _newcomer_of(self, sequence: Sequence, worker: int, attends: bool, taken_over: int = 0) -> Newcomer:
         outputs, expected = len(sequence.output_token_ids), sequence.max_tokens
         if self.output_lengths.is_known:
             expected = int(self.output_lengths.expected(np.array([outputs]), np.array([expected]))[0])
-        return Prompt(
+        return Newcomer(
             worker=worker,
             num_prefill=sequence.num_prefill,
             num_left=sequence.num_prefill - max(sequence.num_cached, taken_over),

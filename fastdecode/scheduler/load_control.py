@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fastdecode.errors import RequestError
-from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
-from fastdecode.scheduler.staggering import Outlook
+from fastdecode.scheduler.load_forecast import LoadForecast, Newcomer
+from fastdecode.scheduler.output_lengths import Outlook
+from fastdecode.scheduler.worker_state import Workers
+
+NUM_STEPS = 20
+"""Decode steps that are measured."""
 
 SLACK = 1.04
 """A user's limit over the schedule's peak: with less, chance keeps newcomers back, and they come as a wave later."""
@@ -19,7 +23,7 @@ KEPT_PART = 1 / 16
 TOLERANCE = 0.015
 """Spreading the starts may take this part longer and still counts as worth it: its steps are even."""
 
-KEPT_OF_STARTS = 0.999
+KEPT_PER_NEWCOMER = 0.999
 """What of newcomers counts after another one: about the last 1,000 do."""
 
 FILLING = 1 / 8
@@ -44,24 +48,28 @@ class LoadControl:
     to be filled soon, and a long prompt must not wait. A strict limit needs prompts to end when the forecast says, so
     then prompts take all that the token budget leaves; and so they do where starts are spread, as micro-batches.
 
-    ``limit``: KV tokens per step over all R-workers, shared in proportion to ``bandwidths``; None while unknown.
+    ``limit``: KV tokens per step over all R-workers, shared in proportion to speeds; None while unknown.
     ``is_strict``: the user's limit, never exceeded. Else it is where R time equals S time, which the mean load is to
     meet: the schedule's own ripple, F/S, comes on top. Such a limit costs nothing to exceed but even steps; starts are
     spread only while that pays, and what fits the free seats starts at once whatever the load.
     """
 
-    def __init__(self, limit: int | None, bandwidths: Sequence[float], interval_steps: int | None = None) -> None:
+    def __init__(self, limit: int | None, workers: Workers, interval_steps: int | None = None) -> None:
         self.limit: int | None = limit
         self.is_strict = limit is not None
         self._longest = 0
-        self._shares = np.array(bandwidths) / sum(bandwidths)
+        self._workers = workers
         self._interval_steps = interval_steps
         self._is_paced = False
         self._steps_paced = 0
         self._looked = 0
         self._earned = 0.0
         self._granted = 0.0
-        self._brought = np.zeros(2)
+        self._per_newcomer = np.zeros(2)
+
+    @property
+    def _shares(self) -> np.ndarray:
+        return self._workers.shares
 
     @property
     def limits(self) -> np.ndarray:
@@ -86,7 +94,8 @@ class LoadControl:
 
     def join(self, share: float) -> None:
         """One more R-worker, ``share`` times as fast as all others together: they keep their limits."""
-        self._shares = np.append(self._shares, share) / (1 + share)
+        self._shares[-1] = share
+        self._shares[:] /= 1 + share
         if self.limit is not None:
             self.limit = int(self.limit * (1 + share))
 
@@ -95,14 +104,14 @@ class LoadControl:
         was let in because it fits one of them must fit in the end."""
         if not self.is_strict:
             shares = np.where(self._shares > 0, speeds, 0.0)
-            self._shares = shares / shares.sum()
+            self._shares[:] = shares / shares.sum()
             self._hold_longest()
 
     def lose(self, worker: int) -> None:
         """``worker`` is gone: the others keep their limits, and the total falls by its share."""
         kept = 1 - self._shares[worker]
         self._shares[worker] = 0
-        self._shares /= kept
+        self._shares[:] /= kept
         if self.limit is not None:
             self.limit = int(self.limit * kept)
             self._hold_longest()
@@ -113,8 +122,8 @@ class LoadControl:
 
     def begin_step(
         self,
-        waiting: Callable[[], list[Prompt]],
-        head: Prompt | None,
+        waiting: Callable[[], list[Newcomer]],
+        head: Newcomer | None,
         fits_seats: bool,
         is_idle: bool,
         forecast: Callable[[], LoadForecast],
@@ -137,35 +146,40 @@ class LoadControl:
         if self._is_paced:
             self._earn(head, is_idle or begins)
 
-    def affords(self, prompt: Prompt) -> bool:
-        """Whether enough was earned for ``prompt`` to start in this step, on whichever worker."""
-        return not self._is_paced or self._granted >= prompt.kv_area
+    def affords(self, newcomer: Newcomer) -> bool:
+        """Whether enough was earned for ``newcomer`` to start in this step, on whichever worker."""
+        return not self._is_paced or self._granted >= newcomer.kv_area
 
-    def fits(self, prompt: Prompt, forecast: Callable[[], LoadForecast]) -> bool:
-        """Whether ``prompt``'s worker stays within its limit with it."""
+    def fits(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> bool:
+        """Whether ``newcomer``'s worker stays within its limit with it."""
         if not self.is_strict:
             return True
-        return forecast().peak_with(prompt) <= self.limits[prompt.worker]
+        return forecast().peak_with(newcomer) <= self.limits[newcomer.worker]
 
-    def fits_where(self, prompt: Prompt, forecast: Callable[[], LoadForecast]) -> np.ndarray:
-        """The same for every R-worker, were ``prompt`` there: bool [num_workers]."""
+    def fits_where(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> np.ndarray:
+        """The same for every R-worker, were ``newcomer`` there: bool [num_workers]."""
         if not self.is_strict:
             return np.ones(len(self._shares), bool)
-        return forecast().peaks_with(prompt) <= self.limits
+        return forecast().peaks_with(newcomer) <= self.limits
 
-    def started(self, prompt: Prompt) -> None:
-        """``prompt`` starts in this step."""
+    def started(self, newcomer: Newcomer) -> None:
+        """``newcomer`` starts in this step."""
         if self._is_paced:
-            self._granted -= prompt.kv_area
-        decode_steps = (1 + prompt.num_siblings) * prompt.decode_steps
-        self._brought = KEPT_OF_STARTS * self._brought + (prompt.num_left, decode_steps)
+            self._granted -= newcomer.kv_area
+        decode_steps = (1 + newcomer.num_siblings) * newcomer.decode_steps
+        self._per_newcomer = KEPT_PER_NEWCOMER * self._per_newcomer + (newcomer.num_left, decode_steps)
+
+    @property
+    def bounds_rows(self) -> bool:
+        """Whether ``most_rows`` may be less than the token budget."""
+        return not self.is_strict and not self._is_paced and self.limit is not None and bool(self._per_newcomer[1])
 
     def most_rows(self, kv_loads: np.ndarray, free_seats: float, num_seats: int, token_budget: int) -> int:
         """Of a step that attends ``kv_loads``, float64 [num_workers], prompts' included; ``free_seats``: the part
         of all seats that no sequence decodes in."""
-        rows, steps = self._brought.tolist()
-        if self.is_strict or self._is_paced or self.limit is None or not steps:
+        if not self.bounds_rows:
             return token_budget
+        rows, steps = self._per_newcomer.tolist()
         present = self._shares > 0
         hidden = float((kv_loads[present] / self.limits[present]).max())
         even = min(token_budget, num_seats * (1 + rows / steps) * max(1.0, hidden))
@@ -173,8 +187,8 @@ class LoadControl:
 
     def _should_begin(
         self,
-        waiting: Callable[[], list[Prompt]],
-        head: Prompt,
+        waiting: Callable[[], list[Newcomer]],
+        head: Newcomer,
         fits_seats: bool,
         forecast: Callable[[], LoadForecast],
         outlook: Callable[[], Outlook] | None,
@@ -191,12 +205,12 @@ class LoadControl:
         """Whether starts stay spread: to end that has to win a part of all that was spread so far as well."""
         return ahead.spread - ahead.together <= 2 * TOLERANCE * (self._steps_paced + ahead.together)
 
-    def _looks_again(self, head: Prompt) -> bool:
+    def _looks_again(self, head: Newcomer) -> bool:
         """True in the first step of a queue, and then 16 times in a sequence's life: looking ahead takes time."""
         self._looked += 1
         return self._looked % max(1, head.decode_steps // 16) == 1 or head.decode_steps < 32
 
-    def _earn(self, head: Prompt, at_once: bool) -> None:
+    def _earn(self, head: Newcomer, at_once: bool) -> None:
         """Earn a step's mean load, and say whether a micro-batch starts."""
         area, interval = head.kv_area, self._interval(head)
         middle = head.num_prefill + (head.decode_steps + 1) / 2
@@ -211,7 +225,7 @@ class LoadControl:
             self._granted, self._earned = max(total, enough if at_once else area), 0.0
         self._steps_paced += 1
 
-    def _interval(self, head: Prompt) -> float:
+    def _interval(self, head: Newcomer) -> float:
         """F."""
         if self._interval_steps is not None:
             return self._interval_steps
@@ -226,14 +240,55 @@ class LoadControl:
         if self.limit is not None and not self.is_strict:
             self.limit = max(self.limit, int(np.ceil(self._longest / self._shares.max())))
 
-    def _exceeds(self, waiting: list[Prompt], forecast: LoadForecast) -> bool:
+    def _exceeds(self, waiting: list[Newcomer], forecast: LoadForecast) -> bool:
         """Whether all of ``waiting``, started now, would ever exceed the limit."""
-        cached = np.array([prompt.num_prefill for prompt in waiting])
-        steps = np.array([prompt.decode_steps for prompt in waiting])
-        members = np.array([1 + prompt.num_siblings for prompt in waiting])
+        cached = np.array([newcomer.num_prefill for newcomer in waiting])
+        steps = np.array([newcomer.decode_steps for newcomer in waiting])
+        members = np.array([1 + newcomer.num_siblings for newcomer in waiting])
         nowhere = np.zeros(members.sum(), np.int64)
         together = LoadForecast(nowhere, np.repeat(cached, members), np.repeat(steps, members), 1, token_budget=0)
         total = np.zeros(max(together.horizon, forecast.horizon))
         total[: forecast.horizon] += forecast.loads.sum(axis=0)
         total[: together.horizon] += together.loads[0]
         return bool(total.max() > (self.limit or 0))
+
+
+class BalanceFinder:
+    """Measures the first decode steps, and again whenever the batch has doubled since: S time depends on it."""
+
+    def __init__(self) -> None:
+        self._begin(0)
+
+    def observe(
+        self, num_rows: int, kv_loads: Sequence[int], s_seconds: float, r_seconds: Sequence[float]
+    ) -> int | None:
+        """One decode step of ``num_rows``: KV tokens attended and busy seconds of each R-worker, S-worker's seconds.
+
+        Returns, after the last step of a measurement, the KV tokens per step that one R-worker attends in S time.
+        """
+        if num_rows >= 2 * self._num_rows:
+            self._begin(num_rows)
+        busiest = int(np.argmax(r_seconds))
+        if len(self._s_seconds) == NUM_STEPS or r_seconds[busiest] <= 0:  # none was seen at work
+            return None
+        self._s_seconds.append(s_seconds)
+        self._kv_loads.append(kv_loads[busiest])
+        self._r_seconds.append(r_seconds[busiest])
+        return self._balanced_kv_tokens() if len(self._s_seconds) == NUM_STEPS else None
+
+    def _begin(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._s_seconds: list[float] = []
+        self._kv_loads: list[float] = []
+        self._r_seconds: list[float] = []
+
+    def _balanced_kv_tokens(self) -> int:
+        """R time is a fixed part and one per token. A line through the steps separates them where loads differ; it may
+        call at most half of the R time fixed, since over nearly equal loads its slope is noise."""
+        loads, seconds = np.array(self._kv_loads), np.array(self._r_seconds)
+        mean_load, mean_seconds = loads.mean(), float(np.median(seconds))
+        ratio = mean_seconds / mean_load
+        slope = ratio if np.ptp(loads) < 0.1 * mean_load else float(np.polyfit(loads, seconds, 1)[0])
+        per_token = min(max(slope, ratio / 2), ratio)
+        fixed = mean_seconds - per_token * mean_load
+        return int(max(0.0, float(np.median(self._s_seconds)) - fixed) / per_token)

@@ -1,7 +1,9 @@
-"""KV tokens that each R-worker will attend in the coming steps, exact where output lengths are known."""
+"""The load that is coming: KV tokens that each R-worker will attend, exact where output lengths are known; and what a
+placement costs by it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +14,7 @@ these cells have room for."""
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Newcomer:
     """A sequence that is not decoding yet: ``num_prefill`` tokens, ``num_left`` of them to compute.
 
     ``decode_steps`` steps follow, of it and of ``num_siblings`` forked from it. ``attends``: its prompt's chunks
@@ -96,60 +98,60 @@ class LoadForecast:
         """Steps looked ahead; no sequence known of runs longer."""
         return self.loads.shape[1]
 
-    def first_decode(self, prompt: Prompt) -> int:
+    def first_decode(self, newcomer: Newcomer) -> int:
         """The step after the one that computes the prompt's last token."""
-        if self.room[0] >= prompt.num_left:
+        if self.room[0] >= newcomer.num_left:
             return 1
         free = np.cumsum(np.maximum(self.room, 0))
-        missing = prompt.num_left - free[-1]
+        missing = newcomer.num_left - free[-1]
         if missing > 0:
             return self.horizon + int(-(-missing // self._budget))
-        return int(np.searchsorted(free, prompt.num_left)) + 1
+        return int(np.searchsorted(free, newcomer.num_left)) + 1
 
-    def peak_with(self, prompt: Prompt) -> float:
-        """The most that the prompt's R-worker attends in any step in which the new sequence runs."""
-        return float(self._peaks_with(prompt, self.loads[prompt.worker]))
+    def peak_with(self, newcomer: Newcomer) -> float:
+        """The most that the newcomer's R-worker attends in any step in which the new sequence runs."""
+        return float(self._peaks_with(newcomer, self.loads[newcomer.worker]))
 
-    def peaks_with(self, prompt: Prompt) -> np.ndarray:
-        """The same for every R-worker, were the prompt there: float64 [num_workers]."""
-        return self._peaks_with(prompt, self.loads)
+    def peaks_with(self, newcomer: Newcomer) -> np.ndarray:
+        """The same for every R-worker, were the newcomer there: float64 [num_workers]."""
+        return self._peaks_with(newcomer, self.loads)
 
-    def _peaks_with(self, prompt: Prompt, loads: np.ndarray) -> np.ndarray:
+    def _peaks_with(self, newcomer: Newcomer, loads: np.ndarray) -> np.ndarray:
         """Over the last axis of ``loads``."""
-        start = self.first_decode(prompt)
-        ramp = self._ramp(prompt)
-        known = loads[..., start : start + prompt.decode_steps]
+        start = self.first_decode(newcomer)
+        ramp = self._ramp(newcomer)
+        known = loads[..., start : start + newcomer.decode_steps]
         num_known = known.shape[-1]
         peaks = (known + ramp[:num_known]).max(axis=-1, initial=0.0)
         peaks = np.maximum(peaks, ramp[num_known:].max(initial=0.0))
-        if prompt.attends:
-            peaks = np.maximum(peaks, loads[..., :start].max(axis=-1, initial=0.0) + prompt.num_prefill)
+        if newcomer.attends:
+            peaks = np.maximum(peaks, loads[..., :start].max(axis=-1, initial=0.0) + newcomer.num_prefill)
         return peaks
 
-    def met_by(self, prompt: Prompt) -> Meeting:
+    def met_by(self, newcomer: Newcomer) -> Meeting:
         """What the new sequence would meet on each R-worker, in sampled steps that stand for all of its own."""
-        start = self.first_decode(prompt)
-        first, last = -(-start // self._stride), -(-(start + prompt.decode_steps) // self._stride)
+        start = self.first_decode(newcomer)
+        first, last = -(-start // self._stride), -(-(start + newcomer.decode_steps) // self._stride)
         steps = np.arange(first, max(last, first + 1)) * self._stride - start
-        ramp = (prompt.num_prefill + 1.0 + steps) * (1 + prompt.num_siblings)
+        ramp = (newcomer.num_prefill + 1.0 + steps) * (1 + newcomer.num_siblings)
         return Meeting(self._sampled[:, first:last], ramp)
 
-    def add(self, prompt: Prompt) -> None:
-        """From here on ``prompt`` is counted."""
-        start = self.first_decode(prompt)
-        end = start + prompt.decode_steps
+    def add(self, newcomer: Newcomer) -> None:
+        """From here on ``newcomer`` is counted."""
+        start = self.first_decode(newcomer)
+        end = start + newcomer.decode_steps
         self._look_ahead(max(end, start))
-        if prompt.attends:
-            self.loads[prompt.worker, :start] += prompt.num_prefill
-        self._take_room(prompt.num_left, start)
-        self.loads[prompt.worker, start:end] += self._ramp(prompt)
-        self._sampled[prompt.worker] = self.loads[prompt.worker, :: self._stride]
-        self.room[start:end] -= 1 + prompt.num_siblings
+        if newcomer.attends:
+            self.loads[newcomer.worker, :start] += newcomer.num_prefill
+        self._take_room(newcomer.num_left, start)
+        self.loads[newcomer.worker, start:end] += self._ramp(newcomer)
+        self._sampled[newcomer.worker] = self.loads[newcomer.worker, :: self._stride]
+        self.room[start:end] -= 1 + newcomer.num_siblings
 
-    def _ramp(self, prompt: Prompt) -> np.ndarray:
+    def _ramp(self, newcomer: Newcomer) -> np.ndarray:
         """What the new sequences attend from their first decode on."""
-        one = np.arange(prompt.num_prefill + 1, prompt.num_prefill + 1 + prompt.decode_steps, dtype=np.float64)
-        return one * (1 + prompt.num_siblings)
+        one = np.arange(newcomer.num_prefill + 1, newcomer.num_prefill + 1 + newcomer.decode_steps, dtype=np.float64)
+        return one * (1 + newcomer.num_siblings)
 
     def _take_room(self, num_left: int, start: int) -> None:
         for step in range(start):
@@ -163,3 +165,34 @@ class LoadForecast:
             self.loads = np.pad(self.loads, ((0, 0), (0, more)))
             self.room = np.pad(self.room, (0, more), constant_values=self._budget)
             self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])
+
+
+def placement_costs(
+    forecast: LoadForecast,
+    newcomer: Newcomer,
+    speeds: np.ndarray,
+    capacities: np.ndarray,
+    hit_tokens: Mapping[int, int],
+    row_kv_tokens: float,
+) -> np.ndarray:
+    """What ``newcomer`` costs on each R-worker, as KV tokens that one of mean speed would attend more in each step.
+
+    The load that is coming counts, not the one that is here: what a placement does to an R-worker shows a whole output
+    later. So an R-worker costs the time of those steps in which the newcomer will be there, each weighted by what the
+    newcomer attends in it: placed where that is least, newcomers keep the sum of squares of all R-workers' times, and
+    with it the busiest one's time, as low as one choice can.
+
+    ``speeds``: float64 [num_workers], in any unit. ``capacities``: int64 [num_workers], tokens that their blocks hold;
+    what the forecast lacks of them would be preempted and computed again. ``hit_tokens``: of its prompt, by R-worker,
+    what need not be computed there. Computing a row takes the S-worker as long as attending ``row_kv_tokens`` takes an
+    R-worker of mean speed; both are spread over the newcomer's steps. Returns float64 [num_workers].
+    """
+    relative = speeds / max(float(speeds.mean()), 1e-300)
+    meeting = forecast.met_by(newcomer)
+    costs = meeting.means / np.maximum(relative, 1e-300)
+    per_step = row_kv_tokens / max(newcomer.decode_steps, 1)
+    if meeting.most > capacities[capacities > 0].min(initial=np.iinfo(np.int64).max):
+        costs += np.maximum(meeting.peaks - capacities, 0) * per_step
+    for worker, tokens in hit_tokens.items():
+        costs[worker] -= tokens * per_step
+    return costs

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode.scheduler.admission import Admission
-from fastdecode.scheduler.fleet import Fleet
-from fastdecode.scheduler.load_forecast import LoadForecast, Prompt
-from fastdecode.scheduler.move_prices import MovePrices
-from fastdecode.scheduler.placement import placement_costs
+from fastdecode.scheduler.load_forecast import LoadForecast, Newcomer, placement_costs
+from fastdecode.scheduler.move_prices import MovePrices, SharedPeak, attended_in
 from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.shared_peak import Candidates, SharedPeak
 from fastdecode.step import ScheduledStep
 
-SOURCES, TARGETS, CANDIDATES = 3, 8, 64
+SOURCES, TARGETS, COMPARED = 3, 8, 64
 """R-workers with most to lose, R-workers with least to do, and sequences of a source that are compared: larger fleets
 have more of each than it pays to look at."""
 
@@ -44,24 +41,22 @@ class Migration:
     correction has its price (:class:`MovePrices`). Prompts stay where they are until they are computed.
     """
 
-    def __init__(
-        self, residents: Residents, admission: Admission, fleet: Fleet, seconds_per_moved_token: float
-    ) -> None:
+    def __init__(self, residents: Residents, admission: Admission, seconds_per_moved_token: float) -> None:
         self._residents = residents
         self._admission = admission
-        self._fleet = fleet
+        self._workers = residents.workers
         self._prices = MovePrices(seconds_per_moved_token)
-        self._newcomers: list[int] = []
+        self._joined: list[int] = []
         self._moved_at: dict[int, int] = {}
         self._correction: Move | None = None
 
-    def even_out(self, newcomer: int) -> None:
-        """From here on, until the loads are even, sequences move to ``newcomer``."""
-        self._newcomers.append(newcomer)
+    def even_out(self, worker: int) -> None:
+        """From here on, until the loads are even, sequences move to ``worker``, which joined."""
+        self._joined.append(worker)
 
     def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
         """One step: the S-worker's seconds, those it waited, and busy seconds of each R-worker."""
-        work = np.array(step.kv_loads) * self._fleet.relative_times
+        work = np.array(step.kv_loads) * self._workers.relative_times
         self._prices.observe(work, s_seconds, wait_seconds, np.array(r_seconds))
         self._prices.note_newcomers(step.num_starts, step.num_prompt_rows)
 
@@ -70,14 +65,14 @@ class Migration:
         for sequence in self._leaving():
             if able := self._able(sequence):
                 return self._move(sequence, self._best_of(able, sequence))
-        if self._newcomers:
-            targets = [worker for worker in self._newcomers if worker in self._fleet.accepting]
+        if self._joined:
+            targets = [worker for worker in self._joined if worker in self._workers.accepting]
             if targets and (move := self._evening_move(targets, None)):
                 return move
-            self._newcomers.clear()
+            self._joined.clear()
         if not self._prices.may_pay:
             return None
-        self._correction = self._evening_move(self._fleet.accepting, self._prices)
+        self._correction = self._evening_move(self._workers.accepting, self._prices)
         self._prices.looked(self._correction is not None)
         return self._correction
 
@@ -97,25 +92,25 @@ class Migration:
         ]
 
     def _leaving(self) -> Iterator[Sequence]:
-        for worker in self._fleet.draining:
+        for worker in self._workers.draining:
             yield from (s for s in self._residents.on(worker) if s.sequence_id in self._residents.decoding)
 
     def _able(self, sequence: Sequence) -> list[int]:
-        return [worker for worker in self._fleet.accepting if self._admission.has_room_to_move(sequence, worker)]
+        return [worker for worker in self._workers.accepting if self._admission.has_room_to_move(sequence, worker)]
 
     def _best_of(self, workers: list[int], sequence: Sequence) -> int:
         """Where ``sequence`` will meet least, as if it started there."""
         forecast = self._admission.forecast_anew()
         row = self._residents.table.row_of(sequence)
         left = int(self._admission.steps_left()[row])
-        newcomer = Prompt(0, sequence.num_tokens - 1, 0, left)
-        costs = placement_costs(forecast, newcomer, self._fleet.speeds, self._admission.capacities(), {}, 1.0)
+        newcomer = Newcomer(0, sequence.num_tokens - 1, 0, left)
+        costs = placement_costs(forecast, newcomer, self._workers.speeds, self._admission.capacities(), {}, 1.0)
         return min(workers, key=lambda worker: costs[worker])
 
     def _evening_move(self, targets: list[int], prices: MovePrices | None) -> Move | None:
         """What wins most above its price, if anything does; over all that is known to come where it has no price."""
         forecast = self._admission.forecast_anew()
-        per_token = self._prices.seconds_per_token * self._fleet.relative_times
+        per_token = self._prices.seconds_per_token * self._workers.relative_times
         peak = SharedPeak(forecast.loads, per_token, 0.0)
         if prices:
             lacking = np.maximum(peak.times[:, 0].mean() - peak.times[:, 0], 0.0) / per_token
@@ -124,7 +119,7 @@ class Migration:
         means = peak.times.mean(axis=1)
         best = np.array(sorted(targets, key=lambda worker: means[worker])[:TARGETS], np.int64)
         excess = peak.excess()
-        sources = sorted(self._fleet.accepting, key=lambda worker: -excess[worker])[:SOURCES]
+        sources = sorted(self._workers.accepting, key=lambda worker: -excess[worker])[:SOURCES]
         found = [
             option
             for source in sources
@@ -144,10 +139,10 @@ class Migration:
         table = self._residents.table
         rows = self._movable(source, prices.most_tokens if prices else np.inf)
         attended, left = table.chunks["context_len"][rows] + 1.0, self._admission.steps_left()[rows]
-        candidates = Candidates(attended, left)
-        gains = peak.gains(source, candidates, targets)
+        tokens = attended_in(peak.steps, attended, left)
+        gains = peak.gains(source, tokens, targets)
         net = gains - 2 * (prices.per_token if prices else 0.0) * attended[:, None]
-        peaks = candidates.in_steps(peak.steps)[:, None] + forecast.loads[targets][None, :, peak.steps]
+        peaks = tokens[:, None] + forecast.loads[targets][None, :, peak.steps]
         fits = peaks.max(axis=2, initial=0.0) <= self._admission.ceilings()[targets]
         for each, target in zip(*np.nonzero((net > 1e-9 * peak.times.max(initial=0.0)) & fits), strict=True):
             yield float(net[each, target]), int(rows[each]), int(targets[target])
@@ -160,10 +155,10 @@ class Migration:
         ids, outputs = table.chunks["sequence_id"][rows].tolist(), table.num_outputs[rows].tolist()
         rested = [n - self._moved_at.get(i, -COOL_DOWN) >= COOL_DOWN for i, n in zip(ids, outputs, strict=True)]
         rows = rows[np.array(rested, bool)]
-        return rows[:: max(1, -(-len(rows) // CANDIDATES))]
+        return rows[:: max(1, -(-len(rows) // COMPARED))]
 
     def _move(self, sequence: Sequence, target: int) -> Move:
         num_blocks = self._admission.blocks_for(sequence)
-        self._residents.make_room(target, num_blocks)
+        self._residents.prefix_cache.make_room(target, num_blocks)
         num_cached = sequence.num_tokens - 1  # its last token is not cached before the next step
         return Move(sequence, num_cached, target, num_blocks)

@@ -1,4 +1,4 @@
-"""What moving a sequence costs, what steps take without moves, and how much of their time moves may take."""
+"""What a move of a sequence wins in the coming steps, and what it costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 KEPT = 0.95
 """What of the past counts after another step: about the last 20 steps do."""
 
-KEPT_OF_STARTS = 0.995
+KEPT_OF_RARE = 0.995
 """The same of starts, which are rare."""
 
 NEVER = 1 << 30
@@ -30,6 +30,12 @@ MOST_STEPS = 8.0
 PAUSE_STEPS = 16
 """After a look that found nothing worth its price."""
 
+SAMPLES = 16
+"""Steps, evenly spread over those looked at, in which R-workers are compared."""
+
+HIGHEST = 1e6
+"""Seconds above the busiest R-worker that no move comes to."""
+
 
 class MovePrices:
     """A correction pays if it wins twice the time that it takes, which every sequence waits for.
@@ -43,7 +49,7 @@ class MovePrices:
         self.per_token = per_token
         self._moved = np.zeros(2)
         self._seen = np.zeros(5)
-        self._brought = np.zeros(3)
+        self._begun = np.zeros(3)
         self._credit = 0.0
         self._pause = 0
         self._is_uneven = False
@@ -61,7 +67,7 @@ class MovePrices:
 
     def note_newcomers(self, num_starts: int, num_prompt_rows: int) -> None:
         """What began in this step."""
-        self._brought = KEPT_OF_STARTS * self._brought + (num_starts, num_prompt_rows, 1.0)
+        self._begun = KEPT_OF_RARE * self._begun + (num_starts, num_prompt_rows, 1.0)
 
     def steps_to_bring(self, kv_tokens: float) -> int:
         """Until newcomers attend ``kv_tokens`` in a step, if they come as they do; at least one.
@@ -69,7 +75,7 @@ class MovePrices:
         They are placed where least is, so whatever is uneven is even again once they attend what the others lack: a
         move wins time until then. With s starts and p rows of prompts a step they attend p·t + s·t²/2 after t.
         """
-        starts, rows = (self._brought[:2] / max(self._brought[2], 1.0)).tolist()
+        starts, rows = (self._begun[:2] / max(self._begun[2], 1.0)).tolist()
         if not rows:
             return NEVER
         root = math.sqrt(rows * rows + 2 * starts * kv_tokens)
@@ -106,3 +112,66 @@ class MovePrices:
         self._moved = KEPT * self._moved + (seconds, num_tokens)
         self.per_token = float(self._moved[0] / max(self._moved[1], 1.0))
         self._credit -= seconds if is_correction else 0.0
+
+
+def attended_in(steps: np.ndarray, attended: np.ndarray, steps_left: np.ndarray) -> np.ndarray:
+    """KV tokens that sequences attend in each of ``steps``, int64 [num_steps]: float64 [n, num_steps].
+
+    ``attended``: of each in the first step, float64 [n], growing by one a step; ``steps_left``: int64 [n].
+    """
+    return (attended[:, None] + steps) * (steps < steps_left[:, None])
+
+
+class SharedPeak:
+    """The time by which R-workers hold up the coming steps, shared among them.
+
+    A step waits for the busiest R-worker, but where several are as busy, a move from one of them wins nothing by
+    itself, though a move from each of them does. So time above ``hidden``, what a step takes anyway, is shared
+    slice by slice: of a slice dy at height y each of the N(y) R-workers that are at least so busy has dy / N(y), its
+    Shapley value where the busiest pays (Littlechild and Owen, "A simple expression for the Shapley value in a special
+    case", 1973). The sum of all parts is the busiest one's time above ``hidden``. A move is worth what the source
+    pays less and the target pays more.
+
+    ``loads``: KV tokens of each R-worker in each coming step, float64 [num_workers, horizon]; ``seconds_per_token``:
+    float64 [num_workers]; ``hidden``: seconds.
+    """
+
+    def __init__(self, loads: np.ndarray, seconds_per_token: np.ndarray, hidden: float) -> None:
+        self.stride = max(1, loads.shape[1] // SAMPLES)
+        self.steps = np.arange(0, loads.shape[1], self.stride)
+        self.seconds_per_token = seconds_per_token
+        self.times = loads[:, :: self.stride] * seconds_per_token[:, None]
+        rising = np.maximum(np.sort(self.times, axis=0).T, hidden)  # [steps, num_workers]
+        beyond = 2 * rising[:, -1:] + HIGHEST
+        self._heights = np.concatenate([np.full_like(beyond, hidden), rising, beyond], axis=1)
+        slices, num_above = np.diff(self._heights, axis=1), np.arange(len(loads), -1, -1)
+        self._paid = np.pad(np.cumsum(slices / np.maximum(num_above, 1), axis=1), ((0, 0), (1, 0)))
+        self._paid_by_one_more = np.pad(np.cumsum(slices / (num_above + 1), axis=1), ((0, 0), (1, 0)))
+
+    def excess(self) -> np.ndarray:
+        """What each R-worker pays above the mean one, seconds over all steps looked at: float64 [num_workers]."""
+        means = self.times.mean(axis=0)
+        own = [
+            np.interp(times, heights, paid) - np.interp(mean, heights, paid)
+            for times, mean, heights, paid in zip(self.times.T, means, self._heights, self._paid, strict=True)
+        ]
+        return self.stride * np.maximum(own, 0.0).sum(axis=0)
+
+    def gains(self, source: int, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Seconds won over all steps looked at by a move from ``source`` to each of ``targets``: float64 [n, targets].
+
+        ``tokens``: what each sequence attends in each of ``steps``, float64 [n, num_steps].
+        Below the source's new time, and above its old one, the target is one more; in between it takes its place.
+        """
+        gains = np.zeros((len(tokens), len(targets)))
+        for step in range(len(self.steps)):
+            heights, before = self._heights[step], self.times[source, step]
+            paid, one_more = self._paid[step], self._paid_by_one_more[step]
+            low = (before - tokens[:, step] * self.seconds_per_token[source])[:, None]
+            start = self.times[targets, step][None]
+            end = start + tokens[:, step, None] * self.seconds_per_token[targets]
+            gains += np.interp(before, heights, paid) - np.interp(low, heights, paid)
+            for costs, least, most in ((one_more, -np.inf, low), (paid, low, before), (one_more, before, np.inf)):
+                gains -= np.interp(np.clip(end, least, most), heights, costs)
+                gains += np.interp(np.clip(start, least, most), heights, costs)
+        return self.stride * gains

@@ -1,15 +1,71 @@
-"""The sequences that hold a cache, and what the R-workers have yet to be told of them."""
+"""Where sequences are: waiting, oldest first, or resident, holding a cache on an R-worker."""
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterator
+
 import numpy as np
 
-from fastdecode.scheduler.blocks import BlockLedger
-from fastdecode.scheduler.decode_table import DecodeTable
-from fastdecode.scheduler.prefix_cache import PrefixCache
-from fastdecode.scheduler.prefix_index import Chain, Control
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.prefix import PrefixCache
+from fastdecode.scheduler.sequence import DecodeTable, Sequence
+from fastdecode.scheduler.worker_state import Chain, Control, Workers
 from fastdecode.types import Verb
+
+
+class WaitingQueue:
+    """Ordered by age. One whose prefix is being computed right now steps aside and follows its leader."""
+
+    def __init__(self, prefix_cache: PrefixCache) -> None:
+        self._prefix_cache = prefix_cache
+        self._waiting: list[Sequence] = []
+        self._following: dict[int, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        """Those who wait, followers included."""
+        return len(self._waiting) + sum(map(len, self._following.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Oldest first, without followers."""
+        return iter(self._waiting)
+
+    @property
+    def all(self) -> list[Sequence]:
+        """Those who wait, followers included, in no order."""
+        return [*self._waiting, *(follower for group in self._following.values() for follower in group)]
+
+    def push(self, sequence: Sequence) -> None:
+        """Queue ``sequence`` to compute all tokens it has."""
+        sequence.num_prefill = sequence.num_tokens
+        self._prefix_cache.arrive(sequence)
+        self._insert(sequence)
+
+    def head(self) -> Sequence | None:
+        """The oldest that need not wait for another's prefix."""
+        while self._waiting:
+            leader = self._prefix_cache.leader(self._waiting[0])
+            if leader is None:
+                return self._waiting[0]
+            self._following.setdefault(leader.sequence_id, []).append(self._waiting.pop(0))
+        return None
+
+    def pop(self) -> Sequence:
+        """Take the head out."""
+        return self._waiting.pop(0)
+
+    def release_followers(self, leader: Sequence) -> None:
+        """``leader`` has computed its prompt, or will not."""
+        for sequence in self._following.pop(leader.sequence_id, []):
+            self._insert(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take ``sequence`` out, wherever it waits, if it does."""
+        for group in (self._waiting, *self._following.values()):
+            if sequence in group:
+                group.remove(sequence)
+
+    def _insert(self, sequence: Sequence) -> None:
+        bisect.insort(self._waiting, sequence, key=lambda other: other.sequence_id)
 
 
 class Residents:
@@ -19,16 +75,14 @@ class Residents:
     ``table`` has their progress.
     """
 
-    def __init__(self, ledger: BlockLedger, prefix_cache: PrefixCache, scratch_tokens: int, max_num_seqs: int) -> None:
-        self.ledger = ledger
+    def __init__(self, workers: Workers, prefix_cache: PrefixCache, scratch_tokens: int, max_num_seqs: int) -> None:
+        self.workers = workers
         self.prefix_cache = prefix_cache
         self.scratch_free = scratch_tokens
         self.prompts: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
         self.table = DecodeTable(max_num_seqs)
         self._unborn = 0
-        self._num_on = [0] * len(ledger.num_blocks)
-        self._controls: list[list[Control]] = [[] for _ in ledger.num_blocks]
 
     def __len__(self) -> int:
         """Sequences that hold a cache, and siblings that will as soon as their prompt is computed."""
@@ -41,32 +95,26 @@ class Residents:
     @property
     def has_controls(self) -> bool:
         """True while some R-worker has yet to be told something."""
-        return any(self._controls)
+        return any(worker.controls for worker in self.workers)
 
     def take_controls(self) -> tuple[tuple[Control, ...], ...]:
         """What the R-workers have to be told, handed over once."""
-        controls = tuple(tuple(verbs) for verbs in self._controls)
-        self._controls = [[] for _ in controls]
+        controls = tuple(tuple(worker.controls) for worker in self.workers)
+        for worker in self.workers:
+            worker.controls.clear()
         return controls
 
     def put_back(self, controls: tuple[tuple[Control, ...], ...]) -> None:
         """The R-workers heard none of ``controls``: they go before any that came since."""
-        self._controls = [[*mine, *later] for mine, later in zip(controls, self._controls, strict=True)]
+        for worker, verbs in zip(self.workers, controls, strict=True):
+            worker.controls[:0] = verbs
 
     def kv_loads(self) -> np.ndarray:
         """Cached tokens, with those that prompts in progress will have: float64 [num_workers]."""
-        loads = self.table.kv_loads(len(self._controls))
+        loads = self.table.kv_loads(len(self.workers))
         for sequence in self.prompts.values():
             loads[sequence.worker] += sequence.num_prefill
         return loads
-
-    def num_on(self, worker: int) -> int:
-        """Sequences of one R-worker, siblings to come not counted."""
-        return self._num_on[worker]
-
-    def counts(self) -> np.ndarray:
-        """The same for every R-worker: int64 [num_workers]."""
-        return np.array(self._num_on)
 
     def on(self, worker: int) -> list[Sequence]:
         """The sequences of one R-worker, oldest first."""
@@ -77,26 +125,19 @@ class Residents:
         """``sequence`` begins its prompt on ``worker``, with ``num_blocks`` blocks, ``hit``'s among them."""
         sequence.worker, sequence.num_blocks = worker, num_blocks
         sequence.outputs_at_start = len(sequence.output_token_ids)
-        self._controls[worker] += self.prefix_cache.begin(sequence, hit)
-        self.make_room(worker, sequence.num_own_blocks)
-        self.ledger.take(worker, sequence.num_own_blocks)
-        self.prompts[sequence.sequence_id] = sequence
-        self._num_on[worker] += 1
+        self.prefix_cache.begin(sequence, hit)
+        self.prefix_cache.make_room(worker, sequence.num_own_blocks)
+        self._settle(sequence, self.prompts)
         self._unborn += len(sequence.siblings)
         sequence.uses_scratch = hit is None and sequence.num_prefill <= self.scratch_free
         if sequence.uses_scratch:
             self.scratch_free -= sequence.num_prefill
 
-    def make_room(self, worker: int, num_blocks: int) -> bool:
-        """Evict what the prefix cache can spare; True when ``num_blocks`` are free then."""
-        self._controls[worker] += self.prefix_cache.make_room(worker, num_blocks)
-        return self.ledger.free[worker] >= num_blocks
-
     def grow(self, rows: np.ndarray) -> None:
         """Each of these rows of the table takes one more block."""
         self.table.num_blocks[rows] += 1
         for worker, count in enumerate(np.bincount(self.table.chunks["worker"][rows]).tolist()):
-            self.ledger.take(worker, count)
+            self.workers[worker].free -= count
 
     def finish_prompt(self, sequence: Sequence) -> None:
         """All of ``sequence``'s prompt is cached: it decodes from here on."""
@@ -104,24 +145,23 @@ class Residents:
         self.decoding[sequence.sequence_id] = sequence
         self._leave_scratch(sequence)
         self.prefix_cache.stop_computing(sequence)
-        self._controls[sequence.worker] += self.prefix_cache.retain(sequence)
+        self.prefix_cache.retain(sequence)
         self.table.add(sequence)
 
     def fork_siblings(self, parent: Sequence) -> None:
         """The siblings of ``parent``, whose prompt has just been cached, start from a shared copy and decode."""
-        num_tokens = parent.num_prefill
-        num_full, has_partial = num_tokens // self.ledger.block_size, num_tokens % self.ledger.block_size > 0
+        num_tokens, worker = parent.num_prefill, self.workers[parent.worker]
+        num_full, has_partial = num_tokens // self.workers.block_size, num_tokens % self.workers.block_size > 0
         for sibling in parent.siblings:
             sibling.worker, sibling.num_cached, sibling.num_prefill = parent.worker, num_tokens, num_tokens
             sibling.num_blocks = num_full + has_partial
             sibling.shared = self.prefix_cache.share(parent, num_full)
             sibling.block_hashes = list(parent.block_hashes)
-            self.ledger.hold(parent.worker, sibling.shared)
-            fork = (int(Verb.FORK), sibling.sequence_id, parent.sequence_id, num_tokens)
-            self._controls[parent.worker].append(fork)
+            worker.hold(sibling.shared)
+            worker.controls.append((int(Verb.FORK), sibling.sequence_id, parent.sequence_id, num_tokens))
+            worker.num_sequences += 1
             self.decoding[sibling.sequence_id] = sibling
             self.table.add(sibling)
-            self._num_on[parent.worker] += 1
         parent.num_blocks -= has_partial * len(parent.siblings)
         self._unborn -= len(parent.siblings)
         parent.siblings = ()
@@ -130,7 +170,7 @@ class Residents:
         """``sequence`` gives up its cache; its full blocks are retained if ``keep`` and prefix caching say so."""
         self._take_out(sequence)
         if keep:
-            self._controls[sequence.worker] += self.prefix_cache.retain(sequence)
+            self.prefix_cache.retain(sequence)
         self._give_up_blocks(sequence)
         _forget_cache(sequence)
 
@@ -141,39 +181,37 @@ class Residents:
         num_cached = sequence.num_cached
         _forget_cache(sequence)
         sequence.worker, sequence.num_cached, sequence.num_blocks = target, num_cached, num_blocks
-        self.ledger.take(target, sequence.num_blocks)
-        self.decoding[sequence.sequence_id] = sequence
+        self._settle(sequence, self.decoding)
         self.table.add(sequence)
-        self._num_on[target] += 1
-
-    def join(self, num_blocks: int) -> None:
-        """One more R-worker."""
-        self.ledger.join(num_blocks)
-        self.prefix_cache.join()
-        self._num_on.append(0)
-        self._controls.append([])
 
     def lose(self, worker: int) -> list[Sequence]:
         """``worker`` is gone; returns the sequences that it held, oldest first."""
         lost = self.on(worker)
         for sequence in lost:
             self._take_out(sequence)
-            self.ledger.drop(worker, sequence.shared)
+            self.workers[worker].drop(sequence.shared)
             _forget_cache(sequence)
         self.prefix_cache.lose(worker)
-        self.ledger.lose(worker)
-        self._controls[worker].clear()
+        self.workers.lose(worker)
         return lost
 
+    def _settle(self, sequence: Sequence, group: dict[int, Sequence]) -> None:
+        """``sequence`` is on its R-worker now, which counts its blocks."""
+        worker = self.workers[sequence.worker]
+        worker.free -= sequence.num_own_blocks
+        worker.num_sequences += 1
+        group[sequence.sequence_id] = sequence
+
     def _give_up_blocks(self, sequence: Sequence) -> None:
-        self.ledger.give_back(sequence.worker, sequence.num_own_blocks)
-        self.ledger.drop(sequence.worker, sequence.shared)
+        worker = self.workers[sequence.worker]
+        worker.free += sequence.num_own_blocks
+        worker.drop(sequence.shared)
         if sequence.num_cached:
-            self._controls[sequence.worker].append((int(Verb.RELEASE), sequence.sequence_id, 0, 0))
+            worker.controls.append((int(Verb.RELEASE), sequence.sequence_id, 0, 0))
 
     def _take_out(self, sequence: Sequence) -> None:
         """``sequence`` runs no more; what it holds is still to be given up."""
-        self._num_on[sequence.worker] -= 1
+        self.workers[sequence.worker].num_sequences -= 1
         self._unborn -= len(sequence.siblings)
         if self.prompts.pop(sequence.sequence_id, None):
             self._leave_scratch(sequence)
@@ -181,11 +219,6 @@ class Residents:
         else:
             del self.decoding[sequence.sequence_id]
             self.table.remove(sequence)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget what is retained."""
-        for worker, control in self.prefix_cache.reset():
-            self._controls[worker].append(control)
 
     def _leave_scratch(self, sequence: Sequence) -> None:
         if sequence.uses_scratch:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as PySequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from fastdecode.scheduler.admission import Admission
-from fastdecode.scheduler.balance import BalanceFinder
-from fastdecode.scheduler.blocks import BlockLedger
-from fastdecode.scheduler.fleet import Fleet
-from fastdecode.scheduler.limits import Limits
+from fastdecode.scheduler.load_control import BalanceFinder
 from fastdecode.scheduler.migration import Migration, Move
-from fastdecode.scheduler.mini_batches import deal
-from fastdecode.scheduler.policy import Policy, Prompts
-from fastdecode.scheduler.prefix_cache import PrefixCache
-from fastdecode.scheduler.prompt_chunks import ChunkCutter
-from fastdecode.scheduler.residents import Residents
+from fastdecode.scheduler.prefix import PrefixCache
+from fastdecode.scheduler.residents import Residents, WaitingQueue
+from fastdecode.scheduler.schedules import ChunkCutter, Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.statistics import SchedulerStatistics
-from fastdecode.scheduler.waiting_queue import WaitingQueue
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.scheduler.worker_state import Workers
+from fastdecode.step import Chunk, MiniBatch, ScheduledStep, deal
 
 logger = logging.getLogger(__name__)
 
@@ -29,29 +24,49 @@ MOST_PROMPT_ROWS = 0.05
 """Of the KV tokens attended: more rows of prompts, which R-workers store, would count as slowness."""
 
 
+@dataclass(frozen=True)
+class SchedulerStatistics:
+    """Requests whose prefix was looked up, prompt tokens that were found, and preemptions."""
+
+    prefix_queries: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+
+    def since(self, before: SchedulerStatistics) -> SchedulerStatistics:
+        """What was counted after ``before``."""
+        return SchedulerStatistics(
+            self.prefix_queries - before.prefix_queries,
+            self.prefix_hit_tokens - before.prefix_hit_tokens,
+            self.preemptions - before.preemptions,
+        )
+
+
 class Scheduler:
     """One rule with three budgets: tokens per step, KV tokens attended per step and R-worker, KV blocks.
 
     The oldest come first everywhere: a sequence starts only when all older ones have, unless those wait for a prefix
     that is being computed; and when blocks run out, the youngest are preempted and computed again later. So the oldest
-    always goes on, and everybody ends.
+    always goes on, and all end.
     """
 
-    def __init__(self, policy: Policy, limits: Limits) -> None:
-        self.policy = policy
+    def __init__(self, schedule: Schedule, limits: Limits) -> None:
         self.limits = limits
-        self.ledger = BlockLedger(limits.num_blocks, limits.block_size)
-        self.prefix_cache = PrefixCache(self.ledger, limits.prefix_caching and not policy.reserves_longest)
-        self.residents = Residents(self.ledger, self.prefix_cache, limits.scratch_tokens, limits.max_num_seqs)
+        self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.block_size)
+        self.prefix_cache = PrefixCache(self.workers, limits.prefix_caching and not schedule.reserves_longest)
+        self.residents = Residents(self.workers, self.prefix_cache, limits.scratch_tokens, limits.max_num_seqs)
         self.queue = WaitingQueue(self.prefix_cache)
-        self.fleet = Fleet(limits.bandwidths)
-        self.admission = Admission(policy, limits, self.residents, self.queue, self.fleet)
-        self._migration = Migration(self.residents, self.admission, self.fleet, limits.seconds_per_moved_token)
+        self.admission = Admission(schedule, limits, self.residents, self.queue)
+        self._schedule = schedule
+        self._migration = Migration(self.residents, self.admission, limits.seconds_per_moved_token)
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
         self._balance = BalanceFinder()
         if limits.balanced_kv_tokens is not None and limits.kv_load_limit is None:
             self.balance_at(limits.balanced_kv_tokens)
+
+    def with_limits(self, limits: Limits) -> Scheduler:
+        """A new scheduler of the same schedule."""
+        return Scheduler(self._schedule, limits)
 
     @property
     def has_unfinished(self) -> bool:
@@ -66,13 +81,13 @@ class Scheduler:
     @property
     def kv_load_limit(self) -> int | None:
         """KV tokens attended per step over all R-workers; None where nothing limits them, or nothing yet."""
-        return self.admission.load_control.limit if self.policy.stabilizes_load else None
+        return self.admission.load_control.limit if self._schedule.stabilizes_load else None
 
     @property
     def seeks_balance(self) -> bool:
         """True where no load limit was given and none is known, so that one is to be found."""
         known = self.limits.balanced_kv_tokens is not None
-        return self.policy.stabilizes_load and not self.admission.load_control.is_strict and not known
+        return self._schedule.stabilizes_load and not self.admission.load_control.is_strict and not known
 
     @property
     def statistics(self) -> SchedulerStatistics:
@@ -87,8 +102,8 @@ class Scheduler:
         """
         kv_loads = step.kv_loads
         if step.only_decodes_attend and step.num_prompt_rows <= MOST_PROMPT_ROWS * sum(kv_loads):
-            self.fleet.observe(kv_loads, r_seconds)
-            self.admission.load_control.follow(self.fleet.speeds)
+            self.workers.observe(kv_loads, r_seconds)
+            self.admission.load_control.follow(self.workers.speeds)
         self._migration.observe(step, s_seconds, wait_seconds, r_seconds)
         if self.seeks_balance and step.is_decode:
             balanced = self._balance.observe(step.num_tokens, kv_loads, s_seconds, r_seconds)
@@ -107,7 +122,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep:
         """The next step. Controls are handed over once: the caller applies them even if the step fails later."""
-        if self.policy.prompts is Prompts.FIRST:
+        if self._schedule.prefill is Prefill.FIRST:
             self.residents.table.refresh()
             chunks = self._prompt_chunks(self.limits.max_num_batched_tokens)
             self._rows = np.zeros(0, np.int64) if chunks else self._decode_rows()
@@ -164,8 +179,7 @@ class Scheduler:
             self.queue.release_followers(sequence)
             self.queue.push(sequence)
         self.admission.load_control.lose(worker)
-        self.fleet.lose(worker)
-        hopeless = [sequence for sequence in self.queue.everybody if not self.admission.fits_somewhere(sequence)]
+        hopeless = [sequence for sequence in self.queue.all if not self.admission.fits_somewhere(sequence)]
         for sequence in hopeless:
             self.queue.discard(sequence)
             self.queue.release_followers(sequence)
@@ -173,22 +187,21 @@ class Scheduler:
 
     def join(self, num_blocks: int, bandwidth: float) -> None:
         """One more R-worker, next in number; as long as it is less loaded than others, sequences move to it."""
-        self.residents.join(num_blocks)
-        self.admission.load_control.join(self.fleet.join(bandwidth))
-        self._migration.even_out(self.ledger.num_workers - 1)
+        self.admission.load_control.join(self.workers.join(num_blocks, bandwidth))
+        self._migration.even_out(len(self.workers) - 1)
 
     def drain(self, worker: int) -> None:
         """R-worker ``worker`` is to go: nothing starts there that could run elsewhere, and what is there moves away."""
-        self.fleet.drain(worker)
+        self.workers.drain(worker)
 
     def drained(self) -> list[int]:
         """R-workers that were to go, hold no sequence any more, and are not waited for: never the last."""
         return [
             worker
-            for worker in self.fleet.draining
-            if self.fleet.accepting
-            and not self.residents.num_on(worker)
-            and all(map(self.admission.fits_elsewhere, self.queue.everybody))
+            for worker in self.workers.draining
+            if self.workers.accepting
+            and not self.workers[worker].num_sequences
+            and all(map(self.admission.fits_elsewhere, self.queue.all))
         ]
 
     def next_move(self) -> Move | None:
@@ -206,7 +219,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget every retained prefix; running sequences go on."""
-        self.residents.reset_prefix_cache()
+        self.prefix_cache.reset()
 
     def _decode_rows(self) -> np.ndarray:
         """Rows of the table that decode in this step, with the blocks they need; int64 [n]."""
@@ -215,9 +228,8 @@ class Scheduler:
             table.refresh()
             rows = self._within_load_limit()
             growing = rows[table.chunks["context_len"][rows] // self.limits.block_size >= table.num_blocks[rows]]
-            needed = np.bincount(table.chunks["worker"][growing], minlength=self.ledger.num_workers)
-            lacking = np.flatnonzero(needed > self.ledger.free).tolist()
-            short = [worker for worker in lacking if not self.residents.make_room(worker, int(needed[worker]))]
+            needed = np.bincount(table.chunks["worker"][growing], minlength=len(self.workers)).tolist()
+            short = [worker for worker, count in enumerate(needed) if not self.prefix_cache.make_room(worker, count)]
             if not short:
                 self.residents.grow(growing)
                 return rows
@@ -226,16 +238,17 @@ class Scheduler:
     def _most_rows(self) -> int:
         """Of this step, prompts' included."""
         seats, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
-        if not self.policy.stabilizes_load:
+        control = self.admission.load_control
+        if not self._schedule.stabilizes_load or not control.bounds_rows:
             return budget
-        kv_loads = self.residents.table.kv_loads(self.ledger.num_workers)
-        return self.admission.load_control.most_rows(kv_loads, 1 - len(self._rows) / seats, seats, budget)
+        kv_loads = self.residents.table.kv_loads(len(self.workers))
+        return control.most_rows(kv_loads, 1 - len(self._rows) / seats, seats, budget)
 
     def _within_load_limit(self) -> np.ndarray:
         """All rows, but for the youngest where expected lengths were exceeded and a strict limit would be."""
         table = self.residents.table
         rows = np.arange(len(table.chunks))
-        if not (self.policy.stabilizes_load and self.admission.load_control.is_strict):
+        if not (self._schedule.stabilizes_load and self.admission.load_control.is_strict):
             return rows
         limits = self.admission.load_control.limits.copy()
         for prompt in self.residents.prompts.values():
@@ -267,7 +280,7 @@ class Scheduler:
 
     def _prompt_chunks(self, budget: int) -> list[Chunk]:
         """The next chunks of the prompts begun, then of as many new ones as the budgets allow."""
-        cutter = ChunkCutter(self.policy.prompts, budget)
+        cutter = ChunkCutter(self._schedule.prefill, budget)
         for sequence in self.residents.prompts.values():
             cutter.cut(sequence)
         self.admission.begin_step()

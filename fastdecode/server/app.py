@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdecode import __version__
 from fastdecode.errors import ConfigError, RequestError
+from fastdecode.server.live import PAGE, add_live
 from fastdecode.server.metrics import CONTENT_TYPE
 from fastdecode.server.protocol import (
     CHAT,
@@ -49,6 +50,7 @@ def make_app(service: Service) -> FastAPI:
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
+    add_live(app, service)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -165,7 +167,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 class KeyGuard:
-    """Answers 401 to what does not bring the API key, but for the health check."""
+    """Answers 401 to what does not bring the API key, but for the health check and the live page, which is empty until
+    its stream, which needs the key, fills it."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
@@ -173,7 +176,7 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and self._expected is not None and scope["path"] != HEALTH:
+        if scope["type"] == "http" and self._expected is not None and scope["path"] not in (HEALTH, PAGE):
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
                 refusal = ApiError(401, "the API key is missing or wrong: send it as `Authorization: Bearer KEY`")

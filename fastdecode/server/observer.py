@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -99,22 +98,20 @@ class Observer:
 def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> EngineState:
     """What the scheduler knows, with the last step's times, if there was one; in the engine's thread."""
     scheduler = engine.scheduler
-    ledger, fleet, counted = scheduler.ledger, scheduler.fleet, scheduler.statistics
-    limits = scheduler.admission.load_control.limits if scheduler.policy.stabilizes_load else ()
-    r_workers = []
-    for index, info in enumerate(engine.r_workers):
-        limit = limits[index] if index < len(limits) else math.inf
-        r_workers.append(
-            RWorkerState(
-                info.name,
-                present=index in fleet.present,
-                draining=index in fleet.draining,
-                num_sequences=scheduler.residents.num_on(index),
-                kv_load_limit=int(limit) if math.isfinite(limit) else None,
-                blocks_used=ledger.num_blocks[index] - ledger.available(index),
-                num_blocks=ledger.num_blocks[index],
-            )
+    counted, is_limited = scheduler.statistics, scheduler.kv_load_limit is not None
+    limits = scheduler.admission.load_control.limits.tolist() if is_limited else [0.0] * len(engine.r_workers)
+    r_workers = [
+        RWorkerState(
+            info.name,
+            present=not worker.is_gone,
+            draining=worker.is_draining,
+            num_sequences=worker.num_sequences,
+            kv_load_limit=int(limit) if is_limited else None,
+            blocks_used=worker.num_blocks - worker.available,
+            num_blocks=worker.num_blocks,
         )
+        for info, worker, limit in zip(engine.r_workers, scheduler.workers, limits, strict=True)
+    ]
     if record:
         r_workers = [_with_times(each, record, index) for index, each in enumerate(r_workers)]
     used, total = sum(each.blocks_used for each in r_workers), sum(each.num_blocks for each in r_workers)

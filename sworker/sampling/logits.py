@@ -2,7 +2,7 @@
 
 Bias, bans and penalties are sparse updates of the whole batch: each gathers the (row, token) cells it concerns into one
 index, so the cost follows the number of cells, not the vocabulary. Order as in vLLM: logit bias, ``min_tokens``, bad
-words, repetition, frequency and presence penalties.
+words, repetition, frequency and presence penalties; last of all what a grammar forbids.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastdecode.sampling_params import SamplingParams
+from fastdecode.sworker.grammar import Matcher
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class SamplingRow:
     ``stop_token_ids``: tokens that may not be chosen before ``params.min_tokens``, end-of-sequence included unless
     it is ignored. ``bad_words_token_ids``: the token sequences of ``params.bad_words``, each way they can be spelt.
     ``generator_seed``: seeds this row's random draws; ``sample_seed`` derives it from the request's seed.
+    ``grammar``: which tokens may come next; it is asked, and moved on by the one who takes the token.
     """
 
     params: SamplingParams
@@ -33,13 +35,15 @@ class SamplingRow:
     stop_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     generator_seed: int = 0
+    grammar: Matcher | None = None
 
     @property
     def changes_logits(self) -> bool:
         """Whether bias, bans or penalties apply to this row in this step."""
         params = self.params
         held_back = bool(self.stop_token_ids) and len(self.output_token_ids) < params.min_tokens
-        return params.changes_logits or held_back or bool(self.bad_words_token_ids)
+        edited = params.changes_logits or held_back or bool(self.bad_words_token_ids)
+        return edited or self.grammar is not None
 
     @property
     def plain(self) -> bool:
@@ -58,6 +62,7 @@ def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         _ban(scores, rows)
         _penalise_repetition(scores, rows)
         _penalise_output(scores, rows)
+        _keep_to_grammars(scores, rows)
     return scores
 
 
@@ -115,6 +120,16 @@ def _penalise_output(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     per_count = _on(scores, _per_cell(frequency, cells, scores) * counts.astype(np.float32))
     at = _on(scores, cells)
     scores.view(-1)[at] = scores.view(-1)[at] - per_count - _on(scores, _per_cell(presence, cells, scores))
+
+
+def _keep_to_grammars(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """-inf for the tokens that a row's grammar does not allow; rows without one are not touched."""
+    bound = [index for index, row in enumerate(rows) if row.grammar is not None]
+    if bound:
+        allowed = np.stack([row.grammar.allowed(scores.shape[1]) for row in rows if row.grammar is not None])
+        index = torch.tensor(bound, device=scores.device)
+        kept = scores.index_select(0, index).masked_fill_(_on(scores, ~allowed), -math.inf)
+        scores.index_copy_(0, index, kept)
 
 
 def _cells(token_ids: Mapping[int, Sequence[int] | np.ndarray], scores: Tensor) -> np.ndarray:

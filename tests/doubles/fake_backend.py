@@ -53,7 +53,6 @@ class FakeBackend:
     _in_step: bool = False
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """See ``AttentionBackend.open``."""
         if layout.model_dtype != "float32":
             raise BackendError(f"the fake backend computes in float32, not {layout.model_dtype}")
         if layout.kv_dtype not in WIRE_DTYPE:
@@ -65,7 +64,6 @@ class FakeBackend:
         ]
 
     def begin_step(self, plan: StepPlan) -> None:
-        """See ``AttentionBackend.begin_step``."""
         self.steps.append(plan)
         self._in_step = True
         for worker in plan.workers:
@@ -83,7 +81,6 @@ class FakeBackend:
                 raise BackendError(f"sequence {span['sequence_id']} has {sequence.num_tokens} tokens: {span}")
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        """See ``AttentionBackend.submit``."""
         self._times[0, mini_batch, layer] = time.perf_counter()
         outputs, row, query_row = [], 0, 0
         for span in self._spans[mini_batch]:
@@ -114,15 +111,12 @@ class FakeBackend:
         self._times[1, mini_batch, layer] = time.perf_counter()
 
     def ready(self, mini_batch: int) -> bool:
-        """See ``AttentionBackend.ready``."""
         return mini_batch in self._outputs
 
     def collect(self, mini_batch: int) -> np.ndarray:
-        """See ``AttentionBackend.collect``."""
         return self._outputs.pop(mini_batch)
 
     def end_step(self) -> StepReport:
-        """See ``AttentionBackend.end_step``."""
         for span in np.concatenate(self._spans):
             self.cached[int(span["sequence_id"])].num_tokens += int(span["num_rows"])
         self._in_step = False
@@ -130,12 +124,10 @@ class FakeBackend:
         return StepReport(tuple(WorkerReport(start, end, 0.0, 0, self.num_blocks) for _ in range(self.num_workers)))
 
     def abandon_step(self) -> None:
-        """See ``AttentionBackend.abandon_step``."""
         self.cached = {i: sequence for i, sequence in self.cached.items() if sequence.num_tokens}
         self._in_step = False
 
     def export(self, worker: int, sequence_id: int) -> np.ndarray:
-        """See ``AttentionBackend.export``."""
         self._check_between_steps(worker, "export")
         if sequence_id not in self.cached:
             raise BackendError(f"export: sequence {sequence_id} is unknown")
@@ -148,7 +140,6 @@ class FakeBackend:
         )
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
-        """See ``AttentionBackend.import_``."""
         self._check_between_steps(worker, "import")
         if sequence_id in self.cached:
             raise BackendError(f"import: sequence {sequence_id} exists already")
@@ -170,7 +161,6 @@ class FakeBackend:
         """See ``AttentionBackend.dismiss``; no effect, since sequences are not kept per R-worker."""
 
     def close(self) -> None:
-        """See ``AttentionBackend.close``."""
         self.cached.clear()
 
     def _check_between_steps(self, worker: int, what: str) -> None:

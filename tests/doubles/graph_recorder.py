@@ -75,18 +75,15 @@ class FakeRecorder:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """See ``GraphRecorder.aside``."""
         self.is_aside = True
         yield
         self.is_aside = False
 
     def pool(self) -> Pool:
-        """See ``GraphRecorder.pool``."""
         self.pools.append(Pool())
         return self.pools[-1]
 
     def begin(self, pool: Pool) -> RecordedGraph:
-        """See ``GraphRecorder.begin``."""
         assert self.is_aside
         if not pool.forwards or len(pool.forwards[-1]) > self.num_layers:
             pool.forwards.append([])
@@ -96,7 +93,6 @@ class FakeRecorder:
         return graph
 
     def end(self, graph: RecordedGraph) -> None:
-        """See ``GraphRecorder.end``."""
         graph.__exit__(None, None, None)
 
     def replays(self) -> list[list[int]]:

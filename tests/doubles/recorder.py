@@ -24,19 +24,16 @@ class Recorder(InstantBackend):
         self._shapes: dict[int, tuple[int, ...]] = {}
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        """See ``AttentionBackend.submit``."""
         self.log.append(f"{'ABCD'[mini_batch]}{layer}")
         self.asked[mini_batch] = 0
         self._shapes[mini_batch] = q.shape
 
     def ready(self, mini_batch: int) -> bool:
-        """See ``AttentionBackend.ready``."""
         self.asked[mini_batch] += 1
         self.polled += 1
         return self.asked[mini_batch] > self.polls.get(mini_batch, 0)
 
     def collect(self, mini_batch: int) -> np.ndarray:
-        """See ``AttentionBackend.collect``."""
         if self.delay_seconds:  # even sleep(0) gives the core away
             time.sleep(self.delay_seconds)
         return np.zeros(self._shapes[mini_batch], np.float32)

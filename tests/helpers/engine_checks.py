@@ -7,9 +7,10 @@ from fastdecode.engine import LLMEngine
 
 def assert_nothing_held(engine: LLMEngine) -> None:
     """The R-workers hold the blocks that the scheduler counts, all of them retained prefixes, and give them up."""
-    ledger = engine.scheduler.ledger
-    assert engine.backend.blocks_used == sum(ledger.num_blocks) - sum(ledger.free) == sum(ledger.cached)
+    workers = engine.scheduler.workers
+    assert engine.backend.blocks_used == sum(worker.num_blocks - worker.free for worker in workers)
+    assert engine.backend.blocks_used == sum(worker.cached for worker in workers)
     engine.reset_prefix_cache()
     assert engine.backend.blocks_used == 0
-    assert ledger.free == ledger.num_blocks
+    assert all(worker.free == worker.num_blocks for worker in workers)
     assert engine._s_worker.scratch.num_sequences == 0

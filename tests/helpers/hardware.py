@@ -47,7 +47,6 @@ class PlainMachine:
     seconds_per_moved_token: float = 0.0
 
     def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
-        """See ``Machine.cost``."""
         s_part = self.per_step + num_tokens * self.per_row
         attention = sum(kv_loads) * self.per_kv_token
         return StepCost(s_part + attention, s_part, 0.0, 0.0, np.full(len(kv_loads), attention))

@@ -8,6 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from fastdecode import LLM
+from fastdecode.cluster.remote import RemoteWorker
+
 FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 SMALL = ("--kv-cache-memory", "64MiB", "--threads", "1")
 
@@ -26,7 +29,6 @@ def joining(pool: str, *arguments: str) -> contextlib.AbstractContextManager[tup
 
 @contextlib.contextmanager
 def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """See ``listening``."""
     command = [FASTDECODE, "r-worker", *SMALL, "--log-level", "info", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -37,3 +39,9 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+def spawned_pids(llm: LLM) -> list[int]:
+    """Process ids of the R-workers that ``llm`` has started."""
+    workers = [worker for worker in llm.engine.backend.workers if isinstance(worker, RemoteWorker)]
+    return [worker._link._process.pid for worker in workers]

@@ -15,9 +15,9 @@ from fastdecode.metrics import StateClock
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker.lanes import ATTENTION_NAME, Lane, register_attention
-from fastdecode.sworker.probe import probe_layout
 from fastdecode.sworker.sampling import SamplingRow
 from fastdecode.sworker.staging import rows_of
+from fastdecode.sworker.support import probe_layout
 from fastdecode.sworker.worker import SWorker
 from fastdecode.types import KVLayout, StepPlan, StepReport
 

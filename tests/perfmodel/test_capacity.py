@@ -18,7 +18,7 @@ from fastdecode.perfmodel.simulate.workload import (
     read_trace,
     traced_workload,
 )
-from fastdecode.scheduler import POLICIES, Scheduler
+from fastdecode.scheduler import SCHEDULES, Scheduler
 
 
 @pytest.mark.parametrize("guess", [0.01, 3.3, 500.0])
@@ -71,7 +71,7 @@ def test_impossible_slos(bad: float) -> None:
 def capacity(workload: SimulatedWorkload, slo: Slo, machine: PlainMachine) -> float:
     def meets(rate: float) -> bool:
         requests = workload.at(rate)
-        Simulator(Scheduler(POLICIES["stall-free"], LIMITS), machine).run(requests)
+        Simulator(Scheduler(SCHEDULES["stall-free"], LIMITS), machine).run(requests)
         return slo.is_met(requests)
 
     return find_capacity(meets, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from helpers.hardware import profile
 
 from fastdecode.cli.main import main
+from fastdecode.cli.simulate import add_command
+from fastdecode.cli.simulate_inputs import read_simulation
 from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
 from fastdecode.perfmodel.model_shape import read_shape
 from fastdecode.perfmodel.profile_json import write_profile
@@ -50,6 +53,21 @@ def test_r_workers_by_plan_and_a_load_limit_by_balance(tmp_path: Path) -> None:
     found = simulate(tmp_path, *BARE)
     assert found["kv_load"]["limit_tokens"] == int(2 * 7.08e-3 / 1.239e-7)
     assert found["decode"]["step_seconds_p50"] == pytest.approx(32 * 2 * 7.08e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("machine", "schedule", "number"),
+    [(NAMES, "sls", 3), (NAMES, "request-level", 2), ([*NAMES, "--link", "10Tb"], "sls", 2), (BARE, "sls", 2)],
+)
+def test_auto_takes_the_mini_batches_whose_steps_take_less(machine: list[str], schedule: str, number: int) -> None:
+    """At R = S two mini-batches wait for the way to R-workers and back; a third costs one more loading of the weights,
+    and waves are far from R = S most of the time."""
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    workload = ["--random-input-len", "16", "--random-output-len", "1008", "--num-prompts", "1024"]
+    engine = ["--num-r-workers", "8", "--max-num-seqs", "1024", "--schedule", schedule, "--num-mini-batches", "auto"]
+    inputs = read_simulation(parser.parse_args(["simulate", *machine, *workload, *engine]))
+    assert inputs.limits.num_mini_batches == number
 
 
 def test_an_automatic_load_limit_counts_seats_and_not_requests(tmp_path: Path) -> None:
@@ -167,6 +185,8 @@ def test_a_simulation_needs_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from fastdecode.cli.main import main
+from fastdecode.cli.simulate import add_command
+from fastdecode.cli.simulate_inputs import read_simulation
 status = main(["simulate", *{[*SIZES, *BATCH, *NAMES]!r}])
 heavy = {{"torch", "transformers"}} & set(sys.modules)
 sys.exit(str(heavy) if heavy else status)

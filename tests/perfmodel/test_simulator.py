@@ -16,18 +16,18 @@ from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.scheduler import POLICIES, Limits, Scheduler
+from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler import Sequence as ScheduledSequence
 
 
 def simulate(
     requests: list[SimulatedRequest],
-    policy: str = "stall-free",
+    schedule: str = "stall-free",
     machine: Machine | None = None,
     limits: Limits = LIMITS,
 ) -> list[StepRecord]:
     steps: list[StepRecord] = []
-    Simulator(Scheduler(POLICIES[policy], limits), machine or PlainMachine(), steps.append).run(requests)
+    Simulator(Scheduler(SCHEDULES[schedule], limits), machine or PlainMachine(), steps.append).run(requests)
     return steps
 
 
@@ -68,23 +68,23 @@ def test_without_scratch_every_chunk_attends_what_came_before() -> None:
 def test_a_long_prompt_stalls_decodes_only_where_it_is_computed_whole() -> None:
     """Sarathi-Serve's figure 7 in small: 48 rows at once, or beside the decode in chunks of 7."""
     gaps = {}
-    for policy, budget in (("prefill-first", 64), ("stall-free", 8)):
+    for schedule, budget in (("prefill-first", 64), ("stall-free", 8)):
         decoding = request(2, 12)
         limits = replace(LIMITS, max_num_batched_tokens=budget)
-        simulate([decoding, request(48, 1, 0.5)], policy, PlainMachine(0.0, 1.0), limits)
-        gaps[policy] = decoding.seconds_between_tokens.max()
+        simulate([decoding, request(48, 1, 0.5)], schedule, PlainMachine(0.0, 1.0), limits)
+        gaps[schedule] = decoding.seconds_between_tokens.max()
     assert gaps == {"prefill-first": 49.0, "stall-free": 8.0}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("blocks", [100, 10])
 @pytest.mark.parametrize("limit", [None, 200])
-def test_every_request_ends_with_its_length_and_time_only_passes(policy: str, blocks: int, limit: int | None) -> None:
+def test_every_request_ends_with_its_length_and_time_only_passes(schedule: str, blocks: int, limit: int | None) -> None:
     """Whatever waits, is preempted or computed again: with few blocks sequences are."""
     rng = np.random.default_rng(blocks)
     requests = [request(*rng.integers(1, 30, 2).tolist(), float(rng.uniform(0, 300))) for _ in range(60)]
     limits = replace(LIMITS, num_blocks=(blocks, blocks), kv_load_limit=limit)
-    scheduler = Scheduler(POLICIES[policy], limits)
+    scheduler = Scheduler(SCHEDULES[schedule], limits)
     steps: list[StepRecord] = []
     simulator = Simulator(scheduler, PlainMachine(1.0, 0.1, 0.01), steps.append)
     simulator.run(requests)
@@ -102,20 +102,20 @@ def test_every_request_ends_with_its_length_and_time_only_passes(policy: str, bl
 def test_small_caches_do_preempt() -> None:
     """So that the test above is about preemption too."""
     requests = [request(30, 30) for _ in range(8)]
-    scheduler = Scheduler(POLICIES["stall-free"], replace(LIMITS, num_blocks=(10, 10)))
+    scheduler = Scheduler(SCHEDULES["stall-free"], replace(LIMITS, num_blocks=(10, 10)))
     Simulator(scheduler, PlainMachine()).run(requests)
     assert scheduler.num_preemptions > 0 and all(each.finished for each in requests)
 
 
-@pytest.mark.parametrize("policy", ["stall-free", "prefill-first"])
-def test_outputs_that_are_only_counted_are_scheduled_as_lists_of_tokens_are(policy: str) -> None:
+@pytest.mark.parametrize("schedule", ["stall-free", "prefill-first"])
+def test_outputs_that_are_only_counted_are_scheduled_as_lists_of_tokens_are(schedule: str) -> None:
     """Through preemptions and prefixes found again, whose tokens are looked at."""
     rng = np.random.default_rng(7)
     sizes = [(int(rng.integers(20, 30)), int(rng.integers(20, 30))) for _ in range(30)]
     limits = replace(LIMITS, num_blocks=(10, 12), block_size=8, prefix_caching=True)
-    counted = simulate([request(*size) for size in sizes], policy, limits=limits)
+    counted = simulate([request(*size) for size in sizes], schedule, limits=limits)
 
-    scheduler = Scheduler(POLICIES[policy], limits)
+    scheduler = Scheduler(SCHEDULES[schedule], limits)
     sequences = [ScheduledSequence(i, [0] * prompt, output) for i, (prompt, output) in enumerate(sizes)]
     for sequence in sequences:
         scheduler.add(sequence)
@@ -134,7 +134,7 @@ def test_outputs_that_are_only_counted_are_scheduled_as_lists_of_tokens_are(poli
 
 def test_a_simulation_can_be_stopped_and_an_impossible_request_is_refused() -> None:
     endless = request(4, 50)
-    Simulator(Scheduler(POLICIES["fcfs"], LIMITS), PlainMachine()).run([endless], lambda each: each.now_seconds >= 3)
+    Simulator(Scheduler(SCHEDULES["fcfs"], LIMITS), PlainMachine()).run([endless], lambda each: each.now_seconds >= 3)
     assert list(endless.token_seconds) == [1.0, 2.0, 3.0] and not endless.finished
     assert request(1, 1).scheduling_delay_seconds == float("inf")
     with pytest.raises(RequestError, match="KV blocks"):

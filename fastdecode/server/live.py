@@ -1,0 +1,189 @@
+"""The live page: what the cluster does now, sent to every page that is open; nothing is done while none is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.responses import HTMLResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from fastdecode.metrics import Event
+from fastdecode.server.observer import Observer, RWorkerState, TimedStep
+from fastdecode.server.service import ApiError, Service
+from fastdecode.server.streams import SSE_HEADERS
+
+PAGE, STREAM = "/", "/live"
+
+PERIOD_SECONDS = 0.5
+"""Between two looks."""
+
+WINDOW_SECONDS = 2.0
+"""Rates are means over so long."""
+
+SHOWN_LAYERS = 8
+"""Of a step's timeline; more would be too narrow to see."""
+
+MOST_VIEWERS = 64
+
+_HTML = Path(__file__).with_name("live.html")
+_CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+
+def add_live(app: FastAPI, service: Service) -> None:
+    """The page, which holds no data and so needs no API key, and the stream that fills it, which needs the key."""
+    live = Live(service)
+
+    @app.get(PAGE, include_in_schema=False)
+    async def page() -> Response:
+        return HTMLResponse(_HTML.read_bytes(), headers={"content-security-policy": _CONTENT_POLICY})
+
+    @app.get(STREAM, include_in_schema=False)
+    async def stream() -> Response:
+        service.check_alive()
+        if live.num_viewers >= MOST_VIEWERS:
+            raise ApiError(503, f"{live.num_viewers} live pages are open: close some", "overloaded_error")
+        return LiveResponse(live)
+
+
+class Live:
+    """Looks at the engine twice a second for all open pages together. Belongs to the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._observer: Observer = service.observer
+        self.num_viewers = 0
+        self._event = b""
+        self._made_seconds = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """True once there is nothing more to see."""
+        return self._service.dead or self._service.draining
+
+    @contextlib.contextmanager
+    def viewer(self) -> Iterator[None]:
+        """A page is open; while one is, the engine keeps what each lane does in a step."""
+        self.num_viewers += 1
+        self._observer.watched = True
+        try:
+            yield
+        finally:
+            self.num_viewers -= 1
+            self._observer.watched = self.num_viewers > 0
+
+    def event(self) -> bytes:
+        """The present look as a server-sent event; the same for all pages of one period."""
+        now = time.perf_counter()
+        if now - self._made_seconds > PERIOD_SECONDS / 2:
+            found = {"model": self._service.model_names[0], **look(self._observer, now)}
+            self._event, self._made_seconds = b"data: " + msgspec.json.encode(found) + b"\n\n", now
+        return self._event
+
+
+class LiveResponse(Response):
+    """Looks, until the page is closed or the server ends."""
+
+    def __init__(self, live: Live) -> None:
+        super().__init__()
+        self._live = live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        closed = asyncio.Event()
+        watch = asyncio.create_task(_wait_for_disconnect(receive, closed.set))
+        try:
+            with self._live.viewer():
+                await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                while not closed.is_set() and not self._live.ended:
+                    await send({"type": "http.response.body", "body": self._live.event(), "more_body": True})
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(closed.wait(), PERIOD_SECONDS)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            watch.cancel()
+
+
+async def _wait_for_disconnect(receive: Receive, then: Callable[[], None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    then()
+
+
+def look(observer: Observer, now: float) -> dict[str, Any]:
+    """The engine at ``now`` (``time.perf_counter``) as plain data. Utilisation: part of the last seconds, 0 to 1."""
+    state, steps = observer.state, _recent(list(observer.steps), now, observer.state.num_running > 0)
+    span = _span(steps, now)
+    return {
+        "running": state.num_running,
+        "waiting": state.num_waiting,
+        "kv_cache_usage": state.kv_cache_usage,
+        "preemptions": state.num_preemptions,
+        "output_tokens_per_second": sum(step.record.num_output_tokens for step in steps) / span,
+        "steps_per_second": len(steps) / span,
+        "s_utilisation": sum(step.record.s_seconds for step in steps) / span,
+        "r_workers": [_worker(each, index, steps, span) for index, each in enumerate(state.r_workers)],
+        "timeline": timeline(observer.timeline),
+    }
+
+
+def _recent(steps: Sequence[TimedStep], now: float, running: bool) -> list[TimedStep]:
+    """Those of the window; while sequences run, at least the last one, however long the present one takes."""
+    recent = [step for step in steps if step.end_seconds > now - WINDOW_SECONDS]
+    return recent or list(steps[-1:] if running else ())
+
+
+def _span(steps: Sequence[TimedStep], now: float) -> float:
+    """Seconds that rates are over: the window, and what its first step began before it."""
+    began = (step.end_seconds - step.record.wall_seconds for step in steps[:1])
+    return max([WINDOW_SECONDS, *(now - each for each in began)])
+
+
+def _worker(worker: RWorkerState, index: int, steps: Sequence[TimedStep], span: float) -> dict[str, Any]:
+    busy = sum(step.record.r_seconds[index] for step in steps if index < len(step.record.r_seconds))
+    idle = not steps  # what it attended in the last step is not what it attends now
+    return {
+        "name": worker.name,
+        "present": worker.present,
+        "draining": worker.draining,
+        "sequences": worker.num_sequences,
+        "kv_load": 0 if idle else worker.kv_load,
+        "kv_load_limit": worker.kv_load_limit,
+        "blocks_used": worker.blocks_used,
+        "num_blocks": worker.num_blocks,
+        "utilisation": busy / span,
+    }
+
+
+def timeline(events: Sequence[Event]) -> dict[str, Any]:
+    """The first layers of a step: per stay its lane, state, mini-batch, layer, start and end in milliseconds.
+
+    Lane 0 is the S-worker, 1 + i R-worker i; -1 stands for no mini-batch or layer.
+    """
+    layers = [event.interval.layer for event in events]
+    shown = [event for event in events if event.interval.layer < SHOWN_LAYERS]
+    computed = [event.interval for event in shown if event.interval.layer >= 0]
+    if not computed:
+        return {"num_layers": 0, "shown_layers": 0, "milliseconds": 0.0, "events": []}
+    start, end = min(each.start_seconds for each in computed), max(each.end_seconds for each in computed)
+    first = min(event.interval.start_seconds for event in events)
+    return {
+        "num_layers": 1 + max(layers),
+        "shown_layers": min(SHOWN_LAYERS, 1 + max(layers)),
+        "milliseconds": (max(event.interval.end_seconds for event in events) - first) * 1e3,
+        "events": [
+            (
+                event.lane, event.interval.state, event.interval.mini_batch, event.interval.layer,
+                round((max(event.interval.start_seconds, start) - start) * 1e3, 3),
+                round((min(event.interval.end_seconds, end) - start) * 1e3, 3),
+            )
+            for event in shown
+            if event.interval.start_seconds < end and event.interval.end_seconds > start
+        ],
+    }  # fmt: skip

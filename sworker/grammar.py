@@ -1,0 +1,109 @@
+"""Grammars over tokens, by llguidance: which tokens may come next so that a text keeps the form that was asked for."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastdecode.errors import ConfigError, RequestError
+from fastdecode.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
+
+KEPT_GRAMMARS = 64
+"""Compiled ones that are kept for the next request of the same form."""
+
+
+class Matcher:
+    """Where one completion stands in its grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def allowed(self, vocab_size: int) -> np.ndarray:
+        """Tokens that may come next, bool [vocab_size]; ends of text where the text may end. Changes nothing."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        found = np.zeros(vocab_size, dtype=bool)
+        known = np.unpackbits(bits, bitorder="little")[:vocab_size]
+        found[: len(known)] = known
+        return found
+
+    def advance(self, token_id: int) -> None:
+        """Take the next token, one of those that ``allowed`` gave."""
+        self._matcher.consume_token(token_id)
+
+    @property
+    def finished(self) -> bool:
+        """True when the text is complete: nothing but its end can follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str:
+        """Why the grammar cannot go on, such as a limit of llguidance; "" while it can."""
+        return str(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+
+class Grammars:
+    """Compiles what requests ask for, over one tokenizer; llguidance is imported at the first one.
+
+    ``vocab_size``: of the model's logits, at least the tokenizer's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._known: LLTokenizer | None = None
+        self._compiled = lru_cache(KEPT_GRAMMARS)(self._compile)
+
+    def matcher(self, params: StructuredOutputsParams) -> Matcher:
+        """At the beginning of a text of this form.
+
+        Raises:
+            RequestError: the schema, expression or grammar is not understood, or the tokenizer is not.
+            ConfigError: llguidance is not installed.
+        """
+        return Matcher(self._compiled(params).deep_copy())
+
+    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        tokens = self._known = self._known or self._read_vocabulary()
+        from llguidance import LLMatcher
+
+        try:
+            compiled = LLMatcher(tokens, grammar_text(params), log_level=0)
+            problem = compiled.get_error() if compiled.is_error() else ""
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            raise RequestError(f"structured_outputs cannot be followed: {' '.join(problem.split())}")
+        return compiled
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise ConfigError("structured_outputs needs llguidance: pip install 'fastdecode[structured]'") from None
+        size = max(self._vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=True))
+        try:
+            return LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=self._eos_token_ids)
+        except ValueError as error:
+            raise RequestError(f"structured_outputs: llguidance cannot use the model's tokenizer: {error}") from None
+
+
+def grammar_text(params: StructuredOutputsParams) -> str:
+    """What llguidance compiles; ValueError for a grammar that is not understood."""
+    from llguidance import LLMatcher, grammar_from
+
+    if params.schema is not None:
+        spaces = not params.disable_any_whitespace
+        return LLMatcher.grammar_from_json_schema(params.schema, overrides={"whitespace_flexible": spaces})
+    if params.choice is not None:
+        return grammar_from("choice", json.dumps(params.choice))
+    if params.regex is not None:
+        return grammar_from("regex", params.regex)
+    return grammar_from("grammar", str(params.grammar))

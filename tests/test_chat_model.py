@@ -1,0 +1,161 @@
+"""A real chat model (`make model`): the same tokens as transformers, whatever the R-workers, the cache or the form."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import r_workers
+from helpers.engine_checks import assert_nothing_held
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastdecode import LLM, SamplingParams, StructuredOutputsParams
+from fastdecode.cli.bench_perplexity import measure_perplexity
+from fastdecode.cli.main import main
+from fastdecode.config import DEMO_MODEL
+
+pytestmark = pytest.mark.timeout(600)  # the first to ask for the model waits until it is fetched and converted
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "get_model.py"
+UNREACHABLE = 69
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SETTINGS = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "kv_cache_memory": "256MiB"}
+QUESTIONS = [
+    "What is the capital of France?",
+    "What is 2 + 2?",
+    "Who wrote Hamlet?",
+    "Translate 'good morning' to Spanish.",
+    "Name three primary colours.",
+    "Why is the sky blue?",
+    "Write a haiku about autumn.",
+    "What does a compiler do?",
+    "List the planets of the solar system.",
+    "How do I boil an egg?",
+    "Explain recursion to a child.",
+    "What is the boiling point of water in Fahrenheit?",
+    "Give me a Python function that reverses a string.",
+    "Summarise in one sentence: The cat sat on the mat because it was warm and the floor was cold.",
+    "Is a tomato a fruit?",
+    "Who was the first person on the Moon?",
+    "What is the opposite of 'generous'?",
+    "Tell me a joke about a bear.",
+    "How many days are in a leap year?",
+    "Correct the grammar: 'She don't like apples.'",
+]
+CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def folder() -> str:
+    """Where the model is; it is fetched and converted at most once."""
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False)
+    if done.returncode == UNREACHABLE:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def expected(folder: str) -> list[list[int]]:
+    """transformers' greedy answers, all in one batch, each up to and with its end of text."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.set_num_threads(2)
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in CHATS]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    tokens = model.generate(**inputs, do_sample=False, max_new_tokens=GREEDY.max_tokens)
+    answers = tokens[:, inputs["input_ids"].shape[1] :].tolist()
+    return [row[: row.index(2) + 1] if 2 in row else row for row in answers]
+
+
+@pytest.fixture(scope="module")
+def llm(folder: str) -> Iterator[LLM]:
+    """One R-worker."""
+    with LLM(folder, **SETTINGS) as llm:
+        yield llm
+        assert_nothing_held(llm.engine)
+
+
+def token_ids(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.chat(CHATS, GREEDY, use_tqdm=False)]
+
+
+def test_twenty_answers_are_those_of_transformers(llm: LLM, expected: list[list[int]]) -> None:
+    """And the first says what the README promises."""
+    assert token_ids(llm) == expected
+    assert "Paris" in llm.get_tokenizer().decode(expected[0]) and len({tuple(row) for row in expected}) == 20
+
+
+def test_two_r_workers_in_two_mini_batches_change_nothing(folder: str, expected: list[list[int]]) -> None:
+    with LLM(folder, **SETTINGS, r_workers="inproc:2", num_mini_batches=2) as llm:
+        assert token_ids(llm) == expected
+
+
+def test_one_of_three_r_workers_is_killed(folder: str, expected: list[list[int]]) -> None:
+    """``kill -9`` in the middle of the answers."""
+    with LLM(folder, **SETTINGS, r_workers="spawn:3", r_threads=1) as llm:
+        for number, chat in enumerate(CHATS):
+            ids = llm.engine.s_model.tokenizer.encode_chat(chat)
+            llm.engine.add_request(str(number), {"prompt_token_ids": ids}, GREEDY)
+        victim, found = r_workers.spawned_pids(llm)[2], {}
+        while llm.engine.has_unfinished_requests():
+            for output in llm.engine.step():
+                found[int(output.request_id)] = list(output.outputs[0].token_ids)
+            if victim and sum(map(len, found.values())) > 80:
+                os.kill(victim, signal.SIGKILL)
+                victim = 0
+        assert not victim and [found[number] for number in range(20)] == expected
+        assert_nothing_held(llm.engine)
+
+
+def test_every_cache_predicts_a_text_as_well(llm: LLM, folder: str) -> None:
+    """16-bit and int8 within half a percent, of float32 and of each other; int4 within a third."""
+    text = (DEMO_MODEL / "heldout.txt").read_text(encoding="utf-8")[4000:4900]
+    found = {"float32": measure_perplexity(llm.engine, text, 1000).perplexity}
+    for dtype in ("bfloat16", "float16", "int8", "int4"):
+        with LLM(folder, **SETTINGS, kv_cache_dtype=dtype) as other:
+            found[dtype] = measure_perplexity(other.engine, text, 1000).perplexity
+    for dtype in ("bfloat16", "float16", "int8"):
+        assert found[dtype] == pytest.approx(found["float32"], rel=5e-3), found
+    assert found["int8"] == pytest.approx(found["bfloat16"], rel=5e-3), found
+    assert found["float32"] < found["int4"] < 1.33 * found["float32"], found
+
+
+def test_answers_follow_a_schema_or_a_choice(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "inhabitants": {"type": "integer", "maximum": 99999999}},
+        "required": ["city", "inhabitants"],
+        "additionalProperties": False,
+    }
+    form = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    asked = [SamplingParams(temperature=0, max_tokens=40, structured_outputs=form)]
+    cities = StructuredOutputsParams(choice=[f"The capital of France is {name}." for name in ("Berlin", "Paris")])
+    asked += [SamplingParams(temperature=0, structured_outputs=cities)]
+    question = [{"role": "user", "content": "What is the capital of France, and how many people live there? Use JSON."}]
+    city, choice = llm.chat([question, CHATS[0]], asked, use_tqdm=False)
+    value = json.loads(city.outputs[0].text)
+    assert list(value) == ["city", "inhabitants"] and "Paris" in value["city"] and isinstance(value["inhabitants"], int)
+    assert choice.outputs[0].text == "The capital of France is Paris."
+
+
+def test_chats_of_a_batch_file_take_the_template(llm: LLM, folder: str, tmp_path: Path) -> None:
+    rows = [
+        {"custom_id": question, "method": "POST", "url": "/v1/chat/completions"}
+        | {"body": {"messages": chat, "max_tokens": 12, "temperature": 0}}
+        for question, chat in zip(QUESTIONS[:4], CHATS[:4], strict=True)
+    ]
+    asked, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [flag for name, value in SETTINGS.items() for flag in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["run-batch", "-i", str(asked), "-o", str(out), "--model", folder, *flags]) == 0
+    answers = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, out.read_text().splitlines())}
+    for question, output in zip(QUESTIONS[:4], llm.chat(CHATS[:4], GREEDY, use_tqdm=False), strict=True):
+        assert answers[question]["choices"][0]["message"]["content"] == output.outputs[0].text
+        assert answers[question]["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
