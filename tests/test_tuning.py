@@ -57,7 +57,9 @@ def test_a_choice_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
     assert tuning.tuning() == first
 
 
-@pytest.mark.parametrize("kept", ["", "{", '{"isa": "mmx", "read_ahead": "run"}', '{"isa": "scalar", "streams": 1}', "[1]"])
+@pytest.mark.parametrize(
+    "kept", ["", "{", '{"isa": "mmx", "read_ahead": "run"}', '{"isa": "scalar", "streams": 1}', "[1]"]
+)
 def test_what_is_kept_is_checked(kept: str, tmp_path: Path) -> None:
     first = tuning.tuning()
     kept_file(tmp_path).write_text(kept)

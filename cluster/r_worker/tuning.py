@@ -100,7 +100,9 @@ def _fastest_read_ahead() -> str:
     """One ascending run starts the hardware's own streams on some processors, and some have more buffers for lines on
     their way into the second-level cache; others read eight pages faster."""
     peaks = _rworker.Peaks(num_threads=1, num_bytes=READ_BYTES)
-    rates = [[peaks.read_scattered(piece_bytes=PIECE_BYTES, read_ahead=way) for way in READ_AHEAD] for _ in range(ROUNDS)]
+    rates = [
+        [peaks.read_scattered(piece_bytes=PIECE_BYTES, read_ahead=way) for way in READ_AHEAD] for _ in range(ROUNDS)
+    ]
     best = dict(zip(READ_AHEAD, np.max(rates, axis=0), strict=True))
     fastest = max(best, key=best.__getitem__)
     return fastest if best["run"] < MARGIN * best[fastest] else "run"

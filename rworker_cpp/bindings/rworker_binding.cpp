@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "rworker/kernel_choice.hpp"
+
 namespace rworker_binding {
 namespace {
 
