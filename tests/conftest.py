@@ -35,10 +35,10 @@ SHARED = {
 measures or pins cores. They come first, since they take longest."""
 
 SLOW = {
-    "test_calibrate", "test_capacity", "test_chat_model", "test_cli", "test_cuda_graphs", "test_demo_model",
-    "test_doctor", "test_elastic", "test_exactness", "test_fused", "test_hostile_peers", "test_launch",
-    "test_load_control", "test_migration", "test_mpi", "test_placement", "test_prefix_caching", "test_recovery",
-    "test_references", "test_run_batch", "test_threads", "test_tuning",
+    "test_batch_kills", "test_calibrate", "test_capacity", "test_chat_model", "test_cli", "test_cuda_graphs",
+    "test_demo_model", "test_doctor", "test_elastic", "test_exactness", "test_fused", "test_hostile_peers",
+    "test_launch", "test_load_control", "test_migration", "test_mpi", "test_placement", "test_prefix_caching",
+    "test_recovery", "test_references", "test_run_batch", "test_threads", "test_tuning",
 }  # fmt: skip
 """Marked `slow`: modules that take more than about three seconds and prove what a smaller test shows first."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.batch.files import BatchInput, BatchOutput
@@ -14,6 +15,7 @@ from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_conf
 from fastdecode.cli.output import progress_bar
 from fastdecode.errors import ConfigError, RequestError
 from fastdecode.outputs import RequestOutput
+from fastdecode.sampling_params import SamplingParams
 from fastdecode.server.protocol import COMPLETIONS, ChatRequest, CompletionRequest, sampling_params
 
 if TYPE_CHECKING:
@@ -108,9 +110,18 @@ def _add(engine: LLMEngine, line: BatchLine) -> Running:
     added = Running(line, request)
     try:
         for index, prompt in enumerate(read_prompts(request, engine.s_model.tokenizer)):
-            engine.add_request(f"{line.custom_id}/{index}", prompt, params)
-            added.outputs[f"{line.custom_id}/{index}"] = None
+            request_id = f"{line.custom_id}/{index}"
+            engine.add_request(request_id, prompt, _seeded(params, f"{engine.config.seed}/{request_id}"))
+            added.outputs[request_id] = None
     except (RequestError, ConfigError):
         engine.abort_request(added.outputs)
         raise
     return added
+
+
+def _seeded(params: SamplingParams, name: str) -> SamplingParams:
+    """Without a seed the draws follow from the request's name, not from how many a run has answered before it."""
+    if params.seed is not None:
+        return params
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
+    return replace(params, seed=int.from_bytes(digest, "little"))

@@ -1,0 +1,116 @@
+"""``fastdecode run-batch`` killed with -9 again and again: each row is answered once, as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+NUM_KILLS = 10
+ROWS = 80
+FLAGS = ["--max-model-len", "256", "--max-num-seqs", "4", "--kv-cache-memory", "16MiB", "--s-threads", "1"]
+
+STARTER = """
+import os, sys
+from fastdecode.cli.main import main
+import fastdecode.engine, fastdecode.cli.run_batch  # imported once: a fork starts at once
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        os._exit(main(line.split()))
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+"""Runs each command line that it reads in a process of its own; prints its id, and its status once it has ended."""
+
+
+def rows() -> list[dict[str, Any]]:
+    """Greedy, seeded and unseeded, one or several texts; every ninth cannot run."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 3, "n": 2, "logprobs": 2},
+        {"temperature": 1.0},
+        {"prompt": ["import os", "def g():"], "temperature": 0.8},
+    ]
+    return [
+        {"custom_id": f"row {number}", "method": "POST", "url": "/v1/completions"}
+        | {"body": {"prompt": f"def f{number}(x):", "max_tokens": 8 + number % 5 * 8} | kinds[number % 4]}
+        | ({"body": {"prompt": "x", "top_p": 2}} if number % 9 == 8 else {})
+        for number in range(ROWS)
+    ]
+
+
+def answers(path: Path) -> dict[str, Any]:
+    """What was said to each custom_id, which must be there once, without what names the answer itself."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines)
+    for line in lines:
+        for name in ("id", "created"):
+            line["response"]["body"].pop(name, None)
+    return {line["custom_id"]: (line["response"]["status_code"], line["response"]["body"]) for line in lines}
+
+
+class Starter:
+    """A process that starts others."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", STARTER]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True, **pipes)
+        assert self.process.stdin and self.process.stdout
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+
+    def start(self, asked: Path, out: Path) -> int:
+        """The process id of a ``run-batch``; what it prints goes nowhere near ours."""
+        self.stdin.write(" ".join(["run-batch", "-i", str(asked), "-o", str(out), *FLAGS]) + "\n")
+        self.stdin.flush()
+        return self._number()
+
+    def ended(self) -> int:
+        """Its status, as ``waitpid`` has it."""
+        return self._number()
+
+    def _number(self) -> int:
+        while not (line := self.stdout.readline().strip()).isdigit():
+            assert self.process.poll() is None, "the starter has ended"
+        return int(line)
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_ten_kills_change_nothing(tmp_path: Path) -> None:
+    """Killed while it starts, between rows and within them, at moments drawn anew for each."""
+    asked, whole, out = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    starter, rng = Starter(), random.Random(17)
+    try:
+        starter.start(asked, whole)
+        assert os.waitstatus_to_exitcode(starter.ended()) == 1  # for the rows that cannot run
+        seen = []
+        for _ in range(NUM_KILLS):
+            process, before = starter.start(asked, out), num_lines(out)
+            wanted = before + rng.randrange(5)
+            deadline = time.monotonic() + 60
+            while num_lines(out) < wanted and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.2))
+            os.kill(process, signal.SIGKILL)
+            assert os.waitstatus_to_exitcode(starter.ended()) == -signal.SIGKILL
+            seen.append(num_lines(out))
+            if rng.random() < 0.3 and seen[-1]:  # as where the process died within a write
+                os.truncate(out, out.stat().st_size - rng.randrange(1, 40))
+        assert 0 < seen[-1] < ROWS
+        starter.start(asked, out)
+        assert os.waitstatus_to_exitcode(starter.ended()) == 1
+    finally:
+        starter.process.kill()
+        starter.process.communicate()
+    assert list(answers(whole)) != [] and answers(out) == answers(whole) and len(answers(out)) == ROWS
