@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from helpers.servers import CHAT_TEMPLATE, RunningServer, serving
+from helpers.servers import CHAT_TEMPLATE, RunningServer, metrics, serving
 
 from fastdecode import LLM, SamplingParams
 
@@ -93,6 +94,28 @@ def test_chats(server: RunningServer, expected: list[str]) -> None:
         assert events[-1].choices[0].finish_reason == "length"
 
 
+def test_answers_have_the_form_that_is_asked(server: RunningServer) -> None:
+    """By response_format, and by vLLM's structured_outputs."""
+    properties = {"name": {"enum": ["a", "bc"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "age"], "additionalProperties": False}
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    with client(server) as api:
+        answer = api.chat.completions.create(
+            model=MODEL, messages=messages, temperature=1, seed=1, max_tokens=100,
+            logit_bias={str(ord(blank)): -100 for blank in " \n\t\r"},  # the model likes them more than an end
+            response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
+        )  # fmt: skip
+        found = json.loads(answer.choices[0].message.content or "")
+        assert set(found) == {"name", "age"} and found["name"] in ("a", "bc") and 0 <= found["age"] <= 99
+        text = api.completions.create(
+            model=MODEL, prompt="x", max_tokens=20, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+        )
+        assert text.choices[0].text in ("yes", "no")
+        for wrong in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}):
+            with pytest.raises(openai.BadRequestError):
+                api.chat.completions.create(model=MODEL, messages=messages, response_format=wrong)  # type: ignore[call-overload]
+
+
 def test_errors_have_openai_s_shape(server: RunningServer) -> None:
     with client(server) as api:
         with pytest.raises(openai.NotFoundError, match="does not exist"):
@@ -120,16 +143,10 @@ def test_an_api_key_guards_all_but_health(tmp_path: Path) -> None:
 def test_metrics_count_what_was_done(server: RunningServer) -> None:
     """By vLLM's names; counters grow by what a request brings, and nothing is held after it."""
 
-    def read() -> dict[str, float]:
-        status, text = server.request("/metrics")
-        assert status == 200
-        lines = [line for line in text.splitlines() if line.startswith("fastdecode:")]
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
-
-    before = read()
+    before = metrics(server)
     asked = {**GREEDY, "prompt": ["12345", "678"], "ignore_eos": True, "max_tokens": 5}
     assert server.request("/v1/completions", asked)[0] == 200
-    after = read()
+    after = metrics(server)
     grown = {
         name.removeprefix("fastdecode:").partition("{")[0]: value - before.get(name, 0)
         for name, value in after.items()

@@ -81,7 +81,7 @@ class Admission:
         self._available = self._workers.available
         self._capacities = self.capacities()
         self._speeds, self._num_present = self._workers.speeds, max(1, len(self._workers.present))
-        self.output_lengths.running(self._residents.table.num_outputs)
+        self.output_lengths.running(self._residents.table.num_outputs(self._residents.table.rows))
         if self._schedule.stabilizes_load:
             seats = max(1, self._limits.max_num_seqs - len(self._residents))
             head = next(iter(self._queue), None)
@@ -117,10 +117,10 @@ class Admission:
                 return sequence
         return None
 
-    def steps_left(self) -> np.ndarray:
-        """Steps that each row of the table is expected to decode yet: int64 [n]."""
-        table = self._residents.table
-        return self.output_lengths.expected(table.num_outputs, table.max_tokens) - table.num_outputs
+    def steps_left(self, rows: np.ndarray) -> np.ndarray:
+        """Steps that each of these rows of the table is expected to decode yet: int64 [n]."""
+        table, num_outputs = self._residents.table, self._residents.table.num_outputs(rows)
+        return self.output_lengths.expected(num_outputs, table.max_tokens[rows]) - num_outputs
 
     def capacities(self) -> np.ndarray:
         """Tokens that the blocks of each R-worker hold: int64 [num_workers]."""
@@ -141,11 +141,11 @@ class Admission:
     def forecast(self) -> LoadForecast:
         """The load of the coming steps, made once a step, with all that started since."""
         if self._forecast is None:
-            chunks = self._residents.table.chunks
+            table, rows = self._residents.table, self._residents.table.rows
             self._forecast = LoadForecast(
-                chunks["worker"],
-                chunks["context_len"],
-                self.steps_left(),
+                table.workers[rows],
+                table.num_cached[rows],
+                self.steps_left(rows),
                 len(self._workers),
                 self._limits.max_num_batched_tokens,
             )
@@ -160,7 +160,8 @@ class Admission:
             weight *= 2
         waiting = [member for each in islice(self._queue, 0, None, weight) for member in (each, *each.siblings)]
         table, prompts = self._residents.table, self._residents.prompts.values()
-        ends = self.output_lengths.drawn(table.num_outputs, table.max_tokens) - table.num_outputs
+        num_outputs = table.num_outputs(table.rows)
+        ends = self.output_lengths.drawn(num_outputs, table.max_tokens[table.rows]) - num_outputs
         return Outlook(
             loads=self.forecast().loads.sum(axis=0),
             ends=np.append(ends, self._drawn_steps(prompts)),

@@ -16,7 +16,7 @@ from fastdecode.scheduler.sequence import Sequence
 from fastdecode.step import ScheduledStep
 
 SOURCES, TARGETS, COMPARED = 3, 8, 64
-"""R-workers with most to lose, R-workers with least to do, and sequences of a source that are compared: larger fleets
+"""R-workers with most to lose, R-workers with least to do, and sequences of a source that are compared: larger pools
 have more of each than it pays to look at."""
 
 COOL_DOWN = 64
@@ -78,8 +78,7 @@ class Migration:
 
     def moved(self, move: Move, seconds: float) -> None:
         """It took ``seconds``."""
-        row = self._residents.table.row_of(move.sequence)
-        self._moved_at[move.sequence.sequence_id] = int(self._residents.table.num_outputs[row])
+        self._moved_at[move.sequence.sequence_id] = len(move.sequence.output_token_ids)
         self._residents.move(move.sequence, move.target, move.num_blocks)
         self._prices.paid(move.num_tokens, seconds, is_correction=move is self._correction)
 
@@ -101,8 +100,7 @@ class Migration:
     def _best_of(self, workers: list[int], sequence: Sequence) -> int:
         """Where ``sequence`` will meet least, as if it started there."""
         forecast = self._admission.forecast_anew()
-        row = self._residents.table.row_of(sequence)
-        left = int(self._admission.steps_left()[row])
+        left = int(self._admission.steps_left(np.array([sequence.row]))[0])
         newcomer = Newcomer(0, sequence.num_tokens - 1, 0, left)
         costs = placement_costs(forecast, newcomer, self._workers.speeds, self._admission.capacities(), {}, 1.0)
         return min(workers, key=lambda worker: costs[worker])
@@ -126,8 +124,9 @@ class Migration:
             if excess[source] > 0
             for option in self._options(source, best[best != source], forecast, peak, prices)
         ]
-        for _, row, target in sorted(found, reverse=True):
-            sequence = self._residents.decoding[int(self._residents.table.chunks["sequence_id"][row])]
+        table = self._residents.table
+        for _, place, target in sorted(found, reverse=True):
+            sequence = self._residents.decoding[int(table.chunks["sequence_id"][table.rows[place]])]
             if self._admission.has_room_to_move(sequence, target):
                 return self._move(sequence, target)
         return None
@@ -135,27 +134,30 @@ class Migration:
     def _options(
         self, source: int, targets: np.ndarray, forecast: LoadForecast, peak: SharedPeak, prices: MovePrices | None
     ) -> Iterator[tuple[float, int, int]]:
-        """Seconds won less their price, row of the table and target of each move from ``source`` that is worth it."""
+        """Of each move from ``source`` that is worth it: seconds above its price, place in ``table.rows``, target."""
         table = self._residents.table
-        rows = self._movable(source, prices.most_tokens if prices else np.inf)
-        attended, left = table.chunks["context_len"][rows] + 1.0, self._admission.steps_left()[rows]
+        places = self._movable(source, prices.most_tokens if prices else np.inf)
+        rows = table.rows[places]
+        attended, left = table.num_cached[rows] + 1.0, self._admission.steps_left(rows)
         tokens = attended_in(peak.steps, attended, left)
         gains = peak.gains(source, tokens, targets)
         net = gains - 2 * (prices.per_token if prices else 0.0) * attended[:, None]
         peaks = tokens[:, None] + forecast.loads[targets][None, :, peak.steps]
         fits = peaks.max(axis=2, initial=0.0) <= self._admission.ceilings()[targets]
         for each, target in zip(*np.nonzero((net > 1e-9 * peak.times.max(initial=0.0)) & fits), strict=True):
-            yield float(net[each, target]), int(rows[each]), int(targets[target])
+            yield float(net[each, target]), int(places[each]), int(targets[target])
 
     def _movable(self, source: int, most_tokens: float) -> np.ndarray:
-        """Rows of the table on ``source``, from its longest to its shortest sequence, that have not just moved."""
+        """Places in ``table.rows`` of the sequences on ``source`` that have not just moved, longest first."""
         table = self._residents.table
         self._moved_at = {each: at for each, at in self._moved_at.items() if each in self._residents.decoding}
-        rows = np.flatnonzero((table.chunks["worker"] == source) & (table.chunks["context_len"] <= most_tokens))
-        ids, outputs = table.chunks["sequence_id"][rows].tolist(), table.num_outputs[rows].tolist()
+        on_source, num_cached = table.workers[table.rows] == source, table.num_cached[table.rows]
+        places = np.flatnonzero(on_source & (num_cached <= most_tokens))
+        rows = table.rows[places]
+        ids, outputs = table.chunks["sequence_id"][rows].tolist(), table.num_outputs(rows).tolist()
         rested = [n - self._moved_at.get(i, -COOL_DOWN) >= COOL_DOWN for i, n in zip(ids, outputs, strict=True)]
-        rows = rows[np.array(rested, bool)]
-        return rows[:: max(1, -(-len(rows) // COMPARED))]
+        places = places[np.array(rested, bool)]
+        return places[:: max(1, -(-len(places) // COMPARED))]
 
     def _move(self, sequence: Sequence, target: int) -> Move:
         num_blocks = self._admission.blocks_for(sequence)

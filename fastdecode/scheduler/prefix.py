@@ -140,7 +140,6 @@ class PrefixCache:
         self._index.touch(chain)
         sequence.shared = chain.blocks[:depth]
         worker.hold(sequence.shared)
-        sequence.num_cached = depth * self._workers.block_size
         worker.controls.append((int(Verb.FORK), sequence.sequence_id, chain.chain_id, sequence.num_cached))
 
     def stop_computing(self, sequence: Sequence) -> None:

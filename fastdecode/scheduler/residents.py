@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fastdecode.scheduler.prefix import PrefixCache
-from fastdecode.scheduler.sequence import DecodeTable, Sequence
+from fastdecode.scheduler.sequence import Sequence, SequenceTable
 from fastdecode.scheduler.worker_state import Chain, Control, Workers
 from fastdecode.types import Verb
 
@@ -69,7 +69,7 @@ class WaitingQueue:
 
 
 class Residents:
-    """Keeps blocks, scratch, prefix cache and controls in step with who comes and goes; decides nothing.
+    """Keeps blocks, scratch, prefix cache and controls in step with the sequences that come and go; decides nothing.
 
     ``prompts``: those whose prompt is being computed, in the order of their start. ``decoding``: the others;
     ``table`` has their progress.
@@ -81,7 +81,7 @@ class Residents:
         self.scratch_free = scratch_tokens
         self.prompts: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
-        self.table = DecodeTable(max_num_seqs)
+        self.table = SequenceTable(max_num_seqs)
         self._unborn = 0
 
     def __len__(self) -> int:
@@ -109,13 +109,6 @@ class Residents:
         for worker, verbs in zip(self.workers, controls, strict=True):
             worker.controls[:0] = verbs
 
-    def kv_loads(self) -> np.ndarray:
-        """Cached tokens, with those that prompts in progress will have: float64 [num_workers]."""
-        loads = self.table.kv_loads(len(self.workers))
-        for sequence in self.prompts.values():
-            loads[sequence.worker] += sequence.num_prefill
-        return loads
-
     def on(self, worker: int) -> list[Sequence]:
         """The sequences of one R-worker, oldest first."""
         here = [s for group in (self.prompts, self.decoding) for s in group.values() if s.worker == worker]
@@ -123,7 +116,8 @@ class Residents:
 
     def start(self, sequence: Sequence, worker: int, hit: tuple[int, Chain] | None, num_blocks: int) -> None:
         """``sequence`` begins its prompt on ``worker``, with ``num_blocks`` blocks, ``hit``'s among them."""
-        sequence.worker, sequence.num_blocks = worker, num_blocks
+        num_cached = hit[0] * self.workers.block_size if hit else 0
+        self.table.open(sequence, worker, num_cached, num_blocks)
         sequence.outputs_at_start = len(sequence.output_token_ids)
         self.prefix_cache.begin(sequence, hit)
         self.prefix_cache.make_room(worker, sequence.num_own_blocks)
@@ -136,7 +130,7 @@ class Residents:
     def grow(self, rows: np.ndarray) -> None:
         """Each of these rows of the table takes one more block."""
         self.table.num_blocks[rows] += 1
-        for worker, count in enumerate(np.bincount(self.table.chunks["worker"][rows]).tolist()):
+        for worker, count in enumerate(np.bincount(self.table.workers[rows]).tolist()):
             self.workers[worker].free -= count
 
     def finish_prompt(self, sequence: Sequence) -> None:
@@ -146,23 +140,23 @@ class Residents:
         self._leave_scratch(sequence)
         self.prefix_cache.stop_computing(sequence)
         self.prefix_cache.retain(sequence)
-        self.table.add(sequence)
+        self.table.decode(sequence)
 
     def fork_siblings(self, parent: Sequence) -> None:
         """The siblings of ``parent``, whose prompt has just been cached, start from a shared copy and decode."""
         num_tokens, worker = parent.num_prefill, self.workers[parent.worker]
         num_full, has_partial = num_tokens // self.workers.block_size, num_tokens % self.workers.block_size > 0
         for sibling in parent.siblings:
-            sibling.worker, sibling.num_cached, sibling.num_prefill = parent.worker, num_tokens, num_tokens
-            sibling.num_blocks = num_full + has_partial
+            self.table.open(sibling, parent.worker, num_tokens, num_full + has_partial)
+            sibling.num_prefill = num_tokens
             sibling.shared = self.prefix_cache.share(parent, num_full)
             sibling.block_hashes = list(parent.block_hashes)
             worker.hold(sibling.shared)
             worker.controls.append((int(Verb.FORK), sibling.sequence_id, parent.sequence_id, num_tokens))
             worker.num_sequences += 1
             self.decoding[sibling.sequence_id] = sibling
-            self.table.add(sibling)
-        parent.num_blocks -= has_partial * len(parent.siblings)
+            self.table.decode(sibling)
+        self.table.num_blocks[parent.row] -= has_partial * len(parent.siblings)
         self._unborn -= len(parent.siblings)
         parent.siblings = ()
 
@@ -172,17 +166,17 @@ class Residents:
         if keep:
             self.prefix_cache.retain(sequence)
         self._give_up_blocks(sequence)
-        _forget_cache(sequence)
+        self._forget_cache(sequence)
 
     def move(self, sequence: Sequence, target: int, num_blocks: int) -> None:
         """The cache of ``sequence``, which decodes, is on ``target`` now, in blocks of its own."""
         self._take_out(sequence)
         self._give_up_blocks(sequence)
         num_cached = sequence.num_cached
-        _forget_cache(sequence)
-        sequence.worker, sequence.num_cached, sequence.num_blocks = target, num_cached, num_blocks
+        self._forget_cache(sequence)
+        self.table.open(sequence, target, num_cached, num_blocks)
+        self.table.decode(sequence)
         self._settle(sequence, self.decoding)
-        self.table.add(sequence)
 
     def lose(self, worker: int) -> list[Sequence]:
         """``worker`` is gone; returns the sequences that it held, oldest first."""
@@ -190,7 +184,7 @@ class Residents:
         for sequence in lost:
             self._take_out(sequence)
             self.workers[worker].drop(sequence.shared)
-            _forget_cache(sequence)
+            self._forget_cache(sequence)
         self.prefix_cache.lose(worker)
         self.workers.lose(worker)
         return lost
@@ -218,14 +212,12 @@ class Residents:
             self.prefix_cache.stop_computing(sequence)
         else:
             del self.decoding[sequence.sequence_id]
-            self.table.remove(sequence)
+
+    def _forget_cache(self, sequence: Sequence) -> None:
+        self.table.close(sequence)
+        sequence.shared, sequence.chain_id = [], None
 
     def _leave_scratch(self, sequence: Sequence) -> None:
         if sequence.uses_scratch:
             sequence.uses_scratch = False
             self.scratch_free += sequence.num_prefill
-
-
-def _forget_cache(sequence: Sequence) -> None:
-    sequence.worker, sequence.num_cached, sequence.num_blocks = -1, 0, 0
-    sequence.shared, sequence.chain_id = [], None

@@ -148,7 +148,7 @@ class Scheduler:
         for mini_batch in step.mini_batches:
             for chunk in mini_batch.prompts:
                 sequence = self.residents.prompts[int(chunk["sequence_id"])]
-                sequence.num_cached += int(chunk["num_rows"])
+                self.residents.table.num_cached[sequence.row] += chunk["num_rows"]
                 if not sequence.in_prompt:
                     self.residents.finish_prompt(sequence)
                     self.queue.release_followers(sequence)
@@ -227,8 +227,8 @@ class Scheduler:
         while True:
             table.refresh()
             rows = self._within_load_limit()
-            growing = rows[table.chunks["context_len"][rows] // self.limits.block_size >= table.num_blocks[rows]]
-            needed = np.bincount(table.chunks["worker"][growing], minlength=len(self.workers)).tolist()
+            growing = rows[table.num_cached[rows] // self.limits.block_size >= table.num_blocks[rows]]
+            needed = np.bincount(table.workers[growing], minlength=len(self.workers)).tolist()
             short = [worker for worker, count in enumerate(needed) if not self.prefix_cache.make_room(worker, count)]
             if not short:
                 self.residents.grow(growing)
@@ -247,19 +247,18 @@ class Scheduler:
     def _within_load_limit(self) -> np.ndarray:
         """All rows, but for the youngest where expected lengths were exceeded and a strict limit would be."""
         table = self.residents.table
-        rows = np.arange(len(table.chunks))
+        rows = table.rows
         if not (self._schedule.stabilizes_load and self.admission.load_control.is_strict):
             return rows
         limits = self.admission.load_control.limits.copy()
         for prompt in self.residents.prompts.values():
             limits[prompt.worker] -= 0 if prompt.uses_scratch else prompt.num_prefill
-        running = np.ones(len(rows), bool)
         for worker in np.flatnonzero(table.kv_loads(len(limits)) > limits):
-            here = rows[table.chunks["worker"] == worker]
+            here = rows[table.workers[rows] == worker]
             oldest_first = here[np.argsort(table.chunks["sequence_id"][here])]
-            load = np.cumsum(table.chunks["context_len"][oldest_first] + 1)
-            running[oldest_first[load > limits[worker]]] = False
-        return rows[running]
+            load = np.cumsum(table.num_cached[oldest_first] + 1)
+            rows = rows[~np.isin(rows, oldest_first[load > limits[worker]])]
+        return rows
 
     def _victim(self, worker: int) -> Sequence:
         """The youngest on ``worker``, but none that has got no token since it was preempted, and not the oldest."""

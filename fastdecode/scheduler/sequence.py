@@ -1,17 +1,13 @@
-"""One sequence as the scheduler knows it, and the table of those that decode."""
+"""One sequence as the scheduler knows it, and the table of those that hold a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from fastdecode.scheduler.worker_state import Block
-from fastdecode.step import CHUNK, MiniBatch, joined
-
-GONE = -1
-"""In place of the id of a sequence that was removed."""
+from fastdecode.step import CHUNK, MiniBatch
 
 
 @dataclass(eq=False)
@@ -23,8 +19,8 @@ class Sequence:
     before it can decode: its prompt, and after a preemption also its output so far.
 
     It holds ``num_blocks`` blocks, of which the first are ``shared`` with the prefix cache or with siblings. While it
-    decodes, :class:`DecodeTable` keeps ``num_cached`` and ``num_blocks``. ``outputs_at_start``: output tokens that it
-    had when it last began, None before its first start. ``may_stop``: its output may end before ``max_tokens``.
+    holds a cache, its progress is in ``row`` of ``table``. ``outputs_at_start``: output tokens that it had when it last
+    began, None before its first start. ``may_stop``: its output may end before ``max_tokens``.
     """
 
     sequence_id: int
@@ -33,9 +29,7 @@ class Sequence:
     siblings: tuple[Sequence, ...] = ()
     output_token_ids: list[int] = field(default_factory=list)
     worker: int = -1
-    num_cached: int = 0
     num_prefill: int = 0
-    num_blocks: int = 0
     uses_scratch: bool = False
     shared: list[Block] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -43,19 +37,24 @@ class Sequence:
     outputs_at_start: int | None = None
     may_stop: bool = False
     was_preempted: bool = False
-    _last_token: np.ndarray | None = None
+    table: SequenceTable | None = field(default=None, repr=False)
+    row: int = -1
 
     def append(self, token_id: int) -> None:
         """One more output token."""
         self.output_token_ids.append(token_id)
-        if self._last_token is not None:
-            self._last_token[0] = token_id
+        if self.table is not None:
+            self.table.last_tokens[self.row] = token_id
 
-    def keep_last_token(self, place: np.ndarray | None) -> None:
-        """From here on the last output token is also written to ``place``, int64 [1]."""
-        self._last_token = place
-        if place is not None and self.output_token_ids:
-            place[0] = self.output_token_ids[-1]
+    @property
+    def num_cached(self) -> int:
+        """Tokens in the cache."""
+        return 0 if self.table is None else int(self.table.num_cached[self.row])
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held."""
+        return 0 if self.table is None else int(self.table.num_blocks[self.row])
 
     @property
     def num_tokens(self) -> int:
@@ -86,108 +85,68 @@ class Sequence:
         return head + self.output_token_ids[: count - len(head)]
 
 
-class DecodeTable:
-    """One row per decoding sequence, ordered by R-worker and longest context first.
+class SequenceTable:
+    """Progress of the sequences that hold a cache, a row each: planning thousands of decodes takes a few arrays.
 
-    ``chunks``: CHUNK [n], each sequence's next step. ``num_outputs``, ``max_tokens``, ``num_blocks``: int64 [n].
-    ``slots``: int64 [n], where each sequence's last token is; it writes it there itself, since looking it up in
-    thousands of lists takes longer than all the rest. Rows keep their places until :meth:`refresh`, slots always.
+    ``chunks``: CHUNK [most rows], the next decode of each; ``workers`` and ``num_cached`` are columns of it.
+    ``prompt_lens``, ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most rows]; a sequence writes its last
+    token there itself, since looking it up in thousands of lists takes longer than all the rest. ``rows``: int64 [n],
+    those that decode, as of the last :meth:`refresh` ordered by R-worker and longest context first.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
-        self._last_tokens = np.zeros(max_num_seqs, np.int64)
-        self._free_slots = list(range(max_num_seqs))
-        self._slots: dict[int, int] = {}
-        self._columns: dict[str, np.ndarray] = {
-            "chunks": np.zeros(0, CHUNK),
-            "num_outputs": np.zeros(0, np.int64),
-            "max_tokens": np.zeros(0, np.int64),
-            "num_blocks": np.zeros(0, np.int64),
-            "slots": np.zeros(0, np.int64),
-        }
-        self._ids = np.zeros(0, np.int64)
-        self._added: list[Sequence] = []
+    def __init__(self, most_rows: int) -> None:
+        self.chunks = np.zeros(most_rows, CHUNK)
+        self.workers, self.num_cached = self.chunks["worker"], self.chunks["context_len"]
+        self.prompt_lens, self.max_tokens, self.num_blocks, self.last_tokens = np.zeros((4, most_rows), np.int64)
+        self.rows = np.zeros(0, np.int64)
+        self._free = list(range(most_rows))
+        self._added: dict[int, None] = {}
+        self._closed = np.zeros(most_rows, bool)
 
-    @property
-    def chunks(self) -> np.ndarray:
-        """CHUNK [n]."""
-        return self._columns["chunks"]
+    def open(self, sequence: Sequence, worker: int, num_cached: int, num_blocks: int) -> None:
+        """``sequence`` holds ``num_blocks`` blocks on R-worker ``worker`` from now on."""
+        row = self._free.pop()
+        self.chunks[row] = (sequence.sequence_id, worker, num_cached, 1, True, True, True, True, False)
+        self.prompt_lens[row], self.max_tokens[row] = len(sequence.prompt_token_ids), sequence.max_tokens
+        self.num_blocks[row] = num_blocks
+        self.last_tokens[row] = sequence.output_token_ids[-1] if len(sequence.output_token_ids) else 0
+        sequence.worker, sequence.table, sequence.row = worker, self, row
 
-    @property
-    def num_outputs(self) -> np.ndarray:
-        """Output tokens so far, int64 [n]."""
-        return self._columns["num_outputs"]
-
-    @property
-    def max_tokens(self) -> np.ndarray:
-        """Most output tokens, int64 [n]."""
-        return self._columns["max_tokens"]
-
-    @property
-    def num_blocks(self) -> np.ndarray:
-        """Blocks held, int64 [n]."""
-        return self._columns["num_blocks"]
-
-    def add(self, sequence: Sequence) -> None:
+    def decode(self, sequence: Sequence) -> None:
         """``sequence`` decodes from the next refresh on."""
-        slot = self._slots[sequence.sequence_id] = self._free_slots.pop()
-        sequence.keep_last_token(self._last_tokens[slot : slot + 1])
-        self._added.append(sequence)
+        self._added[sequence.row] = None
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, with its progress written back to it."""
-        self._free_slots.append(self._slots.pop(sequence.sequence_id))
-        sequence.keep_last_token(None)
-        if sequence in self._added:
-            self._added.remove(sequence)
-            return
-        row = self.row_of(sequence)
-        self._ids[row] = GONE
-        sequence.num_cached = int(self.chunks["context_len"][row])
-        sequence.num_blocks = int(self.num_blocks[row])
-
-    def row_of(self, sequence: Sequence) -> int:
-        """The row of a sequence that was there at the last refresh."""
-        (row,) = np.flatnonzero(self._ids == sequence.sequence_id)
-        return int(row)
+    def close(self, sequence: Sequence) -> None:
+        """``sequence`` holds nothing any more."""
+        if self._added.pop(sequence.row, self) is self:
+            self._closed[sequence.row] = True
+        self._free.append(sequence.row)
+        sequence.worker, sequence.table, sequence.row = -1, None, -1
 
     def refresh(self) -> None:
-        """Drop the rows of those removed, append those added, and restore the order."""
-        here = np.flatnonzero(self._ids != GONE)
-        if self._added or len(here) < len(self._ids):
-            added = self._rows_of(self._added)
-            for name, column in self._columns.items():
-                join = joined if name == "chunks" else np.concatenate
-                self._columns[name] = join([column.take(here), added[name]])
+        """Drop the rows closed, append those added, and restore the order."""
+        closed = self._closed[self.rows]
+        if self._added or closed.any():
+            self.rows = np.append(self.rows[~closed], np.array(list(self._added), np.int64))
             self._added.clear()
-        key = (self.chunks["worker"] << 40) - self.chunks["context_len"]
+        self._closed[:] = False
+        key = (self.workers[self.rows] << 40) - self.num_cached[self.rows]
         if (key[1:] < key[:-1]).any():
-            order = np.argsort(key, kind="stable")  # nearly sorted: linear
-            for name, column in self._columns.items():
-                self._columns[name] = column.take(order)
-        self._ids = self.chunks["sequence_id"].copy()
+            self.rows = self.rows[np.argsort(key, kind="stable")]  # nearly sorted: linear
+
+    def num_outputs(self, rows: np.ndarray) -> np.ndarray:
+        """Output tokens that decoding sequences have: all but the last are cached; int64 [n]."""
+        return self.num_cached[rows] - self.prompt_lens[rows] + 1
 
     def advance(self, rows: np.ndarray) -> None:
-        """The next tokens of ``rows`` are cached, and each has one output token more."""
-        self.chunks["context_len"][rows] += 1
-        self.num_outputs[rows] += 1
+        """The next tokens of ``rows`` are cached."""
+        self.num_cached[rows] += 1
 
     def kv_loads(self, num_workers: int) -> np.ndarray:
         """KV tokens that each R-worker attends if all rows decode, float64 [num_workers]."""
-        return np.bincount(self.chunks["worker"], self.chunks["context_len"] + 1, num_workers).astype(np.float64)
+        loads = np.bincount(self.workers[self.rows], self.num_cached[self.rows] + 1, num_workers)
+        return loads.astype(np.float64)
 
     def mini_batch(self, rows: np.ndarray) -> MiniBatch:
-        """The next chunks of ``rows`` (ascending), with their tokens; good until the table changes."""
-        chunks = self.chunks if len(rows) == len(self.chunks) else self.chunks.take(rows)
-        return MiniBatch(chunks, self._last_tokens.take(self._columns["slots"].take(rows)))
-
-    def _rows_of(self, sequences: Iterable[Sequence]) -> dict[str, np.ndarray]:
-        listed = list(sequences)
-        records = [(s.sequence_id, s.worker, s.num_cached, 1, True, True, True, True, False) for s in listed]
-        return {
-            "chunks": np.array(records, CHUNK),
-            "num_outputs": np.array([len(s.output_token_ids) for s in listed], np.int64),
-            "max_tokens": np.array([s.max_tokens for s in listed], np.int64),
-            "num_blocks": np.array([s.num_blocks for s in listed], np.int64),
-            "slots": np.array([self._slots[s.sequence_id] for s in listed], np.int64),
-        }
+        """The next chunks of ``rows``, with their tokens."""
+        return MiniBatch(self.chunks.take(rows), self.last_tokens.take(rows))

@@ -128,7 +128,7 @@ async def _read(service: Service, request: Request, kind: type[Body]) -> Body:
     parsed = parse_json(await _receive(service, request))
     body, unknown = read_body(parsed, kind)
     if unknown:
-        logger.warning("%s: fields that are not understood are ignored: %s", request.url.path, ", ".join(unknown)[:500])
+        logger.warning("%s: fields that are not understood are ignored: %.500s", request.url.path, ascii(unknown))
     return body
 
 

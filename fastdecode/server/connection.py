@@ -26,6 +26,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **settings)
         self._deadline: asyncio.TimerHandle | None = None
         self._header_bytes: int | None = 0
+        self._num_received = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio."""
@@ -39,6 +40,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
+        self._num_received = len(data)
         if self._header_bytes is not None:
             self._header_bytes += len(data)
         super().data_received(data)
@@ -48,7 +50,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._header_bytes = 0
+        if self._header_bytes is None:
+            self._header_bytes = self._num_received
         self._arm(self._header_is_late)
 
     def on_headers_complete(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -120,6 +120,7 @@ class Metrics:
         self._r_seconds: Counter[str] = Counter()
         self._transfer_seconds: Counter[str] = Counter()
         self._state: EngineState | None = None
+        self.num_api_requests: Callable[[], int] = int
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -243,6 +244,7 @@ class Metrics:
             "num_requests_waiting": ("Sequences that wait", state.num_waiting),
             "kv_cache_usage_perc": ("Part of all KV blocks that sequences hold; 1 is all", state.kv_cache_usage),
             "r_workers_alive": ("R-workers that are here", len(present)),
+            "num_api_requests": ("HTTP requests that are being answered with text", self.num_api_requests()),
         }
         for name, (text, value) in gauges.items():
             family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

@@ -10,6 +10,7 @@ import msgspec
 
 from fastdecode.errors import RequestError
 from fastdecode.sampling_params import MAX_SAMPLES, SamplingParams
+from fastdecode.structured_outputs import StructuredOutputsParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -212,13 +213,21 @@ def _chat_params(request: ChatRequest) -> dict[str, Any]:
 
 def _structure(request: GenerationRequest) -> dict[str, Any]:
     """The form of the text as SamplingParams take it; nothing where it is free."""
-    wanted = request.response_format
-    free = wanted is None or wanted.type == "text"
-    if free and request.structured_outputs is None:
-        return {}
-    if "structured_outputs" not in SamplingParams.__dataclass_fields__:
-        raise RequestError("response_format: structured outputs are not supported yet; leave it out, or use text")
-    raise RequestError("response_format: not wired up")
+    wanted, given = request.response_format, request.structured_outputs
+    if wanted is None or wanted.type == "text":
+        if given is None:
+            return {}
+        unknown = sorted(set(given) - set(StructuredOutputsParams.__dataclass_fields__))
+        if unknown:
+            raise RequestError(f"structured_outputs: {unknown[0]} is not understood")
+        return {"structured_outputs": StructuredOutputsParams(**given)}
+    if given is not None:
+        raise RequestError("response_format and structured_outputs exclude each other: give one")
+    if wanted.type == "json_object":
+        return {"structured_outputs": StructuredOutputsParams(json_object=True)}
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise RequestError("response_format: json_schema.schema is missing")
+    return {"structured_outputs": StructuredOutputsParams(json=wanted.json_schema.schema)}
 
 
 def _token_keys(bias: Mapping[str, float]) -> dict[Any, float]:

@@ -68,6 +68,7 @@ class Service:
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
         self._created = int(time.time())
         self.draining = False
+        self.observer.metrics.num_api_requests = lambda: len(self._jobs)
 
     @property
     def dead(self) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 FASTDECODE = str(Path(sys.executable).parent / "fastdecode")
+PATIENCE_SECONDS = 60
 FLAGS = ["--port", "0", "--max-model-len", "256", "--kv-cache-memory", "64MiB", "--device", "cpu"]
 CHAT_TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
@@ -63,8 +67,80 @@ def serving(folder: Path, *flags: str, **environment: str) -> Iterator[RunningSe
         process.wait()
 
 
+def metrics(server: RunningServer, headers: dict[str, str] | None = None) -> dict[str, float]:
+    """All of them by name and labels."""
+    status, text = server.request("/metrics", headers=headers)
+    if status != 200:
+        raise AssertionError(text)
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def total(server: RunningServer, name: str) -> float:
+    """A metric without its labels."""
+    return sum(value for each, value in metrics(server).items() if each.partition("{")[0] == name)
+
+
+def wait_until_idle(server: RunningServer) -> None:
+    """And holds nothing."""
+    names = ("num_requests_running", "num_requests_waiting", "num_api_requests", "kv_cache_usage_perc")
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while held := {name: found for name in names if (found := total(server, f"fastdecode:{name}"))}:
+        if time.monotonic() > deadline:
+            raise AssertionError(held)
+        time.sleep(0.05)
+
+
 def _parsed(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError:
         return data.decode()
+
+
+@dataclass
+class Streamed:
+    """What came of a streamed completion: the status, the text, the reason for its end, and an error's message."""
+
+    status: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    error: str = ""
+    num_events: int = 0
+
+
+async def stream(
+    server: RunningServer, body: dict[str, Any], leave_after: int | None = None, started: asyncio.Event | None = None
+) -> Streamed:
+    """Ask for a streamed completion over a plain socket, which is closed after ``leave_after`` events.
+
+    ``started`` is set with the first event.
+    """
+    address = urllib.parse.urlsplit(server.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    found = Streamed()
+    try:
+        data = json.dumps({"stream": True, **body}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + data)
+        found.status = int((await reader.readline()).split()[1])
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                _take(found, json.loads(line[6:]))
+                if started:
+                    started.set()
+                if found.num_events == leave_after:
+                    return found
+            elif line.startswith(b'{"error"'):
+                found.error = json.loads(line)["error"]["message"]
+    finally:
+        writer.transport.abort()
+    return found
+
+
+def _take(found: Streamed, event: dict[str, Any]) -> None:
+    found.num_events += 1
+    found.error = event.get("error", {}).get("message", "")
+    for choice in event.get("choices", ()):
+        found.text += choice["text"]
+        found.finish_reason = choice["finish_reason"]

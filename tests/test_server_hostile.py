@@ -1,0 +1,189 @@
+"""Bodies and clients that mean ill, or do not know better: an error in OpenAI's shape, and no other is disturbed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.servers import CHAT_TEMPLATE, RunningServer, serving, total, wait_until_idle
+
+MOST_BYTES = 100_000
+POST = b"POST /v1/completions HTTP/1.1\r\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    limits = ["--request-timeout", "1", "--max-request-bytes", str(MOST_BYTES), "--max-model-len", "64"]
+    with serving(tmp_path_factory.mktemp("hostile"), *limits, "--chat-template", CHAT_TEMPLATE) as running:
+        yield running
+        assert running.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+        wait_until_idle(running)
+        assert "Traceback" not in running.log.read_text()
+
+
+def completion(**body: Any) -> bytes:
+    return json.dumps({"prompt": "x", "max_tokens": 2, **body}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"prompt": ' + b"[" * 40_000, "not valid JSON"),
+        (b'{"prompt": "x", "temperature": NaN}', "not valid JSON"),
+        (b"[]", "body must be an object"),
+        (b"{}", "prompt is missing"),
+        (completion(prompt={}), "prompt: expected"),
+        (completion(prompt=[]), "prompt is empty"),
+        (completion(prompt=[[]]), "prompt is empty"),
+        (completion(prompt=[[[]]]), "whole numbers"),
+        (completion(prompt=[1, "a"]), "whole numbers"),
+        (completion(prompt=[10**30]), "outside the vocabulary"),
+        (completion(prompt=[-1]), "outside the vocabulary"),
+        (completion(prompt=["x"] * 17_000), "more than 16384 samples"),
+        (completion(n=10**6), "n must be an integer from 1 to 16384"),
+        (completion(n=10**40), "n must be an integer"),
+        (completion(n=8000, prompt=["x"] * 8000), "more than 16384 samples"),
+        (completion(max_tokens=0), "max_tokens must be"),
+        (completion(max_tokens=True), "max_tokens: expected"),
+        (completion(temperature="hot"), "temperature: expected"),
+        (completion(temperature=1e300), "temperature must be"),
+        (completion(seed=2**70), "seed must be"),
+        (completion(stop=[""]), "stop must be"),
+        (completion(logit_bias={"x": 1}), "logit_bias must be"),
+        (completion(logit_bias={"99999": 1}), "logit_bias must hold token ids"),
+        (completion(stream_options={"include_usage": True}), "stream_options belong to a stream"),
+        (completion(echo=True, logprobs=1), "logprobs of an echoed prompt"),
+        (completion(response_format={"type": "poem"}), "response_format.type"),
+    ],
+)
+def test_a_bad_body_is_answered_with_what_is_wrong(server: RunningServer, body: bytes, message: str) -> None:
+    status, answer = server.request("/v1/completions", body)
+    assert status == 400 and message in answer["error"]["message"], answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"} and "\n" not in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        completion(max_tokens=10**9, stop="e"),
+        completion(max_tokens=10**40, ignore_eos=True),
+        completion(top_k=10**40),
+        completion(logprobs=10**40),
+        completion(min_tokens=2, stop_token_ids=[1, 2, 3]),
+        completion(logit_bias={str(token): -100 for token in range(200)}),
+        completion(unheard_of={"a": ["b\r\n"]}),
+    ],
+)
+def test_large_values_are_no_harm(server: RunningServer, body: bytes) -> None:
+    assert server.request("/v1/completions", body)[0] in (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "messages"),
+        ({"messages": "hi"}, "messages: expected"),
+        ({"messages": []}, "messages must be"),
+        ({"messages": [{"content": "hi"}]}, "messages must be"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text"),
+        ({"messages": [{"role": "user", "content": "hi"}], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"tokenize": True}}, "tokenize"),
+        ({"messages": [{"role": "user", "content": "hi"}], "top_logprobs": 2}, "logprobs must be true"),
+    ],
+)
+def test_a_bad_chat_is_answered_with_what_is_wrong(server: RunningServer, body: Any, message: str) -> None:
+    status, answer = server.request("/v1/chat/completions", body)
+    assert status == 400 and message in answer["error"]["message"], answer
+
+
+def test_long_bodies_and_unknown_routes(server: RunningServer) -> None:
+    """Also where the length is not told beforehand."""
+    status, answer = server.request("/v1/completions", completion(prompt="x" * MOST_BYTES))
+    assert status == 413 and "longer than" in answer["error"]["message"]
+    chunks = b"".join(b"4000\r\n" + b"x" * 0x4000 + b"\r\n" for _ in range(8))
+    head = b"host: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert b" 413 " in raw(server, POST + head + chunks).split(b"\r\n")[0]
+    for path, method in (("/nothing", 404), ("/v1/models/nothing", 404)):
+        status, answer = server.request(path)
+        assert status == method and answer["error"]["message"]
+    status, answer = server.request("/v1/completions")
+    assert status == 405 and answer["error"]["message"]
+
+
+def connect(server: RunningServer) -> socket.socket:
+    address = urllib.parse.urlsplit(server.url)
+    return socket.create_connection((address.hostname or "", address.port or 0), timeout=20)
+
+
+def raw(server: RunningServer, data: bytes) -> bytes:
+    """What is answered to ``data`` until the server closes."""
+    with connect(server) as connection:
+        connection.sendall(data)
+        return read_all(connection)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    found = b""
+    try:
+        while part := connection.recv(1 << 16):
+            found += part
+    except ConnectionResetError:
+        pass  # it closes while we still send
+    return found
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET / HTTP/9.9\r\n\r\n", 400),
+        (b"\x16\x03\x01 hello\r\n\r\n", 400),
+        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n", 431),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000, 431),
+    ],
+)
+def test_what_is_no_http_is_refused(server: RunningServer, data: bytes, status: int) -> None:
+    answer = raw(server, data)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == status
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"", POST + b"host: x\r\n", POST + b"content-length: 99\r\n\r\n"],
+    ids=["silence", "header", "body"],
+)
+def test_a_client_that_takes_its_time_is_cut_off(server: RunningServer, head: bytes) -> None:
+    """A byte now and then, for a second; nobody else waits for it."""
+    with connect(server) as connection:
+        connection.sendall(head)
+        start = time.monotonic()
+        for _ in range(4):
+            time.sleep(0.1)
+            connection.sendall(b"a" if head else b"")
+        assert server.request("/health")[0] == 200
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ") and 0.8 < time.monotonic() - start < 15
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 408
+
+
+def test_a_client_that_does_not_read_is_cut_off(server: RunningServer) -> None:
+    """Its sequences are gone with it."""
+    with connect(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = completion(stream=True, n=16, max_tokens=60, ignore_eos=True, logprobs=200)
+        connection.sendall(POST + b"host: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        deadline = time.monotonic() + 60
+        while not total(server, "fastdecode:num_api_requests"):
+            assert time.monotonic() < deadline
+        while total(server, "fastdecode:num_api_requests"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
