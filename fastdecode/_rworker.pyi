@@ -45,12 +45,11 @@ class Peaks:
     def read(self) -> float:
         """Read bandwidth in GB/s (1e9 bytes): the faster of a pass through the buffer with and one without prefetch."""
 
-    def read_scattered(self, *, piece_bytes: int, streams: int) -> float:
+    def read_scattered(self, *, piece_bytes: int, read_ahead: str | None) -> float:
         """GB/s of reading the buffer in pieces of ``piece_bytes`` in random order, asked for as attention does it.
 
-        ``streams`` as in :class:`RWorker`, or 0: eight pages side by side, none asked for. The best of these is the
-        ceiling of a cache in blocks. ValueError for pieces below 64 bytes or
-        above an eighth of ``num_bytes``.
+        ``read_ahead`` as in :class:`RWorker`, or None: eight pages side by side, none asked for. The best of these is
+        the ceiling of a cache in blocks. ValueError for pieces below 64 bytes or above an eighth of ``num_bytes``.
         """
 
     def multiply_add(self, *, kv_dtype: str) -> float:
@@ -93,7 +92,7 @@ class RWorker:
         num_threads: int,
         cores: list[int] = ...,
         isa: str = "auto",
-        streams: int = 1,
+        read_ahead: str = "run",
     ) -> None:
         """Reserve address space for the cache (committed as it fills) and start the threads.
 
@@ -103,7 +102,8 @@ class RWorker:
         ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
         ``cores``: thread i is pinned to ``cores[i % len(cores)]``; empty: not pinned. ``isa``: "auto" is the
         environment's FASTDECODE_ISA where set, else the best; ValueError if this machine does not support it.
-        ``streams``: lines of the cache asked for side by side, 1 or 8; changes speed, not results.
+        ``read_ahead``: how the tokens read next are asked for, "run", "run-l2" or "pages" (as
+        ``fastdecode.types.READ_AHEAD``); changes speed, not results.
         """
 
     @property

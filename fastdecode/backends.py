@@ -80,10 +80,10 @@ def prepare(config: EngineConfig) -> None:
 
         join_as_s_worker()
     elif config.r_worker_spec.on_this_machine:
-        from fastdecode.cluster.r_worker.tuning import forced_isa, forced_streams
+        from fastdecode.cluster.r_worker.tuning import forced_isa, forced_read_ahead
 
         forced_isa()
-        forced_streams()
+        forced_read_ahead()
 
 
 def kv_cache_bytes(config: EngineConfig) -> int:

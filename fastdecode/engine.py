@@ -266,7 +266,8 @@ class LLMEngine:
         grown: dict[str, Request] = {}
         for sequence_id, tokens in sampled.items():
             request, completions = self._in_flight.family(sequence_id)
-            self.scheduler.fork_siblings(completions[0].sequence)
+            if len(completions) > 1:
+                self.scheduler.fork_siblings(completions[0].sequence)
             for each, token in zip(completions, tokens, strict=True):
                 each.append(token, request.params, self.s_model.eos_token_ids)
                 if each.finish_reason is not None:

@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """Between steps: newcomers are counted in, sequences move, and those that nobody needs any more go.
+    """Between steps: R-workers that join are counted in, sequences move, and drained R-workers go.
 
-    Sequences move as bytes, one by one, for at most as long as the step before took: so that whoever goes on decoding
-    waits at most twice as long for a token.
+    Sequences move as bytes, one by one, for at most as long as the step before took: so that the others wait at most
+    twice as long for a token.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Membership:
         r_workers: list[RWorkerInfo],
         tell: Callable[[], object],
     ) -> None:
-        """``r_workers`` is extended by newcomers. ``tell`` brings the scheduler's controls to the R-workers."""
+        """``r_workers`` is extended by those that join. ``tell`` brings the scheduler's controls to the R-workers."""
         self._backend, self._scheduler, self._r_workers, self._tell = backend, scheduler, r_workers, tell
         self._updated = time.perf_counter()
 
@@ -75,16 +75,16 @@ class Membership:
                     return
                 self._copy(move)
             except WorkerLostError:
-                return  # the next step finds out who, and goes on without it
+                return  # the next step finds out which one, and goes on without it
             now = time.perf_counter()
             self._scheduler.moved(move, now - start)
             if now > deadline:
                 return
 
     def _still_stands(self, move: Move) -> bool:
-        """Whether nobody that has a part in it was lost meanwhile."""
-        fleet = self._scheduler.workers
-        return move.sequence.worker in fleet.present and move.target in fleet.present
+        """Whether neither of its R-workers was lost meanwhile."""
+        present = self._scheduler.workers.present
+        return move.sequence.worker in present and move.target in present
 
     def _copy(self, move: Move) -> None:
         sequence_id = move.sequence.sequence_id

@@ -97,25 +97,29 @@ class Request:
         self.arrival_seconds = time.perf_counter()
         self.started_seconds: float | None = None
         self.token_seconds: list[float] = []
-        self._bad_words = bad_words_token_ids
-        self._stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.num_growing = len(completions)
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self._sampling_rows = [
+            SamplingRow(
+                params,
+                prompt_token_ids,
+                each.sequence.output_token_ids,
+                stops,
+                bad_words_token_ids,
+                each.generator_seed,
+                each.grammar,
+            )
+            for each in completions
+        ]
 
     @property
     def finished(self) -> bool:
         """True when every completion has ended."""
-        return all(completion.finish_reason is not None for completion in self.completions)
+        return not self.num_growing
 
     def sampling_row(self, completion: Completion) -> SamplingRow:
-        """What the sampler needs for this completion's next token."""
-        return SamplingRow(
-            self.params,
-            self.prompt_token_ids,
-            completion.sequence.output_token_ids,
-            self._stops,
-            self._bad_words,
-            completion.generator_seed,
-            completion.grammar,
-        )
+        """What the sampler needs for this completion's next token; made once, as the tokens so far are one list."""
+        return self._sampling_rows[completion.index]
 
     def output(self) -> RequestOutput:
         """A snapshot for the user."""
@@ -201,13 +205,15 @@ class InFlight:
 
     def end(self, completion: Completion) -> None:
         """``completion`` grows no more."""
-        del self._growing[completion.sequence.sequence_id]
+        request, _ = self._growing.pop(completion.sequence.sequence_id)
+        request.num_growing -= 1
 
     def family(self, sequence_id: int) -> tuple[Request, list[Completion]]:
         """The completions that a sequence's next token is for: its own, and all that still share its prompt."""
         request, completion = self._growing[sequence_id]
-        siblings = [self._growing[sibling.sequence_id][1] for sibling in completion.sequence.siblings]
-        return request, [completion, *siblings]
+        siblings = completion.sequence.siblings
+        others = [self._growing[each.sequence_id][1] for each in siblings] if siblings else ()
+        return request, [completion, *others]
 
     def sampling_rows(self, sequence_id: int) -> list[SamplingRow]:
         """What the sampler needs for a sequence's next token, once for each completion that it is for."""

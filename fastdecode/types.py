@@ -19,8 +19,9 @@ INT4_GROUP_DIMS = 64
 ISAS = ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx")
 """Instruction sets of R-workers; a machine that has one has those before it. Each rounds in its own way."""
 
-STREAMS = (1, 8)
-"""Lines of the cache that attention may ask for side by side."""
+READ_AHEAD = ("run", "run-l2", "pages")
+"""How attention asks for the tokens it reads next: in one ascending run, the same only into the second-level cache, or
+eight pages side by side."""
 
 
 WIRE_DTYPE: dict[str, np.dtype] = {

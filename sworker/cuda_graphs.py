@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from greenlet import greenlet
 
-from fastdecode.sworker.lanes import Lane
+from fastdecode.sworker.greenlets import ModelGreenlet
 from fastdecode.sworker.packing import PackedRows
 from fastdecode.sworker.prepack import equal_within_rounding
 from fastdecode.sworker.staging import Staging, rows_of
@@ -109,7 +109,7 @@ class CudaGraphForward:
     def __init__(self, mini_batch: int, packed: PackedRows, captured: CapturedForward, staging: Staging) -> None:
         self.mini_batch = mini_batch
         self.layer = 0
-        self.lane = greenlet(self._run)
+        self.own_greenlet = greenlet(self._run)
         self._packed, self._captured, self._staging = packed, captured, staging
 
     def _run(self) -> torch.Tensor:
@@ -125,7 +125,7 @@ class CudaGraphForward:
         count = self._packed.num_rows
         self._staging.send(self.mini_batch, layer, rows.q[:count], rows.k[:count], rows.v[:count])
         self.layer += 1
-        o: torch.Tensor = self.lane.parent.switch()
+        o: torch.Tensor = self.own_greenlet.parent.switch()
         rows.o[:count].copy_(o.view(rows.o.dtype))
 
 
@@ -212,7 +212,7 @@ class _Capture:
             output = self._model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
             return self._kept("logits", output.logits[0])
 
-        logits = Lane(forward, in_attention_call).switch()
+        logits = ModelGreenlet(forward, in_attention_call).switch()
         return CapturedForward(input_ids, position_ids, graphs, attention, logits)
 
     def _kept(self, name: str, rows: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastdecode.protocols import AttentionBackend
-from fastdecode.sworker.lanes import Lane
+from fastdecode.sworker.greenlets import ModelGreenlet
 from fastdecode.sworker.packing import PackedRows, PromptRows
 from fastdecode.sworker.prefill import PromptScratch, prompt_attention
 from fastdecode.sworker.staging import HostStaging, Staging, rows_of
@@ -15,7 +15,7 @@ from fastdecode.types import KVLayout, LayerLayout
 
 
 class MiniBatchForward:
-    """A forward of the model over packed rows, in a lane of its own; it pauses at every attention call."""
+    """A forward of the model over packed rows, in a greenlet of its own; it pauses at every attention call."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class MiniBatchForward:
         self.mini_batch = mini_batch
         self.packed = packed
         self.layer = 0
-        self.lane = Lane(self._run, self._attend)
+        self.own_greenlet = ModelGreenlet(self._run, self._attend)
         self._model = model
         self._layout = layout
         self._staging = staging or HostStaging(backend)
@@ -64,7 +64,7 @@ class MiniBatchForward:
         self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
         prompts = [self._attend_prompt(rows, q, k, v, layer) for rows in self.packed.prompt_rows]
         self.layer += 1
-        remote: torch.Tensor = self.lane.parent.switch()
+        remote: torch.Tensor = self.own_greenlet.parent.switch()
         return self._assemble(remote.view(q.dtype), prompts, len(q))
 
     def _attend_prompt(

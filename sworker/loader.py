@@ -17,7 +17,7 @@ from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.perfmodel.model_shape import ModelShape, read_shape
 from fastdecode.sworker import gguf
-from fastdecode.sworker.lanes import ATTENTION_NAME, register_attention
+from fastdecode.sworker.greenlets import ATTENTION_NAME, register_attention
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import check_config, refuse
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class SModel:
         self._config, self._hf_config = config, hf_config
         self._grammars: Grammars | None = None
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """Every token id that ends a text."""
         own = () if self.tokenizer is None or self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)

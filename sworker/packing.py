@@ -78,11 +78,11 @@ def pack(mini_batch: MiniBatch, device: torch.device) -> PackedRows:
 
 
 def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
-    """int64 [len(numbers)] on ``device``, in one copy that nobody waits for."""
+    """int64 [len(numbers)] on ``device``, in one copy that runs beside the host's work."""
     on_host = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type == "cpu":
         return on_host
-    # torch keeps the pinned memory until its copy has ended, though nobody else holds it.
+    # torch keeps the pinned memory until its copy has ended, though nothing else refers to it.
     return on_host.pin_memory().to(device, non_blocking=True)
 
 

@@ -22,7 +22,7 @@ class Forward(Protocol):
     layer: int
 
     @property
-    def lane(self) -> greenlet:
+    def own_greenlet(self) -> greenlet:
         """What is switched to, with o from the second time on."""
         ...
 
@@ -68,7 +68,7 @@ class Pipeline:
                 self._interleave(group, logits)
         finally:
             for forward in forwards:
-                forward.lane.throw()
+                forward.own_greenlet.throw()
         self.clock.enter(HOST)
         return [logits[forward.mini_batch] for forward in forwards]
 
@@ -92,12 +92,12 @@ class Pipeline:
         self.staging.mark()
         if self.cores:
             self.cores.start()
-        result = forward.lane.switch(*o)
+        result = forward.own_greenlet.switch(*o)
         if self.cores:
             self.cores.stop()
         self.staging.mark()
         self.clock.enter(WAIT)
-        if forward.lane.dead:
+        if forward.own_greenlet.dead:
             logits[forward.mini_batch] = result
         else:
             paused.append(forward)

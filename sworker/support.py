@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from fastdecode.errors import ModelLoadError, UnsupportedModelError
-from fastdecode.sworker.lanes import Lane
+from fastdecode.sworker.greenlets import ModelGreenlet
 from fastdecode.sworker.staging import DTYPE_NAME
 from fastdecode.types import KVLayout, LayerLayout
 
@@ -101,10 +101,10 @@ def _forward(model: torch.nn.Module, recorder: _Recorder) -> torch.Tensor:
     """Logits [rows, vocab] of the probe row, its attention answered by ``recorder``."""
     device = next(model.parameters()).device
     tokens, positions = (torch.tensor([ids], device=device) for ids in (TOKENS, POSITIONS))
-    lane = Lane(lambda: model(input_ids=tokens, position_ids=positions, use_cache=False), recorder.record)
+    running = ModelGreenlet(lambda: model(input_ids=tokens, position_ids=positions, use_cache=False), recorder.record)
     try:
         with torch.inference_mode():
-            return lane.switch().logits[0]
+            return running.switch().logits[0]
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -134,7 +134,7 @@ class _Recorder:
         s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """One layer's call; see :func:`fastdecode.sworker.lanes._attend_in_lane` for shapes."""
+        """One layer's call; see :func:`fastdecode.sworker.greenlets._attend_in_greenlet` for shapes."""
         self._check(module, query, key, attention_mask, kwargs)
         layer = self.num_calls
         self.num_calls += 1

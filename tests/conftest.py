@@ -35,12 +35,20 @@ SHARED = {
 measures or pins cores. They come first, since they take longest."""
 
 SLOW = {
-    "test_batch_kills", "test_calibrate", "test_capacity", "test_chat_model", "test_cli", "test_cuda_graphs",
+    "test_backend_interrupts", "test_batch_kills", "test_bench_attention", "test_bench_latency", "test_bench_serve",
+    "test_calibrate", "test_capacity", "test_chat_model", "test_cli", "test_cli_simulate", "test_cuda_graphs",
     "test_demo_model", "test_doctor", "test_elastic", "test_exactness", "test_fused", "test_hostile_peers",
-    "test_launch", "test_load_control", "test_migration", "test_mpi", "test_placement", "test_prefix_caching",
-    "test_recovery", "test_references", "test_run_batch", "test_threads", "test_tuning",
+    "test_launch", "test_load_control", "test_migration", "test_mpi", "test_perplexity", "test_placement",
+    "test_prefix_caching", "test_r_worker", "test_recovery", "test_references", "test_refusals", "test_run_batch",
+    "test_security", "test_server", "test_simulate_engine", "test_spawn", "test_speeds", "test_suite", "test_threads",
+    "test_tuning", "test_every_promise_though_workers_are_lost", "test_every_promise_though_workers_join_and_leave",
 }  # fmt: skip
-"""Marked `slow`: modules that take more than about three seconds and prove what a smaller test shows first."""
+"""Marked `slow`: modules and tests that take more than about three seconds and prove what a smaller test shows first.
+
+And kernel tests of instruction sets between `scalar`, the oracle, and the best one of this CPU. `make test-quick` keeps
+the oracles of scheduler (`test_every_promise_in_every_step`), kernels (`tests/rworker`) and wire (`test_frames`,
+`test_backends`).
+"""
 
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
@@ -82,8 +90,17 @@ def mpi_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def native_isas() -> list[str]:
     """What the installed extension runs on this CPU; asked in another process if this one tests another extension."""
+    if not EXTENSION:
+        from fastdecode import _rworker
+
+        return list(_rworker.supported_isas())
     command = "from fastdecode import _rworker; print(*_rworker.supported_isas())"
     return subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()
+
+
+def isa_of(item: pytest.Item) -> str | None:
+    """The instruction set that a test is for, None where it names none."""
+    return item.callspec.params.get("isa") if hasattr(item, "callspec") else None
 
 
 def group_of(module: str) -> str:
@@ -99,15 +116,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     RWORKER_TESTED names other instruction sets to leave out; empty: none.
     """
     items.sort(key=lambda item: group_of(item.path.stem) not in SHARED)
+    native = native_isas()
     for item in items:
-        if item.path.stem in SLOW:
+        if item.path.stem in SLOW or getattr(item, "originalname", "") in SLOW or isa_of(item) in native[1:-1]:
             item.add_marker("slow")
     if not EXTENSION:
         return
     named = os.environ.get("RWORKER_TESTED")
-    tested = native_isas() if named is None else named.split()
+    tested = native if named is None else named.split()
     for item in list(items):
-        isa = item.callspec.params.get("isa") if hasattr(item, "callspec") else None
+        isa = isa_of(item)
         if item.path.stem != "test_emulation" and (isa is None or isa in tested):
             items.remove(item)
             config.hook.pytest_deselected(items=[item])

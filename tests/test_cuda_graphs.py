@@ -171,10 +171,10 @@ def test_an_abandoned_step_leaves_the_graphs_usable(engine: GraphEngine, monkeyp
     step = engine.begin(*mini_batches)
     forwards = engine.worker._forwards(step)
     with torch.inference_mode():
-        forwards[0].lane.switch()
+        forwards[0].own_greenlet.switch()
     for forward in forwards:
-        forward.lane.throw()
-        assert forward.lane.dead
+        forward.own_greenlet.throw()
+        assert forward.own_greenlet.dead
     engine.backend.abandon_step()
     assert_alike(engine.logits(*mini_batches), wanted)
 

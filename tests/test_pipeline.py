@@ -156,17 +156,17 @@ def test_a_failing_layer_leaves_nothing_behind(tiny: Tiny, failing_call: int) ->
     check_a_failing_layer(tiny, failing_call)
 
 
-def test_a_failing_backend_ends_every_lane(tiny: Tiny) -> None:
+def test_a_failing_backend_ends_every_greenlet(tiny: Tiny) -> None:
     backend = Recorder()
     forwards = forwards_of(tiny, backend, 3)
     backend.collect = lambda mini_batch: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with torch.inference_mode(), pytest.raises(ZeroDivisionError):
         Pipeline(backend, StateClock()).run(forwards)
-    assert all(forward.lane.dead for forward in forwards)
+    assert all(forward.own_greenlet.dead for forward in forwards)
     assert run_order(tiny, Recorder(), 2) == "A0 B0 A1 B1 A2 B2"
 
 
-def test_the_model_runs_only_in_a_lane(tiny: Tiny) -> None:
+def test_the_model_runs_only_in_a_greenlet(tiny: Tiny) -> None:
     with pytest.raises(RuntimeError, match="only inside its pipeline"):
         tiny.model(torch.tensor([[1, 2]]), use_cache=False)
 

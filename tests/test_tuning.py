@@ -22,7 +22,7 @@ from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker import tuning
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.errors import ConfigError
-from fastdecode.types import ISAS, STREAMS, KVLayout, LayerLayout
+from fastdecode.types import ISAS, READ_AHEAD, KVLayout, LayerLayout
 
 LAYOUT = KVLayout((LayerLayout(4, 2, 16, 16, 0.25),), "float32", "float32")
 SUPPORTED = _rworker.supported_isas()
@@ -33,7 +33,7 @@ def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Nothing kept, nothing forced."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("FASTDECODE_ISA", raising=False)
-    monkeypatch.delenv("FASTDECODE_STREAMS", raising=False)
+    monkeypatch.delenv("FASTDECODE_READ_AHEAD", raising=False)
     tuning._fastest.cache_clear()
     yield
     tuning._fastest.cache_clear()
@@ -50,14 +50,16 @@ def test_names_of_instruction_sets_are_known_and_in_order() -> None:
 
 def test_a_choice_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = tuning.tuning()
-    assert first.isa in SUPPORTED and first.streams in STREAMS
-    assert json.loads(kept_file(tmp_path).read_text()) == {"isa": first.isa, "streams": first.streams}
+    assert first.isa in SUPPORTED and first.read_ahead in READ_AHEAD
+    assert json.loads(kept_file(tmp_path).read_text()) == {"isa": first.isa, "read_ahead": first.read_ahead}
     tuning._fastest.cache_clear()
     monkeypatch.setattr(tuning, "_fastest_isa", lambda: pytest.fail("measured again"))
     assert tuning.tuning() == first
 
 
-@pytest.mark.parametrize("kept", ["", "{", '{"isa": "mmx", "streams": 1}', '{"isa": "scalar", "streams": 3}', "[1]"])
+@pytest.mark.parametrize(
+    "kept", ["", "{", '{"isa": "mmx", "read_ahead": "run"}', '{"isa": "scalar", "streams": 1}', "[1]"]
+)
 def test_what_is_kept_is_checked(kept: str, tmp_path: Path) -> None:
     first = tuning.tuning()
     kept_file(tmp_path).write_text(kept)
@@ -97,13 +99,30 @@ def test_the_faster_arithmetic_is_chosen_by_a_margin(
     assert tuning._fastest_isa() == isa
 
 
+@pytest.mark.parametrize(
+    ("rates", "chosen"),
+    [((9.6, 10.0, 9.0), "run"), ((9.0, 10.0, 9.9), "run-l2"), ((7.0, 9.0, 12.0), "pages"), ((9.0, 3.0, 3.0), "run")],
+)
+def test_the_fastest_way_to_read_ahead_is_chosen_by_a_margin(
+    rates: tuple[float, ...], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Peaks:
+        def __init__(self, **size: int) -> None: ...
+
+        def read_scattered(self, *, piece_bytes: int, read_ahead: str) -> float:
+            return dict(zip(READ_AHEAD, rates, strict=True))[read_ahead]
+
+    monkeypatch.setattr(tuning._rworker, "Peaks", Peaks)
+    assert tuning._fastest_read_ahead() == chosen
+
+
 def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "_fastest_isa", lambda: pytest.fail("measured"))
     monkeypatch.setenv("FASTDECODE_ISA", "scalar")
-    monkeypatch.setenv("FASTDECODE_STREAMS", "8")
-    assert tuning.tuning() == tuning.Tuning("scalar", 8)
-    monkeypatch.setenv("FASTDECODE_STREAMS", "2")
-    with pytest.raises(ConfigError, match="FASTDECODE_STREAMS must be 1 or 8, not '2'"):
+    monkeypatch.setenv("FASTDECODE_READ_AHEAD", "pages")
+    assert tuning.tuning() == tuning.Tuning("scalar", "pages")
+    monkeypatch.setenv("FASTDECODE_READ_AHEAD", "2")
+    with pytest.raises(ConfigError, match="FASTDECODE_READ_AHEAD must be one of run, run-l2, pages, not '2'"):
         tuning.tuning()
     monkeypatch.setenv("FASTDECODE_ISA", "mmx")
     with pytest.raises(ConfigError, match=r"FASTDECODE_ISA: this machine supports scalar.*, not 'mmx'"):
@@ -130,12 +149,12 @@ except Exception as error:
     assert refusal.startswith("FASTDECODE_ISA: this machine supports scalar") and refusal.split(": ")[1] in run.stderr
 
 
-def test_streams_change_no_bit() -> None:
+def test_reading_ahead_changes_no_bit() -> None:
     outputs = []
-    for streams in STREAMS:
+    for read_ahead in READ_AHEAD:
         worker = _rworker.RWorker(
             layers=[(4, 2, 64, 64, 0.1, 0, 0.0, [])], model_dtype="float32", kv_dtype="bfloat16", block_size=16,
-            num_blocks=64, num_threads=1, streams=streams,
+            num_blocks=64, num_threads=1, read_ahead=read_ahead,
         )  # fmt: skip
         rng = np.random.default_rng(0)
         q, k, v = (rng.standard_normal((700, heads, 64), dtype=np.float32) for heads in (4, 2, 2))
@@ -143,11 +162,12 @@ def test_streams_change_no_bit() -> None:
         worker.begin_step(np.zeros((0, 4), np.int64), [np.array([[0, 0, 700, 1]])])
         worker.run(0, 0, q, k, v, out)
         outputs.append(out)
-    np.testing.assert_array_equal(*outputs)
-    with pytest.raises(ValueError, match="streams is 2; it must be 1 or 8"):
+    for output in outputs[1:]:
+        np.testing.assert_array_equal(output, outputs[0])
+    with pytest.raises(ValueError, match="read_ahead is '2'; it must be run, run-l2 or pages"):
         _rworker.RWorker(
             layers=[(1, 1, 8, 8, 1.0, 0, 0.0, [])], model_dtype="float32", kv_dtype="float32", block_size=16,
-            num_blocks=1, num_threads=1, streams=2,
+            num_blocks=1, num_threads=1, read_ahead="2",
         )  # fmt: skip
 
 

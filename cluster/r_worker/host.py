@@ -43,7 +43,7 @@ class Host:
         """Cores, threads, instruction set, memory and bandwidth in one line."""
         return (
             f"cores {_ranges(self.cores)}, {self.size.num_threads} thread(s), "
-            f"{self.tuning.isa} ({self.tuning.streams} stream(s)), "
+            f"{self.tuning.isa} (read-ahead {self.tuning.read_ahead}), "
             f"{self.size.kv_cache_bytes / 2**30:.2f} GiB of KV cache, reads {self.read_gb_per_s:.1f} GB/s"
         )
 
@@ -117,7 +117,7 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
         num_threads=size.num_threads,
         cores=list(size.cores),
         isa=tuned.isa if layout.isa == "auto" else layout.isa,
-        streams=tuned.streams,
+        read_ahead=tuned.read_ahead,
     )
     check_isa(worker.isa)
     return worker

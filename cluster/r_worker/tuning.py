@@ -15,7 +15,7 @@ import numpy as np
 from fastdecode import __version__, _rworker
 from fastdecode.errors import ConfigError
 from fastdecode.machine import cpu_identity
-from fastdecode.types import STREAMS
+from fastdecode.types import READ_AHEAD
 
 ROUNDS = 5
 """Measurements of each kind, in turns; the fastest counts, since other processes only slow a measurement down."""
@@ -35,23 +35,23 @@ CONTEXT, ROWS, HEADS, HEAD_DIM = 1024, 8, 8, 128
 
 @dataclass(frozen=True)
 class Tuning:
-    """``isa``: the instruction set of the fastest arithmetic; ``streams``: lines to ask for side by side."""
+    """``isa``: the instruction set of the fastest arithmetic; ``read_ahead``: of ``READ_AHEAD``."""
 
     isa: str
-    streams: int
+    read_ahead: str
 
 
 def tuning() -> Tuning:
-    """What R-workers of this machine use: FASTDECODE_ISA and FASTDECODE_STREAMS where set, else what is fastest.
+    """What R-workers of this machine use: FASTDECODE_ISA and FASTDECODE_READ_AHEAD where set, else what is fastest.
 
     Measured once for a processor and kept in the user's cache folder. ConfigError for a setting that this machine does
     not support.
     """
-    isa, streams = forced_isa(), forced_streams()
-    if "auto" not in (isa, streams):
-        return Tuning(isa, int(streams))
+    isa, read_ahead = forced_isa(), forced_read_ahead()
+    if "auto" not in (isa, read_ahead):
+        return Tuning(isa, read_ahead)
     fastest = _fastest()
-    return Tuning(fastest.isa if isa == "auto" else isa, fastest.streams if streams == "auto" else int(streams))
+    return Tuning(fastest.isa if isa == "auto" else isa, fastest.read_ahead if read_ahead == "auto" else read_ahead)
 
 
 def forced_isa() -> str:
@@ -62,12 +62,12 @@ def forced_isa() -> str:
     return isa
 
 
-def forced_streams() -> str:
-    """FASTDECODE_STREAMS, or "auto" where it is not set; ConfigError for one that is not in ``STREAMS``."""
-    streams = os.environ.get("FASTDECODE_STREAMS") or "auto"
-    if streams not in ("auto", *map(str, STREAMS)):
-        raise ConfigError(f"FASTDECODE_STREAMS must be {' or '.join(map(str, STREAMS))}, not {streams!r}")
-    return streams
+def forced_read_ahead() -> str:
+    """FASTDECODE_READ_AHEAD, or "auto" where it is not set; ConfigError for one that is not in ``READ_AHEAD``."""
+    read_ahead = os.environ.get("FASTDECODE_READ_AHEAD") or "auto"
+    if read_ahead not in ("auto", *READ_AHEAD):
+        raise ConfigError(f"FASTDECODE_READ_AHEAD must be one of {', '.join(READ_AHEAD)}, not {read_ahead!r}")
+    return read_ahead
 
 
 @functools.cache
@@ -76,11 +76,11 @@ def _fastest() -> Tuning:
     path = _cache_path()
     try:
         kept = Tuning(**json.loads(path.read_text()))
-        if kept.isa in _rworker.supported_isas() and kept.streams in STREAMS:
+        if kept.isa in _rworker.supported_isas() and kept.read_ahead in READ_AHEAD:
             return kept
     except (OSError, ValueError, TypeError):
         pass
-    measured = Tuning(_fastest_isa(), _fastest_streams())
+    measured = Tuning(_fastest_isa(), _fastest_read_ahead())
     _keep(path, measured)
     return measured
 
@@ -96,13 +96,16 @@ def _fastest_isa() -> str:
     return "avx512_vnni" if seconds["avx512_vnni"] < MARGIN * seconds[best] else best
 
 
-def _fastest_streams() -> int:
-    """One ascending run starts the hardware's own streams on some processors; others read eight pages faster."""
+def _fastest_read_ahead() -> str:
+    """One ascending run starts the hardware's own streams on some processors, and some have more buffers for lines on
+    their way into the second-level cache; others read eight pages faster."""
     peaks = _rworker.Peaks(num_threads=1, num_bytes=READ_BYTES)
-    one, eight = STREAMS
-    rates = [[peaks.read_scattered(piece_bytes=PIECE_BYTES, streams=each) for each in STREAMS] for _ in range(ROUNDS)]
-    best = dict(zip(STREAMS, np.max(rates, axis=0), strict=True))
-    return eight if best[one] < MARGIN * best[eight] else one
+    rates = [
+        [peaks.read_scattered(piece_bytes=PIECE_BYTES, read_ahead=way) for way in READ_AHEAD] for _ in range(ROUNDS)
+    ]
+    best = dict(zip(READ_AHEAD, np.max(rates, axis=0), strict=True))
+    fastest = max(best, key=best.__getitem__)
+    return fastest if best["run"] < MARGIN * best[fastest] else "run"
 
 
 class _Trial:

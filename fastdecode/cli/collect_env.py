@@ -68,7 +68,7 @@ def facts() -> dict[str, str]:
         "cores": f"{len(usable_cores())} usable: {usable_cores()}",
         "memory": f"{available_memory_bytes() / 2**30:.1f} GiB free of {total_memory_bytes() / 2**30:.1f} GiB",
         "instruction sets": ", ".join(_rworker.supported_isas()),
-        "R-workers here use": f"{chosen.isa}, {chosen.streams} stream(s)",
+        "R-workers here use": f"{chosen.isa}, read-ahead {chosen.read_ahead}",
         "gpu": _first_line("nvidia-smi", "-L") or "none found",
         "mpirun": _first_line("mpirun", "--version") or "none found",
     }

@@ -15,7 +15,7 @@ from fastdecode import _rworker
 from fastdecode.machine import usable_cores
 from fastdecode.measure.attention_cache import FilledCache, check_memory
 from fastdecode.measure.attention_shape import AttentionShape
-from fastdecode.types import STREAMS
+from fastdecode.types import READ_AHEAD
 
 
 class AttentionBench:
@@ -62,7 +62,8 @@ class Samples:
 
     def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, shape: AttentionShape, repeats: int) -> None:
         def reads() -> tuple[float, float]:
-            scattered = (peaks.read_scattered(piece_bytes=shape.piece_bytes, streams=each) for each in (0, *STREAMS))
+            ways = (None, *READ_AHEAD)
+            scattered = (peaks.read_scattered(piece_bytes=shape.piece_bytes, read_ahead=each) for each in ways)
             return peaks.read(), max(scattered)
 
         rounds = []

@@ -153,7 +153,7 @@ def _open_worker(shape: AttentionShape, lengths: np.ndarray) -> _rworker.RWorker
         num_threads=shape.threads,
         cores=usable_cores()[: shape.threads],
         isa=shape.isa,
-        streams=tuning().streams,
+        read_ahead=tuning().read_ahead,
     )
 
 

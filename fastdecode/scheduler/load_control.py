@@ -147,7 +147,7 @@ class LoadControl:
             self._earn(head, is_idle or begins)
 
     def affords(self, newcomer: Newcomer) -> bool:
-        """Whether enough was earned for ``newcomer`` to start in this step, on whichever worker."""
+        """Whether enough was earned for ``newcomer`` to start in this step, on any R-worker."""
         return not self._is_paced or self._granted >= newcomer.kv_area
 
     def fits(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> bool:

@@ -16,7 +16,7 @@ from fastdecode.scheduler.sequence import Sequence
 from fastdecode.step import ScheduledStep
 
 SOURCES, TARGETS, COMPARED = 3, 8, 64
-"""R-workers with most to lose, R-workers with least to do, and sequences of a source that are compared: larger fleets
+"""R-workers with most to lose, R-workers with least to do, and sequences of a source that are compared: larger pools
 have more of each than it pays to look at."""
 
 COOL_DOWN = 64

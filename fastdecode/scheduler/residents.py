@@ -69,7 +69,7 @@ class WaitingQueue:
 
 
 class Residents:
-    """Keeps blocks, scratch, prefix cache and controls in step with who comes and goes; decides nothing.
+    """Keeps blocks, scratch, prefix cache and controls in step with the sequences that come and go; decides nothing.
 
     ``prompts``: those whose prompt is being computed, in the order of their start. ``decoding``: the others;
     ``table`` has their progress.

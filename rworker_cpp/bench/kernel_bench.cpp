@@ -1,6 +1,6 @@
 // One thread's attend kernel in GB/s of keys and values and in cached tokens/s, beside a plain read of the same pieces
 // in the same order, in thread CPU time: what a kernel can do even where neighbours share the cores.
-// Usage: kernel_bench [isa [dtype [group [head_dim [streams]]]]]
+// Usage: kernel_bench [isa [dtype [group [head_dim [read_ahead]]]]]
 #include <algorithm>
 #include <cstdio>
 #include <ctime>
@@ -39,9 +39,10 @@ double best_seconds(const std::function<void()>& call, int repeats) {
 /// Sequences of one KV head, each of kContext tokens, in blocks in random order.
 class FilledCache {
   public:
-    FilledCache(const Kernels& kernels, DType dtype, int group, int head_dim, int streams, std::int64_t num_sequences)
+    FilledCache(const Kernels& kernels, DType dtype, int group, int head_dim, ReadAhead read_ahead,
+                std::int64_t num_sequences)
         : kernels_(kernels),
-          streams_(streams),
+          read_ahead_(read_ahead),
           dtype_(dtype),
           layer_{group, 1, head_dim, head_dim, 0.09f, 0, 0.0f, {}},
           layout_(layer_, dtype, kBlockSize, 0),
@@ -58,7 +59,7 @@ class FilledCache {
                                         kContext, head_dim, head_dim});
     }
 
-    /// Reads what attend_all reads, in its order, kStreams pages side by side.
+    /// Reads what attend_all reads, in its order, asking for lines as it does.
     void read_all() {
         if (pages_.empty()) {
             const std::int64_t per_block = (layout_.block_bytes + kPageBytes - 1) / kPageBytes;
@@ -67,7 +68,7 @@ class FilledCache {
                 for (std::int64_t page = 0; page < per_block; ++page)
                     pages_.push_back(arena_.data() + block * layout_.block_bytes + page * page_bytes_);
         }
-        sum_ = sum_ + kernels_.read_pages(pages_.data(), std::int64_t(pages_.size()), page_bytes_, streams_);
+        sum_ = sum_ + kernels_.read_pages(pages_.data(), std::int64_t(pages_.size()), page_bytes_, &read_ahead_);
     }
     std::int64_t read_bytes() const { return std::int64_t(pages_.size()) * page_bytes_; }
 
@@ -112,12 +113,12 @@ class FilledCache {
                                       .partials = partials_.data(),
                                       .partial_stride = 0,
                                       .next = &next,
-                                      .streams = streams_,
+                                      .read_ahead = read_ahead_,
                                       .scratch = scratch_.data()});
     }
 
     const Kernels& kernels_;
-    int streams_;
+    ReadAhead read_ahead_;
     DType dtype_;
     LayerSpec layer_;
     LayerLayout layout_;
@@ -134,9 +135,9 @@ struct Rates {
     double scattered, attend;
 };
 
-Rates rates(const Kernels& kernels, DType dtype, int group, int head_dim, int streams, std::int64_t num_sequences,
-            int repeats) {
-    FilledCache cache(kernels, dtype, group, head_dim, streams, num_sequences);
+Rates rates(const Kernels& kernels, DType dtype, int group, int head_dim, ReadAhead read_ahead,
+            std::int64_t num_sequences, int repeats) {
+    FilledCache cache(kernels, dtype, group, head_dim, read_ahead, num_sequences);
     double read = 1e9, attend = 1e9;
     for (int i = 0; i < repeats; ++i) {
         read = std::min(read, best_seconds([&] { cache.read_all(); }, 1));
@@ -160,15 +161,16 @@ int main(int argc, char** argv) {
     const char* names[] = {"float32", "float16", "bfloat16", "int8", "int4"};
     std::printf("%s, GB/s by CPU time: read %.1f from memory, %.1f from cache\n", kernels.isa,
                 read_rate(kernels, 256 << 20, 9), read_rate(kernels, 256 << 10, 999));
-    const int head_dim = argc > 4 ? std::stoi(argv[4]) : 128, streams = argc > 5 ? std::stoi(argv[5]) : 1;
+    const int head_dim = argc > 4 ? std::stoi(argv[4]) : 128;
+    const ReadAhead read_ahead = parse_read_ahead(argc > 5 ? argv[5] : "run");
     for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::int8, DType::int4})
         for (const int group : {1, 2, 3, 4, 7, 8, 16, 32}) {
             if (argc > 2 && names[int(dtype)] != std::string(argv[2])) continue;
             if (argc > 3 && std::string(argv[3]) != "all" && group != std::stoi(argv[3])) continue;
             const std::int64_t bytes = token_bytes({group, 1, head_dim, head_dim, 0.09f, 0, 0.0f, {}}, dtype);
-            const Rates memory = rates(kernels, dtype, group, head_dim, streams, (256 << 20) / (kContext * bytes), 7);
+            const Rates memory = rates(kernels, dtype, group, head_dim, read_ahead, (256 << 20) / (kContext * bytes), 7);
             const double gb_per_s = memory.attend * double(bytes) / 1e9;
-            const double cache = rates(kernels, dtype, group, head_dim, streams, 1, 199).attend;
+            const double cache = rates(kernels, dtype, group, head_dim, read_ahead, 1, 199).attend;
             std::printf("%-8s group %2d   memory %5.1f GB/s, %4.2f of %5.1f scattered, %6.1f Mtokens/s   cache %5.1f "
                         "GB/s %6.1f Mtokens/s\n",
                         names[int(dtype)], group, gb_per_s, gb_per_s / memory.scattered, memory.scattered,

@@ -85,8 +85,15 @@ void bind_peaks(py::module_& module) {
     cls.def(py::init<int, std::int64_t, std::vector<int>, const std::string&>(), py::kw_only(), py::arg("num_threads"),
             py::arg("num_bytes"), py::arg("cores") = std::vector<int>{}, py::arg("isa") = "auto");
     cls.def("read", &rworker::Peaks::read, py::call_guard<py::gil_scoped_release>());
-    cls.def("read_scattered", &rworker::Peaks::read_scattered, py::kw_only(), py::arg("piece_bytes"), py::arg("streams"),
-            py::call_guard<py::gil_scoped_release>());
+    cls.def(
+        "read_scattered",
+        [](rworker::Peaks& self, std::int64_t piece_bytes, const std::optional<std::string>& read_ahead) {
+            std::optional<rworker::ReadAhead> ask;
+            if (read_ahead) ask = rworker::parse_read_ahead(*read_ahead);
+            const py::gil_scoped_release unlocked;
+            return self.read_scattered(piece_bytes, ask);
+        },
+        py::kw_only(), py::arg("piece_bytes"), py::arg("read_ahead"));
     cls.def(
         "multiply_add",
         [](rworker::Peaks& self, const std::string& kv_dtype) {
@@ -108,10 +115,10 @@ PYBIND11_MODULE(_rworker, module) {
     module.def("block_bytes", &PyRWorker::block_bytes, py::arg("layers"), py::arg("kv_dtype"), py::arg("block_size"));
     py::class_<PyRWorker> cls(module, "RWorker");
     cls.def(py::init<const py::list&, const std::string&, const std::string&, std::int64_t, std::int64_t, int,
-                     std::vector<int>, const std::string&, int>(),
+                     std::vector<int>, const std::string&, const std::string&>(),
             py::kw_only(), py::arg("layers"), py::arg("model_dtype"), py::arg("kv_dtype"), py::arg("block_size"),
             py::arg("num_blocks"), py::arg("num_threads"), py::arg("cores") = std::vector<int>{},
-            py::arg("isa") = "auto", py::arg("streams") = 1);
+            py::arg("isa") = "auto", py::arg("read_ahead") = "run");
     bind_properties(cls);
     bind_step(cls);
     bind_tables(cls);

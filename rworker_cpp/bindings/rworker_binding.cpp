@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "rworker/kernel_choice.hpp"
+
 namespace rworker_binding {
 namespace {
 
@@ -53,7 +55,7 @@ std::vector<Record> parse_table(const py::array& table, const std::string& name,
 
 PyRWorker::PyRWorker(const py::list& layers, const std::string& model_dtype, const std::string& kv_dtype,
                      std::int64_t block_size, std::int64_t num_blocks, int num_threads, std::vector<int> cores,
-                     const std::string& isa, int streams) {
+                     const std::string& isa, const std::string& read_ahead) {
     rworker::WorkerConfig config{parse_layers(layers),
                                  rworker::parse_model_dtype(model_dtype),
                                  rworker::parse_kv_dtype(kv_dtype),
@@ -62,7 +64,7 @@ PyRWorker::PyRWorker(const py::list& layers, const std::string& model_dtype, con
                                  num_threads,
                                  std::move(cores),
                                  isa,
-                                 streams};
+                                 rworker::parse_read_ahead(read_ahead)};
     worker_ = std::make_unique<rworker::Worker>(std::move(config));
 }
 

@@ -19,7 +19,7 @@ class PyRWorker {
   public:
     PyRWorker(const py::list& layers, const std::string& model_dtype, const std::string& kv_dtype,
               std::int64_t block_size, std::int64_t num_blocks, int num_threads, std::vector<int> cores,
-              const std::string& isa, int streams);
+              const std::string& isa, const std::string& read_ahead);
     ~PyRWorker() { close(); }
 
     static std::int64_t block_bytes(const py::list& layers, const std::string& kv_dtype, std::int64_t block_size);

@@ -101,7 +101,7 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         .partials = partials,
         .partial_stride = partial_stride,
         .next = next,
-        .streams = worker_.streams_,
+        .read_ahead = worker_.read_ahead_,
         .scratch = worker_.scratch_[thread].data(),
     });
     if (span.one_split()) return merge(span, piece.head, partials, partial_stride, thread);

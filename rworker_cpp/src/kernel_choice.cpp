@@ -78,9 +78,11 @@ const Kernels& choose_kernels(const std::string& isa) {
                 "'; this machine supports " + names);
 }
 
-int checked_streams(int streams) {
-    if (streams == 1 || streams == kStreams) return streams;
-    throw Error("streams is " + std::to_string(streams) + "; it must be 1 or " + std::to_string(kStreams));
+ReadAhead parse_read_ahead(const std::string& name) {
+    if (name == "run") return ReadAhead::run;
+    if (name == "run-l2") return ReadAhead::run_l2;
+    if (name == "pages") return ReadAhead::pages;
+    throw Error("read_ahead is '" + name + "'; it must be run, run-l2 or pages");
 }
 
 }  // namespace rworker

@@ -117,15 +117,17 @@ void Peaks::scatter(std::int64_t piece_bytes) {
             pages_.push_back(arena_.data() + piece * piece_bytes / kCacheLine * kCacheLine + page * page_bytes_);
 }
 
-double Peaks::read_scattered(std::int64_t piece_bytes, int streams) {
-    if (streams != 0) checked_streams(streams);
+double Peaks::read_scattered(std::int64_t piece_bytes, std::optional<ReadAhead> read_ahead) {
     if (piece_bytes != piece_bytes_) scatter(piece_bytes);
     const Kernels& kernels = *supported_kernels().back();
-    const std::int64_t pages_per_item = std::max<std::int64_t>(kItemBytes / page_bytes_ / kStreams, 1) * kStreams;
+    const std::int64_t all_pages = std::int64_t(pages_.size()) / kStreams * kStreams;
+    const std::int64_t pages_per_item =
+        std::min(std::max<std::int64_t>(kItemBytes / page_bytes_ / kStreams, 1) * kStreams, all_pages);
     const std::int64_t items = std::int64_t(pages_.size()) / pages_per_item;
-    const double seconds = seconds_of(pool_, items, [&kernels, pages_per_item, streams, this](std::int64_t item) {
+    const ReadAhead* const ask = read_ahead ? &*read_ahead : nullptr;
+    const double seconds = seconds_of(pool_, items, [&kernels, pages_per_item, ask, this](std::int64_t item) {
         const std::uint8_t* const* first = pages_.data() + item * pages_per_item;
-        volatile float sum = kernels.read_pages(first, pages_per_item, page_bytes_, streams);
+        volatile float sum = kernels.read_pages(first, pages_per_item, page_bytes_, ask);
         static_cast<void>(sum);
     });
     return double(items * pages_per_item * page_bytes_) / seconds / 1e9;

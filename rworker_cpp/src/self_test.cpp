@@ -77,7 +77,7 @@ class Subject {
     void import(const std::vector<std::uint8_t>& bytes) { cache_.import_sequence(kSequence, case_.length, bytes); }
 
     /// float32 [num_rows, num_heads, value_dim].
-    std::vector<float> attend(const Rows& rows, int streams) const {
+    std::vector<float> attend(const Rows& rows, ReadAhead read_ahead) const {
         const LayerSpec& layer = case_.layer;
         const std::int64_t num_splits = (case_.length + kSplitTokens - 1) / kSplitTokens;
         const std::int64_t stride = layer.num_heads * partial_floats(layer.value_dim);
@@ -88,7 +88,7 @@ class Subject {
         std::vector<float> scratch(std::size_t(scratch_floats(layer.key_dim, layer.value_dim)));
         std::vector<float> out(std::size_t(case_.num_rows * layer.num_heads * layer.value_dim));
         for (std::int64_t split = 0; split < num_splits; ++split)
-            attend_split(rows, tokens, split, streams, partials.data(), stride, scratch.data());
+            attend_split(rows, tokens, split, read_ahead, partials.data(), stride, scratch.data());
         kernels_.merge({.partials = partials.data(),
                         .num_partials = num_splits,
                         .partial_stride = stride,
@@ -120,7 +120,7 @@ class Subject {
                                               .value_dim = int(layer.value_dim)});
     }
 
-    void attend_split(const Rows& rows, const std::vector<TokenRow>& tokens, std::int64_t split, int streams,
+    void attend_split(const Rows& rows, const std::vector<TokenRow>& tokens, std::int64_t split, ReadAhead read_ahead,
                       float* partials, std::int64_t stride, float* scratch) const {
         const LayerSpec& layer = case_.layer;
         kernels_.attend[int(cache_.dtype())]({.view = view(),
@@ -140,7 +140,7 @@ class Subject {
                                               .partials = partials,
                                               .partial_stride = stride,
                                               .next = nullptr,
-                                              .streams = streams,
+                                              .read_ahead = read_ahead,
                                               .scratch = scratch});
     }
 
@@ -170,10 +170,11 @@ std::string find_difference(const Kernels& tested, const Kernels& oracle, const 
     right.append(rows), subject.append(rows);
     const std::vector<std::uint8_t> stored = right.exported();
     if (subject.exported() != stored) return "what append stores" + where;
-    const std::vector<float> output = subject.attend(rows, 1);
-    if (!close(output, right.attend(rows, 1), of.layer.value_dim, tolerance(dtype))) return "the attention" + where;
+    const std::vector<float> output = subject.attend(rows, ReadAhead::run);
+    const std::vector<float> wanted = right.attend(rows, ReadAhead::run);
+    if (!close(output, wanted, of.layer.value_dim, tolerance(dtype))) return "the attention" + where;
     moved.import(stored);
-    if (moved.attend(rows, kStreams) != output) return "the attention after export and import" + where;
+    if (moved.attend(rows, ReadAhead::pages) != output) return "the attention after export and import" + where;
     return "";
 }
 

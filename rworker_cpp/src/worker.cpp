@@ -63,7 +63,7 @@ void check_order(std::span<const std::vector<Span>> mini_batches) {
 Worker::Worker(WorkerConfig config)
     : cache_(checked(config).layers, config.kv_dtype, config.block_size, config.num_blocks),
       kernels_(choose_kernels(config.isa)),
-      streams_(checked_streams(config.streams)),
+      read_ahead_(config.read_ahead),
       model_dtype_(config.model_dtype),
       own_partials_(config.num_threads),
       scratch_(config.num_threads),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ Logprobs = dict[int, tuple[float, int]]
 """Token id to (log-probability, rank from 1)."""
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The sampler's answer for one row.
 
     ``logprob`` maps token id to (log-probability, rank from 1) if the request asked, the chosen token first, then the

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fastdecode.metrics import StateClock
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
-from fastdecode.sworker.lanes import ATTENTION_NAME, Lane, register_attention
+from fastdecode.sworker.greenlets import ATTENTION_NAME, ModelGreenlet, register_attention
 from fastdecode.sworker.sampling import SamplingRow
 from fastdecode.sworker.staging import rows_of
 from fastdecode.sworker.support import probe_layout
@@ -148,7 +148,7 @@ def check_a_failing_layer(tiny: Tiny, failing_call: int) -> None:
     engine = Engine(tiny, FakeBackend())
     expected = clean.step(*chunks)
     calls: list[int] = []
-    lanes: list[Lane] = []
+    greenlets: list[ModelGreenlet] = []
 
     def fail(*_: object) -> None:
         calls.append(len(calls) + 1)
@@ -156,7 +156,7 @@ def check_a_failing_layer(tiny: Tiny, failing_call: int) -> None:
             raise ArithmeticError("a layer failed")
 
     original = engine.worker._forwards
-    engine.worker._forwards = lambda step: [lanes.append(f.lane) or f for f in original(step)]  # type: ignore[method-assign, func-returns-value]
+    engine.worker._forwards = lambda step: [greenlets.append(f.own_greenlet) or f for f in original(step)]  # type: ignore[method-assign, func-returns-value]
     step = engine.begin(*chunks)
     hook = tiny.model.model.layers[1].register_forward_pre_hook(fail)
     try:
@@ -164,7 +164,7 @@ def check_a_failing_layer(tiny: Tiny, failing_call: int) -> None:
             engine.compute(step)
     finally:
         hook.remove()
-    assert len(lanes) == 2 and all(lane.dead for lane in lanes)
+    assert len(greenlets) == 2 and all(each.dead for each in greenlets)
     assert not torch.is_inference_mode_enabled()
     engine.backend.abandon_step()
     assert engine.backend.cached == {}

@@ -14,7 +14,7 @@ std::vector<const Kernels*> supported_kernels();
 /// `isa` by name; "auto" is the environment's FASTDECODE_ISA where set, else the best. Throws Error for others.
 const Kernels& choose_kernels(const std::string& isa);
 
-/// Throws Error unless `streams` is 1 or kStreams; see AttendArgs.
-int checked_streams(int streams);
+/// "run", "run-l2" or "pages". Throws Error for others.
+ReadAhead parse_read_ahead(const std::string& name);
 
 }  // namespace rworker

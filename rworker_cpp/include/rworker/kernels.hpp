@@ -22,6 +22,10 @@ constexpr int kMaxHeadDim = 512;
 constexpr int kStreams = 8;  // pages read side by side where memory is scattered
 constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 scale and zero
 
+/// How attention asks for the tokens it reads next, which changes speed and no result: in one ascending run, into the
+/// first-level cache or only into the second; or kStreams pages side by side. Each is the fastest on some processor.
+enum class ReadAhead : int { run, run_l2, pages };
+
 constexpr int64_t groups_of(int64_t dim) { return (dim + kGroupDims - 1) / kGroupDims; }
 
 /// Keys and values of one sequence in one layer and KV head, through its block table. The keys of the last tile, until
@@ -115,7 +119,7 @@ struct AttendArgs {
     float* partials;
     int64_t partial_stride;
     const NextTokens* next;  // asked for while the last chunk is used; or null
-    int streams;             // of lines asked for side by side: 1 or kStreams
+    ReadAhead read_ahead;
     float* scratch;
 };
 
@@ -140,8 +144,8 @@ struct Kernels {
     void (*merge)(const MergeArgs&);
     // Sums, to measure bandwidth.
     float (*read)(const float* data, int64_t count, bool ask);  // count % 256 == 0
-    float (*read_pages)(const uint8_t* const* pages, int64_t count, int64_t page_bytes,
-                        int streams);  // count % kStreams == 0; streams as attend's, or 0
+    // count % kStreams == 0; read_ahead is null where nothing is asked for
+    float (*read_pages)(const uint8_t* const* pages, int64_t count, int64_t page_bytes, const ReadAhead* read_ahead);
     void (*release)() = nullptr;  // registers that attend keeps; before a thread idles. Null: there are none
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,10 +26,9 @@ class Peaks {
     /// leaves it to the hardware to run ahead, one that asks for lines itself.
     double read();
     /// GB/s of reading the buffer in pieces of `piece_bytes` in random order, the next ones asked for as attention does
-    /// with `streams`, or, with 0, kStreams pages side by side and none asked for: the best of these is the ceiling of a
-    /// cache in blocks. Throws Error for pieces below 64 bytes or above an eighth of the buffer, and for streams but 0,
-    /// 1 and kStreams.
-    double read_scattered(std::int64_t piece_bytes, int streams);
+    /// with `read_ahead`, or, without, kStreams pages side by side and none asked for: the best of these is the ceiling
+    /// of a cache in blocks. Throws Error for pieces below 64 bytes or above an eighth of the buffer.
+    double read_scattered(std::int64_t piece_bytes, std::optional<ReadAhead> read_ahead);
     /// 1e9 multiply-adds per second of all threads together, with `isa`.
     double multiply_add(MultiplyAddKind kind);
 

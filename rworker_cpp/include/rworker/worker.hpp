@@ -21,7 +21,7 @@ struct WorkerConfig {
     int num_threads;
     std::vector<int> cores;
     std::string isa;
-    int streams = 1;  // see AttendArgs
+    ReadAhead read_ahead = ReadAhead::run;
 };
 
 /// Rows of one mini-batch in one layer, in the model's dtype; see Worker::submit.
@@ -105,7 +105,7 @@ class Worker {
 
     KVCache cache_;
     const Kernels& kernels_;
-    int streams_;
+    ReadAhead read_ahead_;
     DType model_dtype_;
     std::vector<std::int64_t> shape_of_layer_;  // layers with the same work share a work list
     std::vector<std::int64_t> shapes_;          // a layer of each shape

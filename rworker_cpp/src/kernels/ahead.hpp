@@ -9,6 +9,7 @@ namespace {
 
 using rworker::kChunkTokens;
 using rworker::kStreams;
+using rworker::ReadAhead;
 
 constexpr int kChunkTiles = kChunkTokens / kTileTokens;
 constexpr int kCacheLineBytes = 64;
@@ -18,7 +19,7 @@ struct Coming {
     const uint8_t* tiles[2 * kChunkTiles];  // keys, and from kChunkTiles on values; tiles[0] is always some address
     int num_tiles = 0;
     int key_lines, value_lines;  // of a tile
-    int streams;                 // 1 or kStreams
+    ReadAhead read_ahead;        // pages: of kChunkTiles tiles only
 
     void add(const Tile& tile) {
         tiles[num_tiles] = tile.keys;
@@ -28,7 +29,9 @@ struct Coming {
 
 /// Asks for them line by line, evenly over all that is done with this chunk: blocks are short, so the hardware's own
 /// streams end before they help. Either in one ascending run, which starts those streams anew, or a line of every tile
-/// in turn, in as many pages: some processors read the one faster, some the other (measured when an R-worker starts).
+/// in turn, in as many pages. A run may end in the second-level cache: the first has few buffers for lines on their
+/// way (24 on Zen 4), and what the next chunk fills it with this one still uses. What is fastest is measured when an
+/// R-worker starts.
 class Ahead {
   public:
     explicit Ahead(const Coming& coming) : coming_(&coming) { begin_run(); }
@@ -53,7 +56,10 @@ class Ahead {
 
   private:
     [[gnu::always_inline]] void next_line() {
-        __builtin_prefetch(at_);
+        if (coming_->read_ahead == ReadAhead::run_l2)
+            __builtin_prefetch(at_, 0, 2);
+        else
+            __builtin_prefetch(at_);
         at_ += step_;
         if (--left_ == 0) ++run_, begin_run();
     }
@@ -61,11 +67,11 @@ class Ahead {
     /// A run is a whole tile, or one line of it.
     [[gnu::always_inline]] void begin_run() {
         const Coming& coming = *coming_;
-        if (coming.streams == 1 && run_ < 2 * coming.num_tiles) {
+        if (coming.read_ahead != ReadAhead::pages && run_ < 2 * coming.num_tiles) {
             const bool of_keys = run_ < coming.num_tiles;
             at_ = coming.tiles[of_keys ? run_ : run_ + kChunkTiles - coming.num_tiles];
             left_ = of_keys ? coming.key_lines : coming.value_lines;
-        } else if (coming.streams == kStreams && run_ < kStreams * coming.key_lines) {
+        } else if (coming.read_ahead == ReadAhead::pages && run_ < kStreams * coming.key_lines) {
             at_ = coming.tiles[run_ % kStreams] + run_ / kStreams * kCacheLineBytes;
             left_ = 1;
         } else {

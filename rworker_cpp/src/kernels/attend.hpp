@@ -15,6 +15,7 @@ namespace {
 
 using rworker::AttendArgs;
 using rworker::kBlockRows;
+using rworker::ReadAhead;
 using rworker::TokenRow;
 
 template <class L>
@@ -152,7 +153,9 @@ struct RowBlock {
         if (to > own_end && last && args.next) add_next(coming, from - own_end, to - own_end);
         coming.key_lines = int((args.view.key_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
         coming.value_lines = int((args.view.value_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
-        coming.streams = coming.num_tiles < kChunkTiles ? 1 : args.streams;
+        coming.read_ahead = args.read_ahead;
+        const bool all = coming.num_tiles == kChunkTiles;  // pages side by side take a tile of each
+        if (!all && coming.read_ahead == ReadAhead::pages) coming.read_ahead = ReadAhead::run;
         return coming;
     }
 

@@ -56,10 +56,10 @@ float read_side_by_side(const uint8_t* const* pages, int64_t count, int64_t page
 }
 
 /// As kernels read scattered pieces: kStreams pages in one ascending run, while the next ones are asked for, page after
-/// page (streams 1) or a line of each in turn. streams 0: side by side.
+/// page or a line of each in turn. Without `read_ahead`: side by side.
 template <class L>
-float read_pages(const uint8_t* const* pages, int64_t count, int64_t page_bytes, int streams) {
-    if (streams == 0) return read_side_by_side<L>(pages, count, page_bytes);
+float read_pages(const uint8_t* const* pages, int64_t count, int64_t page_bytes, const ReadAhead* read_ahead) {
+    if (!read_ahead) return read_side_by_side<L>(pages, count, page_bytes);
     constexpr int vectors = kCacheLineBytes / 4 / L::width;
     typename L::vec sum[vectors];
     for (auto& s : sum) s = L::set1(0.0f);
@@ -68,8 +68,12 @@ float read_pages(const uint8_t* const* pages, int64_t count, int64_t page_bytes,
         int64_t asked = 0;
         for (int64_t page = 0; page < kStreams; ++page)
             for (int64_t i = 0; i < page_bytes; i += kCacheLineBytes, ++asked) {
-                __builtin_prefetch(streams == 1 ? next[page] + i
-                                                : next[asked % kStreams] + asked / kStreams * kCacheLineBytes);
+                if (*read_ahead == ReadAhead::pages)
+                    __builtin_prefetch(next[asked % kStreams] + asked / kStreams * kCacheLineBytes);
+                else if (*read_ahead == ReadAhead::run)
+                    __builtin_prefetch(next[page] + i);
+                else
+                    __builtin_prefetch(next[page] + i, 0, 2);
                 const float* line = reinterpret_cast<const float*>(pages[first + page] + i);
                 RWORKER_UNROLL
                 for (int v = 0; v < vectors; ++v) {

@@ -8,7 +8,7 @@ namespace {
 constexpr int kMaxChunkTiles = 16;  // of a tile kernel's chunk
 
 /// Brings keys and values of some tiles into the second-level cache: eight streams side by side, line by line, spread
-/// evenly over the work on the chunk before; whatever AttendArgs say of streams, for one is slow where there are tile
+/// evenly over the work on the chunk before; whatever AttendArgs say, for one run is slow where there are tile
 /// registers. A stream is a tile, or two neighbours, which share a page in most blocks.
 class Feed {
   public:

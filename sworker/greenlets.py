@@ -1,7 +1,7 @@
 """The await point: a model's attention call leaves its greenlet and comes back with o.
 
 transformers looks attention functions up by name in a process-wide table, so the function registered here is
-stateless: the greenlet that calls it, a :class:`Lane`, says what attention means.
+stateless: the greenlet that calls it, a :class:`ModelGreenlet`, says what attention means.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ATTENTION_NAME = "fastdecode"
 """The ``attn_implementation`` under which models call us."""
 
 
-class Lane(greenlet):
+class ModelGreenlet(greenlet):
     """A greenlet in which a model's forward runs; ``attend`` answers its attention calls."""
 
     def __init__(self, run: Callable[[], Any], attend: Callable[..., torch.Tensor]) -> None:
@@ -25,7 +25,7 @@ class Lane(greenlet):
         self.attend = attend
 
 
-def _attend_in_lane(
+def _attend_in_greenlet(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -34,12 +34,12 @@ def _attend_in_lane(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """``query`` [1, num_heads, T, head_dim], ``key`` and ``value`` [1, num_kv_heads, T, …] → o [1, T, num_heads, …]."""
-    lane = getcurrent()
-    if not isinstance(lane, Lane):
+    current = getcurrent()
+    if not isinstance(current, ModelGreenlet):
         raise RuntimeError("a model loaded by FastDecode runs only inside its pipeline")
-    return lane.attend(module, query, key, value, attention_mask, **kwargs), None
+    return current.attend(module, query, key, value, attention_mask, **kwargs), None
 
 
 def register_attention() -> None:
     """Make ``attn_implementation="fastdecode"`` known to transformers; without a mask function it builds no masks."""
-    AttentionInterface.register(ATTENTION_NAME, _attend_in_lane)
+    AttentionInterface.register(ATTENTION_NAME, _attend_in_greenlet)
