@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from helpers.servers import CHAT_TEMPLATE, RunningServer, metrics, serving
+from helpers.servers import CHAT_TEMPLATE, PATIENCE_SECONDS, RunningServer, metrics, serving, total, wait_until_idle
 
 from fastdecode import LLM, SamplingParams
 
@@ -146,6 +147,11 @@ def test_metrics_count_what_was_done(server: RunningServer) -> None:
     before = metrics(server)
     asked = {**GREEDY, "prompt": ["12345", "678"], "ignore_eos": True, "max_tokens": 5}
     assert server.request("/v1/completions", asked)[0] == 200
+    success = "fastdecode:request_success_total"
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while total(server, success) < 2 + sum(value for name, value in before.items() if name.startswith(success)):
+        assert time.monotonic() < deadline  # the engine answers first, and counts then
+    wait_until_idle(server)
     after = metrics(server)
     grown = {
         name.removeprefix("fastdecode:").partition("{")[0]: value - before.get(name, 0)
