@@ -18,6 +18,7 @@ from fastdecode.measure.attention_bench import Roofline
 from fastdecode.measure.attention_cache import FilledCache, exact_attention, relative_error
 from fastdecode.measure.attention_shape import AttentionShape, ContextLen, sweep
 from fastdecode.measure.plots import roofline_lines
+from fastdecode.types import READ_AHEAD
 
 SMALL = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "16", "--context-len", "70", "--batch-size", "3"]
 SMALL += ["--cache-bytes", "4MiB", "--repeats", "9"]
@@ -220,9 +221,13 @@ def test_peaks() -> None:
     peaks = _rworker.Peaks(num_threads=1, num_bytes=1 << 22, isa="scalar")
     assert peaks.read() > 0.1
     assert all(peaks.multiply_add(kv_dtype=dtype) > 0.01 for dtype in ("float32", "bfloat16", "int8"))
+    for way in (None, *READ_AHEAD):
+        assert all(peaks.read_scattered(piece_bytes=size, read_ahead=way) > 0.1 for size in (64, 3 << 10, 1 << 19))
     with pytest.raises(ValueError, match="num_bytes is 1000; it must be at least 1 MB per thread"):
         _rworker.Peaks(num_threads=1, num_bytes=1000)
     with pytest.raises(ValueError, match="num_threads is 0"):
         _rworker.Peaks(num_threads=0, num_bytes=1 << 22)
     with pytest.raises(ValueError, match="isa is 'mmx'"):
         _rworker.Peaks(num_threads=1, num_bytes=1 << 22, isa="mmx")
+    with pytest.raises(ValueError, match="read_ahead is '8'; it must be run, run-l2 or pages"):
+        peaks.read_scattered(piece_bytes=64, read_ahead="8")

@@ -120,7 +120,9 @@ void Peaks::scatter(std::int64_t piece_bytes) {
 double Peaks::read_scattered(std::int64_t piece_bytes, std::optional<ReadAhead> read_ahead) {
     if (piece_bytes != piece_bytes_) scatter(piece_bytes);
     const Kernels& kernels = *supported_kernels().back();
-    const std::int64_t pages_per_item = std::max<std::int64_t>(kItemBytes / page_bytes_ / kStreams, 1) * kStreams;
+    const std::int64_t all_pages = std::int64_t(pages_.size()) / kStreams * kStreams;
+    const std::int64_t pages_per_item =
+        std::min(std::max<std::int64_t>(kItemBytes / page_bytes_ / kStreams, 1) * kStreams, all_pages);
     const std::int64_t items = std::int64_t(pages_.size()) / pages_per_item;
     const ReadAhead* const ask = read_ahead ? &*read_ahead : nullptr;
     const double seconds = seconds_of(pool_, items, [&kernels, pages_per_item, ask, this](std::int64_t item) {
