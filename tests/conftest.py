@@ -44,6 +44,7 @@ SLOW = {
     "test_spawn", "test_speeds", "test_suite", "test_threads", "test_tuning",
     "test_company_changes_nothing", "test_a_killed_r_worker_changes_nothing",
     "test_every_promise_though_workers_are_lost", "test_every_promise_though_workers_join_and_leave",
+    "test_served_benchmark", "test_the_page_in_a_browser_while_an_r_worker_dies",
 }  # fmt: skip
 """Marked `slow`: modules and tests that take more than about three seconds and prove what a smaller test shows first.
 
