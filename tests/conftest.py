@@ -40,9 +40,11 @@ SLOW = {
     "test_demo_model", "test_doctor", "test_elastic", "test_exactness", "test_fused", "test_hostile_peers",
     "test_launch", "test_load_control", "test_migration", "test_mpi", "test_perplexity", "test_placement",
     "test_prefix_caching", "test_r_worker", "test_recovery", "test_references", "test_refusals", "test_run_batch",
-    "test_security", "test_server", "test_simulate_engine", "test_spawn", "test_speeds", "test_suite", "test_threads",
-    "test_tuning", "test_company_changes_nothing", "test_a_killed_r_worker_changes_nothing",
+    "test_security", "test_server", "test_server_hostile", "test_server_load", "test_simulate_engine",
+    "test_spawn", "test_speeds", "test_suite", "test_threads", "test_tuning",
+    "test_company_changes_nothing", "test_a_killed_r_worker_changes_nothing",
     "test_every_promise_though_workers_are_lost", "test_every_promise_though_workers_join_and_leave",
+    "test_served_benchmark", "test_the_page_in_a_browser_while_an_r_worker_dies",
 }  # fmt: skip
 """Marked `slow`: modules and tests that take more than about three seconds and prove what a smaller test shows first.
 
