@@ -103,7 +103,7 @@ class MiniBatch:
         return len(self.chunks)
 
     def __iter__(self) -> Iterator[Chunk]:
-        """The chunks one by one, for whoever needs few of them."""
+        """The chunks one by one, for callers that need few of them."""
         tokens, end = self.token_ids.tolist(), 0
         for sequence_id, worker, context_len, num_rows, *flags in self.chunks.tolist():
             end += num_rows

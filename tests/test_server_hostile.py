@@ -164,7 +164,7 @@ def test_what_is_no_http_is_refused(server: RunningServer, data: bytes, status: 
     ids=["silence", "header", "body"],
 )
 def test_a_client_that_takes_its_time_is_cut_off(server: RunningServer, head: bytes) -> None:
-    """A byte now and then, for a second; nobody else waits for it."""
+    """A byte now and then, for a second; no other client waits for it."""
     with connect(server) as connection:
         connection.sendall(head)
         start = time.monotonic()
