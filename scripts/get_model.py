@@ -71,6 +71,7 @@ def fetch(scratch: Path) -> Path:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Save what ``gguf`` holds as transformers keeps models; half a minute on two cores."""
+    os.environ["TQDM_DISABLE"] = "1"  # one line says what goes on
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

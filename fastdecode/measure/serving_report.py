@@ -21,7 +21,10 @@ METRICS = {
 OBJECTIVES = ("ttft", "tpot", "e2el")
 """Metrics that a request has one value of, which a service level objective may bound."""
 
-DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "queue_times", "generated_texts", "errors")
+DETAILS = (
+    "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts",
+    "errors",
+)  # fmt: skip
 """Keys with a value per request, which are saved only with ``--save-detailed``."""
 
 _WIDTH = 50
@@ -88,6 +91,7 @@ def serving_report(
         "output_lens": [0 if request.error else request.output_len for request in served],
         "ttfts": [request.ttft for request in served],
         "itls": [request.itls for request in served],
+        "latencies": [request.latency for request in served],
         "start_times": [request.start_seconds for request in served],
         "queue_times": [request.queue_seconds for request in served],
         "generated_texts": [request.text for request in served],
