@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo model test test-quick lint sanitize sanitize-quick emulated compilers fuzz clean
+.PHONY: demo model test test-quick lint sanitize sanitize-quick emulated compilers fuzz fuzz-api clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -91,6 +91,12 @@ fuzz: $(STAMP)
 	$(BIN)/python -c 'import atheris' 2>/dev/null || \
 	  $(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[fuzz]'
 	$(BIN)/python fuzz/run.py --runs $(FUZZ_RUNS)
+
+# The OpenAPI document of `fastdecode serve` under schemathesis: no answer may be a 500.
+fuzz-api: $(STAMP)
+	$(BIN)/python -c 'import schemathesis' 2>/dev/null || \
+	  $(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) 'schemathesis>=4'
+	$(BIN)/python fuzz/api.py
 
 clean:
 	rm -rf build dist out $(VENV) .pytest_cache .mypy_cache .ruff_cache

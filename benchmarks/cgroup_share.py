@@ -1,8 +1,8 @@
 """Two R-workers with unequal shares of one core: python benchmarks/cgroup_share.py (as root)
 
 Two spawned R-workers of one thread each are bound to the last core, in cgroups with CPU weights 2:1; the S-worker has
-one thread on the first. Nobody is told of the weights. Sequences come and go, and the KV load should settle at 2:1,
-with steps that take as long as those of one R-worker that has both shares, measured in turns, A B A B.
+one thread on the first. The scheduler is not told of the weights. Sequences come and go, and the KV load should settle
+at 2:1, with steps that take as long as those of one R-worker that has both shares, measured in turns, A B A B.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_OUTPUT = 128
 
 
 class Churn:
-    """Keeps an engine's seats taken: whoever ends is followed by another, four at a time, of random length."""
+    """Keeps an engine's seats taken: a request that ends is followed by another, four at a time, of random length."""
 
     def __init__(self, engine: LLMEngine, args: argparse.Namespace) -> None:
         engine._s_worker = ContextFiller(engine._s_worker)  # type: ignore[assignment]
@@ -43,7 +43,7 @@ class Churn:
         self._free = args.sequences
 
     def decode_steps(self, num_steps: int) -> list[StepRecord]:
-        """The records of the next ``num_steps`` steps in which nobody starts."""
+        """The records of the next ``num_steps`` steps in which no request starts."""
         steps: list[StepRecord] = []
         self._engine.on_step = lambda step: steps.append(step) if step.is_decode else None
         while len(steps) < num_steps:

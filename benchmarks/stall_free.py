@@ -1,7 +1,7 @@
 """Do prompts stall decodes? python benchmarks/stall_free.py
 
 Sequences decode while long prompts arrive (Sarathi-Serve, sections 3 and 5.2): ``prefill-first`` computes a prompt
-whole while everybody waits, ``stall-free`` in chunks beside the decodes, within a budget of 256 tokens a step. The
+whole while all decodes wait, ``stall-free`` in chunks beside the decodes, within a budget of 256 tokens a step. The
 time between tokens is that of the sequences that decode from the start. A B A B.
 """
 

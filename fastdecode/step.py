@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -102,13 +103,13 @@ class MiniBatch:
         return len(self.chunks)
 
     def __iter__(self) -> Iterator[Chunk]:
-        """The chunks one by one, for whoever needs few of them."""
+        """The chunks one by one, for callers that need few of them."""
         tokens, end = self.token_ids.tolist(), 0
         for sequence_id, worker, context_len, num_rows, *flags in self.chunks.tolist():
             end += num_rows
             yield Chunk(sequence_id, worker, context_len, tokens[end - num_rows : end], *flags)
 
-    @property
+    @cached_property
     def prompts(self) -> np.ndarray:
         """The records of the chunks that hold prompt tokens."""
         return self.chunks.take(np.flatnonzero(~self.chunks["is_decode"]))
@@ -135,7 +136,7 @@ class ScheduledStep:
         """Rows of the whole step."""
         return sum(len(mini_batch.token_ids) for mini_batch in self.mini_batches)
 
-    @property
+    @cached_property
     def kv_loads(self) -> list[int]:
         """Cached tokens that each R-worker attends in this step, over its sequences, the new tokens included."""
         loads = np.zeros(len(self.controls))
@@ -153,7 +154,7 @@ class ScheduledStep:
     @property
     def is_decode(self) -> bool:
         """True when no chunk holds prompt tokens, that is, every sequence adds one token to finished context."""
-        return all(bool(mini_batch.chunks["is_decode"].all()) for mini_batch in self.mini_batches)
+        return not any(len(mini_batch.prompts) for mini_batch in self.mini_batches)
 
     @property
     def num_prompt_rows(self) -> int:

@@ -122,7 +122,7 @@ class _Transfer:
     Each buffer has one address for as long as the rows fit, so that CUDA graphs may later be captured between
     attention calls. None needs ``record_stream``: a send begins only after the compute stream was told to wait for the
     o before it, and that o left only after the send before it had ended, so no stream still uses what is overwritten
-    (but after an abandoned step, whose late copies nobody reads).
+    (but after an abandoned step, whose late copies are not read).
     """
 
     def __init__(self, mini_batch: int, backend: AttentionBackend, gpu: Gpu, down: Any, up: Any) -> None:

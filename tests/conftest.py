@@ -37,11 +37,15 @@ measures or pins cores. They come first, since they take longest."""
 SLOW = {
     "test_backend_interrupts", "test_batch_kills", "test_bench_attention", "test_bench_latency", "test_bench_serve",
     "test_calibrate", "test_capacity", "test_chat_model", "test_cli", "test_cli_simulate", "test_cuda_graphs",
-    "test_demo_model", "test_doctor", "test_elastic", "test_exactness", "test_fused", "test_hostile_peers",
-    "test_launch", "test_load_control", "test_migration", "test_mpi", "test_perplexity", "test_placement",
-    "test_prefix_caching", "test_r_worker", "test_recovery", "test_references", "test_refusals", "test_run_batch",
-    "test_security", "test_server", "test_simulate_engine", "test_spawn", "test_speeds", "test_suite", "test_threads",
-    "test_tuning", "test_every_promise_though_workers_are_lost", "test_every_promise_though_workers_join_and_leave",
+    "test_demo_model", "test_doctor", "test_elastic", "test_exactness", "test_fused", "test_gguf", "test_hostile_peers",
+    "test_launch", "test_live_page", "test_load_control", "test_migration", "test_mpi", "test_perplexity",
+    "test_placement", "test_prefix_caching", "test_properties", "test_r_worker", "test_recovery", "test_references",
+    "test_refusals", "test_run_batch", "test_security", "test_served_benchmark", "test_server", "test_server_hostile",
+    "test_server_load", "test_simulate_engine", "test_spawn", "test_speeds", "test_suite", "test_threads",
+    "test_tuning", "test_a_killed_r_worker_changes_nothing", "test_company_changes_nothing",
+    "test_every_promise_though_workers_are_lost", "test_every_promise_though_workers_join_and_leave",
+    "test_every_request_ends_with_its_length_and_time_only_passes", "test_memory_does_not_grow_with_requests",
+    "test_round_trip_between_block_sizes_and_isas",
 }  # fmt: skip
 """Marked `slow`: modules and tests that take more than about three seconds and prove what a smaller test shows first.
 

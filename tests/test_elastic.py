@@ -147,7 +147,7 @@ def test_a_spawned_one_that_stands_still_is_killed(folder: Path) -> None:
 
 
 def test_one_of_two_can_be_drained(folder: Path) -> None:
-    """And the one that is left goes on, though it is to go as well, since nobody else is there."""
+    """And the one that is left goes on, though it is to go as well, since no other is there."""
     with make_llm(folder, r_workers="spawn:2", pool_listen=None) as llm:
         job = Job(llm.engine)
         job.step_until(lambda: num_on(llm.engine, 0) > 3)

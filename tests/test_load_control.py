@@ -41,7 +41,7 @@ def known_runs(draw: st.DrawFn) -> Run:
 @given(known_runs(), st.integers(0, 30))
 @settings(max_examples=1000)
 def test_the_forecast_is_what_happens(run: Run, look_at: int) -> None:
-    """From the first step at or after ``look_at`` at which nobody waits, to the end, per worker."""
+    """From the first step at or after ``look_at`` at which no sequence waits, to the end, per worker."""
     last_arrival = max(job.arrives for job in run.jobs)
     forecast, first = np.zeros((0, 0)), 0
     while run.step_number <= last_arrival or run.alive:
@@ -122,7 +122,7 @@ def test_the_papers_figures(
     assert set(first_round[first_round > 0].tolist()) == {micro_batch}
     assert loads_of(run).max() == peak
     gaps = np.diff(np.flatnonzero(starts))
-    assert gaps.max() <= interval + 1  # nobody waits for a whole sequence to end
+    assert gaps.max() <= interval + 1  # no sequence waits for another to end
     if in_flight < 100:
         together = Run("stall-free", replace(limits, kv_load_limit=None), jobs)
         together.to_the_end()

@@ -45,7 +45,7 @@ def fleets(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 def test_a_gain_is_what_is_shared_less(
     fleet: tuple[np.ndarray, np.ndarray], source: int, attended: int, left: int, hidden: float
 ) -> None:
-    """Before and after the move, step by step; whoever overtakes whom, and whether anything is above ``hidden``."""
+    """Before and after the move, step by step; whichever overtakes which, and whether anything is above ``hidden``."""
     loads, per_token = fleet
     steps = np.arange(loads.shape[1])
     moving = np.where(steps < left, attended + steps, 0)
@@ -62,7 +62,7 @@ def test_a_gain_is_what_is_shared_less(
 
 
 def uneven_run(sizes: list[tuple[int, int]], slowness: tuple[float, ...], price: float = 0.0) -> Run:
-    """Jobs of (prompt, output) that all decode, on R-workers of which nobody knew how slow they are."""
+    """Jobs of (prompt, output) that all decode, on R-workers whose speed was not known before."""
     num_workers = len(slowness)
     limits = replace(
         AMPLE, num_blocks=(9999,) * num_workers, bandwidths=(1.0,) * num_workers, max_num_batched_tokens=10**6,

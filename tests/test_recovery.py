@@ -1,4 +1,4 @@
-"""R-workers killed with ``kill -9`` while sequences decode: nobody is lost, and no token is another."""
+"""R-workers killed with ``kill -9`` while sequences decode: no sequence is lost, and no token differs."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def changes(draw: st.DrawFn) -> dict[int, Join | Drain]:
 def test_every_promise_though_workers_join_and_leave(
     run: Run, changes: dict[int, Join | Drain], moves_per_step: int
 ) -> None:
-    """Whoever is asked to leave, even all of them: nobody is lost, and nothing is left behind.
+    """Whichever R-workers are asked to leave, even all of them: no sequence is lost, and nothing is left behind.
 
     The largest stays while jobs arrive, since some fit nowhere else.
     """
@@ -203,7 +203,7 @@ def test_who_was_preempted_gets_on_before_being_preempted_again() -> None:
 
     run.scheduler._preempt = noted  # type: ignore[method-assign]
     run.to_the_end()
-    assert at_last_preemption, "nobody was preempted"
+    assert at_last_preemption, "no sequence was preempted"
 
 
 def test_a_reservation_for_siblings_counts_shared_blocks_once() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from helpers.servers import CHAT_TEMPLATE, RunningServer, serving, total, wait_until_idle
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 MOST_BYTES = 100_000
 POST = b"POST /v1/completions HTTP/1.1\r\n"
@@ -162,7 +164,7 @@ def test_what_is_no_http_is_refused(server: RunningServer, data: bytes, status: 
     ids=["silence", "header", "body"],
 )
 def test_a_client_that_takes_its_time_is_cut_off(server: RunningServer, head: bytes) -> None:
-    """A byte now and then, for a second; nobody else waits for it."""
+    """A byte now and then, for a second; no other client waits for it."""
     with connect(server) as connection:
         connection.sendall(head)
         start = time.monotonic()
@@ -187,3 +189,34 @@ def test_a_client_that_does_not_read_is_cut_off(server: RunningServer) -> None:
         while total(server, "fastdecode:num_api_requests"):
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+LIKELY = {
+    "n": st.integers(1, 3), "temperature": st.floats(0, 2), "top_p": st.floats(0, 1), "top_k": st.integers(-1, 300),
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3), "seed": st.integers(0, 99),
+    "stream": st.booleans(), "logprobs": st.integers(0, 5) | st.booleans(), "min_tokens": st.integers(0, 3),
+    "logit_bias": st.dictionaries(st.integers(0, 300).map(str), st.floats(-100, 100), max_size=3),
+    "structured_outputs": st.fixed_dictionaries({"regex": st.text(max_size=6)}),
+    "stop_token_ids": st.lists(st.integers(0, 300), max_size=3), "echo": st.booleans(),
+    "top_logprobs": st.integers(0, 3), "tools": st.lists(ANYTHING, max_size=1), "stream_options": ANYTHING,
+    "response_format": ANYTHING,
+}  # fmt: skip
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
+    body=st.fixed_dictionaries({}, optional={name: each | ANYTHING for name, each in LIKELY.items()}),
+    text=st.text(max_size=8),
+)
+def test_no_body_makes_the_server_fail(server: RunningServer, path: str, body: dict[str, Any], text: str) -> None:
+    """Fields that are right, and fields that are anything."""
+    asked = {"prompt": text, "messages": [{"role": "user", "content": text}], "max_tokens": 3, **body}
+    status, answer = server.request(path, asked)
+    assert status in (200, 400), answer
+    assert status == 200 or answer["error"]["message"]

@@ -43,7 +43,7 @@ def test_what_is_as_expected_but_for_chance_stays() -> None:
 
 @pytest.mark.parametrize("schedule", ["sls", "stall-free"])
 def test_two_on_one_core_are_loaded_in_proportion_to_their_weights(schedule: str) -> None:
-    """Nobody is told of the weights, 2:1, and equal loads look like 1.33:1; yet newcomers settle at 2:1."""
+    """The scheduler is not told of the weights, 2:1, and equal loads look like 1.33:1; yet newcomers settle at 2:1."""
     limits = replace(AMPLE, max_num_seqs=200, num_blocks=(9999, 9999), bandwidths=(1.0, 1.0))
     lengths = np.random.default_rng(0).integers(20, 60, 900).tolist()
     jobs = [Job([1] * 100, length, [length], number // 4 * 2) for number, length in enumerate(lengths)]

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from fastdecode.scheduler.output_lengths import MIN_ENDED, Outlook, OutputLengths
 
-NOBODY = np.zeros(0, np.int64)
+NO_SEQUENCES = np.zeros(0, np.int64)
 
 
 def outlook(sizes: list[tuple[int, int]], seats: int, limit: float, idle_share: float = 1.0) -> Outlook:
     prompts, steps = (np.array(column, np.int64) for column in zip(*sizes, strict=True))
-    return Outlook(np.zeros(1), NOBODY, prompts, steps, 1, seats, limit, idle_share)
+    return Outlook(np.zeros(1), NO_SEQUENCES, prompts, steps, 1, seats, limit, idle_share)
 
 
 def step_by_step(sizes: list[tuple[int, int]], seats: int, limit: float, idle_share: float, spread: bool) -> float:

@@ -1,4 +1,4 @@
-"""Staging: the same bits cross whatever the way, nothing is read before it is there, and nobody waits for the GPU.
+"""Staging: the same bits cross whatever the way, nothing is read early, and the thread never waits for the GPU.
 
 The CUDA hand-off runs here on CPU tensors over a stand-in for ``torch.cuda`` whose copies happen late.
 """
@@ -139,7 +139,7 @@ class FakeGpu:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
         assert target.is_contiguous() and source.is_contiguous() and target.shape == source.shape
         self.log.append(f"copy {stream.name}")
-        target.fill_(torch.nan)  # what is there before the copy has run is nobody's to read
+        target.fill_(torch.nan)  # what is there before the copy has run must not be read
         stream.add(lambda: target.copy_(source))
 
 

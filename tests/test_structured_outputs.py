@@ -196,8 +196,10 @@ def test_a_row_without_a_grammar_is_not_edited() -> None:
         def __init__(self, *tokens: int) -> None:
             self.tokens = tokens
 
-        def allowed(self, vocab_size: int) -> np.ndarray:
-            return np.isin(np.arange(vocab_size), self.tokens)
+        def logit_bias(self, vocab_size: int) -> np.ndarray:
+            bias = np.full(vocab_size, -np.inf, np.float32)
+            bias[list(self.tokens)] = 0
+            return bias
 
     greedy = SamplingParams(temperature=0)
     rows = [SamplingRow(greedy, [1], [], grammar=grammar) for grammar in (None, Only(2, 4), Only())]

@@ -36,9 +36,15 @@ def test_no_test_module_imports_another() -> None:
     }
 
 
-def test_groups_name_modules_that_are_there() -> None:
-    named = conftest.SLOW.union(*conftest.SHARED.values())
-    assert named - MODULES.keys() == set()
+def test_groups_name_modules_and_tests_that_are_there() -> None:
+    assert set().union(*conftest.SHARED.values()) - MODULES.keys() == set()
+    tests = {
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert conftest.SLOW - MODULES.keys() - tests == set()
     assert sum(map(len, conftest.SHARED.values())) == len(set().union(*conftest.SHARED.values()))
 
 

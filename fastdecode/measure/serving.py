@@ -21,6 +21,9 @@ from fastdecode.measure.dataset import WorkItem
 LONGEST_SECONDS = 6 * 3600.0
 """A request that takes longer counts as failed."""
 
+KEEP_ALIVE_SECONDS = 2.0
+"""An idle connection is used again for so long: many servers close it after 5, and a request sent just then is lost."""
+
 UNFINISHED = "not finished"
 
 LONGEST_ERROR = 300
@@ -144,9 +147,9 @@ async def run_load(
 
 
 def session(target: Target) -> aiohttp.ClientSession:
-    """Connections without a bound on their number, kept open from request to request."""
+    """Connections without a bound on their number, kept open from one request to the next if that comes soon."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=LONGEST_SECONDS, sock_connect=60),
         headers=dict(target.headers),
         read_bufsize=_LINE_BYTES,

@@ -144,6 +144,8 @@ class Residents:
 
     def fork_siblings(self, parent: Sequence) -> None:
         """The siblings of ``parent``, whose prompt has just been cached, start from a shared copy and decode."""
+        if not parent.siblings:
+            return
         num_tokens, worker = parent.num_prefill, self.workers[parent.worker]
         num_full, has_partial = num_tokens // self.workers.block_size, num_tokens % self.workers.block_size > 0
         for sibling in parent.siblings:

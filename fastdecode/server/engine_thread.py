@@ -119,6 +119,8 @@ class EngineThread:
                 return True
             if asked is None:
                 return False
+            if wait:
+                engine.clock.restart()  # what it waited for work belongs to no step
             if isinstance(asked, Job):
                 self._add(engine, asked)
             else:

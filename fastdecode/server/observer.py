@@ -83,7 +83,7 @@ class Observer:
         self._follow_timeline(engine)
 
     def _follow_timeline(self, engine: LLMEngine) -> None:
-        """Recording costs time, and a trace of everything memory: only while somebody looks."""
+        """Recording costs time, and a trace of everything memory: only while a client looks."""
         tracer = engine.tracer
         if tracer and tracer.steps:
             self.timeline = tracer.steps[-1]

@@ -23,6 +23,10 @@ from fastdecode.server.service import Service
 from fastdecode.server.settings import ServerSettings
 
 POLL_SECONDS = 0.05
+KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection stays open: longer than clients keep theirs (httpx 5 s, aiohttp 15, nginx 60), since a
+request that is sent in the moment in which the server closes is lost."""
+
 BACKLOG = 4096
 LAST_WORDS_SECONDS = 2.0
 """How long a server whose engine has failed goes on to say so, and answers that are complete may take to be sent."""
@@ -58,6 +62,7 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 ssl_keyfile=settings.ssl_keyfile,
                 ssl_certfile=settings.ssl_certfile,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=LAST_WORDS_SECONDS,  # type: ignore[arg-type]
             )
         )

@@ -124,12 +124,9 @@ def _penalise_output(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 def _keep_to_grammars(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     """-inf for the tokens that a row's grammar does not allow; rows without one are not touched."""
-    bound = [index for index, row in enumerate(rows) if row.grammar is not None]
-    if bound:
-        allowed = np.stack([row.grammar.allowed(scores.shape[1]) for row in rows if row.grammar is not None])
-        index = torch.tensor(bound, device=scores.device)
-        kept = scores.index_select(0, index).masked_fill_(_on(scores, ~allowed), -math.inf)
-        scores.index_copy_(0, index, kept)
+    for index, row in enumerate(rows):
+        if row.grammar is not None:
+            scores[index] += _on(scores, row.grammar.logit_bias(scores.shape[1]))
 
 
 def _cells(token_ids: Mapping[int, Sequence[int] | np.ndarray], scores: Tensor) -> np.ndarray:

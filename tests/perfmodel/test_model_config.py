@@ -1,4 +1,4 @@
-"""Shapes of built-in names and of configuration files, against parameter counts everybody knows."""
+"""Shapes of built-in names and of configuration files, against published parameter counts."""
 
 from __future__ import annotations
 

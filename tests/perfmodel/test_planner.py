@@ -238,7 +238,7 @@ def test_weights_that_do_not_fit_are_refused_by_how_much() -> None:
 
 
 def test_verdicts() -> None:
-    """By throughput first, then by price, with a margin for figures nobody measured here."""
+    """By throughput first, then by price, with a margin for figures that were not measured here."""
     plan = paper(prices=Prices(1.0, 1.0)).plan(1024)  # 4520 tokens/s with 10 hosts
 
     def verdict(rate: float, batch: int = 30, prices: Prices = NO_PRICES) -> tuple[bool | None, str]:

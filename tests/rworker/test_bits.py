@@ -37,13 +37,13 @@ def outputs_of(layer: Layer, chosen: list[int], **options: Any) -> dict[int, np.
 @pytest.mark.parametrize("name", LAYERS)
 def test_alone_crowd_threads_and_block_sizes(name: str, dtype: str, kv_dtype: str, isa: str) -> None:
     options = {"model_dtype": dtype, "kv_dtype": kv_dtype, "isa": isa}
-    everyone = list(range(len(PROMPTS)))
-    crowd = outputs_of(LAYERS[name], everyone, **options)
+    all_prompts = list(range(len(PROMPTS)))
+    crowd = outputs_of(LAYERS[name], all_prompts, **options)
     for i in (0, 3, 7):
         np.testing.assert_array_equal(outputs_of(LAYERS[name], [i], **options)[i], crowd[i])
     for changed in ({"num_threads": 2}, {"num_threads": 3, "block_size": 64}, {"block_size": 256}):
-        again = outputs_of(LAYERS[name], everyone[::-1], **options, **changed)
-        for i in everyone:
+        again = outputs_of(LAYERS[name], all_prompts[::-1], **options, **changed)
+        for i in all_prompts:
             np.testing.assert_array_equal(again[i], crowd[i])
 
 

@@ -76,7 +76,7 @@ class Caches(RuleBasedStateMachine):
 
     @rule(place=sequences, count=st.integers(1, 100))
     def write_and_abandon(self, place: tuple[int, int], count: int) -> None:
-        """Rows of a step that nobody commits leave nothing behind."""
+        """Rows of a step that is not committed leave nothing behind."""
         self.append(place, count, commit=False)
 
     def append(self, place: tuple[int, int], count: int, commit: bool = True) -> bool:

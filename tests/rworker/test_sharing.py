@@ -87,12 +87,12 @@ def outputs_of(harness: Harness, chosen: list[int]) -> dict[int, np.ndarray]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_bits_of_separate_copies(name: str, dtype: str, isa: str) -> None:
-    layer, everyone = LAYERS[name], list(range(30))
+    layer, all_prompts = LAYERS[name], list(range(30))
     options = {"model_dtype": dtype, "kv_dtype": dtype, "isa": isa}
     chosen = [0, 2, 3, 4, 5, 6, 29]
     want = outputs_of(filled(layer, chosen, share=False, **options), chosen)
     for changed in ({}, {"num_threads": 3, "block_size": 64}):
-        got = outputs_of(filled(layer, everyone, share=True, **options, **changed), everyone)
+        got = outputs_of(filled(layer, all_prompts, share=True, **options, **changed), all_prompts)
         for i in chosen:
             np.testing.assert_array_equal(got[i], want[i])
 

@@ -130,7 +130,7 @@ TABLES = {
 
 
 def test_kernels_export_nothing_but_their_table() -> None:
-    """A weak symbol from a kernel file would be AVX-512 code that the linker may keep for everyone."""
+    """A weak symbol from a kernel file would be AVX-512 code that the linker may keep for all instruction sets."""
     nm, library = shutil.which("nm"), Path(_rworker.__file__).resolve()
     archives = [*library.parent.rglob("librworker.a"), *Path(__file__).parents[2].glob("build/cp*/**/librworker.a")]
     if nm is None or not archives:

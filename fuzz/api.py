@@ -1,0 +1,33 @@
+"""The OpenAPI document of a running server under schemathesis: no answer may be a 500. python fuzz/api.py"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from helpers.servers import CHAT_TEMPLATE, serving  # noqa: E402
+
+
+def main() -> int:
+    """Schemathesis' exit status: 1 when it found a 500."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--max-examples", type=int, default=200, help="per route and phase (200)")
+    args = parser.parse_args()
+    schemathesis = str(Path(sys.executable).parent / "schemathesis")
+    limits = ["--max-model-len", "64", "--max-num-seqs", "16", "--chat-template", CHAT_TEMPLATE]
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), *limits) as server:
+        command = [schemathesis, "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error"]
+        command += ["--max-examples", str(args.max_examples), "--request-timeout", "60"]
+        status = subprocess.run(command, check=False).returncode
+        print(server.log.read_text()[-2000:] if "Traceback" in server.log.read_text() else "no traceback in the log")
+        return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
