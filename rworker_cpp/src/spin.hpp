@@ -5,7 +5,7 @@
 
 namespace rworker {
 
-inline constexpr std::chrono::microseconds kSpin{20};  // longer starves whoever shares the cores
+inline constexpr std::chrono::microseconds kSpin{20};  // longer starves what shares the cores
 
 inline void relax() {
 #if defined(__x86_64__)

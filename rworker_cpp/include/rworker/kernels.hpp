@@ -1,7 +1,7 @@
 // The border to the kernels: plain structs and one function table per instruction set.
 //
 // Kernel files see this header and nothing of the standard library but its integer types: a template or inline
-// function compiled there would be a weak symbol full of AVX-512, which the linker may keep for everyone.
+// function compiled there would be a weak symbol full of AVX-512, which the linker may keep for every instruction set.
 #pragma once
 
 #include <stddef.h>
@@ -85,14 +85,17 @@ constexpr int64_t scratch_floats(int64_t key_dim, int64_t value_dim) {
     return most > tiles ? most : tiles;
 }
 
-/// Floats of the partial result of one query row: max, sum, padding, then o[value_dim rounded up to 16].
-constexpr int64_t partial_floats(int64_t value_dim) { return 16 + (value_dim + 15) / 16 * 16; }
+/// Floats before the output of a partial result: max, sum, and padding to a cache line.
+inline constexpr int64_t kPartialHead = 16;
+
+/// Floats of the partial result of one query row: its head, then o[value_dim rounded up to 16].
+constexpr int64_t partial_floats(int64_t value_dim) { return kPartialHead + (value_dim + 15) / 16 * 16; }
 
 /// A new token, which brings `group` query rows to each KV head.
 struct TokenRow {
     int64_t position;
     int32_t payload_row;  // in q and out
-    int32_t span;         // for whoever counts what is finished
+    int32_t span;         // for the count of what is finished
     int64_t partials;     // index of its partial result in split 0, which it may not have; then come the next splits'
 };
 

@@ -5,7 +5,7 @@
 //     float32, float16   [tile of 16 tokens][key_dim][16]
 //     bfloat16           [tile][ceil(key_dim / 2)][16][2 dims]      the operand of a bfloat16 dot product
 //   Keys of a sequence's last tile, until it is full, have tokens and lines the other way round, [16][lines], in every
-//   dtype: a new token is then one row, not a lane of every line. Nobody else holds such a tile.
+//   dtype: a new token is then one row, not a lane of every line. No other sequence holds such a tile.
 //   values         lanes are dims, padded to a multiple of 16
 //     float32, float16   [token][value_dim16]
 //     bfloat16           [token pair][value_dim16][2 tokens]

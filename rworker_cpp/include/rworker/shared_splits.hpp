@@ -13,8 +13,8 @@ struct SharedSplit {
     std::vector<std::int32_t> spans;
 };
 
-/// Sequences come to share a block only by fork, which shares all blocks before it too; so whoever holds the last block
-/// of a split holds the same keys and values in the whole split.
+/// Sequences come to share a block only by fork, which shares all blocks before it too; so sequences that hold the last
+/// block of a split hold the same keys and values in the whole split.
 class SharedSplits {
   public:
     void add(std::int64_t split, std::int32_t last_block, std::int32_t span) {

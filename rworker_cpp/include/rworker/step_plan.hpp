@@ -44,7 +44,7 @@ struct WorkItem {
     std::int64_t first_head, end_head;
 };
 
-/// All units of one mini-batch for layers of one shape. No barriers: whoever finishes the last unit of a (span,
+/// All units of one mini-batch for layers of one shape. No barriers: the thread that finishes the last unit of a (span,
 /// KV head), told by `units_left`, merges.
 struct WorkList {
     std::vector<PlannedSpan> spans;

@@ -66,7 +66,7 @@ class ThreadPool {
     bool closing_ = false;
     std::atomic<std::uint32_t> num_submitted_{0};  // the leader sleeps on it
 
-    // Helpers sleep on `call_`. Whoever comes late finds the door closed: the leader waits only for those inside.
+    // Helpers sleep on `call_`. A thread that comes late finds the door closed: the leader waits only for those inside.
     std::atomic<std::uint32_t> call_{0};
     std::atomic<std::uint32_t> door_{0};  // kOpen | helpers inside
     std::atomic<bool> stopping_{false};

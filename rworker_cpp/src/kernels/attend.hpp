@@ -180,7 +180,7 @@ struct RowBlock {
         });
         for (int r = 0; r < rows; ++r) {
             if constexpr (S::pair_dot) scale_scores<L>(scores + r * kChunkTokens, args.scale);
-            const Partial partial(outputs[r] - 16);
+            const auto partial = Partial<float>::of_output(outputs[r]);
             keep[r] = soften<L>(scores + r * kChunkTokens, worked_on, clip(begin_of(r), ends[r], chunk), args.soft_cap,
                                 *partial.max, *partial.sum);
             if constexpr (S::pair_dot) pack_all_pairs<L>(scores + r * kChunkTokens, kChunkTokens);

@@ -13,7 +13,10 @@ template <class Float>
 struct Partial {
     Float *max, *sum, *output;
 
-    explicit Partial(Float* data) : max(data), sum(data + 1), output(data + 16) {}
+    explicit Partial(Float* data) : max(data), sum(data + 1), output(data + rworker::kPartialHead) {}
+
+    /// The one that `output` is the output of.
+    static Partial of_output(Float* output) { return Partial(output - rworker::kPartialHead); }
 };
 
 /// (max, sum, output) of one row <- itself + a part. An empty part (sum 0) leaves every bit as it was, and the first

@@ -46,7 +46,7 @@ inline void transpose_square(const Word* const (&rows)[4], Word* out) {
         for (int token = 0; token < 4; ++token) out[line * kTileTokens + token] = rows[token][line];
 }
 
-/// out[line][token] = rows[token][line] of `tokens` rows of `lines` words. What lies in other lanes is anybody's.
+/// out[line][token] = rows[token][line] of `tokens` rows of `lines` words. What lies in other lanes is undefined.
 template <class Word>
 inline void rows_to_lanes(const Word* rows, int tokens, int lines, Word* out) {
     for (int first = 0; first < tokens; first += 4) {
