@@ -42,7 +42,7 @@ async def streams(server: RunningServer, count: int, leaving: dict[int, int]) ->
     return await asyncio.gather(*(stream(server, body, leaving.get(i)) for i, body in enumerate(asked)))
 
 
-def test_clients_that_leave_and_r_workers_that_die_disturb_nobody(
+def test_clients_that_leave_and_r_workers_that_die_disturb_no_other(
     two_r_workers: RunningServer, expected: list[str]
 ) -> None:
     """A third of 200 clients leaves in mid-stream; then an R-worker is killed; then the last one, and the engine."""
