@@ -59,6 +59,10 @@ class Kind(IntEnum):
     CHALLENGED = 22  # R: its nonce and its proof
     PROOF = 23  # S: its proof
     PROVEN = 24  # R: HELLO may come
+    PROMPT = 27  # S, to a prefill worker: a part of a prompt (JSON), and its tokens
+    PREFILLED = 28  # P (a prefill worker): its part is computed and stored; seconds, bytes sent, logits
+    FAILED = 29  # P: why a part was not computed (JSON)
+    CANCEL = 30  # S: a job that is not wanted any more
 
 
 _KINDS = frozenset(Kind)

@@ -31,6 +31,7 @@ COMMANDS = (
     "validate",
     "simulate",
     "r-worker",
+    "prefill-worker",
     "launch",
     "doctor",
     "collect-env",
