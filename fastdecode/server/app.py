@@ -31,8 +31,10 @@ from fastdecode.server.protocol import (
     read_body,
     schemas,
 )
+from fastdecode.server.responses_answer import ResponseForm
+from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of
 from fastdecode.server.service import ApiError, Service
-from fastdecode.server.streams import GenerationResponse, error_response, json_response
+from fastdecode.server.streams import ResponsesResponse, TextResponse, error_response, json_response
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await _generate(service, await _read(service, request, ChatRequest))
+
+    @app.post(RESPONSES, openapi_extra=_takes(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, in the words of OpenAI's Responses API."""
+        body = await _read(service, request, ResponsesRequest)
+        job, form = await service.accept(chat_of(body))
+        return ResponsesResponse(service, job, ResponseForm(body, job.params, form.model, form.answer_id, form.forced))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -120,7 +129,7 @@ async def _generate(service: Service, request: CompletionRequest | ChatRequest) 
     if request.stream_options and not request.stream:
         raise ApiError(400, "stream_options belong to a stream: set stream to true", param="stream_options")
     job, form = await service.accept(request)
-    return GenerationResponse(service, job, form, options)
+    return TextResponse(service, job, form, options)
 
 
 async def _read(service: Service, request: Request, kind: type[Body]) -> Body:
@@ -195,6 +204,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """The document that FastAPI makes, with the bodies' schemas, made once."""
     if not app.openapi_schema:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas())
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas(ResponsesRequest))
         app.openapi_schema = document
     return app.openapi_schema

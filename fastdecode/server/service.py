@@ -12,7 +12,7 @@ from typing import Any
 from fastdecode.config import EngineConfig
 from fastdecode.errors import RequestError
 from fastdecode.outputs import RequestOutput
-from fastdecode.server.answers import INVALID, AnswerForm, new_id
+from fastdecode.server.answers import INVALID, AnswerForm, answer_form, new_id
 from fastdecode.server.engine_thread import EngineThread
 from fastdecode.server.jobs import Job, Prompt, ShutdownError
 from fastdecode.server.protocol import (
@@ -110,9 +110,7 @@ class Service:
         job = Job(new_id(), found, params, arrival_seconds)
         self._jobs.add(job)
         self.engine_thread.submit(job)
-        return job, AnswerForm(
-            isinstance(request, ChatRequest), self.model_names[0], job.job_id, bool(request.return_token_ids), echoes
-        )
+        return job, answer_form(request, self.model_names[0], job.job_id, echoes)
 
     def end(self, job: Job) -> None:
         """The job is answered, or its client gone: what is left of it is aborted."""
