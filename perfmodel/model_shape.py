@@ -12,11 +12,13 @@ from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.types import ITEM_BYTES, KVLayout, LayerLayout
 
 _KEYS = {
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocab_size": ("vocab_size",),
 }
+
+_INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -177,6 +179,8 @@ BUILT_IN = {
         _MISTRAL_7B,
         replace(_MISTRAL_7B, name="mixtral-8x7b", num_experts=8, experts_per_token=2),
         ModelShape("yi-34b", 60, 7168, 20480, 56, 8, 128, 64000),
+        ModelShape("falcon-7b", 32, 4544, 18176, 71, 1, 64, 65024, 2, True),
+        ModelShape("falcon-40b", 60, 8192, 32768, 128, 8, 64, 65024, 2, True),
         ModelShape("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, 2, True),
         ModelShape("opt-6.7b", 32, 4096, 16384, 32, 32, 128, 50272, 2, True, dtype="float16"),
         _OPT_175B,
@@ -266,7 +270,8 @@ def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
 def _intermediate_size(config: Mapping[str, Any], hidden_size: int, has_experts: bool) -> int:
     if has_experts and config.get("moe_intermediate_size"):
         return config["moe_intermediate_size"]
-    return config.get("intermediate_size") or config.get("ffn_dim") or config.get("n_inner") or 4 * hidden_size
+    given = next((config[key] for key in _INTERMEDIATE if config.get(key)), None)
+    return given or config.get("expansion_ratio", 4) * hidden_size
 
 
 def _shared_intermediate_size(config: Mapping[str, Any]) -> int:

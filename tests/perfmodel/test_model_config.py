@@ -17,7 +17,7 @@ from fastdecode.types import KV_BITS
 BILLIONS = {
     "llama-7b": "6.7", "llama-13b": "13.0", "llama-65b": "65.3", "llama-2-70b": "69.0", "llama-3-8b": "8.0",
     "llama-3-70b": "70.6", "mistral-7b": "7.2", "mixtral-8x7b": "46.7", "yi-34b": "34.4", "falcon-180b": "178.6",
-    "opt-6.7b": "6.6", "opt-175b": "174.6",
+    "opt-6.7b": "6.6", "opt-175b": "174.6", "falcon-7b": "6.9", "falcon-40b": "41.3",
 }  # fmt: skip
 
 LEFT_OUT = ("embed_positions", "wpe", "router", "mlp.gate.weight")
@@ -93,6 +93,16 @@ def test_falcons_new_architecture_has_groups_of_queries() -> None:
     falcon = LLAMA | {"model_type": "falcon", "multi_query": True, "num_kv_heads": 8}
     assert read_shape(falcon | {"new_decoder_architecture": True}, "m").num_kv_heads == 8
     assert read_shape(falcon | {"new_decoder_architecture": False}, "m").num_kv_heads == 1
+
+
+def test_names_of_other_families_are_read() -> None:
+    """Of published files: Falcon-11B's width, MPT-7B's, BLOOM-560M's."""
+    wide = read_shape(LLAMA | {"model_type": "falcon", "ffn_hidden_size": 9, "intermediate_size": None}, "m")
+    assert wide.intermediate_size == 9
+    mpt = {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50432}
+    assert f"{read_shape(mpt | {'expansion_ratio': 4}, 'm').parameters / 1e9:.1f}" == "6.6"
+    bloom = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "vocab_size": 250880}
+    assert f"{read_shape(bloom, 'm').parameters / 1e6:.0f}" == "559"
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
