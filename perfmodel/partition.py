@@ -197,3 +197,36 @@ class PartitionTable:
         weight = (num_tokens - low.num_tokens) / span if span else 0.0
         pairs = zip(low.fractions, high.fractions, strict=True)
         return of_fractions(num_tokens, [a + weight * (b - a) for a, b in pairs])
+
+
+NO_TABLE = PartitionTable(())
+
+ALIKE = 1.1
+"""Workers whose speeds differ by less get the table's parts, which were found on equal ones."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A prompt's parts and its time by them: what the scheduler's policy asks of the model.
+
+    Parts come from ``table`` where it knows so many workers and they are equally fast, else from the closed form.
+    ``method``: "kvr", or "tsp" with even parts.
+    """
+
+    model: PrefillModel
+    table: PartitionTable = NO_TABLE
+    method: str = "kvr"
+
+    def parts(self, num_tokens: int, speeds: Sequence[float]) -> Parts:
+        """Tokens of each worker, in order."""
+        if self.method == "tsp":
+            return even(num_tokens, len(speeds))
+        if self.table.knows(len(speeds)) and max(speeds) < ALIKE * min(speeds):
+            return self.table.parts(num_tokens, len(speeds))
+        return closed_form(self.model, num_tokens, len(speeds), speeds)
+
+    def seconds(self, parts: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
+        """When each worker is done; the last has the first token."""
+        if self.method == "tsp":
+            return (self.model.tsp_seconds(parts, speeds),) * len(parts)
+        return self.model.chain_seconds(parts, speeds)
