@@ -124,8 +124,8 @@ class PrefillBackend(Protocol):
 class PrefillPolicy(Protocol):
     """Decides for each prompt whether prefill workers compute it, and which tokens each takes. Pure."""
 
-    def begin_step(self, now_seconds: float) -> None:
-        """The time of the decisions that follow."""
+    def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
+        """The time of the decisions that follow, prompts that have not begun, and sequences that decode."""
         ...
 
     def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
@@ -136,8 +136,8 @@ class PrefillPolicy(Protocol):
         """A prompt went to prefill workers as ``assign`` said."""
         ...
 
-    def ended(self, job_id: int, now_seconds: float) -> None:
-        """It is computed, was aborted, or failed; unknown ids are ignored."""
+    def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
+        """It is ``computed``, or was aborted, or failed; unknown ids are ignored."""
         ...
 
     def joined(self, worker: int) -> None:

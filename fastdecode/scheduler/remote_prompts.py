@@ -36,11 +36,11 @@ class RemotePrompts:
             self._end(job_id, self._now_seconds)
         return job_id in self._under_way
 
-    def begin_step(self, now_seconds: float) -> None:
-        """The time of what is decided next."""
+    def begin_step(self, now_seconds: float, num_waiting: int = 0) -> None:
+        """The time of what is decided next, and how many sequences have not begun."""
         self._now_seconds = now_seconds
         if self.policy:
-            self.policy.begin_step(now_seconds)
+            self.policy.begin_step(now_seconds, num_waiting, len(self._residents.decoding))
 
     def takes(self, num_tokens: int) -> bool:
         """Whether prefill workers would compute a prompt of so many tokens."""
@@ -64,7 +64,7 @@ class RemotePrompts:
 
     def computed(self, job_id: int, now_seconds: float) -> bool:
         """See :meth:`Scheduler.prefilled`."""
-        sequence = self._end(job_id, now_seconds)
+        sequence = self._end(job_id, now_seconds, computed=True)
         if sequence is None:
             return False
         self._residents.arrive(sequence)
@@ -89,9 +89,9 @@ class RemotePrompts:
         sequences = [self._residents.prompts[each] for each in step.arrived]
         self._arrived[:0] = [(sequence.job_id, sequence) for sequence in sequences]
 
-    def _end(self, job_id: int, now_seconds: float) -> Sequence | None:
+    def _end(self, job_id: int, now_seconds: float, computed: bool = False) -> Sequence | None:
         """Forget a job; its sequence if that still waits for it."""
         sequence = self._under_way.pop(job_id, None)
         if sequence is not None and self.policy:
-            self.policy.ended(job_id, now_seconds)
+            self.policy.ended(job_id, now_seconds, computed)
         return sequence if sequence is not None and sequence.job_id == job_id else None

@@ -129,7 +129,7 @@ class Scheduler:
 
         ``now_seconds``: of any clock, for the policy of prefill workers.
         """
-        self.remote_prompts.begin_step(now_seconds)
+        self.remote_prompts.begin_step(now_seconds, len(self.queue))
         if self._schedule.prefill is Prefill.FIRST:
             self.residents.table.refresh()
             chunks = self._prompt_chunks(self.limits.max_num_batched_tokens)
