@@ -1,10 +1,11 @@
-"""The engine's prompts at prefill workers: handed out after a step's plan, taken back once computed, given up if lost."""
+"""The engine's prompts at prefill workers: handed out after a plan, taken back once computed, given up if lost."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,13 +20,16 @@ logger = logging.getLogger(__name__)
 class RemotePrefills:
     """What the engine does for prefill workers between steps; the scheduler decides which prompts are theirs.
 
-    ``counted``: the prompts that were computed since ``on_prefilled`` was last reset, for benchmarks.
+    ``on_prefilled`` is called with each prompt that was computed.
     """
 
-    def __init__(self, backend: PrefillBackend, scheduler: Scheduler, r_workers: Sequence[RWorkerInfo]) -> None:
-        self._backend, self._scheduler, self._r_workers = backend, scheduler, r_workers
+    def __init__(
+        self, backend: PrefillBackend, scheduler: Scheduler, r_workers: Sequence[RWorkerInfo], method: str
+    ) -> None:
+        """``method``: how prefill workers share a prompt, one of ``PREFILL_METHODS``."""
+        self._backend, self._scheduler, self._r_workers, self._method = backend, scheduler, r_workers, method
         self._logits: dict[int, np.ndarray] = {}
-        self.finished: list[Prefilled] = []
+        self.on_prefilled: Callable[[Prefilled], None] = lambda prefilled: None
 
     def __len__(self) -> int:
         """Prompts under way."""
@@ -39,7 +43,7 @@ class RemotePrefills:
         for each in done:
             if self._scheduler.prefilled(each.job_id, now):
                 self._logits[each.sequence_id] = each.logits
-                self.finished.append(each)
+                self.on_prefilled(each)
         for worker in lost:
             logger.warning("prefill worker %d is lost: what it computed is computed again", worker)
             if prompts.policy:
@@ -53,7 +57,7 @@ class RemotePrefills:
     def hand_out(self, prefills: Sequence[RemotePrefill]) -> None:
         """The R-workers have reserved blocks for these."""
         for each in prefills:
-            self._backend.submit(each, self._r_workers[each.r_worker])
+            self._backend.submit(replace(each, method=self._method), self._r_workers[each.r_worker])
 
     def logits(self, sequence_ids: Sequence[int]) -> dict[int, np.ndarray]:
         """Of prompts that have arrived; those that nobody asks for are dropped."""

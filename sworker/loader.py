@@ -75,7 +75,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """SHA-256 of names, shapes, and some numbers of every parameter: enough to tell checkpoints apart, in milliseconds."""
+    """SHA-256 of names, shapes and some numbers of every parameter: tells checkpoints apart, in milliseconds."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())

@@ -18,9 +18,11 @@ from fastdecode.sworker.staging import from_numpy, rows_of, to_numpy
 from fastdecode.types import KVLayout, LayerLayout
 
 Exchange = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Called at each layer with its number and the part's own k and v, [rows, num_kv_heads, …]; returns those of the prompt
-from position 0 to the part's end, or, where all parts gather all, to the prompt's end. It may wait, and raises what ends
-the computation."""
+"""Called at each layer with its number and the part's own k and v, [rows, num_kv_heads, …].
+
+Returns those of the prompt from position 0 to the part's end, or, where all parts gather all, to the prompt's end. It
+may wait, and raises what ends the computation.
+"""
 
 
 def compute_part(

@@ -112,6 +112,9 @@ class StoreSender(Sender):
                     waiting[item[0]] = item[1]
                 for stored in feed.poll(0.0):
                     under_way[stored.job_id] -= 1
+                    if stored.refusal:
+                        waiting.pop(stored.job_id, None)
+                        self._on_lost([stored.job_id], self.place, stored.refusal)
                 for job_id in [each for each in waiting if not under_way[each]]:
                     del under_way[job_id], jobs[job_id]
                     waiting.pop(job_id)()

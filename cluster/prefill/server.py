@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -150,7 +149,7 @@ class PrefillServer:
             return
         self._drop_peer()
         self._peer, self._serving = identity, hello.name
-        port.epoch = secrets.randbits(62) + 1
+        port.renew_epoch()
         welcome = PrefillWelcome(
             num_threads=self.model.num_threads,
             cores=self.model.cores,
@@ -166,9 +165,9 @@ class PrefillServer:
         num_tokens, rest = divmod(frame.lengths[1], 8)
         if frame.lengths[0] > MAX_JSON_BYTES or rest or num_tokens > self.model.max_model_len or frame.lengths[2]:
             raise FrameError(f"a PROMPT frame with parts of {frame.lengths} bytes")
-        body, tokens = bytearray(frame.lengths[0]), np.empty(num_tokens, np.int64)
+        body = bytearray(frame.lengths[0])
         reader.read_into(body)
-        reader.read_into(tokens)
+        tokens = reader.array((num_tokens,), np.dtype(np.int64)).copy()
         prompt = decode_prompt(body, tokens, self.model.max_model_len, self.model.vocab_size)
         if len(self._jobs) >= MOST_JOBS or prompt.job_id in self._jobs:
             raise FrameError(f"PROMPT: job {prompt.job_id} is here already, or one of {MOST_JOBS:,} that wait")
@@ -183,11 +182,7 @@ class PrefillServer:
         self._queue.put(job)
 
     def _kv(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        if frame.lengths[0] != KV_ROWS.size:
-            raise FrameError(f"a KV frame with parts of {frame.lengths} bytes")
-        head = bytearray(KV_ROWS.size)
-        reader.read_into(head)
-        job_id, start, num_rows = KV_ROWS.unpack(head)
+        job_id, start, num_rows = reader.record(KV_ROWS)
         if job_id in self._ended:
             return
         k, v = self._place(job_id, frame, start, num_rows)
