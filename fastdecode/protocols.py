@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
+from fastdecode.step import PrefillPart
 from fastdecode.types import KVLayout, RWorkerInfo, StepPlan, StepReport
 
 
@@ -81,6 +82,34 @@ class AttentionBackend(Protocol):
 
     def close(self) -> None:
         """Free everything; may be called twice."""
+        ...
+
+
+class PrefillPolicy(Protocol):
+    """Decides for each prompt whether prefill workers compute it, and which tokens each takes. Pure."""
+
+    def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
+        """The time of the decisions that follow, prompts that have not begun, and sequences that decode."""
+        ...
+
+    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
+        """Parts of a prompt of ``num_tokens`` tokens, in order; none: the S-worker is to compute it."""
+        ...
+
+    def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
+        """A prompt went to prefill workers as ``assign`` said."""
+        ...
+
+    def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
+        """It is ``computed``, or was aborted, or failed; unknown ids are ignored."""
+        ...
+
+    def joined(self, worker: int) -> None:
+        """Prefill worker ``worker`` is there."""
+        ...
+
+    def lost(self, worker: int) -> None:
+        """Prefill worker ``worker`` is gone."""
         ...
 
 

@@ -120,16 +120,45 @@ class MiniBatch:
         return self.chunks["sequence_id"][self.chunks["samples"]].tolist()
 
 
+@dataclass(frozen=True)
+class PrefillPart:
+    """Tokens ``start`` to ``end`` of a prompt, which prefill worker ``worker`` computes."""
+
+    worker: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RemotePrefill:
+    """A prompt that prefill workers compute: its tokens, cut into consecutive ``parts``.
+
+    ``job_id`` is new for every attempt: the R-worker ``r_worker`` has reserved blocks under it, and refuses rows of any
+    other. ``method``: one of ``PREFILL_METHODS``.
+    """
+
+    job_id: int
+    sequence_id: int
+    r_worker: int
+    token_ids: tuple[int, ...]
+    parts: tuple[PrefillPart, ...]
+    method: str = "kvr"
+
+
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
     """The scheduler's answer: the mini-batches, and the controls of each R-worker.
 
-    ``num_starts``: requests that begin in this step for the first time.
+    ``num_starts``: requests that begin in this step for the first time. ``prefills``: prompts that prefill workers are
+    to compute once the R-workers have heard the controls. ``arrived``: sequences whose prompts they have computed: the
+    controls commit their keys and values, and their first token is to be sampled.
     """
 
     mini_batches: tuple[MiniBatch, ...]
     controls: tuple[tuple[tuple[int, int, int, int], ...], ...]
     num_starts: int = 0
+    prefills: tuple[RemotePrefill, ...] = ()
+    arrived: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

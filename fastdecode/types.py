@@ -19,6 +19,10 @@ INT4_GROUP_DIMS = 64
 ISAS = ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx")
 """Instruction sets of R-workers; a machine that has one has those before it. Each rounds in its own way."""
 
+PREFILL_METHODS = ("kvr", "tsp")
+"""How prefill workers share a prompt: a chain that hands keys and values on (KV-Runahead), or all of them gathering all
+keys and values at every layer (tensor/sequence parallel), for comparison."""
+
 READ_AHEAD = ("run", "run-l2", "pages")
 """How attention asks for the tokens it reads next: in one ascending run, the same only into the second-level cache, or
 eight pages side by side."""
@@ -91,10 +95,16 @@ class Verb(IntEnum):
     FORK = 0
     TRUNCATE = 1
     RELEASE = 2
+    RESERVE = 3
+    COMMIT = 4
 
 
 CONTROL = np.dtype([("verb", "<i8"), ("sequence_id", "<i8"), ("source_id", "<i8"), ("num_tokens", "<i8")])
-"""FORK makes ``sequence_id`` from the first ``num_tokens`` of ``source_id``; TRUNCATE keeps ``num_tokens``."""
+"""FORK makes ``sequence_id`` from the first ``num_tokens`` of ``source_id``; TRUNCATE keeps ``num_tokens``.
+
+RESERVE takes blocks for ``num_tokens``, whose keys and values come from prefill workers under the job ``source_id``;
+COMMIT of the same job makes them the sequence's, and is refused where some are missing.
+"""
 
 SPAN = np.dtype([("sequence_id", "<i8"), ("context_len", "<i8"), ("num_rows", "<i8"), ("attends", "<i8")])
 """``num_rows`` consecutive new tokens of one sequence that had ``context_len`` cached tokens before the step.

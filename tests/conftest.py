@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+
+if TYPE_CHECKING:
+    from helpers.servers import RunningServer
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as fastdecode.sworker.threads, which may come after torch here
 
@@ -40,9 +43,10 @@ SLOW = {
     "test_demo_model", "test_doctor", "test_elastic", "test_exactness", "test_fused", "test_gguf", "test_hostile_peers",
     "test_launch", "test_live_page", "test_load_control", "test_migration", "test_mpi", "test_perplexity",
     "test_placement", "test_prefix_caching", "test_properties", "test_r_worker", "test_recovery", "test_references",
-    "test_refusals", "test_run_batch", "test_security", "test_served_benchmark", "test_server", "test_server_hostile",
-    "test_server_load", "test_simulate_engine", "test_spawn", "test_speeds", "test_suite", "test_threads",
-    "test_tuning", "test_a_killed_r_worker_changes_nothing", "test_company_changes_nothing",
+    "test_refusals", "test_responses", "test_run_batch", "test_security", "test_served_benchmark", "test_server",
+    "test_server_hostile", "test_server_load", "test_server_tracing", "test_simulate_engine", "test_spawn",
+    "test_speeds", "test_suite", "test_threads", "test_tool_calls", "test_tuning",
+    "test_a_killed_r_worker_changes_nothing", "test_company_changes_nothing",
     "test_every_promise_though_workers_are_lost", "test_every_promise_though_workers_join_and_leave",
     "test_every_request_ends_with_its_length_and_time_only_passes", "test_memory_does_not_grow_with_requests",
     "test_round_trip_between_block_sizes_and_isas",
@@ -72,6 +76,17 @@ def _one_torch_thread() -> Iterator[None]:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     yield
+
+
+@pytest.fixture(scope="session")
+def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of the demo model with a chat template, for all tests that leave it as it was."""
+    from helpers.servers import CHAT_TEMPLATE, MODEL, serving
+
+    flags = ["--served-model-name", f"{MODEL},other", "--chat-template", CHAT_TEMPLATE, "--max-num-seqs", "32"]
+    with serving(tmp_path_factory.mktemp("server"), *flags) as running:
+        yield running
+        assert "Traceback" not in running.log.read_text()
 
 
 @pytest.fixture

@@ -247,7 +247,8 @@ def test_random_prompts_and_the_json(tmp_path: Path, capsys: pytest.CaptureFixtu
     more += ["--result-filename", "r.json", "--metadata", "host=a", "--temperature", "0"]
     with running(tokens_for, MODEL) as server:
         assert main(["bench", "serve", "--base-url", server.url + "/", *more]) == 0
-    assert len(server.asked) == 7 and server.asked[0]["prompt"] == server.asked[2]["prompt"]
+    assert len(server.asked) == 7  # those that are sent together may come in any order
+    assert server.asked[0]["prompt"] in [body["prompt"] for body in server.asked[2:]]
     assert all(len(body["prompt"]) == 12 and body["ignore_eos"] and body["temperature"] == 0 for body in server.asked)
     report = json.loads((tmp_path / "new" / "r.json").read_text())
     assert set(report) == KEYS | set(DETAILS) | {"host"}

@@ -33,7 +33,7 @@ OUTSIDE = {0: {"numpy"}, 1: {"numpy"}}
 """Third-party packages these floors may import."""
 
 LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}
-LIVES_IN |= {"llguidance": "sworker"}
+LIVES_IN |= {"llguidance": "sworker", "opentelemetry": "server"}
 LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster"}
 KNOW_CLUSTER = {"backends", "cli.r_worker"}
 """The engine's choice of a backend, and the process that is an R-worker."""

@@ -6,26 +6,22 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from helpers.servers import CHAT_TEMPLATE, PATIENCE_SECONDS, RunningServer, metrics, serving, total, wait_until_idle
+from helpers.servers import MODEL, PATIENCE_SECONDS, RunningServer, metrics, serving, total, wait_until_idle
 
 from fastdecode import LLM, SamplingParams
 
-MODEL = "demo"
 PROMPTS = [f"def f{number}(self, x):\n    " for number in range(12)]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    flags = ["--served-model-name", f"{MODEL},other", "--chat-template", CHAT_TEMPLATE, "--max-num-seqs", "32"]
-    with serving(tmp_path_factory.mktemp("server"), *flags) as running:
-        yield running
+@pytest.fixture
+def server(chat_server: RunningServer) -> RunningServer:
+    return chat_server
 
 
 @pytest.fixture(scope="module")

@@ -45,9 +45,11 @@ async def streams(server: RunningServer, count: int, leaving: dict[int, int]) ->
 def test_clients_that_leave_and_r_workers_that_die_disturb_no_other(
     two_r_workers: RunningServer, expected: list[str]
 ) -> None:
-    """A third of 200 clients leaves in mid-stream; then an R-worker is killed; then the last one, and the engine."""
+    """A third of 200 clients leaves in mid-stream: no file, task or block is kept. Then an R-worker is killed; then the
+    last one, and the engine."""
     server = two_r_workers
-    files = psutil.Process(server.process.pid).num_fds()
+    wait_until_idle(server)
+    files, tasks = psutil.Process(server.process.pid).num_fds(), total(server, "fastdecode:server_tasks")
     chosen = random.Random(1)
     leaving = {number: chosen.randint(1, 60) for number in chosen.sample(range(200), 67)}
     found = asyncio.run(streams(server, 200, leaving))
@@ -57,6 +59,7 @@ def test_clients_that_leave_and_r_workers_that_die_disturb_no_other(
         assert text.startswith(each.text) if number in leaving else (each.text, each.finish_reason) == (text, "length")
     wait_until_idle(server)
     assert psutil.Process(server.process.pid).num_fds() <= files + 2
+    assert 1 <= tasks <= 8 and total(server, "fastdecode:server_tasks") <= tasks + 1
     killed = asyncio.run(_kill_one_under_load(server))
     assert [(each.text, each.finish_reason) for each in killed] == [(text, "length") for text in expected]
     wait_until_idle(server)

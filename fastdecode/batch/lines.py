@@ -10,7 +10,7 @@ from typing import Any
 
 from fastdecode.errors import ConfigError, RequestError
 from fastdecode.outputs import RequestOutput
-from fastdecode.server.answers import AnswerForm, error_body, new_id, whole_answer
+from fastdecode.server.answers import answer_form, error_body, new_id, whole_answer
 from fastdecode.server.protocol import (
     CHAT,
     COMPLETIONS,
@@ -76,7 +76,7 @@ def answer(
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:
         echoes = tuple(output.prompt or "" for output in outputs)
-    form = AnswerForm(isinstance(request, ChatRequest), model, new_id(), bool(request.return_token_ids), echoes)
+    form = answer_form(request, model, new_id(), echoes)
     body = whole_answer(form, outputs)
     failed = any(choice["finish_reason"] == "error" for choice in body["choices"])
     return _output_line(line, 500 if failed else 200, body)

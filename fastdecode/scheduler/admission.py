@@ -181,7 +181,7 @@ class Admission:
         return np.maximum(self.output_lengths.drawn(outputs, most) - outputs - 1, 0)
 
     def _in_prompt(self, sequence: Sequence) -> Newcomer:
-        return self._newcomer_of(sequence, sequence.worker, not sequence.uses_scratch)
+        return self._newcomer_of(sequence, sequence.worker, sequence.attends_in_prompt)
 
     def _able(self, sequence: Sequence, newcomer: Newcomer) -> np.ndarray:
         """R-workers that have room and load to spare for ``sequence``, that is ``newcomer``: bool [num_workers].

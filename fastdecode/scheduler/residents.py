@@ -133,8 +133,19 @@ class Residents:
         for worker, count in enumerate(np.bincount(self.table.workers[rows]).tolist()):
             self.workers[worker].free -= count
 
+    def send_away(self, sequence: Sequence, job_id: int) -> None:
+        """Prefill workers compute the prompt of ``sequence``, which has just started, as job ``job_id``."""
+        self._leave_scratch(sequence)
+        sequence.job_id = job_id
+        self._tell(sequence, Verb.RESERVE)
+
+    def arrive(self, sequence: Sequence) -> None:
+        """The R-worker has all keys and values of ``sequence``'s prompt, which prefill workers computed."""
+        self._tell(sequence, Verb.COMMIT)
+
     def finish_prompt(self, sequence: Sequence) -> None:
         """All of ``sequence``'s prompt is cached: it decodes from here on."""
+        sequence.job_id = 0
         del self.prompts[sequence.sequence_id]
         self.decoding[sequence.sequence_id] = sequence
         self._leave_scratch(sequence)
@@ -202,8 +213,12 @@ class Residents:
         worker = self.workers[sequence.worker]
         worker.free += sequence.num_own_blocks
         worker.drop(sequence.shared)
-        if sequence.num_cached:
+        if sequence.num_cached or sequence.job_id:
             worker.controls.append((int(Verb.RELEASE), sequence.sequence_id, 0, 0))
+
+    def _tell(self, sequence: Sequence, verb: Verb) -> None:
+        controls = self.workers[sequence.worker].controls
+        controls.append((int(verb), sequence.sequence_id, sequence.job_id, sequence.num_prefill))
 
     def _take_out(self, sequence: Sequence) -> None:
         """``sequence`` runs no more; what it holds is still to be given up."""
@@ -217,7 +232,7 @@ class Residents:
 
     def _forget_cache(self, sequence: Sequence) -> None:
         self.table.close(sequence)
-        sequence.shared, sequence.chain_id = [], None
+        sequence.shared, sequence.chain_id, sequence.job_id = [], None, 0
 
     def _leave_scratch(self, sequence: Sequence) -> None:
         if sequence.uses_scratch:

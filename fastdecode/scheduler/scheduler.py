@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastdecode.protocols import PrefillPolicy
 from fastdecode.scheduler.admission import Admission
 from fastdecode.scheduler.load_control import BalanceFinder
 from fastdecode.scheduler.migration import Migration, Move
 from fastdecode.scheduler.prefix import PrefixCache
+from fastdecode.scheduler.remote_prompts import RemotePrompts
 from fastdecode.scheduler.residents import Residents, WaitingQueue
 from fastdecode.scheduler.schedules import ChunkCutter, Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
@@ -49,7 +51,8 @@ class Scheduler:
     always goes on, and all end.
     """
 
-    def __init__(self, schedule: Schedule, limits: Limits) -> None:
+    def __init__(self, schedule: Schedule, limits: Limits, prefill_policy: PrefillPolicy | None = None) -> None:
+        """``prefill_policy``: of the prefill workers, where there are some."""
         self.limits = limits
         self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.block_size)
         self.prefix_cache = PrefixCache(self.workers, limits.prefix_caching and not schedule.reserves_longest)
@@ -57,6 +60,7 @@ class Scheduler:
         self.queue = WaitingQueue(self.prefix_cache)
         self.admission = Admission(schedule, limits, self.residents, self.queue)
         self._schedule = schedule
+        self.remote_prompts = RemotePrompts(self.residents, prefill_policy)
         self._migration = Migration(self.residents, self.admission, limits.seconds_per_moved_token)
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
@@ -66,7 +70,7 @@ class Scheduler:
 
     def with_limits(self, limits: Limits) -> Scheduler:
         """A new scheduler of the same schedule."""
-        return Scheduler(self._schedule, limits)
+        return Scheduler(self._schedule, limits, self.remote_prompts.policy)
 
     @property
     def has_unfinished(self) -> bool:
@@ -120,8 +124,12 @@ class Scheduler:
         self.admission.check(sequence)
         self.queue.push(sequence)
 
-    def schedule(self) -> ScheduledStep:
-        """The next step. Controls are handed over once: the caller applies them even if the step fails later."""
+    def schedule(self, now_seconds: float = 0.0) -> ScheduledStep:
+        """The next step. Controls are handed over once: the caller applies them even if the step fails later.
+
+        ``now_seconds``: of any clock, for the policy of prefill workers.
+        """
+        self.remote_prompts.begin_step(now_seconds, len(self.queue))
         if self._schedule.prefill is Prefill.FIRST:
             self.residents.table.refresh()
             chunks = self._prompt_chunks(self.limits.max_num_batched_tokens)
@@ -131,7 +139,8 @@ class Scheduler:
             chunks = self._prompt_chunks(self._most_rows() - len(self._rows))
         decodes = self.residents.table.mini_batch(self._rows)
         mini_batches = deal(decodes, chunks, self.limits.num_mini_batches)
-        return ScheduledStep(mini_batches, self.residents.take_controls(), self.admission.num_starts)
+        prefills, arrived = self.remote_prompts.take()
+        return ScheduledStep(mini_batches, self.residents.take_controls(), self.admission.num_starts, prefills, arrived)
 
     def controls_alone(self) -> ScheduledStep:
         """A step without rows, which only tells the R-workers what they have yet to hear."""
@@ -140,6 +149,7 @@ class Scheduler:
     def take_back(self, step: ScheduledStep) -> None:
         """The R-workers refused ``step``: its controls go before any that came since."""
         self.residents.put_back(step.controls)
+        self.remote_prompts.put_back(step)
 
     def commit(self, step: ScheduledStep) -> None:
         """The step's rows, those of the last ``schedule``, are in the caches now."""
@@ -150,8 +160,26 @@ class Scheduler:
                 sequence = self.residents.prompts[int(chunk["sequence_id"])]
                 self.residents.table.num_cached[sequence.row] += chunk["num_rows"]
                 if not sequence.in_prompt:
-                    self.residents.finish_prompt(sequence)
-                    self.queue.release_followers(sequence)
+                    self._finish_prompt(sequence)
+        for sequence_id in step.arrived:
+            sequence = self.residents.prompts[sequence_id]
+            self.residents.table.num_cached[sequence.row] = sequence.num_prefill
+            self._finish_prompt(sequence)
+
+    def prefilled(self, job_id: int, now_seconds: float = 0.0) -> bool:
+        """Prefill workers have computed a prompt, and its R-worker has it: the next step samples its first token.
+
+        False where the sequence was meanwhile aborted, lost or preempted.
+        """
+        return self.remote_prompts.computed(job_id, now_seconds)
+
+    def prefill_failed(self, job_id: int, now_seconds: float = 0.0) -> None:
+        """A prompt was not computed, since a prefill worker was lost for instance: it is queued again, by age."""
+        sequence = self.remote_prompts.failed(job_id, now_seconds)
+        if sequence is not None:
+            self.residents.leave(sequence, keep=False)
+            self.queue.release_followers(sequence)
+            self.queue.push(sequence)
 
     def fork_siblings(self, parent: Sequence) -> None:
         """``parent``'s prompt is cached: its siblings start from a shared copy and decode from here on."""
@@ -221,6 +249,10 @@ class Scheduler:
         """Forget every retained prefix; running sequences go on."""
         self.prefix_cache.reset()
 
+    def _finish_prompt(self, sequence: Sequence) -> None:
+        self.residents.finish_prompt(sequence)
+        self.queue.release_followers(sequence)
+
     def _decode_rows(self) -> np.ndarray:
         """Rows of the table that decode in this step, with the blocks they need; int64 [n]."""
         table = self.residents.table
@@ -252,7 +284,7 @@ class Scheduler:
             return rows
         limits = self.admission.load_control.limits.copy()
         for prompt in self.residents.prompts.values():
-            limits[prompt.worker] -= 0 if prompt.uses_scratch else prompt.num_prefill
+            limits[prompt.worker] -= prompt.num_prefill if prompt.attends_in_prompt else 0
         for worker in np.flatnonzero(table.kv_loads(len(limits)) > limits):
             here = rows[table.workers[rows] == worker]
             oldest_first = here[np.argsort(table.chunks["sequence_id"][here])]
@@ -281,8 +313,11 @@ class Scheduler:
         """The next chunks of the prompts begun, then of as many new ones as the budgets allow."""
         cutter = ChunkCutter(self._schedule.prefill, budget)
         for sequence in self.residents.prompts.values():
-            cutter.cut(sequence)
+            if not sequence.job_id:
+                cutter.cut(sequence)
         self.admission.begin_step()
-        while started := self.admission.start_next(cutter.rows_for):
-            cutter.cut(started)
+        takes = self.remote_prompts.takes
+        while started := self.admission.start_next(lambda rows: cutter.rows_for(rows) or rows * takes(rows)):
+            if not self.remote_prompts.start(started):
+                cutter.cut(started)
         return cutter.chunks

@@ -102,7 +102,7 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
         sequence.worker,
         sequence.num_cached,
         sequence.tokens(sequence.num_cached, count),
-        attends=not sequence.uses_scratch,
+        attends=sequence.attends_in_prompt,
         samples=last,
         last_of_prompt=last,
         is_decode=False,

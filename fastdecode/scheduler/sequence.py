@@ -20,7 +20,8 @@ class Sequence:
 
     It holds ``num_blocks`` blocks, of which the first are ``shared`` with the prefix cache or with siblings. While it
     holds a cache, its progress is in ``row`` of ``table``. ``outputs_at_start``: output tokens that it had when it last
-    began, None before its first start. ``may_stop``: its output may end before ``max_tokens``.
+    began, None before its first start. ``may_stop``: its output may end before ``max_tokens``. ``job_id``: under which
+    prefill workers compute its prompt; 0: the S-worker does, or has.
     """
 
     sequence_id: int
@@ -31,6 +32,7 @@ class Sequence:
     worker: int = -1
     num_prefill: int = 0
     uses_scratch: bool = False
+    job_id: int = 0
     shared: list[Block] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     chain_id: int | None = None
@@ -70,6 +72,11 @@ class Sequence:
     def num_own_blocks(self) -> int:
         """Blocks that no other sequence can hold."""
         return self.num_blocks - len(self.shared)
+
+    @property
+    def attends_in_prompt(self) -> bool:
+        """True where its prompt attends on its R-worker."""
+        return not (self.uses_scratch or self.job_id)
 
     @property
     def in_prompt(self) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastdecode.outputs import CompletionOutput, Logprob, RequestOutput
+from fastdecode.server.protocol import ChatRequest, CompletionRequest, forced_calls_of
+from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls
 
 INVALID = "invalid_request_error"
 
@@ -17,7 +19,8 @@ INVALID = "invalid_request_error"
 class AnswerForm:
     """How the answers of one request look: a chat's, or a completion's.
 
-    ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with.
+    ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with. ``forced``: the
+    calls that a chat's text is, where it is no free text.
     """
 
     chat: bool
@@ -25,12 +28,25 @@ class AnswerForm:
     answer_id: str
     return_token_ids: bool = False
     echoes: tuple[str, ...] = ()
+    forced: ForcedCalls | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def id(self) -> str:
         """As OpenAI's begin."""
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.answer_id}"
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """What is answered for a completion's."""
+        return self.forced.finish_reason(reason) if self.forced else reason
+
+
+def answer_form(
+    request: CompletionRequest | ChatRequest, model: str, answer_id: str, echoes: tuple[str, ...] = ()
+) -> AnswerForm:
+    """How ``request`` is answered; ``model`` as clients call it."""
+    chat, token_ids = isinstance(request, ChatRequest), bool(request.return_token_ids)
+    return AnswerForm(chat, model, answer_id, token_ids, echoes, forced_calls_of(request))
 
 
 def new_id() -> str:
@@ -88,7 +104,8 @@ def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, int
 def first_choice(form: AnswerForm, index: int, echo: str) -> dict[str, Any] | None:
     """What a choice's stream begins with, before any token: a chat's role, or the echoed prompt."""
     if form.chat:
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        delta = {"role": "assistant", "content": None if form.forced else ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
     return {"index": index, "text": echo, "logprobs": None, "finish_reason": None} if echo else None
 
 
@@ -99,18 +116,21 @@ class GrowingChoice:
         self._form, self._index = form, index
         self._num_shown, self._num_tokens = 0, 0
         self._offset = 0
+        self._calls = CallReader(form.forced) if form.forced else None
         self.finished = False
 
     def news(self, completion: CompletionOutput) -> dict[str, Any] | None:
         """The choice of the next chunk; None when nothing is new."""
         if self.finished or (len(completion.token_ids) == self._num_tokens and completion.finish_reason is None):
             return None
-        text = completion.text[self._num_shown :]
+        text = self._new_text(completion)
+        if text is None:
+            return None
         choice: dict[str, Any] = {
             "index": self._index,
-            **({"delta": {"content": text}} if self._form.chat else {"text": text}),
+            **text,
             "logprobs": self._logprobs(completion),
-            "finish_reason": completion.finish_reason,
+            "finish_reason": self._form.finish_reason(completion.finish_reason),
         }
         if completion.stop_reason is not None:
             choice["stop_reason"] = completion.stop_reason
@@ -120,6 +140,16 @@ class GrowingChoice:
         self._num_tokens = len(completion.token_ids)
         self.finished = completion.finish_reason is not None
         return choice
+
+    def _new_text(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """Text, or parts of calls; None where calls are forced and the next one is not complete."""
+        if self._calls:
+            parts = self._calls.read(completion.text, completion.finish_reason is not None)
+            if not parts and completion.finish_reason is None:
+                return None
+            return {"delta": {"tool_calls": [_call_delta(part) for part in parts]} if parts else {}}
+        text = completion.text[self._num_shown :]
+        return {"delta": {"content": text}} if self._form.chat else {"text": text}
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.logprobs is None:
@@ -136,13 +166,31 @@ def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str) -> 
     told = None
     if completion.logprobs is not None:
         told = _chat_logprobs(_chosen(completion)) if form.chat else _logprobs(_chosen(completion), 0)
-    message = {"message": {"role": "assistant", "content": completion.text}}
     return {
-        **(message if form.chat else {"text": echo + completion.text}),
+        **({"message": _message(form, completion)} if form.chat else {"text": echo + completion.text}),
         "logprobs": told,
-        "finish_reason": completion.finish_reason,
+        "finish_reason": form.finish_reason(completion.finish_reason),
         "stop_reason": completion.stop_reason,
     }
+
+
+def _message(form: AnswerForm, completion: CompletionOutput) -> dict[str, Any]:
+    if form.forced is None:
+        return {"role": "assistant", "content": completion.text}
+    parts = CallReader(form.forced).read(completion.text, finished=True)
+    calls = {"tool_calls": [_call(part) for part in parts]} if parts else {}
+    return {"role": "assistant", "content": None, **calls}
+
+
+def _call(part: CallPart) -> dict[str, Any]:
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"id": part.call_id, "type": "function", "function": function}
+
+
+def _call_delta(part: CallPart) -> dict[str, Any]:
+    """Of a call that has begun only its arguments are told."""
+    told = _call(part) if part.first else {"function": {"arguments": part.arguments}}
+    return {"index": part.index, **told}
 
 
 Chosen = list[tuple[int, dict[int, Logprob]]]
@@ -179,6 +227,12 @@ def _chat_logprobs(chosen: Chosen) -> dict[str, Any]:
             for token_id, found in chosen
         ]
     }
+
+
+def chat_logprobs(completion: CompletionOutput, start: int = 0) -> list[dict[str, Any]]:
+    """The same of a completion's tokens from ``start`` on."""
+    found: list[dict[str, Any]] = _chat_logprobs(_chosen(completion, start))["content"]
+    return found
 
 
 def _chat_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:

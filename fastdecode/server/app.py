@@ -31,8 +31,10 @@ from fastdecode.server.protocol import (
     read_body,
     schemas,
 )
+from fastdecode.server.responses_answer import ResponseForm
+from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of
 from fastdecode.server.service import ApiError, Service
-from fastdecode.server.streams import GenerationResponse, error_response, json_response
+from fastdecode.server.streams import ResponsesResponse, TextResponse, error_response, json_response
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +61,19 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post(COMPLETIONS, openapi_extra=_takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Go on with a text, or with several."""
-        return await _generate(service, await _read(service, request, CompletionRequest))
+        return await _generate(service, request, await _read(service, request, CompletionRequest))
 
     @app.post(CHAT, openapi_extra=_takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await _generate(service, await _read(service, request, ChatRequest))
+        return await _generate(service, request, await _read(service, request, ChatRequest))
+
+    @app.post(RESPONSES, openapi_extra=_takes(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, in the words of OpenAI's Responses API."""
+        body = await _read(service, request, ResponsesRequest)
+        job, form = await service.accept(chat_of(body), request.headers)
+        return ResponsesResponse(service, job, ResponseForm(body, job.params, form.model, form.answer_id, form.forced))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -105,6 +114,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """For Prometheus."""
+        service.observer.metrics.num_tasks = len(asyncio.all_tasks())
         text = await service.off_loop(service.observer.metrics.text)
         return Response(text, media_type=CONTENT_TYPE)
 
@@ -115,12 +125,12 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return json_response({})
 
 
-async def _generate(service: Service, request: CompletionRequest | ChatRequest) -> Response:
-    options = (request.stream_options or StreamOptions()) if request.stream else None
-    if request.stream_options and not request.stream:
+async def _generate(service: Service, request: Request, body: CompletionRequest | ChatRequest) -> Response:
+    options = (body.stream_options or StreamOptions()) if body.stream else None
+    if body.stream_options and not body.stream:
         raise ApiError(400, "stream_options belong to a stream: set stream to true", param="stream_options")
-    job, form = await service.accept(request)
-    return GenerationResponse(service, job, form, options)
+    job, form = await service.accept(body, request.headers)
+    return TextResponse(service, job, form, options)
 
 
 async def _read(service: Service, request: Request, kind: type[Body]) -> Body:
@@ -195,6 +205,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """The document that FastAPI makes, with the bodies' schemas, made once."""
     if not app.openapi_schema:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas())
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas(ResponsesRequest))
         app.openapi_schema = document
     return app.openapi_schema

@@ -67,6 +67,11 @@ class Job:
         """True when every prompt's last output has come."""
         return all(output is not None and output.finished for output in self.outputs)
 
+    @property
+    def error(self) -> Exception | None:
+        """What it failed with."""
+        return self._error
+
     def put(self, index: int, output: RequestOutput) -> None:
         """The newest output of prompt ``index``."""
         self.outputs[index] = self._news[index] = output

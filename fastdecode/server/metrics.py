@@ -121,6 +121,7 @@ class Metrics:
         self._transfer_seconds: Counter[str] = Counter()
         self._state: EngineState | None = None
         self.num_api_requests: Callable[[], int] = int
+        self.num_tasks = 0
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -245,6 +246,7 @@ class Metrics:
             "kv_cache_usage_perc": ("Part of all KV blocks that sequences hold; 1 is all", state.kv_cache_usage),
             "r_workers_alive": ("R-workers that are here", len(present)),
             "num_api_requests": ("HTTP requests that are being answered with text", self.num_api_requests()),
+            "server_tasks": ("Tasks of the server's event loop, this request's among them", self.num_tasks),
         }
         for name, (text, value) in gauges.items():
             family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

@@ -10,6 +10,7 @@ import msgspec
 
 from fastdecode.errors import RequestError
 from fastdecode.sampling_params import MAX_SAMPLES, SamplingParams
+from fastdecode.server.tool_calls import ForcedCalls, forced_calls
 from fastdecode.structured_outputs import StructuredOutputsParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -51,7 +52,7 @@ class ResponseFormat(msgspec.Struct):
     json_schema: JsonSchema | None = None
 
 
-def _hint(**schema: Any) -> Any:
+def hint(**schema: Any) -> Any:
     """Told in the OpenAPI document only: SamplingParams refuse what cannot be, with messages of their own."""
     return msgspec.Meta(extra_json_schema=schema)
 
@@ -62,17 +63,17 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int | None, _hint(minimum=1, maximum=128)] = None
-    temperature: Annotated[float | None, _hint(minimum=0, maximum=2)] = None
-    top_p: Annotated[float | None, _hint(exclusiveMinimum=0, maximum=1)] = None
-    top_k: Annotated[int | None, _hint(minimum=-1, maximum=1000)] = None
-    min_p: Annotated[float | None, _hint(minimum=0, maximum=1)] = None
-    repetition_penalty: Annotated[float | None, _hint(minimum=0.01, maximum=100)] = None
-    presence_penalty: Annotated[float | None, _hint(minimum=-2, maximum=2)] = None
-    frequency_penalty: Annotated[float | None, _hint(minimum=-2, maximum=2)] = None
-    seed: Annotated[int | None, _hint(minimum=-(2**63), maximum=2**64 - 1)] = None
-    max_tokens: Annotated[int | None, _hint(minimum=1)] = None
-    min_tokens: Annotated[int | None, _hint(minimum=0)] = None
+    n: Annotated[int | None, hint(minimum=1, maximum=128)] = None
+    temperature: Annotated[float | None, hint(minimum=0, maximum=2)] = None
+    top_p: Annotated[float | None, hint(exclusiveMinimum=0, maximum=1)] = None
+    top_k: Annotated[int | None, hint(minimum=-1, maximum=1000)] = None
+    min_p: Annotated[float | None, hint(minimum=0, maximum=1)] = None
+    repetition_penalty: Annotated[float | None, hint(minimum=0.01, maximum=100)] = None
+    presence_penalty: Annotated[float | None, hint(minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, hint(minimum=-2, maximum=2)] = None
+    seed: Annotated[int | None, hint(minimum=-(2**63), maximum=2**64 - 1)] = None
+    max_tokens: Annotated[int | None, hint(minimum=1)] = None
+    min_tokens: Annotated[int | None, hint(minimum=0)] = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -97,13 +98,16 @@ _PROMPT_SCHEMAS = [
 class CompletionRequest(GenerationRequest, kw_only=True):
     """``prompt``: text, token ids, or a list of either. ``logprobs``: how many per token."""
 
-    prompt: Annotated[str | list[Any] | None, _hint(anyOf=_PROMPT_SCHEMAS)] = None
+    prompt: Annotated[str | list[Any] | None, hint(anyOf=_PROMPT_SCHEMAS)] = None
     echo: bool | None = None
     logprobs: int | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """``messages`` go through the model's chat template, with ``tools``. ``top_logprobs``: how many per token."""
+    """``messages`` go through the model's chat template, with ``tools``. ``top_logprobs``: how many per token.
+
+    ``tool_choice`` "required" or a named function forces calls; "auto" leaves the text free, and its calls in it.
+    """
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -111,6 +115,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -152,7 +157,7 @@ def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
     """
     if not isinstance(body, dict):
         raise RequestError("body must be an object")
-    if "prompt" in kind.__struct_fields__ and "messages" not in kind.__struct_fields__ and body.get("prompt") is None:
+    if kind is CompletionRequest and body.get("prompt") is None:
         raise RequestError("prompt is missing: text, token ids, or a list of either")
     try:
         request = msgspec.convert(body, kind)
@@ -191,9 +196,6 @@ def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[
 
 def template_arguments(request: ChatRequest) -> dict[str, Any]:
     """What the chat template is told beside the messages; RequestError for what it cannot be told."""
-    choice = request.tool_choice
-    if choice not in (None, "none", "auto"):
-        raise RequestError(f"tool_choice must be none or auto: a call cannot be forced, got {choice!r:.80}")
     if request.continue_final_message and request.add_generation_prompt and request.messages:
         raise RequestError("continue_final_message needs add_generation_prompt false")
     more = request.chat_template_kwargs or {}
@@ -201,16 +203,23 @@ def template_arguments(request: ChatRequest) -> dict[str, Any]:
     if taken:
         raise RequestError(f"chat_template_kwargs must not name {taken[0]}")
     given = {
-        "tools": None if choice == "none" else request.tools,
+        "tools": None if request.tool_choice == "none" else request.tools,
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,
     }
     return {**more, **given}
 
 
-def schemas() -> dict[str, Any]:
-    """JSON schemas of all bodies by name, for the OpenAPI document."""
-    kinds = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+def forced_calls_of(request: GenerationRequest) -> ForcedCalls | None:
+    """The calls that a chat forces; RequestError where it cannot."""
+    if not isinstance(request, ChatRequest):
+        return None
+    return forced_calls(request.tools, request.tool_choice, request.parallel_tool_calls is not False)
+
+
+def schemas(*more: type[msgspec.Struct]) -> dict[str, Any]:
+    """JSON schemas of all bodies, and ``more``, by name, for the OpenAPI document."""
+    kinds = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *more)
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return components
 
@@ -226,7 +235,13 @@ def _chat_params(request: ChatRequest) -> dict[str, Any]:
 
 
 def _structure(request: GenerationRequest) -> dict[str, Any]:
-    """The form of the text as SamplingParams take it; nothing where it is free."""
+    """The form of the text as SamplingParams take it; nothing where it is free. A ``response_format`` is that of text,
+    and so says nothing of calls."""
+    forced = forced_calls_of(request)
+    if forced is not None:
+        if request.structured_outputs is not None:
+            raise RequestError("tool_choice forces a call, and structured_outputs another form: give one")
+        return {"structured_outputs": forced.form}
     wanted, given = request.response_format, request.structured_outputs
     if wanted is None or wanted.type == "text":
         if given is None:

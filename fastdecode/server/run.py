@@ -21,6 +21,7 @@ from fastdecode.server.engine_thread import EngineThread
 from fastdecode.server.observer import Observer
 from fastdecode.server.service import Service
 from fastdecode.server.settings import ServerSettings
+from fastdecode.server.tracing import RequestTracer
 
 POLL_SECONDS = 0.05
 KEEP_ALIVE_SECONDS = 75
@@ -37,14 +38,18 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
     from starting."""
     _raise_file_limit()
     with contextlib.closing(_listen(settings)) as listener:
-        observer = Observer(settings.model_names(config.model)[0])
-        engine_thread = EngineThread(config, observer)
-        service = Service(config, settings, engine_thread)
+        name = settings.model_names(config.model)[0]
+        endpoint = settings.otlp_traces_endpoint
+        tracer = RequestTracer(endpoint, name) if endpoint else None
+        engine_thread = EngineThread(config, Observer(name))
+        service = Service(config, settings, engine_thread, tracer)
         try:
             return _Server(service, config, settings).run_on(listener)
         finally:
             engine_thread.stop()
             engine_thread.join()
+            if tracer:
+                tracer.close()
 
 
 class _Server(uvicorn.Server):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastdecode.config import EngineConfig
 from fastdecode.errors import RequestError
 from fastdecode.outputs import RequestOutput
-from fastdecode.server.answers import INVALID, AnswerForm, new_id
+from fastdecode.server.answers import INVALID, AnswerForm, answer_form, new_id
 from fastdecode.server.engine_thread import EngineThread
 from fastdecode.server.jobs import Job, Prompt, ShutdownError
 from fastdecode.server.protocol import (
@@ -24,6 +24,7 @@ from fastdecode.server.protocol import (
     template_arguments,
 )
 from fastdecode.server.settings import ServerSettings
+from fastdecode.server.tracing import RequestTracer
 from fastdecode.text import check_token_ids, encode_text, read_prompt
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,14 @@ class ApiError(Exception):
 class Service:
     """The model and its engine as the routes use them; belongs to the event loop."""
 
-    def __init__(self, config: EngineConfig, settings: ServerSettings, engine_thread: EngineThread) -> None:
-        """Starts the engine, and waits until it is loaded."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        settings: ServerSettings,
+        engine_thread: EngineThread,
+        tracer: RequestTracer | None = None,
+    ) -> None:
+        """Starts the engine, and waits until it is loaded. ``tracer`` is told of requests that have ended."""
         self.settings = settings
         self.engine_thread = engine_thread
         self.observer = engine_thread.observer
@@ -63,7 +70,8 @@ class Service:
         self.num_r_workers = len(engine.r_workers)
         self._template: dict[str, Any] = {} if template is None else {"chat_template": template}
         self._most_sequences = config.max_num_seqs + settings.max_num_queued_reqs
-        self._jobs: set[Job] = set()
+        self._jobs: dict[Job, Any] = {}
+        self._tracer = tracer
         self._num_sequences = 0
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
         self._created = int(time.time())
@@ -93,8 +101,11 @@ class Service:
                 404, f"the model {name!r:.200} does not exist: {', '.join(self.model_names)} does", param="model"
             )
 
-    async def accept(self, request: CompletionRequest | ChatRequest) -> tuple[Job, AnswerForm]:
-        """Read the request and queue it; it must be given to ``end``. ApiError, RequestError or ConfigError."""
+    async def accept(
+        self, request: CompletionRequest | ChatRequest, headers: Mapping[str, str]
+    ) -> tuple[Job, AnswerForm]:
+        """Read the request and queue it; it must be given to ``end``. ``headers`` say which trace it belongs to, if
+        any. ApiError, RequestError or ConfigError."""
         arrival_seconds = time.perf_counter()
         self.check_open()
         self.check_model(request.model)
@@ -108,16 +119,16 @@ class Service:
             self._num_sequences -= num_sequences
             raise
         job = Job(new_id(), found, params, arrival_seconds)
-        self._jobs.add(job)
+        self._jobs[job] = self._tracer.context(headers) if self._tracer else None
         self.engine_thread.submit(job)
-        return job, AnswerForm(
-            isinstance(request, ChatRequest), self.model_names[0], job.job_id, bool(request.return_token_ids), echoes
-        )
+        return job, answer_form(request, self.model_names[0], job.job_id, echoes)
 
     def end(self, job: Job) -> None:
         """The job is answered, or its client gone: what is left of it is aborted."""
         if job in self._jobs:
-            self._jobs.remove(job)
+            context = self._jobs.pop(job)
+            if self._tracer:
+                self._tracer.ended(job, context)
             self._num_sequences -= job.num_sequences
             self.engine_thread.release(job)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,10 @@ class ServerSettings:
     max_request_bytes: int = setting(
         32 * MEBIBYTE, "longest body; longer ones are answered with 413", SERVER, metavar="BYTES", least=1
     )
+    otlp_traces_endpoint: str | None = setting(
+        None, "of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces: a span per request goes there, "
+        "as OTLP over HTTP", SERVER, metavar="URL", unset="none",
+    )  # fmt: skip
     ssl_keyfile: str | None = setting(None, "TLS: private key", SERVER, metavar="FILE", unset="none")
     ssl_certfile: str | None = setting(None, "TLS: certificate", SERVER, metavar="FILE", unset="none")
 
@@ -51,6 +56,9 @@ class ServerSettings:
         for name in ("shutdown_timeout", "request_timeout"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} must be a number of seconds of at least 0, not {getattr(self, name)!r}")
+        where = self.otlp_traces_endpoint
+        if where is not None and not re.match(r"https?://[^/]", where):
+            raise ConfigError(f"otlp_traces_endpoint must begin with http:// or https://, not {where!r:.80}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together: give both, or none")
         if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from fastdecode.outputs import RequestOutput
 from fastdecode.server.answers import AnswerForm, GrowingChoice, chunk, error_body, first_choice, usage_of, whole_answer
 from fastdecode.server.jobs import DisconnectedError, Job
 from fastdecode.server.protocol import StreamOptions
+from fastdecode.server.responses_answer import GrowingResponse, ResponseForm, whole_response
 from fastdecode.server.service import ApiError, Service, check_finished
 
 SSE_HEADERS = [
@@ -25,20 +26,34 @@ SSE_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Answers ``job``: with ``options`` as a stream, else whole."""
+    """Answers ``job``, whole or as a stream; subclasses know the words. ``last``: what ends every stream."""
 
-    def __init__(self, service: Service, job: Job, form: AnswerForm, options: StreamOptions | None) -> None:
+    last = b""
+
+    def __init__(self, service: Service, job: Job, stream: bool) -> None:
         super().__init__()
-        self._service, self._job, self._form, self._options = service, job, form, options
+        self._service, self._job, self._streams = service, job, stream
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer of the finished job."""
+        raise NotImplementedError
+
+    def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events, the first one as soon as the engine has taken the job."""
+        raise NotImplementedError
+
+    def failure(self, status: int, body: dict[str, Any]) -> bytes:
+        """The event of a stream that has begun and fails; ``body`` is in OpenAI's error shape."""
+        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         watch = asyncio.create_task(self._watch(receive))
         try:
-            if self._options is None:
-                await (await self._whole())(scope, receive, send)
+            if self._streams:
+                await self._stream(send)
             else:
-                await self._stream(send, self._options)
+                await (await self._whole())(scope, receive, send)
         except DisconnectedError:
             pass
         finally:
@@ -57,17 +72,17 @@ class GenerationResponse(Response):
         try:
             while not job.finished:
                 await job.news()
-            return json_response(whole_answer(self._form, check_finished(job.outputs)))
+            return json_response(self.whole(check_finished(job.outputs)))
         except (ApiError, FastDecodeError) as error:
             if isinstance(error, DisconnectedError):
                 raise
             return error_response(error)
 
-    async def _stream(self, send: Send, options: StreamOptions) -> None:
+    async def _stream(self, send: Send) -> None:
         """The status is sent with the first event, so that a request which cannot run is answered with its own."""
         started = False
         try:
-            async for event in _events(self._job, self._form, options):
+            async for event in self.events():
                 if not started:
                     await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
                     started = True
@@ -79,8 +94,60 @@ class GenerationResponse(Response):
                 response = error_response(error)
                 await response({"type": "http"}, _nothing, send)
                 return
-            await send({"type": "http.response.body", "body": _event(error_answer(error)[1]), "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await send({"type": "http.response.body", "body": self.failure(*error_answer(error)), "more_body": True})
+        await send({"type": "http.response.body", "body": self.last, "more_body": False})
+
+
+class TextResponse(GenerationResponse):
+    """A completion's or a chat's answer; a stream has ``options``."""
+
+    last = b"data: [DONE]\n\n"
+
+    def __init__(self, service: Service, job: Job, form: AnswerForm, options: StreamOptions | None) -> None:
+        super().__init__(service, job, options is not None)
+        self._form, self._options = form, options or StreamOptions()
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """See GenerationResponse."""
+        return whole_answer(self._form, outputs)
+
+    def events(self) -> AsyncIterator[bytes]:
+        """See GenerationResponse."""
+        return _events(self._job, self._form, self._options)
+
+    def failure(self, status: int, body: dict[str, Any]) -> bytes:
+        """See GenerationResponse."""
+        return _event(body)
+
+
+class ResponsesResponse(GenerationResponse):
+    """An answer of the Responses API, whose events have types."""
+
+    def __init__(self, service: Service, job: Job, form: ResponseForm) -> None:
+        super().__init__(service, job, bool(form.request.stream))
+        self._form, self._growing = form, GrowingResponse(form)
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """See GenerationResponse."""
+        return whole_response(self._form, outputs[0])
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """See GenerationResponse."""
+        job, growing = self._job, self._growing
+        news = await job.news()
+        yield _typed_events(growing.begin())
+        while True:
+            for output in news.values():
+                if output.outputs[0].finish_reason != "error":
+                    yield _typed_events(growing.grow(output.outputs[0]))
+            if job.finished:
+                break
+            news = await job.news()
+        yield _typed_events(growing.end(check_finished(job.outputs)[0]))
+
+    def failure(self, status: int, body: dict[str, Any]) -> bytes:
+        """See GenerationResponse."""
+        return _typed_events([self._growing.error(body["error"]["message"], str(body["error"]["code"]))])
 
 
 async def _events(job: Job, form: AnswerForm, options: StreamOptions) -> AsyncIterator[bytes]:
@@ -132,6 +199,10 @@ def error_response(error: Exception) -> Response:
 
 def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _typed_events(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"event: " + event["type"].encode() + b"\n" + _event(event) for event in events)
 
 
 async def _nothing() -> dict[str, Any]:

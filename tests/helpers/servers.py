@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 FASTDECODE = str(Path(sys.executable).parent / "fastdecode")
+MODEL = "demo"
 PATIENCE_SECONDS = 60
 FLAGS = ["--port", "0", "--max-model-len", "256", "--kv-cache-memory", "64MiB", "--device", "cpu"]
 CHAT_TEMPLATE = (

@@ -1,0 +1,207 @@
+"""OpenAI's Responses API, what is asked: the body, and the chat that it means. Nothing is kept between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from fastdecode.errors import RequestError
+from fastdecode.server.protocol import ChatRequest, JsonSchema, ResponseFormat, hint
+
+RESPONSES = "/v1/responses"
+
+LOGPROBS = "message.output_text.logprobs"
+"""What ``include`` may name."""
+
+SAME = (
+    "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias",
+    "structured_outputs", "parallel_tool_calls", "chat_template_kwargs",
+)  # fmt: skip
+"""Fields that a chat has by the same name: OpenAI's, and those that vLLM adds."""
+
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+
+
+class TextFormat(msgspec.Struct):
+    """The form that the text must have; of "json_schema" the ``schema``."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct):
+    """``verbosity`` says nothing to most models, and is ignored."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """``input``: text, or a list of messages, function calls and their outputs. ``tools``: functions only.
+
+    ``store`` is accepted and nothing is stored, as vLLM does by default. The fields below ``metadata`` are known to be
+    refused.
+    """
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int | None, hint(minimum=1)] = None
+    stream: bool | None = None
+    temperature: Annotated[float | None, hint(minimum=0, maximum=2)] = None
+    top_p: Annotated[float | None, hint(exclusiveMinimum=0, maximum=1)] = None
+    top_k: Annotated[int | None, hint(minimum=-1, maximum=1000)] = None
+    min_p: Annotated[float | None, hint(minimum=0, maximum=1)] = None
+    repetition_penalty: Annotated[float | None, hint(minimum=0.01, maximum=100)] = None
+    presence_penalty: Annotated[float | None, hint(minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, hint(minimum=-2, maximum=2)] = None
+    seed: Annotated[int | None, hint(minimum=-(2**63), maximum=2**64 - 1)] = None
+    min_tokens: Annotated[int | None, hint(minimum=0)] = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    text: TextConfig | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+    truncation: str | None = None
+
+
+def chat_of(request: ResponsesRequest) -> ChatRequest:
+    """The chat whose answer is the response; RequestError for what is not supported or cannot be."""
+    _refuse_unsupported(request)
+    messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    return ChatRequest(
+        messages=messages + _messages(request.input),
+        max_completion_tokens=request.max_output_tokens,
+        response_format=_response_format(request.text.format if request.text else None),
+        tools=None if request.tools is None else [_chat_tool(tool) for tool in request.tools],
+        tool_choice=_chat_choice(request.tool_choice),
+        logprobs=LOGPROBS in (request.include or ()),
+        top_logprobs=request.top_logprobs,
+        **{name: getattr(request, name) for name in SAME},
+    )
+
+
+def _refuse_unsupported(request: ResponsesRequest) -> None:
+    stored = "is not supported: nothing is stored between requests; send the whole conversation as input"
+    refused = {
+        "previous_response_id": (request.previous_response_id is not None, stored),
+        "conversation": (request.conversation is not None, stored),
+        "prompt": (request.prompt is not None, "is not supported: no prompts are stored; send instructions and input"),
+        "background": (bool(request.background), "is not supported: leave it out, and wait or stream"),
+        "truncation": (
+            request.truncation not in (None, "disabled"),
+            "must be disabled: an input that does not fit is refused",
+        ),
+        "top_logprobs": (
+            bool(request.top_logprobs) and LOGPROBS not in (request.include or ()),
+            f"needs include: [{LOGPROBS}]",
+        ),
+        "include": (set(request.include or ()) - {LOGPROBS} != set(), f"may only name {LOGPROBS}"),
+    }
+    for name, (wrong, message) in refused.items():
+        if wrong:
+            raise RequestError(f"{name} {message}")
+
+
+def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat's messages. Calls belong to the assistant's message before them, as chat templates expect it."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    found: list[dict[str, Any]] = []
+    for item in given:
+        kind = item.get("type", "message")
+        read = _ITEMS.get(kind) if isinstance(kind, str) else None
+        if read is None:
+            raise RequestError(f"input: items may be {', '.join(_ITEMS)}, not {kind!r:.80}")
+        message = read(item)
+        if kind == "function_call" and found and found[-1]["role"] == "assistant":
+            found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
+        else:
+            found.append(message)
+    return found
+
+
+def _message(item: Mapping[str, Any]) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise RequestError(f"input: role must be user, assistant, system or developer, got {role!r:.80}")
+    return {"role": "system" if role == "developer" else role, "content": _text(item.get("content"))}
+
+
+def _call(item: Mapping[str, Any]) -> dict[str, Any]:
+    name, arguments, call_id = (item.get(key) for key in ("name", "arguments", "call_id"))
+    if not all(isinstance(each, str) for each in (name, arguments, call_id)):
+        raise RequestError("input: a function_call has a name, arguments (JSON text) and a call_id")
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _call_output(item: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(item.get("call_id"), str):
+        raise RequestError("input: a function_call_output has the call_id of its call, and an output")
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item.get("output"))}
+
+
+_ITEMS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "message": _message,
+    "function_call": _call,
+    "function_call_output": _call_output,
+}
+
+
+def _text(content: Any) -> str:
+    """The text of parts, each on lines of its own."""
+    if isinstance(content, str):
+        return content
+    texts = [_part_text(part) for part in content] if isinstance(content, list) else [None]
+    if None in texts:
+        raise RequestError('input: content must be text, or a list of {"type": "input_text", "text": …}: no images')
+    return "\n".join(map(str, texts))
+
+
+def _part_text(part: Any) -> str | None:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else None
+    return text if isinstance(text, str) else None
+
+
+def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return ResponseFormat("json_object")
+    if wanted.schema is None:
+        raise RequestError("text: format.schema is missing")
+    return ResponseFormat("json_schema", JsonSchema(wanted.name, wanted.schema))
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise RequestError(f"tools: only functions are supported, not {tool.get('type')!r:.80}")
+    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": function}
+
+
+def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """A response names the function beside the type, a chat within it."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice

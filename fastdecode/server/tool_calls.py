@@ -1,0 +1,160 @@
+"""Tool calls that a request forces (``tool_choice``): the form of their text, and the calls that are read from it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastdecode.errors import RequestError
+from fastdecode.structured_outputs import StructuredOutputsParams
+
+_CHOICES = 'none, auto, required or {"type": "function", "function": {"name": …}}'
+_DEFINITIONS = ("$defs", "definitions")
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class ForcedCalls:
+    """What must be called: function ``name`` once, or, where it is None, any of those offered, one or several.
+
+    ``form``: of the text. Of a named function it is the arguments alone, else a list of {"name", "parameters"}.
+    """
+
+    name: str | None
+    form: StructuredOutputsParams
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """As OpenAI's: a text of named function's arguments ends with "stop", any other calls with "tool_calls"."""
+        return "tool_calls" if reason == "stop" and self.name is None else reason
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """What is new of call number ``index``. ``first``: nothing of it was handed out before. ``complete``: nothing
+    more will come."""
+
+    index: int
+    call_id: str
+    name: str
+    arguments: str
+    first: bool
+    complete: bool
+
+
+def forced_calls(
+    tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None, parallel: bool = True
+) -> ForcedCalls | None:
+    """What ``tool_choice`` forces; None where the text is free. ``parallel``: several calls may come at once.
+
+    RequestError for a choice that is not understood, and for tools among which it cannot be made.
+    """
+    if choice in (None, "none", "auto"):
+        return None
+    if choice == "required":
+        return ForcedCalls(None, _any_of(_functions(tools), parallel))
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError(f"tool_choice must be {_CHOICES}, got {choice!r:.80}")
+    functions = _functions(tools)
+    if name not in functions:
+        raise RequestError(f"tool_choice: no tool is named {name!r:.80}; there are {', '.join(functions):.200}")
+    return ForcedCalls(name, _compact(functions[name]))
+
+
+def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
+    """The JSON schema of each function's arguments, by name."""
+    if not tools:
+        raise RequestError("tool_choice: a call cannot be forced without tools")
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function") if tool.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        schema = (function or {}).get("parameters") or {"type": "object", "properties": {}}
+        if not isinstance(name, str) or not name or not isinstance(schema, Mapping) or name in found:
+            raise RequestError(
+                'tools must be a list of {"type": "function", "function": {"name": …, "parameters": JSON schema}}, '
+                "each with a name of its own"
+            )
+        found[name] = schema
+    return found
+
+
+def _compact(schema: Mapping[str, Any]) -> StructuredOutputsParams:
+    """Without blanks between tokens, which some models would write for ever."""
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+
+
+def _any_of(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> StructuredOutputsParams:
+    """A list of calls. Definitions move to the top, where the references of each function's schema look for them."""
+    definitions: dict[str, dict[str, Any]] = {}
+    calls = []
+    for name, schema in functions.items():
+        for kind in _DEFINITIONS:
+            for key, each in _mapping(schema.get(kind, {}), kind).items():
+                if definitions.setdefault(kind, {}).setdefault(key, each) != each:
+                    raise RequestError(f"tools: {kind} has several meanings of {key!r:.80}; name them apart")
+        inner = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"type": "string", "enum": [name]}, "parameters": inner},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    most = {} if parallel else {"maxItems": 1}
+    return _compact({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **definitions})
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"tools: {name} must be an object, got {value!r:.80}")
+    return value
+
+
+class CallReader:
+    """Reads one text as it grows: arguments of a named function as they come, other calls each when it is complete."""
+
+    def __init__(self, forced: ForcedCalls) -> None:
+        self._name = forced.name
+        self._call_id = new_call_id()
+        self._num_read = 0
+        self._num_calls = 0
+
+    def read(self, text: str, finished: bool) -> list[CallPart]:
+        """What is new in ``text``, which begins as it did the last time; ``finished``: nothing follows."""
+        if self._name is None:
+            return self._read_list(text)
+        part = CallPart(0, self._call_id, self._name, text[self._num_read :], self._num_calls == 0, finished)
+        self._num_read, self._num_calls = len(text), 1
+        return [part] if part.arguments or part.first or finished else []
+
+    def _read_list(self, text: str) -> list[CallPart]:
+        found = []
+        while call := _next_call(text, self._num_read + 1):  # after the bracket, or the comma
+            name, arguments, self._num_read = call
+            found.append(CallPart(self._num_calls, new_call_id(), name, arguments, first=True, complete=True))
+            self._num_calls += 1
+        return found
+
+
+def _next_call(text: str, start: int) -> tuple[str, str, int] | None:
+    """Name, arguments as JSON text and end of the call at ``start``; None where it is not complete."""
+    if text.find("}", start) < 0:
+        return None
+    try:
+        name, end = _DECODER.raw_decode(text, start + len('{"name":'))
+        first = end + len(',"parameters":')
+        _, last = _DECODER.raw_decode(text, first)
+    except (ValueError, RecursionError):
+        return None
+    return (name, text[first:last], last + 1) if text[last : last + 1] == "}" else None
+
+
+def new_call_id() -> str:
+    """Unique among all calls."""
+    return f"call_{uuid.uuid4().hex}"

@@ -1,0 +1,117 @@
+"""OpenTelemetry: a span for each prompt that the engine was given, named and attributed as vLLM's ``llm_request``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.errors import ConfigError
+from fastdecode.outputs import RequestMetrics, RequestOutput
+from fastdecode.server.jobs import Job
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+SPAN = "llm_request"
+
+LAST_SPANS_SECONDS = 5.0
+"""How long the end of the server waits for a collector that does not take the last spans."""
+
+
+class RequestTracer:
+    """Sends spans to a collector, in a thread of its own; with a collector that is away they are dropped.
+
+    Belongs to the event loop. OpenTelemetry's own environment variables count: OTEL_SERVICE_NAME (fastdecode),
+    OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and so on.
+    """
+
+    def __init__(self, endpoint: str, model_name: str) -> None:
+        """``endpoint``: where OTLP over HTTP is taken. ConfigError without OpenTelemetry."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigError(
+                f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'fastdecode[otel]'"
+            ) from None
+        resource = Resource.create()
+        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+            resource = resource.merge(Resource({SERVICE_NAME: "fastdecode"}))
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._tracer = self._provider.get_tracer("fastdecode")
+        self._propagator = TraceContextTextMapPropagator()
+        self._model_name = model_name
+
+    def context(self, headers: Mapping[str, str]) -> Context:
+        """The trace that a request belongs to, by its ``traceparent`` and ``tracestate``; names in lower case."""
+        return self._propagator.extract(headers)
+
+    def ended(self, job: Job, context: Context) -> None:
+        """Make the spans of ``job``, which began with its arrival and ends now, or failed."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        now = time.perf_counter()
+        to_wall_clock = time.time() - now
+        for request_id, prompt, output in zip(job.request_ids, job.prompts, job.outputs, strict=True):
+            span = self._tracer.start_span(
+                SPAN, context, SpanKind.SERVER, start_time=_nanoseconds(job.arrival_seconds + to_wall_clock)
+            )
+            span.set_attribute("gen_ai.request.id", request_id)
+            span.set_attribute("gen_ai.response.model", self._model_name)
+            span.set_attribute("gen_ai.usage.prompt_tokens", len(prompt.token_ids))
+            span.set_attributes(_asked(job))
+            end = now
+            if output is not None:
+                span.set_attributes(_done(output))
+                end = output.metrics.token_seconds[-1] if output.finished and output.metrics.token_seconds else now
+            if job.error is not None and (output is None or not output.finished):
+                span.set_status(Status(StatusCode.ERROR, str(job.error)))
+            span.end(_nanoseconds(end + to_wall_clock))
+
+    def close(self) -> None:
+        """Send what was not sent yet, for a while."""
+        last = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
+        last.start()
+        last.join(LAST_SPANS_SECONDS)
+
+
+def _asked(job: Job) -> dict[str, Any]:
+    params = job.params
+    found = {"temperature": params.temperature, "top_p": params.top_p, "n": params.n, "max_tokens": params.max_tokens}
+    return {f"gen_ai.request.{name}": value for name, value in found.items() if value is not None}
+
+
+def _done(output: RequestOutput) -> dict[str, Any]:
+    reasons = [each.finish_reason for each in output.outputs if each.finish_reason]
+    return {
+        "gen_ai.usage.completion_tokens": sum(len(each.token_ids) for each in output.outputs),
+        "gen_ai.response.finish_reasons": reasons,
+        **{f"gen_ai.latency.{name}": seconds for name, seconds in _latencies(output.metrics).items()},
+    }
+
+
+def _latencies(metrics: RequestMetrics) -> dict[str, float]:
+    """In seconds, by vLLM's names."""
+    arrival, moments = metrics.arrival_seconds, metrics.token_seconds
+    if not moments:
+        return {}
+    first, last = moments[0], moments[-1]
+    started = first if metrics.started_seconds is None else metrics.started_seconds
+    return {
+        "time_in_queue": started - arrival,
+        "time_to_first_token": first - arrival,
+        "e2e": last - arrival,
+        "time_in_model_prefill": first - started,
+        "time_in_model_decode": last - first,
+        "time_in_model_inference": last - started,
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

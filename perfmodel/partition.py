@@ -1,0 +1,263 @@
+"""Where to cut a prompt for a chain of prefill workers: evenly, balanced by the model, searched, or from a table.
+
+The KV-Runahead paper's names: KVR-E, KVR-S and KVR-P. Parts are rows of each worker, in order: they cover the prompt
+exactly, and none is empty where the prompt has as many tokens as there are workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fastdecode.errors import ConfigError
+from fastdecode.perfmodel.prefill import PrefillModel
+
+Parts = tuple[int, ...]
+Measure = Callable[[Parts], float]
+"""Seconds to the first token with such parts: measured, or predicted."""
+
+GRID = (-2, -1, 0, 1, 2)
+"""Strides from the best so far that the paper's grid tries for each cut (figure 6, appendix D)."""
+
+BISECTIONS = 24
+"""Halvings of the time in which :func:`balanced` looks for the end: to a ten-millionth."""
+
+CUTS_TOGETHER = 3
+"""Cuts that one grid moves at the same time; of more workers, grids of so many neighbours take turns."""
+
+
+def even(num_tokens: int, num_workers: int) -> Parts:
+    """KVR-E: lengths that differ by one at most, longer ones first."""
+    whole, rest = divmod(num_tokens, num_workers)
+    return tuple(whole + (worker < rest) for worker in range(num_workers))
+
+
+def of_fractions(num_tokens: int, fractions: Sequence[float]) -> Parts:
+    """The parts nearest to ``fractions`` of the prompt, which add up to 1."""
+    ends = [round(num_tokens * part) for part in itertools.accumulate(fractions)]
+    return _of_cuts(num_tokens, _in_order(ends[:-1], num_tokens))
+
+
+def closed_form(model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float] = ()) -> Parts:
+    """Parts that end together by the model, without a search.
+
+    A layer of everything up to token e takes W(e) = a·e + b·e²/2, with a of the products and b of a pair, and a part
+    the difference of two of these. Worker i can begin its first attention d_i later than the first, once the keys and
+    values of all before have come, and all end at F = d_i + L·w_i / s_i; Σ w_i = W(n) gives F, and each cut is where
+    W reaches the sum of the w before it.
+    """
+    speeds = list(speeds) or [1.0] * num_workers
+    attention = model.attention
+    rows = max(num_tokens // num_workers, 1)
+    per_row = model.s_part.layer_seconds(rows) / rows + attention.row_seconds
+    per_pair = attention.pair_seconds
+    per_row += per_pair * (rows if attention.masked_square else min(attention.tile_rows, rows)) / 2  # not causal
+    delays = _delays(model, num_tokens, num_workers, speeds)
+    work = model.num_layers * (per_row * num_tokens + per_pair * num_tokens**2 / 2)
+    end_seconds = (work + sum(s * d for s, d in zip(speeds, delays, strict=True))) / sum(speeds)
+    shares = [max(s * (end_seconds - d), 0.0) for s, d in zip(speeds, delays, strict=True)]
+    scale = work / (sum(shares) * model.num_layers)
+    sums = itertools.accumulate(scale * share for share in shares[:-1])
+    cuts = [round((math.sqrt(per_row**2 + 2 * per_pair * each) - per_row) / per_pair) for each in sums]
+    return _of_cuts(num_tokens, _in_order(cuts, num_tokens))
+
+
+def balanced(model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float] = ()) -> Parts:
+    """As :func:`closed_form`, by bisection of F over the model's own seconds: tiles, masks and fixed costs included."""
+    speeds = list(speeds) or [1.0] * num_workers
+    delays = _delays(model, num_tokens, num_workers, speeds)
+
+    def filled(end_seconds: float) -> Parts:
+        """As many tokens to each worker as it computes until then; the last one takes what is left."""
+        context, parts = 0, []
+        for speed, delay in zip(speeds[:-1], delays, strict=False):
+            layer = (end_seconds - delay) / model.num_layers
+            parts.append(_most_rows(model, context, layer, speed, num_tokens - context))
+            context += parts[-1]
+        return (*parts, num_tokens - context)
+
+    low, high = 0.0, model.alone_seconds(num_tokens, min(speeds)) + delays[-1]
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        parts = filled(middle)
+        last = delays[-1] + model.num_layers * model.part_seconds(parts[-1], num_tokens - parts[-1], speeds[-1]).all
+        low, high = (low, middle) if last <= middle else (middle, high)
+    return _of_cuts(num_tokens, _in_order(list(itertools.accumulate(filled(high)))[:-1], num_tokens))
+
+
+def _most_rows(model: PrefillModel, context: int, layer_seconds: float, speed: float, most: int) -> int:
+    """Tokens after ``context`` that take at most ``layer_seconds`` a layer; none where one takes more."""
+    return bisect_right(range(1, most + 1), layer_seconds, key=lambda n: model.part_seconds(n, context, speed).all)
+
+
+def _delays(model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float]) -> list[float]:
+    """By how much the first attention of each worker waits longer than that of the first one."""
+    rows = max(num_tokens // num_workers, 1)
+    before = [model.part_seconds(rows, 0, speed).before for speed in speeds]
+    ready = [before[0]]
+    for worker in range(1, num_workers):
+        sent = model.link.latency_seconds + model.link.seconds(worker * rows * model.kv_bytes)
+        ready.append(max(before[worker], ready[-1] + sent))
+    return [each - before[0] for each in ready]
+
+
+def searched(measure: Measure, start: Parts, least_stride: int = 1, first_stride: int | None = None) -> Parts:
+    """KVR-S: the best parts that a hierarchical grid search finds from ``start``, and never worse than even ones.
+
+    Each level tries every combination of ``GRID`` strides for the cuts, moves there while that helps, and halves the
+    stride down to ``least_stride``; with one cut this is a binary search (figure 6). ``first_stride``: an eighth of the
+    prompt per worker unless given, a smaller one where ``start`` is near already. Nothing is measured twice.
+    """
+    num_tokens, cuts = sum(start), tuple(itertools.accumulate(start))[:-1]
+    known: dict[Parts, float] = {}
+
+    def seconds(cuts: Sequence[int]) -> float:
+        parts = _of_cuts(num_tokens, cuts)
+        if parts not in known:
+            known[parts] = measure(parts)
+        return known[parts]
+
+    seconds(tuple(itertools.accumulate(even(num_tokens, len(start))))[:-1])
+    seconds(cuts)
+    stride = first_stride or max(num_tokens // (8 * len(start)), 1)
+    while True:
+        stride = max(stride, least_stride)
+        cuts = _best_near(seconds, cuts, num_tokens, stride)
+        if stride == least_stride:
+            return min(known, key=lambda parts: known[parts])
+        stride //= 2
+
+
+def _best_near(
+    seconds: Callable[[Sequence[int]], float], cuts: tuple[int, ...], num_tokens: int, stride: int
+) -> tuple[int, ...]:
+    """Where no grid around the cuts, of so many neighbours in turn, finds anything better."""
+    groups = [
+        range(first, min(first + CUTS_TOGETHER, len(cuts))) for first in range(max(1, len(cuts) - CUTS_TOGETHER + 1))
+    ]
+    while True:
+        before = cuts
+        for group in groups:
+            near = (_moved(cuts, group, steps, stride) for steps in itertools.product(GRID, repeat=len(group)))
+            inside = [each for each in near if _is_inside(each, num_tokens)]
+            cuts = min([cuts, *inside], key=seconds)
+        if cuts == before:
+            return cuts
+
+
+def _moved(cuts: tuple[int, ...], group: range, steps: Sequence[int], stride: int) -> tuple[int, ...]:
+    moved = list(cuts)
+    for place, step in zip(group, steps, strict=True):
+        moved[place] += step * stride
+    return tuple(moved)
+
+
+def _is_inside(cuts: Sequence[int], num_tokens: int) -> bool:
+    """Whether every part has a token at least."""
+    ends = (0, *cuts, num_tokens)
+    return all(first < last for first, last in itertools.pairwise(ends))
+
+
+def _in_order(cuts: Sequence[int], num_tokens: int) -> list[int]:
+    """The cuts moved as little as it takes for every part to have a token, where there are enough of them."""
+    after = len(cuts)
+    kept: list[int] = []
+    for place, cut in enumerate(cuts):
+        least = (kept[-1] if kept else 0) + 1
+        kept.append(min(max(cut, least), max(num_tokens - (after - place), 0)))
+    return kept
+
+
+def _of_cuts(num_tokens: int, cuts: Sequence[int]) -> Parts:
+    ends = (*cuts, num_tokens)
+    return tuple(last - first for first, last in itertools.pairwise((0, *ends)))
+
+
+@dataclass(frozen=True)
+class PartitionEntry:
+    """The best parts found for a prompt of ``num_tokens``, in order."""
+
+    num_tokens: int
+    parts: Parts
+
+    def __post_init__(self) -> None:
+        if not self.parts or min(self.parts) < 1 or sum(self.parts) != self.num_tokens:
+            raise ConfigError(
+                f"the parts of a prompt of {self.num_tokens} tokens must be at least 1 and add up to it, "
+                f"not {list(self.parts)}"
+            )
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        """Of the prompt."""
+        return tuple(part / self.num_tokens for part in self.parts)
+
+
+class PartitionTable:
+    """KVR-P: parts for any prompt from those of a few lengths (section 4.2)."""
+
+    def __init__(self, entries: Sequence[PartitionEntry]) -> None:
+        """``entries``: for any numbers of workers; one at most for a number and a length."""
+        self._by_workers: dict[int, list[PartitionEntry]] = {}
+        for entry in sorted(entries, key=lambda entry: entry.num_tokens):
+            known = self._by_workers.setdefault(len(entry.parts), [])
+            if known and known[-1].num_tokens == entry.num_tokens:
+                raise ConfigError(
+                    f"the table has {entry.num_tokens} tokens on {len(entry.parts)} workers twice; keep one"
+                )
+            known.append(entry)
+
+    def knows(self, num_workers: int) -> bool:
+        """Whether it has an entry for so many workers."""
+        return num_workers in self._by_workers
+
+    def parts(self, num_tokens: int, num_workers: int) -> Parts:
+        """Fractions interpolated linearly between the nearest lengths; those of the nearest one beyond the ends.
+
+        KeyError where there is no entry for ``num_workers``.
+        """
+        entries = self._by_workers[num_workers]
+        above = bisect_right([entry.num_tokens for entry in entries], num_tokens)
+        low, high = entries[max(above - 1, 0)], entries[min(above, len(entries) - 1)]
+        if low.num_tokens == num_tokens:
+            return low.parts
+        span = high.num_tokens - low.num_tokens
+        weight = (num_tokens - low.num_tokens) / span if span else 0.0
+        pairs = zip(low.fractions, high.fractions, strict=True)
+        return of_fractions(num_tokens, [a + weight * (b - a) for a, b in pairs])
+
+
+NO_TABLE = PartitionTable(())
+
+ALIKE = 1.1
+"""Workers whose speeds differ by less get the table's parts, which were found on equal ones."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A prompt's parts and its time by them: what the scheduler's policy asks of the model.
+
+    Parts come from ``table`` where it knows so many workers and they are equally fast, else from the closed form.
+    ``method``: "kvr", or "tsp" with even parts.
+    """
+
+    model: PrefillModel
+    table: PartitionTable = NO_TABLE
+    method: str = "kvr"
+
+    def parts(self, num_tokens: int, speeds: Sequence[float]) -> Parts:
+        """Tokens of each worker, in order."""
+        if self.method == "tsp":
+            return even(num_tokens, len(speeds))
+        if self.table.knows(len(speeds)) and max(speeds) < ALIKE * min(speeds):
+            return self.table.parts(num_tokens, len(speeds))
+        return closed_form(self.model, num_tokens, len(speeds), speeds)
+
+    def seconds(self, parts: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
+        """When each worker is done; the last has the first token."""
+        if self.method == "tsp":
+            return (self.model.tsp_seconds(parts, speeds),) * len(parts)
+        return self.model.chain_seconds(parts, speeds)

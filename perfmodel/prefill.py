@@ -1,0 +1,203 @@
+"""Seconds until a prompt's first token where several prefill workers share it: a chain (KV-Runahead) or TSP.
+
+A prompt of n tokens is cut into consecutive ``parts``, the rows of each worker, in order. Worker i attends to all keys
+and values up to its own end, so the work grows with i and parts of equal work are unequal in length. Equations and
+sections are those of KV-Runahead (ICML 2024).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fastdecode.errors import ConfigError
+from fastdecode.perfmodel.stages import SPart
+
+
+@dataclass(frozen=True)
+class PromptAttention:
+    """One layer's attention of a part: ``pair_seconds`` per (query, key) pair that is computed.
+
+    Kernels compute a causal triangle in tiles, ``tile_rows`` queries at a time, each of which meets all keys up to the
+    tile's end; with ``masked_square`` a part that has context before it computes its whole square and masks half of it.
+    ``row_seconds`` per query, ``call_seconds`` per part.
+    """
+
+    pair_seconds: float
+    tile_rows: int = 1
+    masked_square: bool = False
+    row_seconds: float = 0.0
+    call_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.pair_seconds < math.inf or self.tile_rows < 1 or min(self.row_seconds, self.call_seconds) < 0:
+            raise ConfigError(
+                f"attention must take finite seconds above zero per pair, and tiles have a row at least, "
+                f"not {self.pair_seconds!r} and {self.tile_rows}"
+            )
+
+    def pairs(self, rows: int, context: int) -> float:
+        """(query, key) pairs that ``rows`` queries compute over ``context`` earlier keys and their own."""
+        if self.masked_square and context:
+            return rows * (context + rows)
+        return rows * context + triangle_pairs(rows, self.tile_rows)
+
+    def seconds(self, rows: int, context: int) -> float:
+        """Of a part of the chain."""
+        return self._seconds(rows, self.pairs(rows, context))
+
+    def square_seconds(self, rows: int, num_keys: int) -> float:
+        """Of ``rows`` queries that all meet all ``num_keys``, as TSP computes them (section 4.1)."""
+        return self._seconds(rows, rows * num_keys)
+
+    def _seconds(self, rows: int, pairs: float) -> float:
+        return self.call_seconds + self.row_seconds * rows + self.pair_seconds * pairs
+
+
+def triangle_pairs(rows: int, tile_rows: int) -> float:
+    """Pairs of a causal triangle of ``rows`` queries, tiles of ``tile_rows`` computed whole: rows²/2 and the waste."""
+    full, rest = divmod(rows, tile_rows)
+    return tile_rows * tile_rows * full * (full + 1) / 2 + rest * rows
+
+
+@dataclass(frozen=True)
+class PrefillLink:
+    """From one prefill worker to the next; it carries one layer after the other while both compute."""
+
+    bytes_per_second: float = math.inf
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or not 0 <= self.latency_seconds < math.inf:
+            raise ConfigError("a link must have a bandwidth above zero, and a latency not below")
+
+    def seconds(self, num_bytes: float) -> float:
+        """How long the link is busy with so many bytes, its latency apart."""
+        return num_bytes / self.bytes_per_second
+
+
+NO_LINK = PrefillLink()
+
+
+class PartSeconds(NamedTuple):
+    """One layer of one part: products before attention, attention, and the products after it."""
+
+    before: float
+    attention: float
+    after: float
+
+    @property
+    def all(self) -> float:
+        """Where nothing is waited for."""
+        return self.before + self.attention + self.after
+
+
+@dataclass(frozen=True)
+class PrefillModel:
+    """Prefill workers that are all of one kind; calls take each one's speed, 1 being that of the kind.
+
+    ``kv_bytes``: of one token's keys and values in one layer. ``before_share``: of a layer's products, the part that
+    comes before attention (q, k and v). ``job_seconds``: once per prompt, from the S-worker and back to it.
+    """
+
+    num_layers: int
+    s_part: SPart
+    attention: PromptAttention
+    kv_bytes: float
+    link: PrefillLink = NO_LINK
+    before_share: float = 1 / 4
+    job_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or not 0 <= self.before_share <= 1 or self.kv_bytes < 0 or self.job_seconds < 0:
+            raise ConfigError("a model has a layer at least, and its shares, bytes and seconds are not below zero")
+
+    def part_seconds(self, rows: int, context: int, speed: float = 1.0) -> PartSeconds:
+        """One layer of a part of the chain."""
+        products = self.s_part.layer_seconds(rows) / speed
+        before = self.before_share * products
+        return PartSeconds(before, self.attention.seconds(rows, context) / speed, products - before)
+
+    def chain_seconds(self, parts: Sequence[int], speeds: Sequence[float] = ()) -> tuple[float, ...]:
+        """When each worker of the chain is done, in seconds from the prompt's arrival; the last has the first token.
+
+        ::
+
+            worker 0  |qkv 0|attention 0|rest 0|qkv 1|attention 1|…
+                           └ k, v of layer 0 of part 0
+            worker 1  |qkv 0|  wait      |attention 0|rest 0|qkv 1|…
+                                └ k, v of layer 0 of parts 0 and 1
+            worker 2  |qkv 0|  wait                   |attention 0|…
+
+        A worker hands layer l on when it has those of the parts before and its own (section 4.2, figure 5); the link
+        takes one layer after the other, while the worker computes.
+        """
+        arrivals = [0.0] * self.num_layers
+        done = []
+        speeds = speeds or (1.0,) * len(parts)
+        for rows, end, speed in zip(parts, itertools.accumulate(parts), speeds, strict=True):
+            part = self.part_seconds(rows, end - rows, speed)
+            free, sends = 0.0, []
+            for arrival in arrivals:
+                ready = max(free + part.before, arrival)
+                sends.append(ready)
+                free = ready + part.attention + part.after
+            arrivals = self._arrivals(sends, self.link.seconds(end * self.kv_bytes))
+            done.append(self.job_seconds + free)
+        done[-1] += self.s_part.head_seconds(1) / speeds[-1]
+        return tuple(done)
+
+    def tsp_seconds(self, parts: Sequence[int], speeds: Sequence[float] = ()) -> float:
+        """Tensor/sequence parallel: every layer all workers gather all keys and values round a ring, and wait for it.
+
+        Nobody's attention leaves out what causality hides (section 4.1, figure 4).
+        """
+        speeds, num_tokens = list(speeds) or [1.0] * len(parts), sum(parts)
+        workers = list(zip(parts, speeds, strict=True))
+        products = [(self.s_part.layer_seconds(rows) / speed, rows, speed) for rows, speed in workers]
+        before = max(self.before_share * seconds for seconds, _, _ in products)
+        after = max(
+            (1 - self.before_share) * seconds + self.attention.square_seconds(rows, num_tokens) / speed
+            for seconds, rows, speed in products
+        )
+        turn = self.link.latency_seconds + self.link.seconds(max(parts) * self.kv_bytes)
+        gather = (len(parts) - 1) * turn
+        head = self.s_part.head_seconds(1) / speeds[-1]
+        return self.job_seconds + self.num_layers * (before + gather + after) + head
+
+    def alone_seconds(self, num_tokens: int, speed: float = 1.0) -> float:
+        """One worker with the whole prompt."""
+        return self.chain_seconds((num_tokens,), (speed,))[-1]
+
+    def _arrivals(self, sends: Sequence[float], busy_seconds: float) -> list[float]:
+        """When the next worker has what was handed to the link at ``sends``, layer by layer."""
+        free, arrivals = 0.0, []
+        for ready in sends:
+            free = max(free, ready) + busy_seconds
+            arrivals.append(free + self.link.latency_seconds)
+        return arrivals
+
+
+def chain_traffic_tokens(parts: Sequence[int]) -> int:
+    """Tokens whose keys and values cross the chain's links in one layer: equations 6 and 7 for uneven parts.
+
+    Worker i sends all up to its end, so Σ_{i<p} end_i; with even parts n·(p − 1)/2, half of TSP's.
+    """
+    return sum(list(itertools.accumulate(parts))[:-1])
+
+
+def tsp_traffic_tokens(parts: Sequence[int]) -> int:
+    """The same of an all-gather: every worker gets all parts but its own, n·(p − 1); equations 4 and 5."""
+    return sum(parts) * (len(parts) - 1)
+
+
+def least_chain_seconds(alone_attention_seconds: float, num_workers: int) -> float:
+    """TTFT*(p), the bound of equation 3: even parts of a prompt that only attends, perfectly balanced.
+
+    ``alone_attention_seconds``: of one worker that computes the whole square of n² pairs. The chain computes
+    Σ i·(n/p)² of them, so each worker (p + 1)/(2·p²).
+    """
+    return alone_attention_seconds * (num_workers + 1) / (2 * num_workers**2)

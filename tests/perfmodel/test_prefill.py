@@ -1,0 +1,139 @@
+"""Seconds to the first token of a shared prompt, beside the definition and the KV-Runahead paper's own counts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastdecode.errors import ConfigError
+from fastdecode.perfmodel.partition import even
+from fastdecode.perfmodel.prefill import (
+    PrefillLink,
+    PrefillModel,
+    PromptAttention,
+    chain_traffic_tokens,
+    least_chain_seconds,
+    triangle_pairs,
+    tsp_traffic_tokens,
+)
+from fastdecode.perfmodel.stages import MeasuredSPart
+
+S_PART = MeasuredSPart((1, 4096), (1e-3, 1.0), (0.5, 0.5))
+
+
+def model(**more: Any) -> PrefillModel:
+    given = {"num_layers": 4, "s_part": S_PART, "attention": PromptAttention(1e-7), "kv_bytes": 8192.0}
+    return PrefillModel(**given | more)
+
+
+parts_of_prompts = st.lists(st.integers(1, 500), min_size=1, max_size=5).map(tuple)
+
+
+def defined_seconds(prefill: PrefillModel, parts: tuple[int, ...], speeds: tuple[float, ...]) -> float:
+    """The last worker's end by recursion over (worker, layer), as the docstring's picture has it."""
+    ends = [sum(parts[: worker + 1]) for worker in range(len(parts))]
+
+    @functools.cache
+    def has(worker: int, layer: int) -> float:
+        own = done(worker, layer - 1) + seconds(worker).before
+        return max(own, crossed(worker - 1, layer) + prefill.link.latency_seconds) if worker else own
+
+    @functools.cache
+    def crossed(worker: int, layer: int) -> float:
+        before = crossed(worker, layer - 1) if layer else 0.0
+        return max(before, has(worker, layer)) + ends[worker] * prefill.kv_bytes / prefill.link.bytes_per_second
+
+    @functools.cache
+    def done(worker: int, layer: int) -> float:
+        return has(worker, layer) + seconds(worker).attention + seconds(worker).after if layer >= 0 else 0.0
+
+    def seconds(worker: int) -> Any:
+        return prefill.part_seconds(parts[worker], ends[worker] - parts[worker], speeds[worker])
+
+    last = len(parts) - 1
+    return prefill.job_seconds + done(last, prefill.num_layers - 1) + prefill.s_part.head_seconds(1) / speeds[last]
+
+
+@given(parts_of_prompts, st.data())
+def test_a_chain_takes_as_long_as_its_definition_says(parts: tuple[int, ...], data: st.DataObject) -> None:
+    speeds = tuple(data.draw(st.floats(0.25, 4)) for _ in parts)
+    link = PrefillLink(data.draw(st.floats(1e6, 1e12)), data.draw(st.floats(0, 0.1)))
+    prefill = model(link=link, job_seconds=0.25, attention=PromptAttention(1e-6, 64, call_seconds=1e-4))
+    assert prefill.chain_seconds(parts, speeds)[-1] == pytest.approx(defined_seconds(prefill, parts, speeds))
+
+
+def test_one_worker_computes_everything_in_turn() -> None:
+    alone = 4 * (S_PART.layer_seconds(1000) + 1e-7 * triangle_pairs(1000, 1)) + 0.5
+    assert model().alone_seconds(1000) == pytest.approx(alone)
+    assert model().alone_seconds(1000, speed=2.0) == pytest.approx(alone / 2)
+    assert model().tsp_seconds((1000,)) == pytest.approx(4 * (S_PART.layer_seconds(1000) + 0.1) + 0.5)
+
+
+def test_two_workers_by_hand() -> None:
+    """Layers of 2 (1 before attention), no attention to speak of, link of 3 a layer: the link sets the pace."""
+    flat = MeasuredSPart((100,), (2.0,), (0.0,))
+    prefill = PrefillModel(3, flat, PromptAttention(1e-12), 1.0, PrefillLink(100 / 3, 0.5), before_share=0.5)
+    # Worker 0 has k, v of layers 0, 1, 2 at 1, 3, 5; they have crossed at 4.5, 7.5, 10.5; then attention and 1 more.
+    assert prefill.chain_seconds((100, 100)) == pytest.approx((6.0, 11.5))
+    # TSP: 1 before, 3.5 round the ring, 1 after, three times.
+    assert prefill.tsp_seconds((100, 100)) == pytest.approx(16.5)
+
+
+def test_counts_of_the_papers_example() -> None:
+    """Section 4.1: 9 tokens on 3 processes; KVR 4 + 3 + 2: 21 dot products at most and 22 entries, TSP 27 and 36."""
+    whole_squares = PromptAttention(1.0, tile_rows=9)
+    assert [whole_squares.pairs(*part) for part in ((4, 0), (3, 4), (2, 7))] == [16, 21, 18]
+    assert 2 * chain_traffic_tokens((4, 3, 2)) == 22
+    assert whole_squares.square_seconds(3, 9) == 27
+    assert 2 * tsp_traffic_tokens((3, 3, 3)) == 36
+
+
+@given(st.integers(1, 64), st.integers(1, 8))
+def test_even_chains_move_half_of_an_all_gather(length: int, num_workers: int) -> None:
+    parts = even(length * num_workers, num_workers)
+    assert 2 * chain_traffic_tokens(parts) == tsp_traffic_tokens(parts)
+
+
+@given(parts_of_prompts, st.integers(1, 300))
+def test_tiles_compute_at_least_the_triangle_and_less_than_a_tile_more(parts: tuple[int, ...], tile: int) -> None:
+    for rows in parts:
+        causal = rows * (rows + 1) / 2
+        assert causal <= triangle_pairs(rows, tile) <= causal + rows * (tile - 1)
+        assert triangle_pairs(rows, 1) == causal
+    brute = sum(min(parts[0], (row // tile + 1) * tile) for row in range(parts[0]))
+    assert triangle_pairs(parts[0], tile) == brute
+
+
+def test_a_masked_part_computes_its_square() -> None:
+    masked = PromptAttention(1.0, masked_square=True)
+    assert masked.pairs(10, 0) == 55
+    assert masked.pairs(10, 5) == 150
+
+
+@given(st.integers(1, 16))
+def test_the_bound_of_equation_3(num_workers: int) -> None:
+    """A long prompt that only attends, no link: two balanced workers can be more than twice as fast as one."""
+    length = 240 * num_workers
+    work = sum(part * (index + 1) * part for index, part in enumerate(even(length, num_workers)))
+    assert least_chain_seconds(1.0, num_workers) == pytest.approx(work / num_workers / length**2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PromptAttention(0.0),
+        lambda: PromptAttention(1.0, 0),
+        lambda: PromptAttention(1.0, call_seconds=-1),
+        lambda: PrefillLink(0.0),
+        lambda: PrefillLink(1.0, float("inf")),
+        lambda: model(num_layers=0),
+        lambda: model(before_share=1.5),
+    ],
+)
+def test_impossible_figures_are_refused(make: Any) -> None:
+    with pytest.raises(ConfigError):
+        make()

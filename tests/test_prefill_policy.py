@@ -1,0 +1,168 @@
+"""Where prompts are computed: the policy beside every choice there is, and what measured times do to it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastdecode.perfmodel.partition import Forecast, PartitionEntry, PartitionTable, even
+from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel, PromptAttention
+from fastdecode.perfmodel.stages import MeasuredSPart
+from fastdecode.scheduler.prefill_policy import LeastWaiting
+from fastdecode.step import PrefillPart
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A millisecond per token and worker, and a fixed cost of a chain that grows with its length."""
+
+    hand_over_seconds: float = 0.1
+
+    def parts(self, num_tokens: int, speeds: Sequence[float]) -> tuple[int, ...]:
+        return even(num_tokens, len(speeds))
+
+    def seconds(self, parts: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
+        each = zip(parts, speeds, strict=True)
+        return tuple(i * self.hand_over_seconds + rows * 1e-3 / speed for i, (rows, speed) in enumerate(each))
+
+
+def workers_of(parts: tuple[PrefillPart, ...]) -> list[int]:
+    return [part.worker for part in parts]
+
+
+def test_a_lone_prompt_takes_all_workers_and_many_take_one_each() -> None:
+    policy = LeastWaiting(Stub(0.2), workers=range(4))
+    alone = policy.assign(4000)
+    assert alone == tuple(PrefillPart(i, 1000 * i, 1000 * (i + 1)) for i in range(4))
+    policy.begin_step(0.0, num_waiting=100)
+    seen = []
+    for job_id in range(8):
+        parts = policy.assign(4000)
+        policy.started(job_id, parts)
+        seen.append(workers_of(parts))
+    assert seen == [[0], [1], [2], [3]] * 2
+
+
+def test_a_prompt_stays_on_the_s_worker_where_that_is_sooner() -> None:
+    """Short ones; long ones while the workers are busy; but not while others would stand still meanwhile."""
+    policy = LeastWaiting(Stub(), lambda num_tokens: 0.05 + num_tokens * 2e-3, range(2))
+    assert policy.assign(40) != ()
+    assert LeastWaiting(Stub(0.1), lambda num_tokens: num_tokens * 5e-4, range(2)).assign(40) == ()
+    policy.started(1, policy.assign(10_000))
+    assert policy.assign(1000) == ()
+    policy.begin_step(0.0, num_decoding=10)
+    assert policy.assign(1000) != ()
+
+
+def test_no_workers_and_fewer_tokens_than_workers() -> None:
+    assert LeastWaiting(Stub()).assign(1000) == ()
+    assert len(LeastWaiting(Stub(0.0), workers=range(4)).assign(2)) <= 2
+
+
+def least_waited(free: list[float], num_tokens: int, waiting: int, stub: Stub) -> float:
+    """The least over every choice of workers, in every order, by the rule's own words."""
+    found = []
+    for size in range(1, len(free) + 1):
+        for chosen in itertools.permutations(free, size):
+            ends = stub.seconds(stub.parts(num_tokens, [1.0] * size), [1.0] * size)
+            taken = [max(chosen) + end - each for end, each in zip(ends, chosen, strict=True)]
+            found.append(max(chosen) + ends[-1] + waiting * sum(taken) / len(free))
+    return min(found)
+
+
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=4),
+    st.integers(10, 4000),
+    st.integers(0, 20),
+    st.floats(0.01, 1.0),
+)
+def test_no_choice_of_equal_workers_makes_all_wait_less(
+    backlog: list[int], num_tokens: int, waiting: int, hand_over_seconds: float
+) -> None:
+    stub = Stub(hand_over_seconds)
+    policy = LeastWaiting(stub, workers=range(len(backlog)))
+    for worker, tokens in enumerate(backlog):
+        if tokens:
+            policy.started(worker, (PrefillPart(worker, 0, tokens),))
+    free = [tokens * 1e-3 for tokens in backlog]
+    assert policy.backlog_seconds() == pytest.approx(dict(enumerate(free)))
+    policy.begin_step(0.0, num_waiting=waiting + 1)
+    parts = policy.assign(num_tokens)
+    ends = stub.seconds([part.end - part.start for part in parts], [1.0] * len(parts))
+    start = max(free[part.worker] for part in parts)
+    taken = sum(start + end - free[part.worker] for part, end in zip(parts, ends, strict=True))
+    ours = start + ends[-1] + waiting * taken / len(free)
+    assert ours == pytest.approx(least_waited(free, num_tokens, waiting, stub))
+    assert [part.start for part in parts] == [0, *(part.end for part in parts[:-1])]
+    assert parts[-1].end == num_tokens
+
+
+def test_what_a_prompt_took_corrects_its_workers() -> None:
+    """Worker 1 takes four times as long as predicted: it gets less and less, and still its share of the queue."""
+    model = PrefillModel(4, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttention(1e-9), 1.0)
+    policy = LeastWaiting(Forecast(model), workers=range(2))
+    now = 0.0
+    for job_id in range(40):
+        parts = (PrefillPart(job_id % 2, 0, 1000),)
+        policy.begin_step(now)
+        policy.started(job_id, parts)
+        now += 4.0 * (4 if job_id % 2 else 1)
+        policy.ended(job_id, now, computed=True)
+    policy.begin_step(now)
+    rows = {part.worker: part.end - part.start for part in policy.assign(1000)}
+    assert rows[0] == pytest.approx(800, abs=40)
+    assert rows[1] == pytest.approx(200, abs=40)
+
+
+def test_an_abort_says_nothing_about_speed_and_frees_the_workers() -> None:
+    policy = LeastWaiting(Stub(), workers=range(2))
+    before = policy.assign(1000)
+    policy.started(7, before)
+    assert max(policy.backlog_seconds().values()) > 0.5
+    policy.begin_step(0.01)
+    policy.ended(7, 0.01)
+    policy.ended(7, 0.02)
+    policy.ended(8, 0.02, computed=True)
+    assert policy.backlog_seconds() == {0: 0.0, 1: 0.0}
+    assert policy.assign(1000) == before
+
+
+def test_a_late_prompt_still_holds_its_worker() -> None:
+    """The first of a chain is done as predicted; the last is not, and what its worker has yet to do comes after it."""
+    policy = LeastWaiting(Stub(0.01), workers=range(2))
+    policy.started(1, (PrefillPart(0, 0, 100), PrefillPart(1, 100, 200)))
+    policy.started(2, (PrefillPart(1, 0, 300),))
+    policy.begin_step(5.0)
+    assert policy.backlog_seconds() == pytest.approx({0: 0.0, 1: 0.3})
+    assert workers_of(policy.assign(50))[0] == 0
+
+
+def test_lost_workers_get_nothing_and_joined_ones_do() -> None:
+    policy = LeastWaiting(Stub(), workers=range(2))
+    policy.lost(0)
+    policy.lost(5)
+    assert workers_of(policy.assign(1000)) == [1]
+    policy.joined(2)
+    assert sorted(workers_of(policy.assign(1000))) == [1, 2]
+    policy.started(1, policy.assign(1000))
+    policy.lost(1)
+    policy.lost(2)
+    policy.ended(1, 3.0)
+    assert policy.assign(1000) == ()
+
+
+def test_the_forecast_takes_the_table_for_equal_workers_only() -> None:
+    model = PrefillModel(4, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttention(1e-9), 10.0, PrefillLink(1e9, 1e-4))
+    forecast = Forecast(model, PartitionTable([PartitionEntry(1000, (900, 100))]))
+    assert forecast.parts(2000, (1.0, 1.05)) == (1800, 200)
+    assert forecast.parts(2000, (1.0, 2.0)) != (1800, 200)
+    assert sum(forecast.parts(2000, (1.0, 1.0, 1.0))) == 2000
+    assert forecast.seconds((1000, 1000), (1.0, 1.0)) == model.chain_seconds((1000, 1000))
+    tsp = Forecast(model, method="tsp")
+    assert tsp.parts(1001, (1.0, 1.0)) == (501, 500)
+    assert tsp.seconds((501, 500), (1.0, 1.0)) == (model.tsp_seconds((501, 500)),) * 2

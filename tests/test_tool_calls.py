@@ -1,0 +1,186 @@
+"""Calls that ``tool_choice`` forces: their form, what is read of their text, and chats that are answered with them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from helpers.servers import MODEL, RunningServer
+
+from fastdecode.errors import RequestError
+from fastdecode.server.responses_request import ResponsesRequest, chat_of
+from fastdecode.server.tool_calls import CallReader, ForcedCalls, forced_calls
+
+COUNT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"to": {"$ref": "#/$defs/number"}, "loud": {"type": "boolean"}},
+    "required": ["to", "loud"],
+    "additionalProperties": False,
+    "$defs": {"number": {"type": "integer", "minimum": 1, "maximum": 99}},
+}
+LOOK: dict[str, Any] = {"type": "object", "properties": {"é": {"enum": ["}]", '"']}}, "required": ["é"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "count", "parameters": COUNT}},
+    {"type": "function", "function": {"name": "look", "parameters": {**LOOK, "additionalProperties": False}}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "count"}}
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+def check_arguments(name: str, arguments: str) -> None:
+    found = json.loads(arguments)
+    if name == "count":
+        assert set(found) == {"to", "loud"} and 1 <= found["to"] <= 99 and isinstance(found["loud"], bool)
+    else:
+        assert name == "look" and found["é"] in ("}]", '"')
+
+
+def ask(api: openai.OpenAI, choice: Any, **more: Any) -> Any:
+    asked = {"max_tokens": 200, "temperature": 0, **more}
+    return api.chat.completions.create(
+        model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, **asked
+    )
+
+
+def streamed(events: Any) -> tuple[list[dict[str, str]], str, int]:
+    """The calls that a stream tells, why it ended, and in how many parts they came."""
+    calls: list[dict[str, str]] = []
+    reason, parts = "", 0
+    for event in events:
+        (choice,) = event.choices
+        assert not choice.delta.content
+        reason = choice.finish_reason or reason
+        for delta in choice.delta.tool_calls or ():
+            parts += 1
+            if delta.id:
+                assert delta.index == len(calls) and delta.type == "function"
+                calls.append({"id": delta.id, "name": delta.function.name, "arguments": ""})
+            calls[delta.index]["arguments"] += delta.function.arguments
+    return calls, reason, parts
+
+
+def test_a_named_function_is_called(chat_server: RunningServer) -> None:
+    """Whole, streamed token by token, several samples at once; and what was cut off says so."""
+    with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as api:
+        choice = ask(api, NAMED).choices[0]
+        (call,) = choice.message.tool_calls
+        assert choice.message.content is None and choice.finish_reason == "stop" and call.function.name == "count"
+        check_arguments("count", call.function.arguments)
+        calls, reason, parts = streamed(ask(api, NAMED, stream=True))
+        assert [each["arguments"] for each in calls] == [call.function.arguments]
+        assert calls[0]["name"] == "count" and reason == "stop" and parts > 5
+        for each in ask(api, NAMED, n=4, temperature=2, seed=1).choices:
+            check_arguments("count", each.message.tool_calls[0].function.arguments)
+        for stream in (False, True):
+            cut = ask(api, NAMED, max_tokens=5, stream=stream)
+            cut = streamed(cut) if stream else cut.choices[0]
+            text = cut[0][0]["arguments"] if stream else cut.message.tool_calls[0].function.arguments
+            assert text == call.function.arguments[:5] and (cut[1] if stream else cut.finish_reason) == "length"
+
+
+def test_some_function_must_be_called(chat_server: RunningServer) -> None:
+    """Whole and streamed; in time both functions are, and of a text that was cut off the calls that are complete."""
+    with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as api:
+        choice = ask(api, "required").choices[0]
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        check_arguments(call.function.name, call.function.arguments)
+        calls, reason, _ = streamed(ask(api, "required", stream=True))
+        assert [(each["name"], each["arguments"]) for each in calls] == [(call.function.name, call.function.arguments)]
+        assert reason == "tool_calls"
+        several = ask(
+            api, "required", n=8, temperature=2, seed=2, max_tokens=60, extra_body={"parallel_tool_calls": True}
+        )
+        found = [each.message.tool_calls for each in several.choices if each.message.tool_calls]
+        for each in (each for calls in found for each in calls):
+            check_arguments(each.function.name, each.function.arguments)
+        assert {each.function.name for calls in found for each in calls} == {"count", "look"}
+        assert len({each.id for calls in found for each in calls}) == sum(map(len, found))
+
+
+def test_a_text_is_free_where_no_call_is_forced(chat_server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as api:
+        for choice in ("auto", "none"):
+            message = ask(api, choice, max_tokens=5).choices[0].message
+            assert message.content and message.tool_calls is None
+
+
+def reader(name: str | None) -> CallReader:
+    forced = forced_calls(TOOLS, "required" if name is None else NAMED)
+    assert isinstance(forced, ForcedCalls)
+    return CallReader(forced)
+
+
+def test_calls_are_read_as_they_grow() -> None:
+    """Whatever the pieces: each call when its last brace is there, once, with its text as it was."""
+    arguments = ['{"to":1e400,"loud":true}', '{"é":"}]"}', '{"é":"\\""}']
+    names = ["count", "look", "look"]
+    told = [f'{{"name":"{name}","parameters":{each}}}' for name, each in zip(names, arguments, strict=True)]
+    text = f"[{','.join(told)}]"
+    for step in (1, 2, 7, len(text)):
+        one, found = reader(None), []
+        for end in [*range(0, len(text), step), len(text)]:
+            complete = [number for number in range(3) if len(",".join(told[: number + 1])) + 1 <= end]
+            found += one.read(text[:end], end == len(text))
+            assert [each.index for each in found] == complete
+        assert [(each.name, each.arguments) for each in found] == list(zip(names, arguments, strict=True))
+        assert all(each.first and each.complete for each in found) and len({each.call_id for each in found}) == 3
+    one = reader("count")
+    parts = [one.read(arguments[0][:end], end == 24)[0] for end in (0, 4, 24)]
+    assert "".join(each.arguments for each in parts) == arguments[0] and len({each.call_id for each in parts}) == 1
+    assert [(each.first, each.complete) for each in parts] == [(True, False), (False, False), (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        (None, "required", "without tools"),
+        ([], NAMED, "without tools"),
+        (TOOLS, "count", "tool_choice must be none, auto, required or"),
+        (TOOLS, {"type": "allowed_tools"}, "tool_choice must be none, auto, required or"),
+        (TOOLS, {"type": "function", "function": {"name": "jump"}}, "no tool is named 'jump'; there are count, look"),
+        ([{"type": "custom", "name": "count"}], "required", "tools must be a list of"),
+        ([*TOOLS, TOOLS[0]], "required", "each with a name of its own"),
+        ([{"type": "function", "function": {"name": "f", "parameters": 3}}], "required", "tools must be a list of"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"$defs": 3}}}],
+            "required",
+            "must be an object",
+        ),
+        (
+            [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": {"$defs": {"number": {}}}}}],
+            "required",
+            "several meanings of 'number'",
+        ),
+    ],
+)
+def test_calls_that_cannot_be_forced_are_refused(tools: Any, choice: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        forced_calls(tools, choice)
+
+
+def test_a_form_beside_a_forced_call(chat_server: RunningServer) -> None:
+    """Another form is refused; ``response_format`` is that of text, and there is none."""
+    asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": NAMED, "max_tokens": 100}
+    status, answer = chat_server.request("/v1/chat/completions", {**asked, "structured_outputs": {"regex": "a"}})
+    assert status == 400 and "give one" in answer["error"]["message"]
+    status, answer = chat_server.request("/v1/chat/completions", {**asked, "response_format": {"type": "json_object"}})
+    assert status == 200
+    check_arguments("count", answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+def test_items_of_responses_become_messages() -> None:
+    """Calls join the assistant's message before them."""
+    calls = [{"type": "function_call", "call_id": f"c{i}", "name": "look", "arguments": "{}"} for i in range(2)]
+    output = {"type": "function_call_output", "call_id": "c0", "output": [{"type": "input_text", "text": "a wall"}]}
+    begun = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
+    found = chat_of(ResponsesRequest(input=[{"role": "user", "content": "hi"}, begun, *calls, output, calls[0]]))
+    told = [{"id": f"c{i}", "type": "function", "function": {"name": "look", "arguments": "{}"}} for i in range(2)]
+    assert found.messages == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "I look.", "tool_calls": told},
+        {"role": "tool", "tool_call_id": "c0", "content": "a wall"},
+        {"role": "assistant", "content": "", "tool_calls": told[:1]},
+    ]
