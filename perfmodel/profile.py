@@ -12,13 +12,14 @@ import numpy as np
 from fastdecode.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.calibration import fit_parts
 from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.partition import PartitionEntry
 from fastdecode.perfmodel.stages import Contention, MeasuredSPart, RPart, Transport
 
 HERE = "here"
 """The R-workers of the S-worker's own machine, in ``RPartPoint.r_worker``: threads and processes alike."""
 
-FORMAT_VERSION = 1
-"""Of the JSON; a profile of another version is refused."""
+FORMAT_VERSION = 2
+"""Of the JSON. Version 1 knew nothing of prefill workers and is still read."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,23 @@ class AnchorPoint:
         _check_seconds(self.seconds)
 
 
+@dataclass(frozen=True)
+class PrefillPoint:
+    """From a prompt's arrival to its first token on prefill worker ``worker`` alone, ``num_busy`` of them (the first
+    ones) computing such a prompt at the same time."""
+
+    num_tokens: int
+    seconds: float
+    worker: int = 0
+    num_busy: int = 1
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_seconds(self.seconds)
+        if self.num_tokens < 1 or self.num_busy < 1:
+            raise ConfigError(f"a prompt has a token at least, and a worker: {self.num_tokens}, {self.num_busy}")
+
+
 def _check_seconds(seconds: float) -> None:
     """Rates and drifts are divided by them."""
     if not seconds > 0:
@@ -145,6 +163,8 @@ class HardwareProfile:
     plans: tuple[PlanPoint, ...] = ()
     contention: tuple[ContentionPoint, ...] = ()
     anchors: tuple[AnchorPoint, ...] = ()
+    prefill: tuple[PrefillPoint, ...] = ()
+    partitions: tuple[PartitionEntry, ...] = ()
     format_version: int = FORMAT_VERSION
 
     def measured_s_part(self, threads: int | None = None, shape: ModelShape | None = None) -> MeasuredSPart:
@@ -156,7 +176,7 @@ class HardwareProfile:
         threads = threads or (measured[-1] if measured else 1)
         points = sorted((p for p in self.s_part if p.threads == threads), key=lambda point: point.batch_size)
         if measured and not points:
-            raise self._lacks(f"no S-part with {threads} thread(s)", measured)
+            raise self.lacks(f"no S-part with {threads} thread(s)", measured)
         factor = (shape or self.shape).active_layer_parameters / self.shape.active_layer_parameters
         return MeasuredSPart(
             tuple(point.batch_size for point in points),
@@ -178,11 +198,9 @@ class HardwareProfile:
         if not points:
             found = sorted({f"{p.kv_cache_dtype} with {p.num_heads} / {p.num_kv_heads} heads" for p in self.r_part})
             where = "" if r_worker in (None, HERE) else f" of {r_worker}"
-            raise self._lacks(
-                f"no R-part{where} for {kv_dtype} with {heads[0]} / {heads[1]} heads of {heads[2]}", found
-            )
+            raise self.lacks(f"no R-part{where} for {kv_dtype} with {heads[0]} / {heads[1]} heads of {heads[2]}", found)
         if threads is not None and threads not in (measured := sorted({point.threads for point in points})):
-            raise self._lacks(f"no R-part with {threads} thread(s)", measured)
+            raise self.lacks(f"no R-part with {threads} thread(s)", measured)
         found_parts = [_fit_r_part(points, name, threads) for name in sorted({point.r_worker for point in points})]
         return max(found_parts, key=lambda part: part.seconds_per_token)
 
@@ -220,7 +238,7 @@ class HardwareProfile:
         for point in self.anchors:
             if (point.part, point.threads) == (part, threads):
                 return point.seconds
-        raise self._lacks(f"no anchor {part!r} with {threads} thread(s)", [(p.part, p.threads) for p in self.anchors])
+        raise self.lacks(f"no anchor {part!r} with {threads} thread(s)", [(p.part, p.threads) for p in self.anchors])
 
     def _way(self, r_worker: str, row_bytes: float, overlapped: bool) -> Transport:
         points = [point for point in self.links if point.r_worker == r_worker]
@@ -230,7 +248,8 @@ class HardwareProfile:
         latency, per_byte = fit_parts(columns, np.array([max(point.seconds, 1e-9) for point in points])).tolist()
         return Transport(row_bytes, (1.0 / per_byte,) if per_byte else (), latency, overlapped)
 
-    def _lacks(self, what: str, found: list) -> ProfileError:
+    def lacks(self, what: str, found: list) -> ProfileError:
+        """The error that names what is missing, and what there is."""
         return ProfileError(
             f"the profile of {self.machine.host} has {what}; it has {', '.join(map(str, found)) or 'none'}: "
             f"calibrate with that"

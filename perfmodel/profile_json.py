@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from fastdecode.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.partition import PartitionEntry, PartitionTable
 from fastdecode.perfmodel.profile import (
     FORMAT_VERSION,
     AnchorPoint,
@@ -20,6 +21,7 @@ from fastdecode.perfmodel.profile import (
     LinkPoint,
     MachineIdentity,
     PlanPoint,
+    PrefillPoint,
     RPartPoint,
     SPartPoint,
 )
@@ -33,7 +35,11 @@ LISTS = {
     "plans": PlanPoint,
     "contention": ContentionPoint,
     "anchors": AnchorPoint,
+    "prefill": PrefillPoint,
+    "partitions": PartitionEntry,
 }
+
+READ_VERSIONS = (1, FORMAT_VERSION)
 
 
 def write_profile(profile: HardwareProfile) -> str:
@@ -47,16 +53,18 @@ def read_profile(text: str) -> HardwareProfile:
         data = json.loads(text)
     except ValueError as error:
         raise ProfileError(f"the profile is not valid JSON: {error}") from None
-    if isinstance(data, dict) and data.get("format_version") != FORMAT_VERSION:
+    if isinstance(data, dict) and data.get("format_version") not in READ_VERSIONS:
+        known = " and ".join(map(str, READ_VERSIONS))
         raise ProfileError(
-            f"the profile's format_version is {data.get('format_version')!r}, and this version reads {FORMAT_VERSION}"
+            f"the profile's format_version is {data.get('format_version')!r}, and this version reads {known}"
         )
     try:
-        found = dict(_object(data, "profile"))
+        found = dict(_object(data, "profile")) | {"format_version": FORMAT_VERSION}
         found |= {key: _build(kind, found.get(key), key) for key, kind in PARTS.items()}
         found |= {key: _build_all(kind, found.get(key, []), key) for key, kind in LISTS.items()}
         profile = _build(HardwareProfile, found, "profile")
         profile.measured_s_part()
+        PartitionTable(profile.partitions)
     except ConfigError as error:
         raise ProfileError(f"the profile cannot be right: {error}") from None
     return profile
@@ -83,8 +91,9 @@ def _build(kind: type[_Part], value: Any, where: str) -> _Part:
         raise ProfileError(f"{where}: " + (f"lacks {missing[0]}" if missing else f"unknown key {unknown[0]}"))
     for name, item in data.items():
         _check(f"{where}.{name}", item, str(known[name].type))
+    plain = {name: tuple(item) if isinstance(item, list) else item for name, item in data.items()}
     try:
-        return kind(**data)
+        return kind(**plain)
     except ConfigError as error:
         raise ProfileError(f"{where} cannot be right: {error}") from None
 
@@ -102,6 +111,12 @@ def _object(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _check(where: str, value: Any, kind: str) -> None:
+    if kind == "Parts":
+        if not isinstance(value, list):
+            raise ProfileError(f"{where} must be a list of whole numbers, not {value!r}")
+        for index, item in enumerate(value):
+            _check(f"{where}[{index}]", item, "int")
+        return
     accepted: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
     if kind not in accepted:
         return

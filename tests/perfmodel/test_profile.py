@@ -16,6 +16,16 @@ from fastdecode.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.calibration import fit_parts
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
 from fastdecode.perfmodel.model_shape import BUILT_IN
+from fastdecode.perfmodel.partition import PartitionEntry
+from fastdecode.perfmodel.prefill import triangle_pairs
+from fastdecode.perfmodel.prefill_rates import (
+    TILE_ROWS,
+    measured_forecast,
+    measured_prefill_model,
+    measured_speeds,
+    slowdown,
+)
+from fastdecode.perfmodel.profile import PrefillPoint
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.perfmodel.stages import Contention
 
@@ -27,6 +37,44 @@ def changed(**changes: Any) -> str:
 
 def test_round_trip() -> None:
     assert read_profile(write_profile(profile())) == profile()
+
+
+def test_a_profile_of_version_1_knows_no_prefill_workers() -> None:
+    """Files that were written before there were any."""
+    old = read_profile(changed(format_version=1, prefill=..., partitions=...))
+    assert old == dataclasses.replace(profile(), prefill=(), partitions=())
+    with pytest.raises(ProfileError, match="no prefill workers"):
+        measured_prefill_model(old)
+
+
+def prefill_points(products: float, pair: float, once: float) -> tuple[PrefillPoint, ...]:
+    """Worker 0 alone and beside another, half as fast; worker 1 alone, a quarter faster."""
+    found = []
+    for n in (512, 1024, 4096):
+        seconds = products * n + pair * triangle_pairs(n, TILE_ROWS) + once
+        found += [
+            PrefillPoint(n, seconds),
+            PrefillPoint(n, 0.8 * seconds, worker=1),
+            PrefillPoint(n, 1.5 * seconds, num_busy=2),
+        ]
+    return tuple(found)
+
+
+def test_rates_of_prefill_workers_are_found_again() -> None:
+    parts = PartitionEntry(4096, (2500, 1596))
+    found = dataclasses.replace(profile(), prefill=prefill_points(1e-3, 1e-7, 0.01), partitions=(parts,))
+    assert read_profile(write_profile(found)) == found
+    alone, beside = measured_prefill_model(found), measured_prefill_model(found, num_busy=2)
+    assert alone.job_seconds == pytest.approx(0.01, rel=0.05)
+    for n in (600, 3000):
+        expected = 1e-3 * n + 1e-7 * triangle_pairs(n, TILE_ROWS)
+        assert alone.alone_seconds(n) == pytest.approx(expected + 0.01, rel=0.01)
+        assert beside.alone_seconds(n) == pytest.approx(1.5 * expected + 0.01, rel=0.01)
+    half = dataclasses.replace(profile().shape, num_layers=profile().shape.num_layers // 2)
+    assert measured_prefill_model(found, shape=half).alone_seconds(3000) < 0.55 * alone.alone_seconds(3000)
+    assert measured_speeds(found) == pytest.approx((1.0, 1.25))
+    assert slowdown(found, 5) == pytest.approx(1.5)
+    assert measured_forecast(found, 2).parts(8192, (1.0, 1.0)) == (5000, 3192)
 
 
 def test_what_a_plan_takes_from_it() -> None:
@@ -122,7 +170,13 @@ def points(key: str, **change: Any) -> list[dict[str, Any]]:
     [
         ("{", "not valid JSON"),
         ("[]", "must be a JSON object"),
-        (changed(format_version=2), "format_version is 2, and this version reads 1"),
+        (changed(format_version=3), "format_version is 3, and this version reads 1 and 2"),
+        (changed(prefill=[{"num_tokens": 0, "seconds": 1.0}]), r"prefill\[0\] cannot be right: a prompt has a token"),
+        (changed(prefill=[{"num_tokens": 9, "seconds": 0}]), r"prefill\[0\] cannot be right: seconds must be above 0"),
+        (changed(partitions=[{"num_tokens": 9, "parts": 9}]), r"partitions\[0\].parts must be a list"),
+        (changed(partitions=[{"num_tokens": 9, "parts": [4, "5"]}]), r"partitions\[0\].parts\[1\] must be of type int"),
+        (changed(partitions=[{"num_tokens": 9, "parts": [4, 4]}]), "must be at least 1 and add up"),
+        (changed(partitions=2 * [{"num_tokens": 9, "parts": [4, 5]}]), "9 tokens on 2 workers twice"),
         (changed(machine=...), "machine must be a JSON object"),
         (changed(colour="red"), "unknown key colour"),
         (changed(s_part=[{"batch_size": 1, "layer_seconds": 1.0}]), r"s_part\[0\]: lacks head_seconds"),

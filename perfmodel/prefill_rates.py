@@ -1,0 +1,118 @@
+"""The model of prefill workers from what is known of them: prompts that were measured, or a GPU's figures."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fastdecode.perfmodel.calibration import fit_parts
+from fastdecode.perfmodel.hardware import Gpu
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.partition import Forecast, PartitionTable
+from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel, PromptAttention, triangle_pairs
+from fastdecode.perfmodel.profile import HardwareProfile
+from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart
+
+TILE_ROWS = 256
+"""Of prompt attention on a CPU, in torch's kernel and in ``sworker/prefill.py``."""
+
+GPU_TILE_ROWS = 128
+"""Of fused kernels on GPUs."""
+
+MANY_ROWS = 1 << 20
+"""Up to which products take the same time per row."""
+
+
+def before_share(shape: ModelShape) -> float:
+    """Of a layer's products, the part before attention: q, k and v."""
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    return shape.hidden_size * shape.head_dim * heads / shape.active_layer_parameters
+
+
+def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink) -> PrefillModel:
+    """Prefill workers of a GPU each: products as its S-part, and attention that multiplies at the same rate.
+
+    A fused kernel that leaves out the tiles that causality hides is taken; 4·N·H operations make a pair's score and add
+    its value.
+    """
+    pair_seconds = 4.0 * shape.num_heads * shape.head_dim / gpu.flops_per_second.achieved
+    return PrefillModel(
+        num_layers=shape.num_layers,
+        s_part=GpuSPart(shape, gpu),
+        attention=PromptAttention(pair_seconds, GPU_TILE_ROWS),
+        kv_bytes=shape.appending_row_bytes,
+        link=link,
+        before_share=before_share(shape),
+    )
+
+
+def measured_prefill_model(
+    profile: HardwareProfile, num_busy: int = 1, shape: ModelShape | None = None
+) -> PrefillModel:
+    """Prefill workers like the first one measured, while ``num_busy`` of them compute; ProfileError without any.
+
+    ``shape``: with another number of layers than the profile's. Seconds of a prompt of n tokens are a·n for products,
+    b for each pair of its attention, and c once.
+    """
+    alone = _alone(profile, 0)
+    if not alone:
+        raise profile.lacks("no prefill workers (`calibrate --prefill` measures them)", [])
+    lengths, seconds = np.array(sorted(alone)), np.array([alone[n] for n in sorted(alone)])
+    pairs = np.array([triangle_pairs(int(n), TILE_ROWS) for n in lengths])
+    products, pair, once = fit_parts(np.stack([lengths, pairs, np.ones(len(lengths))], 1), seconds).tolist()
+    shape, measured_layers = shape or profile.shape, profile.shape.num_layers
+    slow = slowdown(profile, num_busy)
+    per_row, per_pair = slow * products / measured_layers, slow * pair / measured_layers
+    return PrefillModel(
+        num_layers=shape.num_layers,
+        s_part=MeasuredSPart((1, MANY_ROWS), (per_row, per_row * MANY_ROWS), (0.0, 0.0)),
+        attention=PromptAttention(max(per_pair, per_row * 1e-9), TILE_ROWS),
+        kv_bytes=shape.appending_row_bytes,
+        link=_link(profile),
+        before_share=before_share(shape),
+        job_seconds=once,
+    )
+
+
+def measured_speeds(profile: HardwareProfile) -> tuple[float, ...]:
+    """Of each prefill worker measured, alone, relative to the first one."""
+    first = _alone(profile, 0)
+    speeds = []
+    for worker in sorted({point.worker for point in profile.prefill}):
+        own = _alone(profile, worker)
+        ratios = [first[n] / own[n] for n in set(first) & set(own)]
+        speeds.append(float(np.median(ratios)) if ratios else 1.0)
+    return tuple(speeds)
+
+
+def slowdown(profile: HardwareProfile, num_busy: int) -> float:
+    """How many times longer a worker takes while so many compute, as measured with the nearest number of them."""
+    if num_busy == 1:
+        return 1.0
+    measured = {point.num_busy for point in profile.prefill if point.num_busy > 1}
+    if not measured:
+        return 1.0
+    nearest = min(measured, key=lambda number: (abs(number - num_busy), number))
+    beside = [point for point in profile.prefill if point.num_busy == nearest]
+    ratios = [
+        point.seconds / alone for point in beside if (alone := _alone(profile, point.worker).get(point.num_tokens))
+    ]
+    return max(1.0, float(np.median(ratios))) if ratios else 1.0
+
+
+def measured_forecast(profile: HardwareProfile, num_workers: int, method: str = "kvr") -> Forecast:
+    """What the scheduler's policy asks, of so many workers like those measured."""
+    return Forecast(measured_prefill_model(profile, num_workers), PartitionTable(profile.partitions), method)
+
+
+def _alone(profile: HardwareProfile, worker: int) -> dict[int, float]:
+    """Seconds by prompt tokens of one worker while the others rest."""
+    points = (point for point in profile.prefill if point.worker == worker and point.num_busy == 1)
+    return {point.num_tokens: point.seconds for point in points}
+
+
+def _link(profile: HardwareProfile) -> PrefillLink:
+    """One way of the slowest link measured, that of R-workers."""
+    way = profile.transport()
+    return PrefillLink(min(way.hop_bytes_per_second, default=math.inf), way.latency_seconds / 2)
