@@ -138,6 +138,7 @@ class Metrics:
             self._state = state
             for record in records:
                 self._count_step(record, state)
+            self._forget_gone(state)
             first = [output for output in outputs if len(output.metrics.token_seconds) == 1]
             self._count_starts(first, prefix_caching)
             moments = (output.metrics.token_seconds for output in outputs)
@@ -165,6 +166,13 @@ class Metrics:
             self._r_seconds[worker.name] += busy  # type: ignore[assignment]
             self._transfer_seconds[worker.name] += transfer  # type: ignore[assignment]
         self._observe("iteration_tokens_total", [record.num_tokens])
+
+    def _forget_gone(self, state: EngineState) -> None:
+        """No series of an R-worker that is gone: pools in which R-workers come and go would have ever more."""
+        present = {worker.name for worker in state.r_workers if worker.present}
+        for seconds in (self._r_seconds, self._transfer_seconds):
+            for name in seconds.keys() - present:
+                del seconds[name]
 
     def _count_starts(self, outputs: Iterable[RequestOutput], prefix_caching: bool) -> None:
         times = [(each.metrics.arrival_seconds, each.metrics.started_seconds, each) for each in outputs]

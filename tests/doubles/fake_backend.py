@@ -8,6 +8,7 @@ their codes and scales are the R-worker's own.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -153,9 +154,9 @@ class FakeBackend:
         ]
         self.cached[sequence_id] = _Cached(num_tokens, [keys for keys, _ in parts], [values for _, values in parts])
 
-    def admit(self) -> list[RWorkerInfo]:
+    def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
         """See ``AttentionBackend.admit``: always empty."""
-        return []
+        return {}
 
     def dismiss(self, worker: int) -> None:
         """See ``AttentionBackend.dismiss``; no effect, since sequences are not kept per R-worker."""
