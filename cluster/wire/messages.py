@@ -255,9 +255,9 @@ def _cache(layout: KVLayout, block_size: int) -> _Cache:
 
 def _layer(layer: LayerLayout) -> _Layer:
     """With floats even where the layout has whole numbers, since the fingerprint is of the text."""
-    numbers = {"scale": float(layer.scale), "soft_cap": float(layer.soft_cap)}
-    numbers |= {name: tuple(map(float, getattr(layer, name))) for name in ("sinks", "alibi_slopes")}
-    return _Layer(**(asdict(layer) | numbers))
+    numbers = {name: float(getattr(layer, name)) for name in ("scale", "soft_cap")}
+    tuples = {name: tuple(map(float, getattr(layer, name))) for name in ("sinks", "alibi_slopes")}
+    return _Layer(**(asdict(layer) | numbers | tuples))
 
 
 def _fingerprint(cache: _Cache) -> str:
