@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -69,10 +70,11 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def admit(self) -> list[RWorkerInfo]:
-        """Between steps: R-workers that have joined since; from the next step on every plan lists them too, at its end.
+    def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
+        """Between steps: R-workers that have joined since, by index; from the next step on every plan lists them too.
 
-        Never waits. Empty where R-workers cannot join.
+        They take the places ``vacant`` of R-workers that are gone, in order, and then new ones at the end. Never
+        waits. Empty where R-workers cannot join.
         """
         ...
 

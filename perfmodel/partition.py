@@ -22,6 +22,9 @@ Measure = Callable[[Parts], float]
 GRID = (-2, -1, 0, 1, 2)
 """Strides from the best so far that the paper's grid tries for each cut (figure 6, appendix D)."""
 
+BISECTIONS = 24
+"""Halvings of the time in which :func:`balanced` looks for the end: to a ten-millionth."""
+
 CUTS_TOGETHER = 3
 """Cuts that one grid moves at the same time; of more workers, grids of so many neighbours take turns."""
 
@@ -51,7 +54,7 @@ def closed_form(model: PrefillModel, num_tokens: int, num_workers: int, speeds: 
     rows = max(num_tokens // num_workers, 1)
     per_row = model.s_part.layer_seconds(rows) / rows + attention.row_seconds
     per_pair = attention.pair_seconds
-    per_row += per_pair * attention.tile_rows / 2  # what tiles compute beyond the triangle
+    per_row += per_pair * (rows if attention.masked_square else min(attention.tile_rows, rows)) / 2  # not causal
     delays = _delays(model, num_tokens, num_workers, speeds)
     work = model.num_layers * (per_row * num_tokens + per_pair * num_tokens**2 / 2)
     end_seconds = (work + sum(s * d for s, d in zip(speeds, delays, strict=True))) / sum(speeds)
@@ -60,6 +63,34 @@ def closed_form(model: PrefillModel, num_tokens: int, num_workers: int, speeds: 
     sums = itertools.accumulate(scale * share for share in shares[:-1])
     cuts = [round((math.sqrt(per_row**2 + 2 * per_pair * each) - per_row) / per_pair) for each in sums]
     return _of_cuts(num_tokens, _in_order(cuts, num_tokens))
+
+
+def balanced(model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float] = ()) -> Parts:
+    """As :func:`closed_form`, by bisection of F over the model's own seconds: tiles, masks and fixed costs included."""
+    speeds = list(speeds) or [1.0] * num_workers
+    delays = _delays(model, num_tokens, num_workers, speeds)
+
+    def filled(end_seconds: float) -> Parts:
+        """As many tokens to each worker as it computes until then; the last one takes what is left."""
+        context, parts = 0, []
+        for speed, delay in zip(speeds[:-1], delays, strict=False):
+            layer = (end_seconds - delay) / model.num_layers
+            parts.append(_most_rows(model, context, layer, speed, num_tokens - context))
+            context += parts[-1]
+        return (*parts, num_tokens - context)
+
+    low, high = 0.0, model.alone_seconds(num_tokens, min(speeds)) + delays[-1]
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        parts = filled(middle)
+        last = delays[-1] + model.num_layers * model.part_seconds(parts[-1], num_tokens - parts[-1], speeds[-1]).all
+        low, high = (low, middle) if last <= middle else (middle, high)
+    return _of_cuts(num_tokens, _in_order(list(itertools.accumulate(filled(high)))[:-1], num_tokens))
+
+
+def _most_rows(model: PrefillModel, context: int, layer_seconds: float, speed: float, most: int) -> int:
+    """Tokens after ``context`` that take at most ``layer_seconds`` a layer; none where one takes more."""
+    return bisect_right(range(1, most + 1), layer_seconds, key=lambda n: model.part_seconds(n, context, speed).all)
 
 
 def _delays(model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float]) -> list[float]:

@@ -20,12 +20,14 @@ class Workload:
 
     ``output_len_cv``: standard deviation of the output's length over its mean (0: all alike, 1: exponential).
     ``shared_prefix_len``: tokens at the start that every prompt shares, computed and read once per R-worker.
+    ``remote_prompts``: prefill workers compute the prompts, and the S-worker none.
     """
 
     seq_len: float
     prompt_len: float = 0.0
     output_len_cv: float = 0.0
     shared_prefix_len: float = 0.0
+    remote_prompts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "prompt_len", "output_len_cv", "shared_prefix_len"):
@@ -66,6 +68,8 @@ class Workload:
     @property
     def rows_per_output_token(self) -> float:
         """Rows the S-worker computes per token generated: the token's, and its share of a prompt not yet cached."""
+        if self.remote_prompts:
+            return 1.0
         return 1.0 + (self.prompt_len - self.shared_prefix_len) / self.output_len
 
 

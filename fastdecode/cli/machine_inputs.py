@@ -168,13 +168,14 @@ def _planner(
 def _server(planner: Planner, shape: ModelShape, gpu: Gpu) -> GpuServer:
     """The GPU alone, whose memory must hold the weights, as the S-worker's must."""
     kv_bytes = planner.kv_bytes_per_token or 0
-    server = GpuServer(shape, gpu, kv_bytes, planner.workload)
+    server = GpuServer(shape, gpu, kv_bytes, replace(planner.workload, remote_prompts=False))
     server.check_weights()
     return server
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    return Workload(args.seq_len, args.prompt_len, args.output_len_cv, args.shared_prefix_len)
+    remote_prompts = getattr(args, "num_prefill_workers", None) is not None
+    return Workload(args.seq_len, args.prompt_len, args.output_len_cv, args.shared_prefix_len, remote_prompts)
 
 
 def _mean_row_bytes(shape: ModelShape, workload: Workload) -> float:

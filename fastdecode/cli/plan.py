@@ -6,7 +6,7 @@ import argparse
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from fastdecode.cli.machine_inputs import (
     read_inputs,
 )
 from fastdecode.cli.output import check_output_files, write_json
+from fastdecode.cli.prefill_inputs import AUTOMATIC, add_prefill_flags, prefill_forecast
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.equations import TILE_TOKENS
 from fastdecode.perfmodel.gpu_only import GpuOnly, Verdict, judge
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import Candidate, Plan
+from fastdecode.perfmodel.prefill_plan import PrefillPlan, plan_prefill
 
 
 def add_command(commands: Any) -> None:
@@ -41,6 +43,7 @@ def add_command(commands: Any) -> None:
     group.add_argument("--cpu-price", type=float, metavar="PRICE", help="of one hour of one host of R-workers")
     add_number_flags(parser.add_argument_group("or as measured"))
     _add_workload_flags(parser.add_argument_group("workload"))
+    add_prefill_flags(parser.add_argument_group("prefill workers"), automatic=True)
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot", metavar="PNG", help="draw throughput and price against the number of R-workers")
@@ -61,13 +64,15 @@ def run(args: argparse.Namespace) -> int:
     limit = math.inf if args.latency_limit is None else args.latency_limit
     alone = inputs.server.best(limit) if inputs.server else None
     verdict = judge(plan, alone, planner.prices)
+    prefill = _prefill_plan(args, inputs, plan)
     if args.emit:
         rows_per_output_token = planner.workload.rows_per_output_token
         print(emit(args.emit, plan, _engine_flags(args), rows_per_output_token, _r_worker_flags(args, inputs)))
     else:
-        print(plan_text(inputs, plan, alone, verdict))
+        print(plan_text(inputs, plan, alone, verdict, prefill))
     if args.output_json:
-        write_json(plan_figures(inputs, plan, alone, verdict), args.output_json)
+        figures = plan_figures(inputs, plan, alone, verdict)
+        write_json(figures | ({"prefill": asdict(prefill)} if prefill else {}), args.output_json)
     if args.plot:
         from fastdecode.measure.plots import plot_plan
 
@@ -90,6 +95,22 @@ def plan_figures(inputs: PlanInputs, plan: Plan, alone: GpuOnly | None, verdict:
         "workload": asdict(inputs.planner.workload),
         "assumptions": list(inputs.assumptions),
     }
+
+
+def _prefill_plan(args: argparse.Namespace, inputs: PlanInputs, plan: Plan) -> PrefillPlan | None:
+    """None where no prefill workers were asked for."""
+    forecast = prefill_forecast(args)
+    if forecast is None:
+        return None
+    planner = inputs.planner
+    if planner.workload.prompt_len <= planner.workload.shared_prefix_len:
+        raise ConfigError("num_prefill_workers: there are no prompts to compute; give --prompt-len")
+    local = replace(planner, workload=replace(planner.workload, remote_prompts=False))
+    return plan_prefill(
+        forecast.model, planner.workload, plan.output_tokens_per_second, plan.step_seconds,
+        local.candidate(plan.mini_batch_size, plan.num_r_workers).step_seconds,
+        None if args.num_prefill_workers == AUTOMATIC else args.num_prefill_workers,
+    )  # fmt: skip
 
 
 def _mini_batch_size(args: argparse.Namespace, inputs: PlanInputs) -> int:
@@ -136,9 +157,16 @@ def _add_workload_flags(group: Any) -> None:
     add_pipeline_flags(group)
 
 
-def plan_text(inputs: PlanInputs, plan: Plan, alone: GpuOnly | None, verdict: Verdict) -> str:
+def plan_text(
+    inputs: PlanInputs, plan: Plan, alone: GpuOnly | None, verdict: Verdict, prefill: PrefillPlan | None = None
+) -> str:
     """The figures, the GPU alone, the verdict, the candidates and what all of it rests on."""
-    blocks = [_title(inputs), "\n".join(_figures(plan)), _alone(inputs, alone), verdict.sentence]
+    blocks = [
+        _title(inputs),
+        "\n".join((*_figures(plan), *_prefill_lines(prefill))),
+        _alone(inputs, alone),
+        verdict.sentence,
+    ]
     blocks += ["\n".join(_candidates(plan)), "\n".join(("Rests on:", *(f"  {line}" for line in inputs.assumptions)))]
     return "\n\n".join(block for block in blocks if block)
 
@@ -168,6 +196,21 @@ def _figures(plan: Plan) -> Iterator[str]:
     yield _line("bottleneck", plan.bottleneck + hint)
     if plan.price_per_million_tokens is not None:
         yield _line("price", f"{plan.price_per_million_tokens:.3g} per million output tokens")
+
+
+def _prefill_lines(prefill: PrefillPlan | None) -> Iterator[str]:
+    if prefill is None:
+        return
+    load = (
+        f"{prefill.prompts_per_second:.3g} prompts/s of {prefill.prompt_len} tokens keep them {prefill.busy:.0%} busy"
+    )
+    yield _line("prefill workers", f"{prefill.num_prefill_workers}: {load}")
+    waits = "grows without end: too few" if prefill.ttft_seconds is None else f"{prefill.ttft_seconds:.3g} s"
+    chain = f"{prefill.ttft_chain_seconds:.3g} s on a chain of {len(prefill.parts)}"
+    free = f"{prefill.ttft_alone_seconds:.3g} s on one free worker, {chain}"
+    yield _line("first token", f"{waits} at that load; {free}")
+    tbt, without = prefill.tbt_seconds * 1e3, prefill.tbt_without_seconds * 1e3
+    yield _line("between tokens", f"{tbt:.3g} ms ({without:.3g} ms where the S-worker computes the prompts)")
 
 
 def _alone(inputs: PlanInputs, alone: GpuOnly | None) -> str:

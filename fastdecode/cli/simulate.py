@@ -16,6 +16,7 @@ from tqdm import tqdm
 from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags
 from fastdecode.cli.machine_inputs import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
+from fastdecode.cli.prefill_inputs import add_prefill_flags
 from fastdecode.cli.simulate_inputs import DATASETS, SimulationInputs, read_simulation
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
@@ -23,7 +24,7 @@ from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec
 from fastdecode.measure.throughput_report import ThroughputRun, summary_lines, throughput_report
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, Slo, find_capacity
+from fastdecode.perfmodel.simulate import PrefillFleet, SimulatedRequest, Simulator, Slo, find_capacity
 from fastdecode.scheduler import SchedulerStatistics
 
 LOOK_EVERY_STEPS = 64
@@ -50,6 +51,7 @@ def add_command(commands: Any) -> None:
         help="of cache, from one R-worker to another (by the model's bytes; without a model nothing moves)",
     )  # fmt: skip
     add_number_flags(parser.add_argument_group("or as measured"))
+    add_prefill_flags(parser.add_argument_group("prefill workers"), automatic=False)
     group = parser.add_argument_group("engine")
     add_flags(group, EngineConfig, SCHEDULE)
     add_pipeline_flags(group, automatic=True)
@@ -104,7 +106,7 @@ def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
 
     def meets(rate: float) -> bool:
         requests = inputs.workload.at(rate)
-        simulator = Simulator(inputs.scheduler(), inputs.machine)
+        simulator = inputs.simulator()
         simulator.run(
             requests, lambda each: each.num_steps % LOOK_EVERY_STEPS == 0 and slo.is_lost(requests, each.now_seconds)
         )
@@ -112,7 +114,7 @@ def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
         return slo.is_met(requests)
 
     with progress_bar(None, "rate") as bar:
-        offline = Simulator(inputs.scheduler(), inputs.machine)
+        offline = inputs.simulator()
         offline.run(inputs.workload.at(math.inf))
         return find_capacity(meets, len(inputs.workload) / offline.now_seconds)
 
@@ -121,7 +123,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     """The workload at ``rate``, every step kept."""
     requests = inputs.workload.at(rate)
     steps: list[StepRecord] = []
-    simulator = Simulator(inputs.scheduler(), inputs.machine, steps.append)
+    simulator = inputs.simulator(steps.append)
     start = time.perf_counter()
     interrupted: KeyboardInterrupt | None = None
     try:
@@ -132,7 +134,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     scheduler = simulator.scheduler
     return Simulation(
         requests, steps, simulator.now_seconds, time.perf_counter() - start, scheduler.statistics,
-        scheduler.kv_load_limit, interrupted,
+        scheduler.kv_load_limit, interrupted, simulator.prefill,
     )  # fmt: skip
 
 
@@ -184,6 +186,7 @@ class Simulation:
     statistics: SchedulerStatistics
     kv_load_limit: int | None
     interrupted: KeyboardInterrupt | None = None
+    prefill: PrefillFleet | None = None
 
 
 def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[str, Any]:
@@ -199,7 +202,7 @@ def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[
             "p50": float(np.median(started)) if started else 0.0,
             "p99": float(np.percentile(started, 99)) if started else 0.0,
         },
-        "utilisation": _utilisation(simulation),
+        "utilisation": _utilisation(simulation) | _prefill_utilisation(simulation),
         "simulated_steps": len(simulation.steps),
         "simulated_steps_per_second": len(simulation.steps) / simulation.wall_seconds,
         "machine": {"simulated": inputs.title, "assumptions": list(inputs.assumptions)},
@@ -215,6 +218,8 @@ def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
     )
     yield f"Time between tokens: p50 {between['p50'] * 1e3:.3g} ms, p99 {between['p99'] * 1e3:.3g} ms"
     busy = report["utilisation"]
+    if "prefill_workers" in busy:
+        yield f"Prefill workers: {busy['prefill_workers']:.0%} busy with {busy['remote_prompts']} prompts"
     yield (
         f"Busy: S-worker {busy['s_worker']:.0%}, R-workers {busy['r_workers_mean']:.0%} "
         f"(the busiest {busy['r_workers_max']:.0%}) of {report['elapsed_time']:.4g} simulated seconds, "
@@ -237,6 +242,15 @@ def _utilisation(simulation: Simulation) -> dict[str, float]:
         "r_workers_mean": float(r_seconds.mean()) / seconds,
         "r_workers_max": float(r_seconds.max()) / seconds,
     }
+
+
+def _prefill_utilisation(simulation: Simulation) -> dict[str, float]:
+    """Of prefill workers, where there are some, and the prompts that they computed."""
+    fleet = simulation.prefill
+    if fleet is None:
+        return {}
+    seconds = simulation.elapsed_seconds * fleet.num_workers or 1.0
+    return {"prefill_workers": fleet.busy_seconds / seconds, "remote_prompts": fleet.num_prompts}
 
 
 def _output(request: SimulatedRequest) -> RequestOutput:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, named_shape, read_inputs
+from fastdecode.cli.prefill_inputs import prefill_forecast
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.machine import SCRATCH_SHARE
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
+from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.hardware import find_gpu
-from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedWorkload, SplitMachine
+from fastdecode.perfmodel.partition import Forecast
+from fastdecode.perfmodel.simulate import GpuMachine, Machine, PrefillFleet, SimulatedWorkload, Simulator, SplitMachine
 from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
+from fastdecode.scheduler.prefill_policy import LeastWaiting
 
 DATASETS = ("random", "trace", *SARATHI)
 UNBOUNDED_TOKENS = 1 << 40
@@ -56,13 +61,16 @@ OF_R_WORKERS = (
     "profile",
     *BARE_FLAGS,
     "exposed_transport",
+    "num_prefill_workers",
+    "prefill_gpu",
+    "prefill_link",
 )
 """Flags that describe R-workers, or a machine that was measured with them; unset they are None or False."""
 
 
 @dataclass(frozen=True)
 class SimulationInputs:
-    """``balanced_kv_tokens``: what one R-worker attends in the time of the S-part, None where there is none to ask."""
+    """``prefill``: predicted times of ``num_prefill_workers`` prefill workers, None where there are none."""
 
     machine: Machine
     limits: Limits
@@ -71,10 +79,22 @@ class SimulationInputs:
     rate: float
     title: str
     assumptions: tuple[str, ...]
+    prefill: Forecast | None = None
+    num_prefill_workers: int = 0
 
-    def scheduler(self) -> Scheduler:
-        """A new one."""
-        return Scheduler(SCHEDULES[self.schedule], self.limits)
+    def simulator(self, on_step: Callable[[StepRecord], None] | None = None) -> Simulator:
+        """A new one, with a scheduler of its own."""
+        policy, fleet = None, None
+        if self.prefill:
+            policy = LeastWaiting(self.prefill, self._s_seconds, range(self.num_prefill_workers))
+            fleet = PrefillFleet(self.prefill, self.num_prefill_workers)
+        return Simulator(Scheduler(SCHEDULES[self.schedule], self.limits, policy), self.machine, on_step, fleet)
+
+    def _s_seconds(self, num_tokens: int) -> float:
+        """Of a prompt on the S-worker, in as many steps as its rows take."""
+        most, loads = self.limits.max_num_batched_tokens, [0] * len(self.limits.num_blocks)
+        chunks = [most] * (num_tokens // most) + [num_tokens % most] * (num_tokens % most > 0)
+        return sum(self.machine.cost(rows, 1, loads).wall_seconds for rows in chunks)
 
 
 def read_simulation(args: argparse.Namespace) -> SimulationInputs:
@@ -157,7 +177,12 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     )
     machine = SplitMachine(model, kv_bytes, speeds, per_moved)
     title = f"{inputs.title}, {workers} R-worker(s)"
-    return SimulationInputs(machine, limits, args.schedule, workload, rate, title, inputs.assumptions)
+    prefill, num_prefill = prefill_forecast(args), args.num_prefill_workers or 0
+    if prefill:
+        title += f", {num_prefill} prefill worker(s)"
+    return SimulationInputs(
+        machine, limits, args.schedule, workload, rate, title, inputs.assumptions, prefill, num_prefill
+    )
 
 
 def _speeds(text: str | None, num_r_workers: int) -> tuple[float, ...] | None:

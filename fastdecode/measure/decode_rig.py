@@ -148,8 +148,8 @@ class InstantBackend:
     def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
         """Nothing is kept, so there is nothing to do."""
 
-    def admit(self) -> list[RWorkerInfo]:
-        return []
+    def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
+        return {}
 
     def dismiss(self, worker: int) -> None:
         """Nothing is kept, so there is nothing to do."""

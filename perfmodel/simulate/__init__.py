@@ -1,12 +1,14 @@
 """The engine's twin: the live scheduler object, with steps that cost what the performance model says."""
 
 from fastdecode.perfmodel.simulate.machine import GpuMachine, Machine, SplitMachine, StepCost
+from fastdecode.perfmodel.simulate.prefill import PrefillFleet
 from fastdecode.perfmodel.simulate.simulator import Simulator, Slo, find_capacity
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest, SimulatedWorkload
 
 __all__ = [
     "GpuMachine",
     "Machine",
+    "PrefillFleet",
     "SimulatedRequest",
     "SimulatedWorkload",
     "Simulator",

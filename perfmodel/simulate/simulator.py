@@ -17,9 +17,10 @@ import numpy as np
 from fastdecode.errors import ConfigError, PlanError
 from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.simulate.machine import Machine, StepCost
+from fastdecode.perfmodel.simulate.prefill import PrefillFleet
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest
 from fastdecode.scheduler import Scheduler, Sequence
-from fastdecode.step import ScheduledStep
+from fastdecode.step import RemotePrefill, ScheduledStep
 
 
 class Simulator:
@@ -30,11 +31,17 @@ class Simulator:
     """
 
     def __init__(
-        self, scheduler: Scheduler, machine: Machine, on_step: Callable[[StepRecord], None] | None = None
+        self,
+        scheduler: Scheduler,
+        machine: Machine,
+        on_step: Callable[[StepRecord], None] | None = None,
+        prefill: PrefillFleet | None = None,
     ) -> None:
+        """``prefill``: the prefill workers of the scheduler's policy, where it has one."""
         self.scheduler = scheduler
         self.machine = machine
         self.on_step = on_step
+        self.prefill = prefill
         self.now_seconds = 0.0
         self.num_steps = self.num_moves = 0
         self._step_seconds = 0.0
@@ -57,7 +64,7 @@ class Simulator:
                 if not self.scheduler.has_unfinished:
                     self.now_seconds = arriving[0].arrival_seconds
                     continue
-                self._step()
+                self._step(arriving[0].arrival_seconds if arriving else math.inf)
                 if until is not None and until(self):
                     return
         finally:
@@ -79,14 +86,18 @@ class Simulator:
         self._requests.append(request)
         self._sequences.append(sequence)
 
-    def _step(self) -> None:
+    def _step(self, next_arrival_seconds: float) -> None:
         moving_seconds = self._move()
-        step = self.scheduler.schedule()
-        if not step.num_tokens:
-            raise PlanError("no request can run: the scheduler promised room that it does not have (a bug)")
+        self._hear_of_prompts()
+        step = self.scheduler.schedule(self.now_seconds)
+        for prefill in step.prefills:
+            self._submit(prefill)
+        if not step.num_tokens and not step.arrived:
+            self._wait(step, next_arrival_seconds)
+            return
         self._note_starts(step)
         kv_loads, sampled = step.kv_loads, _sampled_ids(step)
-        cost = self.machine.cost(step.num_tokens, len(sampled), kv_loads)
+        cost = self._cost(step, len(sampled), kv_loads)
         self.now_seconds += cost.wall_seconds
         self._step_seconds = cost.wall_seconds
         self.scheduler.commit(step)
@@ -96,6 +107,30 @@ class Simulator:
         self.num_steps += 1
         if self.on_step is not None:
             self.on_step(self._record(step, kv_loads, cost, len(sampled), moving_seconds))
+
+    def _cost(self, step: ScheduledStep, num_output_tokens: int, kv_loads: list[int]) -> StepCost:
+        """Nothing where a step has no rows and only samples what prefill workers computed."""
+        if not step.num_tokens:
+            return StepCost(0.0, 0.0, 0.0, 0.0, np.zeros(len(kv_loads)))
+        return self.machine.cost(step.num_tokens, num_output_tokens, kv_loads)
+
+    def _hear_of_prompts(self) -> None:
+        for job_id in self.prefill.take(self.now_seconds) if self.prefill else ():
+            self.scheduler.prefilled(job_id, self.now_seconds)
+
+    def _submit(self, prefill: RemotePrefill) -> None:
+        if self.prefill is None:
+            raise PlanError("the scheduler sends prompts to prefill workers, and the simulator was given none")
+        self.prefill.submit(prefill, self.now_seconds)
+        self._start(prefill.sequence_id)
+
+    def _wait(self, step: ScheduledStep, next_arrival_seconds: float) -> None:
+        """Only prefill workers have something to do."""
+        moment = min(self.prefill.next_seconds if self.prefill else math.inf, next_arrival_seconds)
+        if self.prefill is None or math.isinf(moment):
+            raise PlanError("no request can run: the scheduler promised room that it does not have (a bug)")
+        self.scheduler.commit(step)
+        self.now_seconds = max(self.now_seconds, moment)
 
     def _move(self) -> float:
         """As ``Membership`` moves sequences, and for as long; returns the seconds that no step ran."""
@@ -111,9 +146,12 @@ class Simulator:
     def _note_starts(self, step: ScheduledStep) -> None:
         for mini_batch in step.mini_batches:
             for sequence_id in mini_batch.prompts["sequence_id"].tolist():
-                request = self._requests[sequence_id]
-                if request.start_seconds is None:
-                    request.start_seconds = self.now_seconds
+                self._start(sequence_id)
+
+    def _start(self, sequence_id: int) -> None:
+        request = self._requests[sequence_id]
+        if request.start_seconds is None:
+            request.start_seconds = self.now_seconds
 
     def _take(self, sampled_ids: np.ndarray) -> None:
         """One token for each sequence that was sampled; thousands are, so arrays do most of it."""
@@ -146,7 +184,8 @@ class Simulator:
 def _sampled_ids(step: ScheduledStep) -> np.ndarray:
     """int64 [num_output_tokens]."""
     batches = [mini_batch.chunks for mini_batch in step.mini_batches]
-    return np.concatenate([chunks["sequence_id"][chunks["samples"]] for chunks in batches])
+    arrived = np.array(step.arrived, np.int64)
+    return np.concatenate([arrived, *(chunks["sequence_id"][chunks["samples"]] for chunks in batches)])
 
 
 class TokenTimes:

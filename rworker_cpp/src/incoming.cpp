@@ -14,13 +14,13 @@ namespace {
 constexpr std::int64_t kSliceBytes = 1 << 18;  // stored in about 0.1 ms, for which controls may have to wait
 
 /// The bits of tokens [begin, end) of a tile that starts with token `first`.
-std::uint16_t bits_of(std::int64_t first, std::int64_t begin, std::int64_t end) {
+std::uint16_t token_bits(std::int64_t first, std::int64_t begin, std::int64_t end) {
     const std::int64_t from = std::max<std::int64_t>(begin - first, 0);
     const std::int64_t to = std::min<std::int64_t>(end - first, kTileTokens);
     return std::uint16_t((1u << to) - (1u << from));
 }
 
-const std::uint8_t* advance(const void* data, std::int64_t bytes) {
+const std::uint8_t* byte_at(const void* data, std::int64_t bytes) {
     return static_cast<const std::uint8_t*>(data) + bytes;
 }
 
@@ -35,15 +35,15 @@ struct RowBytes {
 /// Of `rows` those of tokens [start, end).
 IncomingRows part_of(const IncomingRows& rows, const RowBytes& bytes, std::int64_t start, std::int64_t end) {
     const std::int64_t before = start - rows.start;
-    return {advance(rows.keys, before * bytes.keys), advance(rows.values, before * bytes.values), start, end - start,
+    return {byte_at(rows.keys, before * bytes.keys), byte_at(rows.values, before * bytes.values), start, end - start,
             rows.dtype};
 }
 
-std::string range(std::int64_t begin, std::int64_t end) {
+std::string token_range(std::int64_t begin, std::int64_t end) {
     return "[" + std::to_string(begin) + ", " + std::to_string(end) + ")";
 }
 
-std::string name_of(std::int64_t job_id) { return "job " + std::to_string(job_id); }
+std::string job_name(std::int64_t job_id) { return "job " + std::to_string(job_id); }
 
 }  // namespace
 
@@ -66,11 +66,11 @@ void Incoming::check(std::int64_t layer, std::int64_t start, std::int64_t num_ro
         throw Error("store: layer is " + std::to_string(layer) + "; there are " + std::to_string(num_layers_));
     if (start < begin_ || start >= end_ || num_rows < 1 || num_rows > end_ - start)
         throw Error("store: " + std::to_string(num_rows) + " rows from " + std::to_string(start) +
-                    " on; those of tokens " + range(begin_, end_) + " are incoming");
+                    " on; those of tokens " + token_range(begin_, end_) + " are incoming");
     const std::int64_t end = start + num_rows, skipped = begin_ / kTileTokens;
     for (std::int64_t tile = start / kTileTokens; tile * kTileTokens < end; ++tile)
-        if (arrived_[key_of(layer, tile - skipped)] & bits_of(tile * kTileTokens, start, end))
-            throw Error("store: some of the rows " + range(start, end) + " of layer " + std::to_string(layer) +
+        if (arrived_[key_of(layer, tile - skipped)] & token_bits(tile * kTileTokens, start, end))
+            throw Error("store: some of the rows " + token_range(start, end) + " of layer " + std::to_string(layer) +
                         " came before");
 }
 
@@ -80,7 +80,7 @@ std::pair<std::int64_t, std::int64_t> Incoming::tokens_of(std::int64_t tile) con
 
 void Incoming::count(std::int64_t layer, std::int64_t start, std::int64_t end) {
     for (std::int64_t tile = start / kTileTokens; tile * kTileTokens < end; ++tile)
-        arrived(layer, tile) |= bits_of(tile * kTileTokens, start, end);
+        arrived(layer, tile) |= token_bits(tile * kTileTokens, start, end);
     num_missing_ -= end - start;
 }
 
@@ -114,7 +114,7 @@ void KVCache::reserve(const Control& control) {
         throw Error(name + ": out of blocks: a bug in the scheduler: num_tokens is " +
                     std::to_string(control.num_tokens) + ", more than the whole cache holds");
     if (incoming_.contains(control.source_id) || opened_.contains(control.source_id))
-        throw Error(name + ": " + name_of(control.source_id) + " exists already; each has an id of its own");
+        throw Error(name + ": " + job_name(control.source_id) + " exists already; each has an id of its own");
     remember(control.sequence_id);
     Sequence& sequence = sequences_[control.sequence_id];
     sequence.job_id = control.source_id;
@@ -127,7 +127,7 @@ void KVCache::reserve(const Control& control) {
 void KVCache::commit(const Control& control) {
     const std::string name = "commit: sequence " + std::to_string(control.sequence_id);
     if (sequence(control.sequence_id).job_id != control.source_id)
-        throw Error(name + " is not incoming under " + name_of(control.source_id));
+        throw Error(name + " is not incoming under " + job_name(control.source_id));
     const auto opened = opened_.find(control.source_id);
     const Incoming& job = opened == opened_.end() ? incoming_.at(control.source_id) : opened->second;
     if (control.num_tokens != job.end())
@@ -145,7 +145,7 @@ void KVCache::commit(const Control& control) {
 const Incoming& KVCache::incoming(std::int64_t job_id) const {
     const auto found = incoming_.find(job_id);
     if (found == incoming_.end())
-        throw UnknownSequence("store: " + name_of(job_id) + " is unknown; it was never reserved, or is over");
+        throw UnknownSequence("store: " + job_name(job_id) + " is unknown; it was never reserved, or is over");
     return found->second;
 }
 
@@ -220,8 +220,8 @@ void KVCache::write_rows(const Incoming& job, std::int64_t layer, const Incoming
         append({
             .view = view(layer, head, job.blocks().data()),
             .dtype = rows.dtype,
-            .keys = advance(rows.keys, head * spec.key_dim * item_bytes(rows.dtype)),
-            .values = advance(rows.values, head * spec.value_dim * item_bytes(rows.dtype)),
+            .keys = byte_at(rows.keys, head * spec.key_dim * item_bytes(rows.dtype)),
+            .values = byte_at(rows.values, head * spec.value_dim * item_bytes(rows.dtype)),
             .key_stride = spec.num_kv_heads * spec.key_dim,
             .value_stride = spec.num_kv_heads * spec.value_dim,
             .begin = rows.start,

@@ -8,6 +8,7 @@ their codes and scales are the R-worker's own.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -180,9 +181,9 @@ class FakeBackend:
             whole[start : start + len(new)] = new
             cache[layer] = whole
 
-    def admit(self) -> list[RWorkerInfo]:
+    def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
         """See ``AttentionBackend.admit``: always empty."""
-        return []
+        return {}
 
     def dismiss(self, worker: int) -> None:
         """See ``AttentionBackend.dismiss``; no effect, since sequences are not kept per R-worker."""
@@ -238,6 +239,8 @@ def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: in
     scores = np.einsum("hd,thd->ht", q, seen_keys) * layer.scale
     if layer.soft_cap:
         scores = layer.soft_cap * np.tanh(scores / layer.soft_cap)
+    if layer.alibi_slopes:
+        scores = scores + np.outer(layer.alibi_slopes, np.arange(first - position, 1))
     sinks = np.array(layer.sinks)[:, None] if layer.sinks else np.full((layer.num_heads, 1), -np.inf)
     top = np.maximum(scores.max(axis=1, keepdims=True), sinks)
     weights = np.exp(scores - top)

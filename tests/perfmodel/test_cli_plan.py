@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from helpers.hardware import profile
 
 from fastdecode.cli.machine_inputs import read_inputs
 from fastdecode.cli.main import build_parser, main
+from fastdecode.perfmodel.profile import PrefillPoint
 from fastdecode.perfmodel.profile_json import write_profile
 
 CONTRACT = {
@@ -250,3 +253,54 @@ sys.exit(str(heavy) if heavy else status)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+PROMPTS = ["--prompt-len", "512", "--mini-batch-size", "256"]
+
+
+def test_prefill_workers_in_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many as keep up, or as asked for; decodes then wait for no prompt."""
+    without = plan(tmp_path, *NAMES, *PROMPTS)
+    chosen = plan(tmp_path, *NAMES, *PROMPTS, "--num-prefill-workers", "auto", "--prefill-gpu", "t4")
+    assert "prefill" not in without
+    prefill = chosen["prefill"]
+    assert 0.4 < prefill["busy"] <= 0.8 and prefill["num_prefill_workers"] > 1
+    assert prefill["tbt_seconds"] == chosen["step_seconds"] < prefill["tbt_without_seconds"]
+    assert sum(prefill["parts"]) == prefill["prompt_len"] == 512
+    assert prefill["ttft_chain_seconds"] < prefill["ttft_alone_seconds"] < prefill["ttft_seconds"]
+    rate = chosen["output_tokens_per_second"] / 512
+    assert prefill["prompts_per_second"] == pytest.approx(rate)
+    capsys.readouterr()
+    few = plan(tmp_path, *NAMES, *PROMPTS, "--num-prefill-workers", "1", "--prefill-gpu", "t4")["prefill"]
+    assert few["busy"] == pytest.approx(prefill["busy"] * prefill["num_prefill_workers"]) and few["busy"] > 1
+    assert few["ttft_seconds"] is None and few["parts"] == [512]
+    assert "too few" in capsys.readouterr().out
+    assert "prefill" not in plan(tmp_path, *NAMES, *PROMPTS, "--num-prefill-workers", "0")
+
+
+def test_prefill_workers_as_measured(tmp_path: Path) -> None:
+    """By a profile that has seen them; one that has not says how it would."""
+    prompts = tuple(PrefillPoint(n, 1e-3 * n + 0.01, num_busy=busy) for n in (512, 2048) for busy in (1, 2))
+    path = tmp_path / "profile.json"
+    given = ["--profile", str(path), "--seq-len", "1024", *PROMPTS, "--num-prefill-workers", "2"]
+    path.write_text(write_profile(profile()))
+    assert main(["plan", *given]) == 1
+    path.write_text(write_profile(replace(profile(), prefill=prompts)))
+    found = plan(tmp_path, *given)["prefill"]
+    assert found["ttft_alone_seconds"] == pytest.approx(0.522 + found["tbt_seconds"] / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*NAMES, "--num-prefill-workers", "2"], "there are no prompts to compute"),
+        ([*NAMES, *PROMPTS, "--prefill-gpu", "a100"], "needs --num-prefill-workers"),
+        ([*NUMBERS, "--prompt-len", "512", "--num-prefill-workers", "2"], "bare numbers do not say"),
+        ([*NAMES, *PROMPTS, "--num-prefill-workers", "-2"], "must be a whole number"),
+        ([*NAMES, *PROMPTS, "--num-prefill-workers", "2", "--prefill-gpu", "b100"], "gpu must be one of"),
+    ],
+)
+def test_prefill_workers_that_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -193,3 +193,16 @@ sys.exit(str(heavy) if heavy else status)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_prefill_workers_take_prompts_from_the_s_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same requests: decodes never wait for a prompt, and the first token comes sooner."""
+    given = [*NAMES, "--num-r-workers", "2", "--random-input-len", "1000", "--request-rate", "4"]
+    without = simulate(tmp_path, *given)
+    found = simulate(tmp_path, *given, "--num-prefill-workers", "2", "--prefill-link", "300GB")
+    assert found["utilisation"]["remote_prompts"] == 24
+    assert 0 < found["utilisation"]["prefill_workers"] <= 1
+    assert "2 prefill worker(s)" in capsys.readouterr().out
+    assert found["ttft_seconds"]["p50"] < without["ttft_seconds"]["p50"]
+    assert found["tbt_seconds"]["p99"] < without["tbt_seconds"]["p99"]
+    assert found["total_output_tokens"] == without["total_output_tokens"]

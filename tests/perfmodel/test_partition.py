@@ -12,6 +12,7 @@ from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.partition import (
     PartitionEntry,
     PartitionTable,
+    balanced,
     closed_form,
     even,
     of_fractions,
@@ -45,6 +46,7 @@ def test_parts_cover_the_prompt(model: PrefillModel, num_tokens: int, num_worker
     check(even(num_tokens, num_workers), num_tokens, num_workers)
     check(of_fractions(num_tokens, fractions), num_tokens, num_workers)
     check(closed_form(model, num_tokens, num_workers, speeds), num_tokens, num_workers)
+    check(balanced(model, num_tokens, num_workers, speeds), num_tokens, num_workers)
 
 
 @given(models, st.integers(8, 400), st.integers(2, 3))
@@ -94,6 +96,24 @@ def test_the_closed_form_comes_near_a_search(num_workers: int) -> None:
     assert ours <= 1.05 * best
     assert ours < model.chain_seconds(even(8192, num_workers))[-1]
     assert list(formed) == sorted(formed, reverse=True)  # "the earlier processes need to consume more contexts"
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 8])
+def test_balanced_parts_know_what_attention_computes_in_vain(num_workers: int) -> None:
+    """Whole squares under a mask, and a floor under each layer: the bisection comes nearer than the closed form."""
+    s_part = MeasuredSPart((1, 1024, 2048), (3e-3, 3e-3, 5e-3), (0.0, 0.0, 0.0))
+    model = PrefillModel(32, s_part, PromptAttention(6e-10, 1 << 20), 16384, PrefillLink(300e9))
+    even_seconds, formed, ours = (
+        model.chain_seconds(parts)[-1]
+        for parts in (
+            even(16384, num_workers),
+            closed_form(model, 16384, num_workers),
+            balanced(model, 16384, num_workers),
+        )
+    )
+    assert ours <= formed < even_seconds
+    found = searched(lambda parts: model.chain_seconds(parts)[-1], balanced(model, 16384, num_workers), 32, 128)
+    assert ours <= 1.02 * model.chain_seconds(found)[-1]
 
 
 def test_a_faster_worker_gets_more() -> None:

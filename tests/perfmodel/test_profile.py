@@ -18,7 +18,7 @@ from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_mod
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.partition import PartitionEntry
 from fastdecode.perfmodel.prefill import triangle_pairs
-from fastdecode.perfmodel.prefill_profile import (
+from fastdecode.perfmodel.prefill_rates import (
     TILE_ROWS,
     measured_forecast,
     measured_prefill_model,

@@ -13,11 +13,21 @@ from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.gpu_only import GpuStepTime
 from fastdecode.perfmodel.hardware import GPUS
 from fastdecode.perfmodel.model_shape import BUILT_IN
-from fastdecode.perfmodel.simulate import GpuMachine, Machine, SimulatedRequest, Simulator, SplitMachine
+from fastdecode.perfmodel.partition import Forecast
+from fastdecode.perfmodel.prefill import PrefillModel, PromptAttention
+from fastdecode.perfmodel.simulate import (
+    GpuMachine,
+    Machine,
+    PrefillFleet,
+    SimulatedRequest,
+    Simulator,
+    SplitMachine,
+)
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler import Sequence as ScheduledSequence
+from fastdecode.scheduler.prefill_policy import LeastWaiting
 
 
 def simulate(
@@ -213,3 +223,47 @@ def test_a_gpu_alone_is_its_roofline() -> None:
     assert step_time.capacity_tokens == int((0.9 * 80e9 - shape.weight_bytes) / 131072)
     cost = GpuMachine(step_time).cost(1, 1, [10_000])
     assert cost.s_seconds == pytest.approx(weights) and cost.s_seconds + cost.r_seconds[0] == cost.wall_seconds
+
+
+def prefill_forecast(seconds_per_token: float) -> Forecast:
+    """Products alone: so many seconds for each token, on each worker."""
+    s_part = MeasuredSPart((1, 1 << 20), (seconds_per_token, seconds_per_token * (1 << 20)), (0.0, 0.0))
+    return Forecast(PrefillModel(1, s_part, PromptAttention(1e-12), 1.0, before_share=0.0))
+
+
+def simulate_prefill(
+    requests: list[SimulatedRequest], num_workers: int, machine: Machine | None = None
+) -> list[StepRecord]:
+    forecast = prefill_forecast(0.1)
+    steps: list[StepRecord] = []
+    scheduler = Scheduler(SCHEDULES["stall-free"], LIMITS, LeastWaiting(forecast, workers=range(num_workers)))
+    fleet = PrefillFleet(forecast, num_workers)
+    Simulator(scheduler, machine or PlainMachine(), steps.append, fleet).run(requests)
+    assert fleet.num_prompts == len(requests)
+    return steps
+
+
+def test_prompts_on_prefill_workers_by_hand() -> None:
+    """40 tokens on two workers: 2 s, and then a token a second; the second prompt waits for no seat and no row."""
+    first, second = request(40, 3), request(20, 3, 2.5)
+    steps = simulate_prefill([first, second], 2)
+    assert list(first.token_seconds) == pytest.approx([2.0, 3.0, 4.0])
+    # It is heard of at 3.0 and takes a chain for 1 s.
+    assert list(second.token_seconds) == pytest.approx([4.0, 5.0, 6.0])
+    assert first.start_seconds == 0.0 and second.start_seconds == pytest.approx(3.0)
+    assert sum(step.num_output_tokens for step in steps) == 6
+    assert all(step.is_decode for step in steps)
+
+
+def test_many_prompts_go_side_by_side() -> None:
+    """Two workers, four prompts of 2 s each: chains would do as well here, and no worker may stand idle."""
+    requests = [request(20, 1) for _ in range(4)]
+    simulate_prefill(requests, 2)
+    assert sorted(each.token_seconds[0] for each in requests)[-1] == pytest.approx(4.0)
+
+
+def test_prefill_workers_keep_decodes_from_stalling() -> None:
+    """The prompt of 48 rows that stalls a decode for 48 s on the S-worker takes nothing from it here."""
+    decoding = request(2, 12)
+    simulate_prefill([decoding, request(48, 1, 0.5)], 1, PlainMachine(0.0, 1.0))
+    assert decoding.seconds_between_tokens.max() == pytest.approx(1.0)

@@ -1,5 +1,4 @@
-"""From measured prompts to the model of prefill workers: rates of products and attention, and what workers take from
-each other."""
+"""The model of prefill workers from what is known of them: prompts that were measured, or a GPU's figures."""
 
 from __future__ import annotations
 
@@ -8,14 +7,18 @@ import math
 import numpy as np
 
 from fastdecode.perfmodel.calibration import fit_parts
+from fastdecode.perfmodel.hardware import Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.partition import Forecast, PartitionTable
 from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel, PromptAttention, triangle_pairs
 from fastdecode.perfmodel.profile import HardwareProfile
-from fastdecode.perfmodel.stages import MeasuredSPart
+from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart
 
 TILE_ROWS = 256
 """Of prompt attention on a CPU, in torch's kernel and in ``sworker/prefill.py``."""
+
+GPU_TILE_ROWS = 128
+"""Of fused kernels on GPUs."""
 
 MANY_ROWS = 1 << 20
 """Up to which products take the same time per row."""
@@ -25,6 +28,23 @@ def before_share(shape: ModelShape) -> float:
     """Of a layer's products, the part before attention: q, k and v."""
     heads = shape.num_heads + 2 * shape.num_kv_heads
     return shape.hidden_size * shape.head_dim * heads / shape.active_layer_parameters
+
+
+def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink) -> PrefillModel:
+    """Prefill workers of a GPU each: products as its S-part, and attention that multiplies at the same rate.
+
+    A fused kernel that leaves out the tiles that causality hides is taken; 4·N·H operations make a pair's score and add
+    its value.
+    """
+    pair_seconds = 4.0 * shape.num_heads * shape.head_dim / gpu.flops_per_second.achieved
+    return PrefillModel(
+        num_layers=shape.num_layers,
+        s_part=GpuSPart(shape, gpu),
+        attention=PromptAttention(pair_seconds, GPU_TILE_ROWS),
+        kv_bytes=shape.appending_row_bytes,
+        link=link,
+        before_share=before_share(shape),
+    )
 
 
 def measured_prefill_model(
