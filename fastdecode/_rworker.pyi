@@ -240,8 +240,8 @@ class RWorker:
     def statistics(self) -> dict[str, int]:
         """``blocks_used``, ``blocks_free``, ``blocks_shared`` (by several sequences), ``sequences``, ``incoming``
         (those whose rows are still to come), ``tokens`` (committed, those of shared blocks once per sequence),
-        ``bytes_read`` (keys and values, by all steps so far) and ``bytes_committed`` (of blocks ever used, the memory that the cache
-        may hold)."""
+        ``bytes_read`` (keys and values, by all steps so far) and ``bytes_committed`` (of blocks ever used, the memory
+        that the cache may hold)."""
 
     def close(self) -> None:
         """Wait for what runs and free everything; may be called twice."""
