@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fastdecode.config import MODEL, EngineConfig, flag_names
 from fastdecode.errors import CapacityError
@@ -32,7 +32,7 @@ def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
     return pool
 
 
-def kv_port(config: EngineConfig) -> str:
+def kv_port(config: EngineConfig) -> Literal["", "loopback", "any"]:
     """Where R-workers take keys and values from prefill workers; see ``KVLayout.kv_port``."""
     spec = config.prefill_worker_spec
     return "" if spec is None else "loopback" if spec.on_this_machine else "any"
@@ -86,11 +86,13 @@ def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
     if spec.kind == "spawn":
         from fastdecode.cluster.links.spawn import SpawnBackend
 
-        return SpawnBackend(sizes, config.block_size)
+        return SpawnBackend(sizes, config.block_size, config.key_file, config.security)
 
     from fastdecode.cluster.pool import InprocBackend
+    from fastdecode.cluster.wire.handshake import read_security
 
-    return InprocBackend(sizes, config.block_size, config.separate_cores)
+    security = read_security(config.key_file, config.security)
+    return InprocBackend(sizes, config.block_size, config.separate_cores, security)
 
 
 def prepare(config: EngineConfig) -> None:

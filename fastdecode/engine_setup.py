@@ -79,7 +79,7 @@ class EvenPrefill:
     def __init__(self, num_workers: int) -> None:
         self._workers = list(range(num_workers))
 
-    def begin_step(self, now_seconds: float, num_waiting: int, num_decoding: int) -> None:
+    def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
         pass
 
     def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
@@ -90,7 +90,7 @@ class EvenPrefill:
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
         pass
 
-    def ended(self, job_id: int, now_seconds: float, computed: bool) -> None:
+    def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
         pass
 
     def joined(self, worker: int) -> None:

@@ -51,7 +51,7 @@ def spawned_workers(
         for _ in range(count)
     ]
     clients = [
-        PrefillClient(f"spawn-{index}", partial(_connect, process, security), process.end)
+        PrefillClient(f"spawn-{index}", partial(_connect, process, security), process.end, process.process.pid)
         for index, process in enumerate(processes)
     ]
     return PrefillPool(clients, lambda: [process.address for process in processes])

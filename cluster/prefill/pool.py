@@ -52,9 +52,14 @@ class _Job:
 class PrefillClient:
     """One prefill worker, over a link."""
 
-    def __init__(self, name: str, connect: Callable[[], Link], end: Callable[[], None] = lambda: None) -> None:
-        """``connect`` is called by ``open``, and fails with BackendError; ``end``, by ``close``, ends the process."""
-        self.name = name
+    def __init__(
+        self, name: str, connect: Callable[[], Link], end: Callable[[], None] = lambda: None, process_id: int = 0
+    ) -> None:
+        """``connect`` is called by ``open``, and fails with BackendError; ``end``, by ``close``, ends the process.
+
+        ``process_id``: of a process that was started for it.
+        """
+        self.name, self.process_id = name, process_id
         self._connect, self._end = connect, end
         self.link: Link | None = None
         self.welcome: PrefillWelcome | None = None

@@ -93,8 +93,6 @@ class PrefillServer:
         try:
             return self._queue.get(timeout=timeout_seconds)
         except queue.Empty:
-            if self._peer is not None and self._port is not None and not self._port.reaches(self._peer):
-                self._drop_peer()
             return None
 
     def finish(self, job: PromptJob, seconds: float, logits: np.ndarray | None) -> None:
@@ -140,7 +138,7 @@ class PrefillServer:
 
     def _open(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         hello = decode_prefill_hello(reader.body(frame, MAX_JSON_BYTES))
-        if self._peer is not None and identity != self._peer and port.reaches(self._peer):
+        if self._peer is not None and identity != self._peer:
             port.send(identity, Kind.REFUSED, encode_refusal("busy", f"it serves another S-worker, {self._serving}"))
             return
         if hello.model != self.model.name or hello.max_model_len > self.model.max_model_len:
@@ -150,6 +148,7 @@ class PrefillServer:
         self._drop_peer()
         self._peer, self._serving = identity, hello.name
         port.renew_epoch()
+        port.look_after(identity, self._drop_peer)
         welcome = PrefillWelcome(
             num_threads=self.model.num_threads,
             cores=self.model.cores,
