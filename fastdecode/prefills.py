@@ -31,8 +31,9 @@ class RemotePrefills:
         self._logits: dict[int, np.ndarray] = {}
         self.on_prefilled: Callable[[Prefilled], None] = lambda prefilled: None
 
-    def __len__(self) -> int:
-        """Prompts under way."""
+    @property
+    def num_under_way(self) -> int:
+        """Prompts that are being computed."""
         return len(self._backend.jobs)
 
     def update(self) -> None:

@@ -128,7 +128,7 @@ def test_an_aborted_prompt_stops_its_chain(folder: Any) -> None:
             llm.engine.look_around()
         assert generate(llm, model_zoo.prompts(NAME)) == expected()
         assert llm.engine.prefills is not None
-        assert len(llm.engine.prefills) == 0
+        assert llm.engine.prefills.num_under_way == 0
 
 
 @pytest.mark.parametrize("security", ["encrypt", "authenticate"])

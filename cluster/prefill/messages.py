@@ -34,7 +34,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A port, "host:port", that keys and values are sent to, and the number that shows that they are welcome."""
 
     address: Text
-    epoch: Annotated[int, Meta(ge=1, lt=1 << 63)]
+    epoch: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class PrefillHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,7 +53,7 @@ class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_id: Text
     device: Text
     model: Text
-    port_epoch: Annotated[int, Meta(ge=1, lt=1 << 63)]
+    port_epoch: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

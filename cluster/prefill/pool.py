@@ -102,7 +102,8 @@ class PrefillClient:
         link, self.link = self.link, None
         if link is not None:
             try:
-                link.send(Kind.BYE)
+                if self.welcome:
+                    link.send(Kind.BYE)
             except ConnectionError:
                 pass  # it is gone already
             finally:

@@ -66,7 +66,7 @@ def process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], 
 
 @dataclass
 class AnyParts:
-    """A policy for tests: every prompt of at least ``least`` tokens goes to workers drawn at random, in random parts."""
+    """A policy for tests: prompts of at least ``least`` tokens go to workers drawn at random, in random parts."""
 
     workers: list[int]
     seed: int = 0
