@@ -23,7 +23,9 @@ def self_test(isa: str) -> str | None:
     """
 
 def block_bytes(
-    layers: list[tuple[int, int, int, int, float, int, float, list[float]]], kv_dtype: str, block_size: int
+    layers: list[tuple[int, int, int, int, float, int, float, list[float], list[float]]],
+    kv_dtype: str,
+    block_size: int,
 ) -> int:
     """Bytes that one block of ``block_size`` tokens takes over all ``layers``; arguments as in :class:`RWorker`."""
 
@@ -84,7 +86,7 @@ class RWorker:
     def __init__(
         self,
         *,
-        layers: list[tuple[int, int, int, int, float, int, float, list[float]]],
+        layers: list[tuple[int, int, int, int, float, int, float, list[float], list[float]]],
         model_dtype: str,
         kv_dtype: str,
         block_size: int,
@@ -96,10 +98,10 @@ class RWorker:
     ) -> None:
         """Reserve address space for the cache (committed as it fills) and start the threads.
 
-        ``layers``: (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, soft_cap, sinks) each, as in
-        ``fastdecode.types.LayerLayout``; head dims up to 512. ``model_dtype`` (of q, k, v and out): "float32",
-        "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by this worker.
-        ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
+        ``layers``: (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, soft_cap, sinks,
+        alibi_slopes) each, as in ``fastdecode.types.LayerLayout``; head dims up to 512. ``model_dtype`` (of q, k, v and
+        out): "float32", "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by
+        this worker. ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
         ``cores``: thread i is pinned to ``cores[i % len(cores)]``; empty: not pinned. ``isa``: "auto" is the
         environment's FASTDECODE_ISA where set, else the best; ValueError if this machine does not support it.
         ``read_ahead``: how the tokens read next are asked for, "run", "run-l2" or "pages" (as

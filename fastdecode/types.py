@@ -41,7 +41,8 @@ class LayerLayout:
     """Shape and scoring rule of one attention layer.
 
     ``window`` counts the tokens a query sees, itself included (0: all). ``soft_cap`` is 0 when absent.
-    ``sinks`` holds one extra logit per query head, or is empty.
+    ``sinks`` holds one extra logit per query head, or is empty. ``alibi_slopes`` holds one slope per query head, or is
+    empty: a score, scaled and capped, gains slope · (position of the key - position of the query).
     """
 
     num_heads: int
@@ -52,6 +53,7 @@ class LayerLayout:
     window: int = 0
     soft_cap: float = 0.0
     sinks: tuple[float, ...] = ()
+    alibi_slopes: tuple[float, ...] = ()
 
     @property
     def kv_elements_per_token(self) -> int:

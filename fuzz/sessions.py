@@ -29,7 +29,7 @@ from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, Verb, WorkerP
 LAYOUTS = (
     KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3, window=9)), "float32", "float32"),
     KVLayout((LayerLayout(2, 1, 32, 32, 0.2, soft_cap=2.0, sinks=(0.5, 1.0)),), "bfloat16", "int8"),
-    KVLayout((LayerLayout(8, 2, 64, 64, 0.1),) * 2, "float16", "int4"),
+    KVLayout((LayerLayout(8, 2, 64, 64, 0.1, alibi_slopes=(0.1,) * 8),) * 2, "float16", "int4"),
 )
 BLOCK_SIZE = 16
 CACHE_BYTES = 1 << 18

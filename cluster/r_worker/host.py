@@ -144,6 +144,7 @@ def _layer_tuple(layer: LayerLayout) -> tuple:
         layer.window,
         layer.soft_cap,
         list(layer.sinks),
+        list(layer.alibi_slopes),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 3
+VERSION = 4
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28

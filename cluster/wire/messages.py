@@ -74,6 +74,7 @@ class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: Annotated[int, Meta(ge=0, le=1 << 40)]
     soft_cap: Number
     sinks: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
+    alibi_slopes: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
 
 
 class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -254,8 +255,9 @@ def _cache(layout: KVLayout, block_size: int) -> _Cache:
 
 def _layer(layer: LayerLayout) -> _Layer:
     """With floats even where the layout has whole numbers, since the fingerprint is of the text."""
-    numbers = {"scale": float(layer.scale), "soft_cap": float(layer.soft_cap), "sinks": tuple(map(float, layer.sinks))}
-    return _Layer(**(asdict(layer) | numbers))
+    numbers = {name: float(getattr(layer, name)) for name in ("scale", "soft_cap")}
+    tuples = {name: tuple(map(float, getattr(layer, name))) for name in ("sinks", "alibi_slopes")}
+    return _Layer(**(asdict(layer) | numbers | tuples))
 
 
 def _fingerprint(cache: _Cache) -> str:

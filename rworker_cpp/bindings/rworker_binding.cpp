@@ -16,15 +16,16 @@ using rworker::LayerSpec;
 using rworker::Span;
 
 LayerSpec parse_layer(const py::handle& item, std::size_t index) {
-    if (!py::isinstance<py::tuple>(item) || py::len(item) != 8)
+    if (!py::isinstance<py::tuple>(item) || py::len(item) != 9)
         throw Error("layers[" + std::to_string(index) +
                     "] must be a tuple (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, "
-                    "soft_cap, sinks)");
+                    "soft_cap, sinks, alibi_slopes)");
     const auto values = py::reinterpret_borrow<py::tuple>(item);
     return {values[0].cast<std::int64_t>(), values[1].cast<std::int64_t>(),
             values[2].cast<std::int64_t>(), values[3].cast<std::int64_t>(),
             values[4].cast<float>(),        values[5].cast<std::int64_t>(),
-            values[6].cast<float>(),        values[7].cast<std::vector<float>>()};
+            values[6].cast<float>(),        values[7].cast<std::vector<float>>(),
+            values[8].cast<std::vector<float>>()};
 }
 
 std::vector<LayerSpec> parse_layers(const py::list& layers) {

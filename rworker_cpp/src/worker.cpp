@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <string>
 
 #include "rworker/attention_job.hpp"
@@ -27,6 +28,11 @@ void check_layer(const LayerSpec& layer, std::size_t index) {
     require(layer.sinks.empty() || std::int64_t(layer.sinks.size()) == layer.num_heads,
             name + "sinks must be empty or one per query head (" + std::to_string(layer.num_heads) + "), not " +
                 std::to_string(layer.sinks.size()));
+    require(layer.alibi_slopes.empty() || std::int64_t(layer.alibi_slopes.size()) == layer.num_heads,
+            name + "alibi_slopes must be empty or one per query head (" + std::to_string(layer.num_heads) + "), not " +
+                std::to_string(layer.alibi_slopes.size()));
+    for (const float slope : layer.alibi_slopes)
+        require(std::isfinite(slope), name + "alibi_slopes must be finite, not " + std::to_string(slope));
 }
 
 WorkerConfig checked(WorkerConfig config) {

@@ -193,6 +193,8 @@ def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: in
     scores = np.einsum("hd,thd->ht", q, seen_keys) * layer.scale
     if layer.soft_cap:
         scores = layer.soft_cap * np.tanh(scores / layer.soft_cap)
+    if layer.alibi_slopes:
+        scores = scores + np.outer(layer.alibi_slopes, np.arange(first - position, 1))
     sinks = np.array(layer.sinks)[:, None] if layer.sinks else np.full((layer.num_heads, 1), -np.inf)
     top = np.maximum(scores.max(axis=1, keepdims=True), sinks)
     weights = np.exp(scores - top)

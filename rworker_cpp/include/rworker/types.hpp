@@ -26,6 +26,8 @@ struct LayerSpec {
     std::int64_t window;       // tokens a query sees, itself included; 0: all
     float soft_cap;            // 0: none
     std::vector<float> sinks;  // one logit per query head, or empty
+    // ALiBi, one per query head, or empty: a score gains slope * (position of the key - position of the query)
+    std::vector<float> alibi_slopes = {};
 
     std::int64_t group() const { return num_heads / num_kv_heads; }
     bool same_work(const LayerSpec& other) const {
