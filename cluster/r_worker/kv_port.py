@@ -13,8 +13,27 @@ from fastdecode.settings import is_loopback
 from fastdecode.types import WIRE_DTYPE, KVLayout
 
 
+class RowStore:
+    """What a KV port does with a frame: the rows of a KV frame go to a sequence that is incoming, and STORED back."""
+
+    def __init__(self, worker: _rworker.RWorker, layout: KVLayout) -> None:
+        self._worker, self._layers, self._dtype = worker, layout.layers, WIRE_DTYPE[layout.model_dtype]
+
+    def __call__(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        """See ``Handler``. Rows that nothing waits for are refused before they are read."""
+        if frame.kind is not Kind.KV:
+            raise FrameError(f"a {frame.kind.name} frame, which has no place at a KV port")
+        job_id, start, num_rows = reader.record(KV_ROWS)
+        self._worker.check_store(job_id, frame.layer, start, num_rows)
+        layer = self._layers[frame.layer]
+        k = reader.array((num_rows, layer.num_kv_heads, layer.key_head_dim), self._dtype)
+        v = reader.array((num_rows, layer.num_kv_heads, layer.value_head_dim), self._dtype)
+        self._worker.store(job_id, frame.layer, start, k, v)
+        port.send(identity, Kind.STORED, KV_STORED.pack(job_id, frame.layer, start, num_rows))
+
+
 class KvPort:
-    """Stores the rows of KV frames in sequences that are incoming, and answers each with STORED or REFUSED.
+    """Listens for prefill workers, in a thread of its own that stores what they send.
 
     Its thread waits while nothing comes, and lets Python's lock go while it stores. It must be closed before the
     R-worker is. ``address``: "host:port" for prefill workers, without the host where that is the one at which the
@@ -29,8 +48,7 @@ class KvPort:
         bound = "127.0.0.1" if layout.kv_port == "loopback" else host or "*"
         if not is_loopback(bound) and security.secret is None:
             raise ValueError("a KV port that is open beyond this machine takes a --key-file")
-        self._worker, self._layers, self._dtype = worker, layout.layers, WIRE_DTYPE[layout.model_dtype]
-        self._port = Port(bound, 0, security, self._store)
+        self._port = Port(bound, 0, security, RowStore(worker, layout))
         self.epoch = self._port.epoch
         known = bound if layout.kv_port == "loopback" else "" if host else own_address()
         self.address = f"{known}:{self._port.tcp_port}"
@@ -38,14 +56,3 @@ class KvPort:
     def close(self) -> None:
         """Wait until its thread has ended; may be called twice."""
         self._port.close()
-
-    def _store(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        if frame.kind is not Kind.KV:
-            raise FrameError(f"a {frame.kind.name} frame, which has no place at a KV port")
-        job_id, start, num_rows = reader.record(KV_ROWS)
-        self._worker.check_store(job_id, frame.layer, start, num_rows)
-        layer = self._layers[frame.layer]
-        k = reader.array((num_rows, layer.num_kv_heads, layer.key_head_dim), self._dtype)
-        v = reader.array((num_rows, layer.num_kv_heads, layer.value_head_dim), self._dtype)
-        self._worker.store(job_id, frame.layer, start, k, v)
-        port.send(identity, Kind.STORED, KV_STORED.pack(job_id, frame.layer, start, num_rows))
