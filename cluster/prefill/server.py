@@ -28,7 +28,7 @@ from fastdecode.cluster.prefill.senders import ChainSender, Sender, StoreSender
 from fastdecode.cluster.r_worker.host import host_id
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES, encode_refusal
+from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES
 from fastdecode.errors import FrameError
 from fastdecode.types import WIRE_DTYPE, KVLayout
 
@@ -139,11 +139,11 @@ class PrefillServer:
     def _open(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         hello = decode_prefill_hello(reader.body(frame, MAX_JSON_BYTES))
         if self._peer is not None and identity != self._peer:
-            port.send(identity, Kind.REFUSED, encode_refusal("busy", f"it serves another S-worker, {self._serving}"))
+            port.refuse(identity, "busy", f"it serves another S-worker, {self._serving}")
             return
         if hello.model != self.model.name or hello.max_model_len > self.model.max_model_len:
-            message = f"it has another model ({self.model.name}), or a shorter --max-model-len"
-            port.send(identity, Kind.REFUSED, encode_refusal("refused", f"{message}: {hello.model} is served"))
+            message = f"it has another model, or a --max-model-len below {hello.max_model_len}"
+            port.refuse(identity, "refused", message)
             return
         self._drop_peer()
         self._peer, self._serving = identity, hello.name
@@ -250,11 +250,12 @@ class PrefillServer:
         """The thread that sends to ``place``, begun with the first rows for it."""
         key = (place.address, place.epoch)
         if key not in self._senders:
-            self._senders[key] = kind(place, self._security, self._lost_way)
+            self._senders[key] = kind(place, self._security, self._cannot_send)
         return self._senders[key]
 
-    def _lost_way(self, job_ids: list[int], place: Place, reason: str) -> None:
-        """``place`` cannot be reached: the prompts that send there cannot be computed."""
-        self._senders.pop((place.address, place.epoch), None)
+    def _cannot_send(self, job_ids: list[int], place: Place, reason: str, is_lost: bool) -> None:
+        """These jobs cannot send to ``place``; where it ``is_lost``, a later job tries anew."""
+        if is_lost:
+            self._senders.pop((place.address, place.epoch), None)
         for job in [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]:
             self.fail(job, f"{place.address}: {reason}")
