@@ -223,10 +223,25 @@ class RWorker:
         not that of ``num_tokens``, another kind of array, or while a step is open.
         """
 
+    def check_store(self, job_id: int, layer: int, start: int, num_rows: int) -> None:
+        """KeyError for a job that is not under way, ValueError for rows that it does not wait for.
+
+        From any thread, while another takes steps; so is ``store``.
+        """
+
+    def store(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+        """Store rows of an incoming sequence as append-only rows are, from the token ``start`` on.
+
+        ``k`` [num_rows, num_kv_heads, key_head_dim], ``v`` [num_rows, num_kv_heads, value_head_dim], in the model's
+        dtype. Rows come in any order, each once. Errors as of ``check_store``, and ValueError for other arrays; a
+        KeyError may also come midway, when a control releases the sequence meanwhile.
+        """
+
     def statistics(self) -> dict[str, int]:
-        """``blocks_used``, ``blocks_free``, ``blocks_shared`` (by several sequences), ``sequences``, ``tokens``
-        (committed, those of shared blocks once per sequence), ``bytes_read`` (keys and values, by all steps so far) and
-        ``bytes_committed`` (of blocks ever used, the memory that the cache may hold)."""
+        """``blocks_used``, ``blocks_free``, ``blocks_shared`` (by several sequences), ``sequences``, ``incoming``
+        (those whose rows are still to come), ``tokens`` (committed, those of shared blocks once per sequence),
+        ``bytes_read`` (keys and values, by all steps so far) and ``bytes_committed`` (of blocks ever used, the memory
+        that the cache may hold)."""
 
     def close(self) -> None:
         """Wait for what runs and free everything; may be called twice."""

@@ -145,7 +145,7 @@ def make_request(
     room = model.max_model_len - len(prompt_token_ids)
     max_tokens = min(params.max_tokens or room, room)
     form = params.structured_outputs
-    grammars = [None if form is None else model.grammar(form) for _ in range(params.n)]
+    grammars = [None if form is None else model.grammars.matcher(form) for _ in range(params.n)]
     sequences = [Sequence(first_sequence_id + index, prompt_token_ids, max_tokens) for index in range(params.n)]
     sequences[0].siblings = tuple(sequences[1:])
     for sequence in sequences:

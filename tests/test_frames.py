@@ -151,6 +151,9 @@ def test_hello_carries_the_layout_and_its_fingerprint() -> None:
         (["cache", "layers"], [1] * 5000),
         (["cache", "model_dtype"], "int8"),
         (["cache", "kv_dtype"], ["float32"]),
+        (["cache", "kv_port"], "everywhere"),
+        (["cache", "kv_port"], "any\n"),
+        (["cache", "kv_port"], None),
         (["cache", "layers", 0, "scale"], 10**400),
         (["cache", "layers", 0, "scale"], 1e39),
         (["cache", "layers", 0, "soft_cap"], float("nan")),
@@ -208,10 +211,20 @@ def test_json_that_is_hard_to_read_or_to_show_is_refused(value: str, message: st
         ("read_gb_per_s", 10**400),
         ("isa", "\x07"),
         ("fingerprint", None),
+        ("kv_address", ""),
+        ("kv_address", ":0"),
+        ("kv_address", "host"),
+        ("kv_address", "a host:5580"),
+        ("kv_address", "host:70000"),
+        ("kv_epoch", 0),
+        ("kv_epoch", -1),
+        ("kv_epoch", 1 << 63),
     ],
 )
 def test_a_lying_welcome_is_refused(name: str, value: Any) -> None:
-    welcome = json.loads(messages.encode_welcome(messages.Welcome(8, 1, "avx2", 1.5, (0, 3), "boot", "f")))
+    whole = messages.Welcome(8, 1, "avx2", 1.5, (0, 3), "boot", "f", ":5580", (1 << 63) - 1)
+    assert messages.decode_welcome(messages.encode_welcome(whole)) == whole
+    welcome = json.loads(messages.encode_welcome(whole))
     with pytest.raises(FrameError):
         messages.decode_welcome(json.dumps(welcome | {name: value}).encode())
 

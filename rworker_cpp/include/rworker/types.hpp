@@ -43,7 +43,7 @@ struct Span {
 };
 
 /// What a control asks of the cache before a step's rows.
-enum class Verb : std::int64_t { fork = 0, truncate = 1, release = 2 };
+enum class Verb : std::int64_t { fork = 0, truncate = 1, release = 2, reserve = 3, commit = 4 };
 
 struct Control {
     Verb verb;
