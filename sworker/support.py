@@ -53,8 +53,9 @@ def _check_mpt(hf_config: Any) -> None:
     """Refuse what transformers' own code of MPT leaves out without a word."""
     usual = {"alibi": True, "prefix_lm": False, "qk_ln": False, "attn_type": "multihead_attention"}
     for name, value in usual.items():
-        if getattr(hf_config.attn_config, name) != value:
-            refuse(hf_config, f"has {name} {getattr(hf_config.attn_config, name)}, which transformers ignores")
+        found = getattr(hf_config.attn_config, name, value)
+        if found != value:
+            refuse(hf_config, f"has {name} {found}, which transformers ignores")
 
 
 def check_rope(hf_config: Any, max_model_len: int) -> None:

@@ -21,7 +21,7 @@ from fastdecode.config import EngineConfig
 from fastdecode.sworker import SModel
 from fastdecode.types import LayerLayout
 
-NAMES = ["falcon", "falcon-40b", "falcon-rw", "bloom", "mpt", "gptj"]
+NAMES = ["falcon-40b", "falcon-rw", "bloom", "gptj"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
