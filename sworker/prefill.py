@@ -21,6 +21,23 @@ def causal_mask(num_rows: int, num_keys: int, window: int, device: torch.device)
     return mask & (key_positions > query_positions - window) if window else mask
 
 
+MASK_ELEMENTS = 1 << 22
+"""Of the mask of scores that ALiBi takes; prompts attend in so many rows at once."""
+
+
+@functools.lru_cache(maxsize=1024)
+def slopes_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
+    """The layer's ALiBi slopes, float32 [num_heads], copied to a device once."""
+    return torch.tensor(layer.alibi_slopes, device=device)
+
+
+def alibi_bias(num_rows: int, num_keys: int, layer: LayerLayout, device: torch.device) -> torch.Tensor:
+    """float32 [num_heads, num_rows, num_keys]: slope · (position of the key - position of the query)."""
+    query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
+    distances = torch.arange(num_keys, device=device)[None, :] - query_positions
+    return slopes_on(layer, device)[:, None, None] * distances
+
+
 @functools.lru_cache(maxsize=1024)
 def sinks_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
     """The layer's sinks, float32 [num_heads], copied to a device once: a copy would make the host wait for it."""
@@ -28,7 +45,7 @@ def sinks_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
-    """The oracle: window, soft cap and sinks in plain operations, float32 inside.
+    """The oracle: window, soft cap, ALiBi and sinks in plain operations, float32 inside.
 
     ``q`` [rows, num_heads, key_head_dim], ``k`` and ``v`` [keys, num_kv_heads, …] with the rows' own keys last;
     returns [rows, num_heads, value_head_dim] in q's dtype.
@@ -39,6 +56,8 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * layer.scale
     if layer.soft_cap:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    if layer.alibi_slopes:
+        scores += alibi_bias(len(q), len(k), layer, q.device)
     scores.masked_fill_(~causal_mask(len(q), len(k), layer.window, q.device), float("-inf"))
     if layer.sinks:
         sinks = sinks_on(layer, q.device)[:, None, None].expand(-1, len(q), 1)
@@ -51,30 +70,41 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer
 def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
     """As :func:`reference_attention`, through torch's fused kernel where the layer has no soft cap and no sinks.
 
-    The kernel's own ``is_causal`` is aligned top-left, right only for a prompt's first chunk; later chunks and
-    windows get an explicit mask, TILE_ROWS at a time, since what a mask hides is computed all the same.
+    The kernel's own ``is_causal`` is aligned top-left, right only for a prompt's first chunk; later chunks, windows
+    and ALiBi get an explicit mask, some rows at a time, since what a mask hides is computed all the same.
     """
     if layer.soft_cap or layer.sinks:
         return reference_attention(q, k, v, layer)
-    first_chunk = len(q) == len(k) and not (layer.window and layer.window < len(k))
     group = layer.num_heads // layer.num_kv_heads
     queries, keys, values = (rows.transpose(0, 1)[None] for rows in (q, k, v))
     if group > 1:
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    if first_chunk:
+    if len(q) == len(k) and not layer.alibi_slopes and not (layer.window and layer.window < len(k)):
         o = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=layer.scale)
         return o[0].transpose(0, 1)
-    context, tiles = len(k) - len(q), []
-    for start in range(0, len(q), TILE_ROWS):
-        rows = queries[:, :, start : start + TILE_ROWS]
-        end = context + start + rows.shape[2]
-        mask = causal_mask(rows.shape[2], end, layer.window, q.device)
-        tiles.append(
-            F.scaled_dot_product_attention(
-                rows, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=layer.scale
-            )
+    tiles, end = [], len(k) - len(q)
+    for rows in queries.split(_tile_rows(layer, len(k)), dim=2):
+        end += rows.shape[2]
+        mask = _mask(rows.shape[2], end, layer, q)
+        tile = F.scaled_dot_product_attention(
+            rows, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=layer.scale
         )
+        tiles.append(tile)
     return torch.cat(tiles, dim=2)[0].transpose(0, 1)
+
+
+def _tile_rows(layer: LayerLayout, num_keys: int) -> int:
+    """Rows that attend together: fewer where each head has a mask of its own."""
+    return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else TILE_ROWS
+
+
+def _mask(num_rows: int, num_keys: int, layer: LayerLayout, q: torch.Tensor) -> torch.Tensor:
+    """What the last of ``num_keys`` positions see: boolean [num_rows, keys], or a bias [num_heads, num_rows, keys]."""
+    seen = causal_mask(num_rows, num_keys, layer.window, q.device)
+    if not layer.alibi_slopes:
+        return seen
+    bias = alibi_bias(num_rows, num_keys, layer, q.device).masked_fill_(~seen, float("-inf"))
+    return bias if q.device.type == "cpu" else bias.to(q.dtype)
 
 
 class PromptScratch:

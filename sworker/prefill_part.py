@@ -74,7 +74,7 @@ def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Lay
     advantage of causality (KV-Runahead, section 4.1).
     """
     end = start + len(q)
-    if end == len(k) or layer.soft_cap or layer.sinks or layer.window:
+    if end == len(k) or layer.soft_cap or layer.sinks or layer.window or layer.alibi_slopes:
         return prompt_attention(q, k[:end], v[:end], layer)
     mask = F.pad(causal_mask(len(q), end, 0, q.device), (0, len(k) - end))
     group = layer.num_heads // layer.num_kv_heads
