@@ -29,8 +29,8 @@ def add_command(commands: Any) -> None:
         "prefill",
         help="time to first token by method, prefill workers and context",
         description="One prompt at a time on prefill workers (--prefill-workers; spawn:N for the most of --workers "
-        "unless given): a chain with even, searched or interpolated parts, and tensor/sequence parallel. Measured times "
-        "stand beside those that the performance model predicts, counted bytes beside the formula.",
+        "unless given): a chain with even, searched or interpolated parts, and tensor/sequence parallel. Beside the "
+        "measured times stand those that the performance model predicts, beside the counted bytes the formula's.",
     )
     group = parser.add_argument_group("measuring")
     group.add_argument("--prefill-lens", default="1024,2048,4096", metavar="LIST", help="tokens (1024,2048,4096)")

@@ -1,4 +1,4 @@
-"""Time to the first token by method, prefill workers and context: measured beside predicted, bytes beside the formula."""
+"""Time to the first token by method, prefill workers and context: beside the prediction, bytes beside the formula."""
 
 from __future__ import annotations
 
