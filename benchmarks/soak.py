@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import re
 import socket
@@ -41,10 +40,6 @@ ABORTED_PART = 0.1
 CAPACITY_CONCURRENCY = 48
 MOST_GROWTH = 0.02
 SAMPLE_SECONDS = 5.0
-
-PRODUCT_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-"""torch keeps what it prepared for a product of each shape and number of rows: up to a megabyte each, 1,024 of each
-kind. Until all numbers of rows have come, which takes longer than a soak, memory grows for that alone."""
 
 
 @dataclass
@@ -181,14 +176,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=int, default=20, help="(20)")
     parser.add_argument("--part", type=float, default=0.8, help="of the capacity (0.8)")
     parser.add_argument("--capacity-seconds", type=float, default=40, help="(40)")
-    parser.add_argument("--product-cache", type=int, metavar="N", help="entries of torch's caches (its own 1024)")
     args = parser.parse_args()
     return asyncio.run(run(args))
 
 
 async def run(args: argparse.Namespace) -> int:
     """Serve, load, report."""
-    async with serving(args.product_cache) as soak:
+    async with serving() as soak:
         capacity = await soak.measure_capacity(args.capacity_seconds)
         print(f"capacity {capacity:.2f} requests/s; {args.part * capacity:.2f} arrive", flush=True)
         soak.counts.clear()
@@ -215,16 +209,15 @@ def report(soak: Soak, told: Counter[str]) -> int:
 
 
 @asynccontextmanager
-async def serving(product_cache: int | None) -> AsyncIterator[Soak]:
+async def serving() -> AsyncIterator[Soak]:
     """A server of the demo model, and two R-workers that have joined it."""
-    caches = dict.fromkeys(PRODUCT_CACHES, str(product_cache)) if product_cache else {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         pool = f"127.0.0.1:{free_port()}"
         command = [*FASTDECODE, "serve", "--port", "0", "--served-model-name", "soak", "--dtype", "float32"]
         command += ["--r-workers", "spawn:1", "--pool-listen", pool, "--max-num-seqs", "64", "--max-model-len", "512"]
         command += ["--kv-cache-memory", "128MiB", "--s-threads", "1", "--r-threads", "1", "--num-mini-batches", "1"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **caches})
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         line = process.stdout.readline() if process.stdout else ""
         found = re.search(r" at (http://\S+) ", line)
         if not found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.payload import row_counts, slices
 from fastdecode.cluster.workers import InprocWorker, LostWorker, PoolWorker, transfer_seconds
 from fastdecode.errors import BackendError, WorkerLostError
@@ -31,6 +33,8 @@ if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
 FAILURES = (ValueError, KeyError, WorkerLostError)
 """What a ``PoolWorker`` raises: a refusal, or that it is lost."""
 
+MOST_NAMES = 1000
+
 logger = logging.getLogger(__name__)
 
 
@@ -47,12 +51,12 @@ class _MiniBatchRows:
 class PoolBackend:
     """``AttentionBackend`` over R-workers of any kind; one that is lost in a step leaves the others going.
 
-    ``joined``: names of the R-workers that have joined since ``open``, in order.
+    ``joined``: names of the last R-workers that have joined since ``open``, in order.
     """
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
         self.workers = list(workers)
-        self.joined: list[str] = []
+        self.joined: deque[str] = deque(maxlen=MOST_NAMES)
         self.join_listener: JoinListener | None = None
         self._lost: list[int] = []
         self._leaving: list[int] = []
@@ -60,7 +64,7 @@ class PoolBackend:
         self._o_dtype: np.dtype = np.dtype(np.float32)
         self._rows: list[_MiniBatchRows] = []
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
-        self._blocks: dict[str, tuple[int, int]] = {}
+        self._blocks: dict[int, tuple[int, int]] = {}
         self._isas: dict[str, str] = {}
 
     def accept_joins(self, listener: JoinListener) -> None:
@@ -77,7 +81,7 @@ class PoolBackend:
         except BaseException:
             self.close()
             raise
-        self._blocks = {info.name: (info.num_blocks, info.num_blocks) for info in infos}
+        self._blocks = {index: (info.num_blocks, info.num_blocks) for index, info in enumerate(infos)}
         self._warn_if_arithmetic_differs(infos)
         if self.join_listener:
             self.join_listener.open(layout)
@@ -160,14 +164,15 @@ class PoolBackend:
         except (ValueError, KeyError) as error:
             raise _refusal(holder, "to import a sequence", error) from error
 
-    def admit(self) -> list[RWorkerInfo]:
-        infos = []
-        for joined in self.join_listener.joined() if self.join_listener else ():
-            self.workers.append(joined.worker)
-            self._blocks[joined.info.name] = (joined.info.num_blocks,) * 2
+    def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
+        infos = {}
+        for number, joined in enumerate(self.join_listener.joined() if self.join_listener else ()):
+            index = vacant[number] if number < len(vacant) else len(self.workers)
+            self.workers[index : index + 1] = [joined.worker]
+            self._blocks[index] = (joined.info.num_blocks,) * 2
             self.joined.append(joined.info.name)
-            infos.append(joined.info)
-        self._warn_if_arithmetic_differs(infos)
+            infos[index] = joined.info
+        self._warn_if_arithmetic_differs(list(infos.values()))
         return infos
 
     def dismiss(self, worker: int) -> None:
@@ -230,7 +235,7 @@ class PoolBackend:
         gone = self.workers[index]
         gone.close()
         self.workers[index] = LostWorker(gone.name, self._step_shape)
-        self._blocks[gone.name] = (0, 0)
+        self._blocks[index] = (0, 0)
 
     @property
     def _step_shape(self) -> tuple[int, int]:
@@ -245,9 +250,8 @@ class PoolBackend:
         times = self._ended(index)
         if times.leaving:
             self._leaving.append(index)
-        worker = self.workers[index]
-        num_blocks = self._blocks[worker.name][0]
-        self._blocks[worker.name] = (num_blocks, min(times.blocks_free, num_blocks))
+        num_blocks = self._blocks[index][0]
+        self._blocks[index] = (num_blocks, min(times.blocks_free, num_blocks))
         transfer = transfer_seconds(self._submitted, times.busy_start, times.busy_end, self._arrived[index])
         return replace(times, transfer_seconds=transfer)
 
@@ -275,11 +279,20 @@ class PoolBackend:
 class InprocBackend(PoolBackend):
     """``AttentionBackend`` over R-workers in this process, one per entry of ``sizes``, each with its own threads."""
 
-    def __init__(self, sizes: Sequence[RWorkerSize], block_size: int, own_cores: bool = False) -> None:
-        """``own_cores``: the S-worker does not run on the cores of ``sizes``."""
+    def __init__(
+        self,
+        sizes: Sequence[RWorkerSize],
+        block_size: int,
+        own_cores: bool = False,
+        security: Security | None = None,
+    ) -> None:
+        """``own_cores``: the S-worker does not run on the cores of ``sizes``. ``security``: of their KV ports."""
         waits_working = len(sizes) == 1 and not own_cores
         super().__init__(
-            [InprocWorker(f"inproc-{i}", size, block_size, own_cores, waits_working) for i, size in enumerate(sizes)]
+            [
+                InprocWorker(f"inproc-{i}", size, block_size, own_cores, waits_working, security)
+                for i, size in enumerate(sizes)
+            ]
         )
 
 

@@ -28,15 +28,15 @@ class Membership:
         r_workers: list[RWorkerInfo],
         tell: Callable[[], object],
     ) -> None:
-        """``r_workers`` is extended by those that join. ``tell`` brings the scheduler's controls to the R-workers."""
+        """Those that join are entered in ``r_workers``. ``tell`` brings the scheduler's controls to the R-workers."""
         self._backend, self._scheduler, self._r_workers, self._tell = backend, scheduler, r_workers, tell
         self._updated = time.perf_counter()
 
     def update(self) -> None:
         """To be called before every step."""
         now = time.perf_counter()
-        for info in self._backend.admit():
-            self._join(info)
+        for index, info in self._backend.admit(self._scheduler.workers.vacant).items():
+            self._join(index, info)
         self._move_until(now + (now - self._updated))
         for worker in self._scheduler.drained():
             logger.info("R-worker %s is let go", self._r_workers[worker].name)
@@ -58,11 +58,12 @@ class Membership:
             if not self._scheduler.workers.accepting:
                 logger.warning("no other R-worker is there: %s is needed", self._r_workers[worker].name)
 
-    def _join(self, info: RWorkerInfo) -> None:
+    def _join(self, index: int, info: RWorkerInfo) -> None:
         known = [self._scheduler.workers.bandwidths[worker] for worker in self._scheduler.workers.present]
         measured = info.read_gb_per_s and all(worker.read_gb_per_s for worker in self._r_workers)
-        self._scheduler.join(info.num_blocks, info.read_gb_per_s if measured else sum(known) / len(known))
-        self._r_workers.append(info)
+        bandwidth = info.read_gb_per_s if measured else sum(known) / len(known)
+        self._scheduler.join(info.num_blocks, bandwidth, index)
+        self._r_workers[index : index + 1] = [info]
         logger.info("R-worker %s has joined, with %d KV blocks", info.name, info.num_blocks)
 
     def _move_until(self, deadline: float) -> None:

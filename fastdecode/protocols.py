@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from fastdecode.step import PrefillPart
+from fastdecode.step import Prefilled, PrefillPart, RemotePrefill
 from fastdecode.types import KVLayout, RWorkerInfo, StepPlan, StepReport
 
 
@@ -69,10 +70,11 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def admit(self) -> list[RWorkerInfo]:
-        """Between steps: R-workers that have joined since; from the next step on every plan lists them too, at its end.
+    def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
+        """Between steps: R-workers that have joined since, by index; from the next step on every plan lists them too.
 
-        Never waits. Empty where R-workers cannot join.
+        They take the places ``vacant`` of R-workers that are gone, in order, and then new ones at the end. Never
+        waits. Empty where R-workers cannot join.
         """
         ...
 
@@ -82,6 +84,42 @@ class AttentionBackend(Protocol):
 
     def close(self) -> None:
         """Free everything; may be called twice."""
+        ...
+
+
+class PrefillBackend(Protocol):
+    """The prefill workers of an engine, by number; called from one thread. One that is lost leaves the others going."""
+
+    def open(self, model: str, max_model_len: int, vocab_size: int, dtype: str) -> int:
+        """Open a session with each and return how many there are.
+
+        BackendError where one refuses, or does not have the model that ``model`` identifies. ``dtype``: the model's.
+        """
+        ...
+
+    def submit(self, prefill: RemotePrefill, r_worker: RWorkerInfo) -> None:
+        """Hand a prompt out, once ``r_worker`` has reserved its blocks."""
+        ...
+
+    def cancel(self, job_id: int) -> None:
+        """A prompt is not wanted any more; unknown ids are ignored."""
+        ...
+
+    def outcomes(self) -> tuple[list[Prefilled], list[int], list[int]]:
+        """Since the last call: prompts that are computed, jobs that failed, and workers that were lost. Never waits."""
+        ...
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return once ``outcomes`` has something, or the time is over."""
+        ...
+
+    @property
+    def jobs(self) -> list[int]:
+        """Ids of the jobs under way."""
+        ...
+
+    def close(self) -> None:
+        """Free all workers; may be called twice."""
         ...
 
 

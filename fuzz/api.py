@@ -17,14 +17,16 @@ from helpers.servers import CHAT_TEMPLATE, serving  # noqa: E402
 def main() -> int:
     """Schemathesis' exit status: 1 when it found a 500."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max-examples", type=int, default=200, help="per route and phase (200)")
+    parser.add_argument("--max-examples", type=int, default=100, help="per route and phase (100)")
+    parser.add_argument("--max-time", type=int, default=420, help="seconds of the whole run (420)")
     args = parser.parse_args()
     schemathesis = str(Path(sys.executable).parent / "schemathesis")
     limits = ["--max-model-len", "64", "--max-num-seqs", "16", "--chat-template", CHAT_TEMPLATE]
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder), *limits) as server:
         command = [schemathesis, "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error"]
-        command += ["--max-examples", str(args.max_examples), "--request-timeout", "60"]
-        status = subprocess.run(command, check=False).returncode
+        command += ["--max-examples", str(args.max_examples), "--max-time", str(args.max_time)]
+        command += ["--request-timeout", "60"]
+        status = subprocess.run(command, cwd=folder, check=False).returncode
         print(server.log.read_text()[-2000:] if "Traceback" in server.log.read_text() else "no traceback in the log")
         return status
 

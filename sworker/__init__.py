@@ -7,8 +7,9 @@ import gc
 _collecting = gc.isenabled()
 gc.disable()
 try:
-    from fastdecode.sworker.threads import set_threads  # isort: skip  (before anything that imports torch)
+    from fastdecode.sworker import environment  # noqa: F401  isort: skip  (before anything that imports torch)
     from fastdecode.sworker.model import SModel
+    from fastdecode.sworker.threads import set_threads
     from fastdecode.sworker.worker import SWorker
 finally:
     gc.freeze()

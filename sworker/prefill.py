@@ -9,6 +9,9 @@ import torch.nn.functional as F
 
 from fastdecode.types import LayerLayout
 
+TILE_ROWS = 256
+"""Rows of a later chunk that attend together: to the keys before them and, masked, to each other's."""
+
 
 def causal_mask(num_rows: int, num_keys: int, window: int, device: torch.device) -> torch.Tensor:
     """Boolean [num_rows, num_keys], True where a query sees a key: causal, aligned bottom-right, ``window`` wide."""
@@ -49,18 +52,29 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: L
     """As :func:`reference_attention`, through torch's fused kernel where the layer has no soft cap and no sinks.
 
     The kernel's own ``is_causal`` is aligned top-left, right only for a prompt's first chunk; later chunks and
-    windows get an explicit mask.
+    windows get an explicit mask, TILE_ROWS at a time, since what a mask hides is computed all the same.
     """
     if layer.soft_cap or layer.sinks:
         return reference_attention(q, k, v, layer)
     first_chunk = len(q) == len(k) and not (layer.window and layer.window < len(k))
-    mask = None if first_chunk else causal_mask(len(q), len(k), layer.window, q.device)
     group = layer.num_heads // layer.num_kv_heads
     queries, keys, values = (rows.transpose(0, 1)[None] for rows in (q, k, v))
     if group > 1:
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=first_chunk, scale=layer.scale)
-    return o[0].transpose(0, 1)
+    if first_chunk:
+        o = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=layer.scale)
+        return o[0].transpose(0, 1)
+    context, tiles = len(k) - len(q), []
+    for start in range(0, len(q), TILE_ROWS):
+        rows = queries[:, :, start : start + TILE_ROWS]
+        end = context + start + rows.shape[2]
+        mask = causal_mask(rows.shape[2], end, layer.window, q.device)
+        tiles.append(
+            F.scaled_dot_product_attention(
+                rows, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=layer.scale
+            )
+        )
+    return torch.cat(tiles, dim=2)[0].transpose(0, 1)
 
 
 class PromptScratch:

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 
-SPIN_COUNT = "20000"
-"""Turns that an idle OpenMP thread spins before it sleeps, some tens of microseconds.
-
-libgomp's own default spins for milliseconds: on cores shared with an R-worker's threads, or with any other process,
-matrix products then wait for each other's time slices (measured: 10 times slower beside one busy neighbour; with this
-setting 3.4 times faster than that, and within a few per cent on a quiet machine). It is read when libgomp is loaded,
-so it only counts when this module is imported before torch.
-"""
-
-os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-
-import torch  # noqa: E402
+import torch
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,13 @@ from helpers.stream_server import DONE, Chunk, completion, running, usage
 from fastdecode.cli.bench_serve import load_tokenizer
 from fastdecode.cli.main import main
 from fastdecode.config import DEMO_MODEL
-from fastdecode.measure.dataset import WorkItem
+from fastdecode.measure.dataset import RampUp, WorkItem
 from fastdecode.measure.serving import ServedRequest, Target, run_load
 from fastdecode.measure.serving_report import DETAILS, METRICS, serving_report, table_lines
 
 MODEL = {"id": "tiny", "root": str(DEMO_MODEL), "max_model_len": 512}
 COMPLETIONS = "/v1/completions"
+RAMP = ["--ramp-up-strategy", "linear"]
 
 KEYS = {
     "date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate",
@@ -275,6 +276,36 @@ def test_a_chat_of_text_at_a_rate(tmp_path: Path) -> None:
     assert all(start <= end for start, end in pairwise(report["start_times"]))
 
 
+def test_requests_come_faster_and_faster(tmp_path: Path) -> None:
+    """Gaps of one over the rate, where nothing is left to chance; and from the command line, as vLLM writes it."""
+    evenly = 1e12
+    gaps = np.diff(RampUp("linear", 2, 10).arrivals(5, evenly, 0), prepend=0)
+    assert gaps == pytest.approx([1 / 2, 1 / 4, 1 / 6, 1 / 8, 1 / 10], rel=1e-4)
+    gaps = np.diff(RampUp("exponential", 1, 16).arrivals(5, evenly, 0), prepend=0)
+    assert gaps == pytest.approx([1, 1 / 2, 1 / 4, 1 / 8, 1 / 16], rel=1e-4)
+    drawn = np.diff(RampUp("linear", 5, 5).arrivals(20_000, 0.5, 0))
+    assert drawn.mean() == pytest.approx(1 / 5, rel=0.05) and drawn.std() == pytest.approx(2**0.5 / 5, rel=0.05)
+    assert RampUp("linear", 5, 9).arrivals(1, evenly, 0) == pytest.approx([1 / 5], rel=1e-4)
+    flags = ["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "50", "--ramp-up-end-rps", "500"]
+    few = [
+        "--num-prompts",
+        "5",
+        "--input-len",
+        "2",
+        "--output-len",
+        "2",
+        "--save-result",
+        "--result-dir",
+        str(tmp_path),
+    ]
+    with running(tokens_for, MODEL) as server:
+        assert main(["bench", "serve", "--base-url", server.url, *few, *flags]) == 0
+    (saved,) = tmp_path.glob("openai-ramp-up-linear-50qps-500qps-*.json")
+    report = json.loads(saved.read_text())
+    assert set(report) == KEYS | {"ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"}
+    assert (report["ramp_up_strategy"], report["ramp_up_start_rps"], report["completed"]) == ("linear", 50, 5)
+
+
 def test_all_failed_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     with running(lambda body: 503, MODEL) as server:
         few = ["--num-prompts", "12", "--input-len", "2", "--output-len", "2"]
@@ -294,6 +325,11 @@ def test_all_failed_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
         (["--metadata", "x"], 2, "metadata must be NAME=VALUE, not 'x'"),
         (["--burstiness", "0"], 2, "burstiness must be above 0"),
         (["--dataset-name", "custom"], 2, "needs --dataset-path"),
+        (["--ramp-up-end-rps", "3"], 2, "need a --ramp-up-strategy"),
+        ([*RAMP, "--ramp-up-start-rps", "3"], 2, "needs --ramp-up-start-rps and --ramp-up-end-rps"),
+        ([*RAMP, "--ramp-up-start-rps", "0", "--ramp-up-end-rps", "3"], 2, "ramp_up_start_rps must be above 0"),
+        ([*RAMP, "--ramp-up-start-rps", "5", "--ramp-up-end-rps", "3"], 2, "at most ramp_up_end_rps"),
+        ([*RAMP, "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "3", "--request-rate", "2"], 2, "give one"),
         (["--tokenizer", __file__], 2, "tokenizer: cannot read"),
         (["--input-len", "600"], 2, "prompt + output reach 728 tokens, and max_model_len is 512"),
         (["--save-result", "--result-dir", __file__], 2, "result_dir: "),

@@ -96,7 +96,7 @@ def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:
         with r_workers.joining(pool_address(engine), "--key-file", key) as (process, address):
             job.step_until(lambda: len(engine.r_workers) == 2, pause_seconds=0.1)
             assert engine.r_workers[1].name == address
-            assert engine.backend.joined == [address]  # type: ignore[attr-defined]
+            assert list(engine.backend.joined) == [address]  # type: ignore[attr-defined]
             job.step_until(lambda: num_on(engine, 1) > 3)
             process.send_signal(signal.SIGTERM)
             job.step_until(lambda: engine.scheduler.workers.present == [0])
@@ -134,6 +134,25 @@ def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path, monke
             assert engine.scheduler.workers.present == [0, 2]
             process.kill()
             assert "the S-worker is gone" in process.communicate()[1]
+
+
+def test_one_that_joins_takes_the_place_of_one_long_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine keeps no more of those that came and went, and the blocks of none but the present ones count."""
+    monkeypatch.setattr("fastdecode.scheduler.worker_state.KEPT_GONE", 0)
+    with make_llm(folder) as llm:
+        engine = llm.engine
+        job = Job(engine)
+        addresses = set()
+        for _ in range(2):
+            with r_workers.joining(pool_address(engine)) as (process, address):
+                job.step_until(lambda: num_on(engine, 1) > 3, pause_seconds=0.1)
+                addresses.add(address)
+                assert [engine.r_workers[1].name, engine.backend.workers[1].name] == [address] * 2  # type: ignore[attr-defined]
+                process.kill()
+                job.step_until(lambda: engine.scheduler.workers.present == [0])
+        job.finish()
+        assert len(addresses) == len(engine.r_workers) == len(engine.scheduler.workers) == 2
+        assert_nothing_held(engine)
 
 
 def test_a_spawned_one_that_stands_still_is_killed(folder: Path) -> None:

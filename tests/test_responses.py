@@ -168,6 +168,7 @@ def test_forced_calls_are_items(api: openai.OpenAI, choice: Any) -> None:
         ({"input": [{"type": "function_call", "name": "look"}]}, "a function_call has a name"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "call_id of its call"),
         ({"input": 3}, "input: expected"),
+        ({"input": [{"role": "user", "content": [{"type": {}, "text": ""}]}]}, "no images"),
         ({"max_output_tokens": 0}, "max_tokens must be"),
         ({"model": "another"}, "does not exist"),
     ],
@@ -175,3 +176,20 @@ def test_forced_calls_are_items(api: openai.OpenAI, choice: Any) -> None:
 def test_what_is_not_supported_is_one_clear_error(chat_server: RunningServer, wrong: Any, message: str) -> None:
     status, answer = chat_server.request("/v1/responses", {"input": "hi", **wrong})
     assert status in (400, 404) and message in answer["error"]["message"], answer
+
+
+def test_the_document_tells_bodies_that_are_accepted(chat_server: RunningServer) -> None:
+    """What fuzz/api.py makes its requests of: each route's body, by name, with what a server of this model takes."""
+    status, found = chat_server.request("/openapi.json")
+    assert status == 200
+    bodies = found["components"]["schemas"]
+    for path, name in (("completions", "Completion"), ("chat/completions", "Chat"), ("responses", "Responses")):
+        content = found["paths"][f"/v1/{path}"]["post"]["requestBody"]["content"]["application/json"]
+        assert content["schema"] == {"$ref": f"#/components/schemas/{name}Request"}
+        properties = bodies[f"{name}Request"]["properties"]
+        assert properties["model"]["anyOf"][0] == {"enum": [MODEL, "other"]}
+        assert properties["temperature"] == {
+            "anyOf": [{"type": "number", "minimum": 0, "maximum": 2}, {"type": "null"}], "default": None,
+        }  # fmt: skip
+    assert bodies["ResponsesRequest"]["properties"]["prompt"]["anyOf"][0] == {"type": "null"}
+    assert bodies["ChatRequest"]["properties"]["messages"]["minItems"] == 1

@@ -387,6 +387,26 @@ def test_the_last_one_that_drains_goes_on_until_another_comes() -> None:
     run.to_the_end()
 
 
+def test_those_that_join_take_the_places_of_the_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come and go, the scheduler's arrays grow no more; and nothing is lost or miscounted by it."""
+    monkeypatch.setattr("fastdecode.scheduler.worker_state.KEPT_GONE", 2)
+    run = moving((200,))
+    scheduler, workers = run.scheduler, run.scheduler.workers
+    for number in range(12):
+        index = (workers.vacant or [len(workers)])[0]
+        scheduler.join(200 + number, 1.0 + number, index)
+        assert workers.present == sorted([0, index]) and workers[index].available == 200 + number
+        assert workers.bandwidths[index] == 1.0 + number and workers.shares.sum() == pytest.approx(1.0)
+        run.move(100)
+        run.step()
+        assert not run.lose(index)
+        run.step()
+    assert len(workers) == 4 and len(workers.vacant) == 1
+    run.step_number += 1
+    run.to_the_end()
+    assert all(len(group[0].output_token_ids) == 30 for group in run.members)
+
+
 @pytest.mark.parametrize("event", ["lost", "drained"])
 def test_a_follower_needs_its_r_worker_too(event: str) -> None:
     """Only the second R-worker could ever hold the third sequence, which waits for the second's prefix."""

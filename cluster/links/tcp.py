@@ -41,7 +41,7 @@ class TcpBackend(PoolBackend):
         self, addresses: Sequence[str], block_size: int, key_file: str | None = None, security: str | None = None
     ) -> None:
         both = read_security(key_file, security)
-        super().__init__([RemoteWorker(each, partial(_connect, each, both), block_size) for each in addresses])
+        super().__init__([RemoteWorker(each, partial(connect, each, both), block_size) for each in addresses])
 
 
 def listen_for_joins(
@@ -57,10 +57,10 @@ def listen_for_joins(
         listener = ZmqListener("127.0.0.1" if host == "localhost" else host, port, both.secret, role=S_WORKER)
     except OSError as error:
         raise ConfigError(f"pool_listen: {error.strerror}") from None
-    return JoinListener(listener, lambda r_worker: _connect(r_worker, both), block_size)
+    return JoinListener(listener, lambda r_worker: connect(r_worker, both), block_size)
 
 
-def _connect(address: str, security: Security) -> Link:
+def connect(address: str, security: Security) -> Link:
     channel = ZmqChannel(address, security.curve_secret)
     channel.diagnose = partial(_diagnose, address)
     try:
@@ -92,15 +92,21 @@ def _diagnose(address: str) -> str:
 class Server:
     """The R-worker's loop: serves the first S-worker that asks, frees everything when it goes, serves the next.
 
-    ``joiner``: sends JOIN while no S-worker is served. ``proof_key``: the key that an S-worker must prove to hold
-    before its HELLO; None where CURVE authenticates connections, or nothing does.
+    ``joiner``: sends JOIN while no S-worker is served. ``security``: with a proof key, an S-worker must prove to hold
+    it before its HELLO. ``listens_at``: the host of ``listener``, where a KV port opens too.
     """
 
     def __init__(
-        self, listener: ZmqListener, host: Host, joiner: Joiner | None = None, proof_key: bytes | None = None
+        self,
+        listener: ZmqListener,
+        host: Host,
+        joiner: Joiner | None = None,
+        security: Security | None = None,
+        listens_at: str = "127.0.0.1",
     ) -> None:
         self._listener, self._host, self._joiner = listener, host, joiner
-        self._gate = None if proof_key is None else Gate(proof_key)
+        self._security, self._listens_at = security or Security(), listens_at
+        self._gate = None if self._security.proof_key is None else Gate(self._security.proof_key)
         self._session: Session | None = None
         self._is_leaving = False
         self._serving = ""
@@ -116,7 +122,8 @@ class Server:
             if channel is None:
                 continue
             if self._admits(channel):
-                self._session = Session(Link(channel), self._host, partial(self._on_open, channel))
+                on_open = partial(self._on_open, channel)
+                self._session = Session(Link(channel), self._host, on_open, self._security, self._listens_at)
                 self._session.run()
                 self._session = None
                 log.info("free")

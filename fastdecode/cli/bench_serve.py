@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.cli.flags import add_common_flags, add_flags, json_object
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.errors import ConfigError
-from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkItem, WorkloadSpec, make_workload
+from fastdecode.measure.dataset import ARRIVALS, LENGTHS, RAMPS, RampUp, WorkItem, WorkloadSpec, make_workload
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,6 +30,8 @@ ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 """Flags that go into every request, where they are given."""
+
+RAMP_UP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
 
 UNBOUNDED_TOKENS = 1 << 60
 """Of a server that does not say how long its contexts may be."""
@@ -62,6 +64,11 @@ def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dataset-name", default="random", choices=["random", "sharegpt", "custom"], help="(random)")
     group.add_argument("--dataset-path", metavar="FILE", help="ShareGPT JSON, or JSONL with a text prompt per line")
     add_flags(group, WorkloadSpec, (*LENGTHS, *ARRIVALS), num_prompts={"unset": "1000"})
+    group.add_argument("--ramp-up-strategy", choices=RAMPS, help="requests come faster and faster (at one rate)")
+    for name, when in (("start", "first"), ("end", "last")):
+        group.add_argument(
+            f"--ramp-up-{name}-rps", type=float, metavar="RATE", help=f"per second at the {when} request"
+        )
     group.add_argument("--max-concurrency", type=int, metavar="N", help="requests under way at once (no bound)")
     group.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests before the measured ones (0)")
     group.add_argument("--ignore-eos", action="store_true", help="always the whole output (of random: always on)")
@@ -105,10 +112,10 @@ def run(args: argparse.Namespace) -> int:
     wanted = parse_goodput(args.goodput), parse_metrics(args.percentile_metrics)
     percentiles = parse_percentiles(args.metric_percentiles)
     metadata = _pairs("metadata", args.metadata)
-    spec = _spec(args)
+    spec, ramp_up = _spec(args), _ramp_up(args)
     target, model = _target(args)
     result_file = _result_file(args, model["id"])
-    items = _items(args, spec, target, model)
+    items = _items(args, spec, ramp_up, target, model)
     served: list[ServedRequest] = []
     duration, interrupted = _run_load(args, target, items, served)
     if interrupted:
@@ -130,6 +137,20 @@ def _spec(args: argparse.Namespace) -> WorkloadSpec:
     if args.num_warmups < 0:
         raise ConfigError(f"num_warmups must be 0 or more, not {args.num_warmups}")
     return WorkloadSpec(**{name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__})
+
+
+def _ramp_up(args: argparse.Namespace) -> RampUp | None:
+    """ConfigError where the flags do not go together."""
+    rates = args.ramp_up_start_rps, args.ramp_up_end_rps
+    if args.ramp_up_strategy is None:
+        if rates != (None, None):
+            raise ConfigError("ramp_up_start_rps and ramp_up_end_rps need a --ramp-up-strategy")
+        return None
+    if None in rates:
+        raise ConfigError("ramp_up_strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+    if not math.isinf(args.request_rate):
+        raise ConfigError("ramp_up_strategy and request_rate exclude each other: give one")
+    return RampUp(args.ramp_up_strategy, *rates)
 
 
 def _pairs(name: str, given: list[str]) -> dict[str, str]:
@@ -174,13 +195,18 @@ def _ready_model(base_url: str, headers: dict[str, str], seconds: float) -> dict
         time.sleep(1)
 
 
-def _items(args: argparse.Namespace, spec: WorkloadSpec, target: Target, model: dict[str, Any]) -> list[WorkItem]:
-    """The requests. The last arrives after exactly their number over the rate, as in vLLM."""
+def _items(
+    args: argparse.Namespace, spec: WorkloadSpec, ramp_up: RampUp | None, target: Target, model: dict[str, Any]
+) -> list[WorkItem]:
+    """The requests. At one rate, the last arrives after exactly their number over it, as in vLLM."""
     tokenizer = load_tokenizer(args.tokenizer or args.model or model.get("root") or model["id"])
     longest = model.get("max_model_len") or UNBOUNDED_TOKENS
     items = make_workload(spec, tokenizer.get_vocab_size(), longest, lambda text: tokenizer.encode(text).ids)
     if target.chat:
         items = [replace(each, prompt=each.prompt or tokenizer.decode(each.prompt_token_ids)) for each in items]
+    if ramp_up:
+        times = ramp_up.arrivals(len(items), spec.burstiness, spec.seed)
+        return [replace(each, arrival_seconds=float(time)) for each, time in zip(items, times, strict=True)]
     end = items[-1].arrival_seconds
     stretch = len(items) / spec.request_rate / end if end else 1.0
     return [replace(each, arrival_seconds=each.arrival_seconds * stretch) for each in items]
@@ -230,6 +256,7 @@ def _told(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -
         "request_rate": "inf" if math.isinf(spec.request_rate) else spec.request_rate,
         "burstiness": spec.burstiness,
         "max_concurrency": args.max_concurrency,
+        **({name: getattr(args, name) for name in RAMP_UP} if args.ramp_up_strategy else {}),
     }
 
 
@@ -244,7 +271,10 @@ def _result_file(args: argparse.Namespace, model: str) -> str | None:
         raise ConfigError(f"result_dir: {error}") from None
     at_once = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
     date = datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = f"{args.label or args.backend}-{args.request_rate}qps{at_once}-{model.split('/')[-1]}-{date}.json"
+    rate = f"{args.request_rate}qps"
+    if args.ramp_up_strategy:
+        rate = f"ramp-up-{args.ramp_up_strategy}-{args.ramp_up_start_rps:g}qps-{args.ramp_up_end_rps:g}qps"
+    name = f"{args.label or args.backend}-{rate}{at_once}-{model.split('/')[-1]}-{date}.json"
     path = str(folder / (args.result_filename or name))
     check_output_files(path)
     return path

@@ -32,6 +32,7 @@ COMMANDS = (
     "validate",
     "simulate",
     "r-worker",
+    "prefill-worker",
     "launch",
     "doctor",
     "collect-env",

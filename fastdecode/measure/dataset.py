@@ -32,6 +32,8 @@ LENGTHS = ("random_input_len", "random_output_len", "random_range_ratio", "rando
 ARRIVALS = ("num_prompts", "request_rate", "burstiness")
 """Fields of a WorkloadSpec that are flags of ``bench throughput`` and of ``simulate``."""
 
+RAMPS = ("linear", "exponential")
+
 
 @dataclass(frozen=True)
 class WorkloadSpec:
@@ -65,6 +67,34 @@ class WorkloadSpec:
             raise ConfigError(f"dataset {self.dataset_name!r} needs --dataset-path")
         if self.dataset_name == "random" and self.dataset_path:
             raise ConfigError("dataset_path: dataset 'random' reads no file; give its --dataset-name as well")
+
+
+@dataclass(frozen=True)
+class RampUp:
+    """Arrivals that come faster and faster: from ``start_rps`` per second at the first request to ``end_rps`` at the
+    last, by "linear" or "exponential" growth."""
+
+    strategy: str
+    start_rps: float
+    end_rps: float
+
+    def __post_init__(self) -> None:
+        if self.strategy not in RAMPS:
+            raise ConfigError(f"ramp_up_strategy must be one of {', '.join(RAMPS)}, not {self.strategy!r}")
+        if not 0 < self.start_rps <= self.end_rps < math.inf:
+            raise ConfigError(
+                "ramp_up_start_rps must be above 0 and at most ramp_up_end_rps, which must be finite, not "
+                f"{self.start_rps} and {self.end_rps}"
+            )
+
+    def arrivals(self, count: int, burstiness: float, seed: int) -> np.ndarray:
+        """Seconds at which each request arrives, the gaps drawn as ``WorkloadSpec``'s: float64 [count]."""
+        progress = np.arange(count) / max(count - 1, 1)
+        growth = self.end_rps - self.start_rps
+        rates = self.start_rps + growth * progress
+        if self.strategy == "exponential":
+            rates = self.start_rps * (self.end_rps / self.start_rps) ** progress
+        return np.cumsum(np.random.default_rng(seed).gamma(burstiness, 1 / (rates * burstiness)))
 
 
 def make_workload(spec: WorkloadSpec, vocab_size: int, max_model_len: int, encode: Encode | None) -> list[WorkItem]:

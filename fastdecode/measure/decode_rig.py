@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -76,7 +77,11 @@ class RandomPrompts(SWorker):
     """Sends random q, k and v in place of the model's, and draws token 1."""
 
     def run(
-        self, step: ScheduledStep, sampling: Mapping[int, Sequence[SamplingRow]], overlap: bool = True
+        self,
+        step: ScheduledStep,
+        sampling: Mapping[int, Sequence[SamplingRow]],
+        overlap: bool = True,
+        arrived: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> dict[int, list[SampledToken]]:
         rng = np.random.default_rng(0)
         for index, mini_batch in enumerate(step.mini_batches):
@@ -148,8 +153,8 @@ class InstantBackend:
     def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
         """Nothing is kept, so there is nothing to do."""
 
-    def admit(self) -> list[RWorkerInfo]:
-        return []
+    def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
+        return {}
 
     def dismiss(self, worker: int) -> None:
         """Nothing is kept, so there is nothing to do."""

@@ -189,7 +189,7 @@ def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
 
 
 def _joined_workers(steps: Sequence[StepRecord]) -> int:
-    """R-workers that came after the first step; those that are lost keep their place in a step's record."""
+    """R-workers that came after the first step; the last lost ones keep their place in a step's record."""
     return len(steps[-1].kv_loads) - len(steps[0].kv_loads) if steps else 0
 
 

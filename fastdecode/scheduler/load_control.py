@@ -92,9 +92,9 @@ class LoadControl:
         self.limit = kv_tokens * int(np.count_nonzero(self._shares))
         self._hold_longest()
 
-    def join(self, share: float) -> None:
-        """One more R-worker, ``share`` times as fast as all others together: they keep their limits."""
-        self._shares[-1] = share
+    def join(self, worker: int, share: float) -> None:
+        """``worker`` has joined, ``share`` times as fast as all others together: they keep their limits."""
+        self._shares[worker] = share
         self._shares[:] /= 1 + share
         if self.limit is not None:
             self.limit = int(self.limit * (1 + share))

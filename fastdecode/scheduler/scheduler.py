@@ -213,10 +213,12 @@ class Scheduler:
             self.queue.release_followers(sequence)
         return hopeless
 
-    def join(self, num_blocks: int, bandwidth: float) -> None:
-        """One more R-worker, next in number; as long as it is less loaded than others, sequences move to it."""
-        self.admission.load_control.join(self.workers.join(num_blocks, bandwidth))
-        self._migration.even_out(len(self.workers) - 1)
+    def join(self, num_blocks: int, bandwidth: float, index: int | None = None) -> None:
+        """One more R-worker, next in number or in a vacant place ``index``; as long as it is less loaded than others,
+        sequences move to it."""
+        index = len(self.workers) if index is None else index
+        self.admission.load_control.join(index, self.workers.join(index, num_blocks, bandwidth))
+        self._migration.even_out(index)
 
     def drain(self, worker: int) -> None:
         """R-worker ``worker`` is to go: nothing starts there that could run elsewhere, and what is there moves away."""

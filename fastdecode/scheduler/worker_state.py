@@ -20,6 +20,9 @@ tokens, tells too little about itself."""
 LEAST_SECONDS = 0.05
 """Busy time, among what counts of the past, that it takes to say anything: shorter calls are fixed costs and chance."""
 
+KEPT_GONE = 16
+"""R-workers that are gone and keep their index; one that joins takes the place of the longest gone beyond these."""
+
 TOLERANCE = 1.2
 """Speeds whose proportions are as expected within this factor count as expected: placement does not follow chance."""
 
@@ -44,7 +47,7 @@ class Chain:
 
 @dataclass(eq=False, slots=True)
 class WorkerState:
-    """One R-worker. It keeps its index when it is gone.
+    """One R-worker. When it is gone it keeps its index until another takes it.
 
     ``free`` of its ``num_blocks`` KV blocks are counted as the R-worker counts them. Most blocks of a sequence are its
     own, and only counted; those that other sequences may hold as well are :class:`Block` objects, counted once however
@@ -91,7 +94,7 @@ class WorkerState:
 
 
 class Workers:
-    """All R-workers by index, gone ones included; what is compared over all of them at once are arrays.
+    """All R-workers by index, the last ``KEPT_GONE`` gone ones included; what is compared over all at once are arrays.
 
     ``bandwidths``: what memory gave each at its start, in any unit, float64 [num_workers]. ``shares``: the part of the
     KV load limit that each may attend, float64 [num_workers], kept by :class:`LoadControl`.
@@ -99,6 +102,7 @@ class Workers:
 
     def __init__(self, num_blocks: Iterable[int], bandwidths: Sequence[float], block_size: int) -> None:
         self.block_size = block_size
+        self._gone: list[int] = []
         self._states = [WorkerState(index, count, count) for index, count in enumerate(num_blocks)]
         self._columns = np.zeros((4, len(bandwidths)))
         self.bandwidths, self.shares, self._seen_tokens, self._seen_seconds = self._columns
@@ -106,7 +110,7 @@ class Workers:
         self.shares[:] = self.bandwidths / sum(bandwidths)
 
     def __len__(self) -> int:
-        """R-workers that are or were here."""
+        """R-workers that are or were here, one for each index."""
         return len(self._states)
 
     def __getitem__(self, index: int) -> WorkerState:
@@ -121,6 +125,11 @@ class Workers:
     def present(self) -> list[int]:
         """Those that are not gone."""
         return [worker.index for worker in self._states if not worker.is_gone]
+
+    @property
+    def vacant(self) -> list[int]:
+        """The places that R-workers which join are to take, before new ones at the end."""
+        return self._gone[: max(0, len(self._gone) - KEPT_GONE)]
 
     @property
     def draining(self) -> list[int]:
@@ -182,13 +191,20 @@ class Workers:
         """Blocks that so many tokens take."""
         return -(-num_tokens // self.block_size)
 
-    def join(self, num_blocks: int, bandwidth: float) -> float:
-        """One more, with all its blocks free and no share yet; returns how fast it is beside all others together."""
+    def join(self, index: int, num_blocks: int, bandwidth: float) -> float:
+        """One more, with all its blocks free and no share yet; returns how fast it is beside all others together.
+
+        ``index`` is vacant, or the next one.
+        """
         others = self.present
-        self._states.append(WorkerState(len(self), num_blocks, num_blocks))
-        self._columns = np.column_stack([self._columns, [bandwidth, 0.0, 0.0, 0.0]])
+        if index == len(self):
+            self._columns = np.column_stack([self._columns, np.zeros(4)])
+        else:
+            self._gone.remove(index)
+        self._states[index : index + 1] = [WorkerState(index, num_blocks, num_blocks)]
+        self._columns[:, index] = bandwidth, 0.0, 0.0, 0.0
         self.bandwidths, self.shares, self._seen_tokens, self._seen_seconds = self._columns
-        return float(self.speeds[-1] / self.speeds[others].sum())
+        return float(self.speeds[index] / self.speeds[others].sum())
 
     def drain(self, index: int) -> None:
         """R-worker ``index`` takes no more sequences; no effect on one that is gone."""
@@ -196,4 +212,6 @@ class Workers:
 
     def lose(self, index: int) -> None:
         """R-worker ``index`` is gone with all it held."""
+        if not self._states[index].is_gone:
+            self._gone.append(index)
         self._states[index] = WorkerState(index, 0, 0, is_gone=True)

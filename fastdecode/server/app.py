@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -19,6 +18,7 @@ from fastdecode import __version__
 from fastdecode.errors import ConfigError, RequestError
 from fastdecode.server.live import PAGE, add_live
 from fastdecode.server.metrics import CONTENT_TYPE
+from fastdecode.server.openapi import document, takes
 from fastdecode.server.protocol import (
     CHAT,
     COMPLETIONS,
@@ -29,7 +29,6 @@ from fastdecode.server.protocol import (
     TokenizeRequest,
     parse_json,
     read_body,
-    schemas,
 )
 from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of
@@ -53,22 +52,31 @@ def make_app(service: Service) -> FastAPI:
     _add_tokens(app, service)
     _add_models(app, service)
     add_live(app, service)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    _add_document(app, service)
     return app
 
 
+def _add_document(app: FastAPI, service: Service) -> None:
+    def openapi() -> dict[str, Any]:
+        """Made once, since it takes a while."""
+        app.openapi_schema = app.openapi_schema or document(app, service.model_names, service.vocab_size)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post(COMPLETIONS, openapi_extra=_takes(CompletionRequest))
+    @app.post(COMPLETIONS, openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Go on with a text, or with several."""
         return await _generate(service, request, await _read(service, request, CompletionRequest))
 
-    @app.post(CHAT, openapi_extra=_takes(ChatRequest))
+    @app.post(CHAT, openapi_extra=takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await _generate(service, request, await _read(service, request, ChatRequest))
 
-    @app.post(RESPONSES, openapi_extra=_takes(ResponsesRequest))
+    @app.post(RESPONSES, openapi_extra=takes(ResponsesRequest))
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the words of OpenAI's Responses API."""
         body = await _read(service, request, ResponsesRequest)
@@ -77,7 +85,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation."""
         body = await _read(service, request, TokenizeRequest)
@@ -87,7 +95,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             found["token_strs"] = await service.off_loop(service.token_texts, token_ids)
         return json_response(found)
 
-    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await _read(service, request, DetokenizeRequest)
@@ -193,18 +201,3 @@ class KeyGuard:
                 await error_response(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def _takes(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """For the OpenAPI document: the schema of a body, and of what is answered when something is wrong."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The document that FastAPI makes, with the bodies' schemas, made once."""
-    if not app.openapi_schema:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas(ResponsesRequest))
-        app.openapi_schema = document
-    return app.openapi_schema

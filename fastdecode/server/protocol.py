@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -52,28 +52,23 @@ class ResponseFormat(msgspec.Struct):
     json_schema: JsonSchema | None = None
 
 
-def hint(**schema: Any) -> Any:
-    """Told in the OpenAPI document only: SamplingParams refuse what cannot be, with messages of their own."""
-    return msgspec.Meta(extra_json_schema=schema)
-
-
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """What completions and chats have in common; None is the default."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int | None, hint(minimum=1, maximum=128)] = None
-    temperature: Annotated[float | None, hint(minimum=0, maximum=2)] = None
-    top_p: Annotated[float | None, hint(exclusiveMinimum=0, maximum=1)] = None
-    top_k: Annotated[int | None, hint(minimum=-1, maximum=1000)] = None
-    min_p: Annotated[float | None, hint(minimum=0, maximum=1)] = None
-    repetition_penalty: Annotated[float | None, hint(minimum=0.01, maximum=100)] = None
-    presence_penalty: Annotated[float | None, hint(minimum=-2, maximum=2)] = None
-    frequency_penalty: Annotated[float | None, hint(minimum=-2, maximum=2)] = None
-    seed: Annotated[int | None, hint(minimum=-(2**63), maximum=2**64 - 1)] = None
-    max_tokens: Annotated[int | None, hint(minimum=1)] = None
-    min_tokens: Annotated[int | None, hint(minimum=0)] = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -86,19 +81,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
 
 
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXT = {"type": "string", "minLength": 1}
-_PROMPT_SCHEMAS = [
-    _TEXT,
-    _TOKEN_IDS,
-    *({"type": "array", "items": each, "minItems": 1} for each in (_TEXT, _TOKEN_IDS)),
-]
-
-
 class CompletionRequest(GenerationRequest, kw_only=True):
     """``prompt``: text, token ids, or a list of either. ``logprobs``: how many per token."""
 
-    prompt: Annotated[str | list[Any] | None, hint(anyOf=_PROMPT_SCHEMAS)] = None
+    prompt: str | list[Any] | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -215,13 +201,6 @@ def forced_calls_of(request: GenerationRequest) -> ForcedCalls | None:
     if not isinstance(request, ChatRequest):
         return None
     return forced_calls(request.tools, request.tool_choice, request.parallel_tool_calls is not False)
-
-
-def schemas(*more: type[msgspec.Struct]) -> dict[str, Any]:
-    """JSON schemas of all bodies, and ``more``, by name, for the OpenAPI document."""
-    kinds = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *more)
-    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    return components
 
 
 def _chat_params(request: ChatRequest) -> dict[str, Any]:

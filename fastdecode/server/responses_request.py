@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from fastdecode.errors import RequestError
-from fastdecode.server.protocol import ChatRequest, JsonSchema, ResponseFormat, hint
+from fastdecode.server.protocol import ChatRequest, JsonSchema, ResponseFormat
 
 RESPONSES = "/v1/responses"
 
@@ -22,7 +22,7 @@ SAME = (
 )  # fmt: skip
 """Fields that a chat has by the same name: OpenAI's, and those that vLLM adds."""
 
-_TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class TextFormat(msgspec.Struct):
@@ -52,17 +52,17 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: Annotated[int | None, hint(minimum=1)] = None
+    max_output_tokens: int | None = None
     stream: bool | None = None
-    temperature: Annotated[float | None, hint(minimum=0, maximum=2)] = None
-    top_p: Annotated[float | None, hint(exclusiveMinimum=0, maximum=1)] = None
-    top_k: Annotated[int | None, hint(minimum=-1, maximum=1000)] = None
-    min_p: Annotated[float | None, hint(minimum=0, maximum=1)] = None
-    repetition_penalty: Annotated[float | None, hint(minimum=0.01, maximum=100)] = None
-    presence_penalty: Annotated[float | None, hint(minimum=-2, maximum=2)] = None
-    frequency_penalty: Annotated[float | None, hint(minimum=-2, maximum=2)] = None
-    seed: Annotated[int | None, hint(minimum=-(2**63), maximum=2**64 - 1)] = None
-    min_tokens: Annotated[int | None, hint(minimum=0)] = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
