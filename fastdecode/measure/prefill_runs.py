@@ -13,7 +13,7 @@ from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import BackendError
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.step import PrefillPart
+from fastdecode.step import PrefillPart, Prefilled
 
 WARM_UP_TOKENS = 64
 
@@ -96,12 +96,13 @@ class LivePrefill:
 
     def run(self, jobs: Sequence[Sequence[PrefillPart]], method: str = "kvr") -> list[PromptRun]:
         """Prompts that arrive together, each cut into the parts given."""
-        engine, prefills = self.engine, self.engine.prefills
-        if prefills is None:
+        engine = self.engine
+        if engine.prefills is None:
             raise BackendError("an engine without prefill workers was to compute prompts on them")
-        engine.scheduler.remote_prompts.method = method
+        finished: dict[int, Prefilled] = {}
+        engine.prefills.method = method
+        engine.prefills.on_prefilled = lambda prefilled: finished.update({prefilled.sequence_id: prefilled})
         self._policy.parts = [tuple(parts) for parts in jobs]
-        prefills.finished.clear()
         ids = [next(self._request_ids) for _ in jobs]
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
         for request_id, parts in zip(ids, jobs, strict=True):
@@ -110,10 +111,9 @@ class LivePrefill:
         outputs = {}
         while engine.has_unfinished_requests():
             outputs |= {output.request_id: output.metrics for output in engine.step() if output.finished}
-        if len(prefills.finished) != len(jobs) or self._policy.lost_workers:
+        if len(finished) != len(jobs) or self._policy.lost_workers:
             raise BackendError("a prefill worker was lost while prompts were measured on it")
-        sent = {(each.sequence_id): each for each in prefills.finished}
-        counts = [sent[sequence_id] for sequence_id in sorted(sent)]
+        counts = [finished[sequence_id] for sequence_id in sorted(finished)]
         times = [outputs[request_id] for request_id in ids]
         return [
             PromptRun(time.token_seconds[0] - time.arrival_seconds, count.sent_bytes, count.stored_bytes)
