@@ -100,8 +100,9 @@ class LLMEngine:
         """Have ``scheduler`` decide from here on, steps as well as moves; the engine must be idle, its caches empty."""
         self.scheduler = scheduler
         self._membership = Membership(self.backend, scheduler, self.r_workers, self._tell)
-        self.prefills = self._prefill_backend and RemotePrefills(
-            self._prefill_backend, scheduler, self.r_workers, self.config.prefill_parallel
+        method = self.config.prefill_parallel
+        self.prefills = (
+            RemotePrefills(self._prefill_backend, scheduler, self.r_workers, method) if self._prefill_backend else None
         )
 
     def add_request(

@@ -12,6 +12,7 @@ import numpy as np
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import BackendError
+from fastdecode.outputs import RequestMetrics
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.step import PrefillPart, Prefilled
 
@@ -108,7 +109,7 @@ class LivePrefill:
         for request_id, parts in zip(ids, jobs, strict=True):
             tokens = self._rng.integers(0, engine.s_model.vocab_size, parts[-1].end).tolist()
             engine.add_request(request_id, {"prompt_token_ids": tokens}, params)
-        outputs = {}
+        outputs: dict[str, RequestMetrics] = {}
         while engine.has_unfinished_requests():
             outputs |= {output.request_id: output.metrics for output in engine.step() if output.finished}
         if len(finished) != len(jobs) or self._policy.lost_workers:
