@@ -14,7 +14,7 @@ from fastdecode.engine import LLMEngine
 from fastdecode.errors import BackendError
 from fastdecode.outputs import RequestMetrics
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.step import PrefillPart, Prefilled
+from fastdecode.step import Prefilled, PrefillPart
 
 WARM_UP_TOKENS = 64
 
