@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import model_zoo
 from helpers.hardware import profile
 
 from fastdecode.cli.calibrate import prefill_lines
@@ -149,3 +151,37 @@ def test_parts_in_order() -> None:
 def test_wrong_usage_is_one_clear_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "prefill", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+TINY = [
+    "--device",
+    "cpu",
+    "--skip-tokenizer-init",
+    "--kv-cache-memory",
+    "16MiB",
+    "--s-threads",
+    "1",
+    "--r-threads",
+    "1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama on disk."""
+    return str(model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama")))
+
+
+def test_real_workers_are_measured(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every method on two processes: bytes as the formula says, and a table, a file and a picture of it."""
+    path, picture = tmp_path / "prefill.json", tmp_path / "prefill.png"
+    given = ["--model", folder, *TINY, "--prefill-lens", "48,96", "--repeats", "1", "--plot", str(picture)]
+    assert main(["bench", "prefill", *given, "--output-json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["traffic_equals_formula"] is True
+    assert [(row["num_workers"], row["prefill_len"], row["method"]) for row in found["rows"]] == [
+        *((1, n, ALONE) for n in (48, 96)), *((2, n, method) for n in (48, 96) for method in METHODS)
+    ]  # fmt: skip
+    assert min(row["ttft_seconds_p50"] for row in found["rows"]) > 0
+    assert "traffic equals the formula" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")

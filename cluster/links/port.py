@@ -121,6 +121,11 @@ class Port:
         if threading.current_thread() is not self._thread:
             os.eventfd_write(self._wake, 1)
 
+    def refuse(self, identity: bytes, error: str, message: str) -> None:
+        """Have the port's thread send a refusal that does not tell the epoch. To be called by the handler."""
+        with contextlib.suppress(ConnectionError):
+            self._refuse(Conversation(PeerChannel(self._listener, identity)), error, message)
+
     def renew_epoch(self) -> None:
         """Draw another epoch: frames of those who knew the old one are refused. To be called by the handler."""
         self.epoch = secrets.randbelow((1 << 63) - 1) + 1
@@ -194,7 +199,7 @@ class Port:
             raise FrameError(f"it has no key: {BOTH_SIDES}")
         if frame.epoch != self.epoch and (frame.epoch or frame.kind not in self._open_kinds):
             raise FrameError(f"a {frame.kind.name} frame of another session (epoch {frame.epoch:#x})")
-        conversation = self._conversation(peer.identity)
+        conversation = self._conversation(peer.identity) if frame.epoch else Conversation(peer)
         try:
             conversation.check_order(frame)
             self._handle(self, peer.identity, frame, self._reader)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.links.zeromq import ZmqChannel
 from fastdecode.cluster.prefill.messages import (
     JOB,
     PREFILLED,
@@ -212,6 +213,8 @@ class PrefillPool:
             try:
                 while client and client.link and (frame := client.link.receive(0.0)):
                     self._take(client, client.link, frame)
+                if client and client.link and isinstance(client.link.channel, ZmqChannel):
+                    client.link.channel.look_at_connection()
             except (ConnectionError, FrameError) as error:
                 self._lose(worker, str(error))
         return bool(self._done or self._failed or self._lost)

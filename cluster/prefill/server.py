@@ -28,7 +28,7 @@ from fastdecode.cluster.prefill.senders import ChainSender, Sender, StoreSender
 from fastdecode.cluster.r_worker.host import host_id
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES, encode_refusal
+from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES
 from fastdecode.errors import FrameError
 from fastdecode.types import WIRE_DTYPE, KVLayout
 
@@ -139,11 +139,11 @@ class PrefillServer:
     def _open(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         hello = decode_prefill_hello(reader.body(frame, MAX_JSON_BYTES))
         if self._peer is not None and identity != self._peer:
-            port.send(identity, Kind.REFUSED, encode_refusal("busy", f"it serves another S-worker, {self._serving}"))
+            port.refuse(identity, "busy", f"it serves another S-worker, {self._serving}")
             return
         if hello.model != self.model.name or hello.max_model_len > self.model.max_model_len:
-            message = f"it has another model ({self.model.name}), or a shorter --max-model-len"
-            port.send(identity, Kind.REFUSED, encode_refusal("refused", f"{message}: {hello.model} is served"))
+            message = f"it has another model, or a --max-model-len below {hello.max_model_len}"
+            port.refuse(identity, "refused", message)
             return
         self._drop_peer()
         self._peer, self._serving = identity, hello.name

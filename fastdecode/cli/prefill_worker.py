@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         worker = PrefillWorker(config, args.threads or len(cores), cores, security)
         address = worker.listen(host, port)
         guard = describe_security(args.security, args.key_file)
-        print(f"{ANSWER}{address} ({guard}), {args.threads or len(cores)} thread(s)", flush=True)
+        print(f"{ANSWER}tcp://{address} ({guard}), {args.threads or len(cores)} thread(s)", flush=True)
         worker.run()
     print("fastdecode prefill-worker: ended", flush=True)
     return 0

@@ -56,10 +56,11 @@ def measure_rates(
     rounds: int,
     advance: Callable[[], object] = lambda: None,
 ) -> tuple[PrefillPoint, ...]:
-    """Whole prompts on each worker alone, and one on each of the first ones at the same time."""
+    """Whole prompts on one worker alone, and one on each of the first ones at the same time; the shortest one on every
+    worker, for their speeds."""
     points = []
     for num_tokens in sorted(set(lengths)):
-        for worker in range(runner.num_workers):
+        for worker in range(runner.num_workers if num_tokens == min(lengths) else 1):
             runs = [runner.run([in_order((num_tokens,), worker)])[0].seconds for _ in range(rounds)]
             points.append(_point(num_tokens, runs, worker, 1))
             advance()
@@ -87,7 +88,7 @@ def search_parts(
 def num_measurements(plan: PrefillCalibration, num_workers: int) -> int:
     """Times that ``advance`` is called."""
     several = sum(count > 1 for count in set(plan.worker_counts))
-    return len(set(plan.lengths)) * (num_workers + several) + len(plan.table_lengths) * several
+    return len(set(plan.lengths)) * (1 + several) + num_workers - 1 + len(plan.table_lengths) * several
 
 
 def _point(num_tokens: int, seconds: Sequence[float], worker: int, num_busy: int) -> PrefillPoint:

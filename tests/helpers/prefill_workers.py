@@ -57,6 +57,7 @@ def process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], 
     try:
         line = started.stdout.readline() if started.stdout else ""
         if "tcp://" not in line:
+            started.kill()
             raise RuntimeError(f"the prefill worker did not start: {line}{started.communicate()[1]}")
         yield started, line.split("tcp://")[1].split()[0]
     finally:
