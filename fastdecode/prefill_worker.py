@@ -70,10 +70,9 @@ class PrefillWorker:
                 prompt.is_last,
                 job.exchange,
             )
+            self._server.finish(job, time.perf_counter() - start, logits)
         except JobCancelledError:
             return
-        except (RuntimeError, MemoryError) as error:  # torch's way to say that memory is not enough
-            logger.exception("job %d failed", prompt.job_id)
+        except (RuntimeError, MemoryError, ConnectionError) as error:  # torch raises RuntimeError without memory
+            logger.warning("job %d failed: %s", prompt.job_id, error)
             self._server.fail(job, str(error).splitlines()[0] if str(error) else type(error).__name__)
-        else:
-            self._server.finish(job, time.perf_counter() - start, logits)

@@ -24,8 +24,8 @@ POLL_SECONDS = 0.002
 MOST_REMEMBERED = 64
 """Jobs that are taken for lost with the next prefill worker: the last to have sent there."""
 
-OnLost = Callable[[list[int], Place, str], None]
-"""Called with the jobs that were to send there, the place, and why it cannot be reached."""
+OnFailure = Callable[[list[int], Place, str, bool], None]
+"""Called with the jobs that cannot send there, the place, why, and whether no job can any more."""
 
 Rows = tuple[int, int, int, np.ndarray, np.ndarray]
 """Job, layer, first position, k and v."""
@@ -36,31 +36,43 @@ log = logging.getLogger("fastdecode.prefill_worker")
 class Sender:
     """A queue of rows for one place, and the thread that sends them; the first failure ends it."""
 
-    def __init__(self, place: Place, security: Security, on_lost: OnLost) -> None:
+    def __init__(self, place: Place, security: Security, on_failure: OnFailure) -> None:
         self.place = place
-        self._security, self._on_lost = security, on_lost
+        self._security, self._on_failure = security, on_failure
         self._queue: queue.SimpleQueue[Rows | tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._jobs: Counter[int] = Counter()
-        self._is_closed = False
+        self._is_closed, self._reason = False, ""
         threading.Thread(target=self._run, name=f"send to {place.address}", daemon=True).start()
 
     def send(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-        """Queue rows ``start`` and on of a layer, [rows, num_kv_heads, …], which must not change any more."""
-        self._queue.put((job_id, layer, start, k, v))
+        """Queue rows ``start`` and on of a layer, [rows, num_kv_heads, …], which must not change any more.
+
+        ConnectionError once the thread has ended.
+        """
+        self._put((job_id, layer, start, k, v))
 
     def close(self) -> None:
         """Drop what is queued; may be called twice."""
         self._is_closed = True
         self._queue.put(None)
 
+    def _put(self, item: Rows | tuple[int, Callable[[], None]]) -> None:
+        if self._reason:
+            raise ConnectionError(f"{self.place.address}: {self._reason}")
+        self._queue.put(item)
+
     def _run(self) -> None:
         jobs: dict[int, None] = {}
         try:
             self._serve(jobs)
-        except (ConnectionError, BackendError, ValueError) as error:
+        except Exception as error:  # whatever it is, the jobs must not wait for ever
+            known = isinstance(error, ConnectionError | BackendError)
+            self._reason = str(error) or type(error).__name__
+            while not self._queue.empty():
+                if item := self._queue.get():
+                    jobs[item[0]] = None
             if not self._is_closed:
-                log.warning("cannot send to %s: %s", self.place.address, error)
-                self._on_lost(list(jobs), self.place, str(error))
+                log.warning("cannot send to %s: %s", self.place.address, error, exc_info=not known)
+                self._on_failure(list(jobs), self.place, str(error), True)
 
     def _serve(self, jobs: dict[int, None]) -> None:
         """Send until ``close``; ``jobs`` gets the jobs that were to send."""
@@ -94,7 +106,7 @@ class StoreSender(Sender):
 
     def when_stored(self, job_id: int, tell: Callable[[], None]) -> None:
         """Have the thread call ``tell`` once all that was sent of ``job_id`` is stored."""
-        self._queue.put((job_id, tell))
+        self._put((job_id, tell))
 
     def _serve(self, jobs: dict[int, None]) -> None:
         waiting: dict[int, Callable[[], None]] = {}
@@ -114,9 +126,10 @@ class StoreSender(Sender):
                     under_way[stored.job_id] -= 1
                     if stored.refusal:
                         waiting.pop(stored.job_id, None)
-                        self._on_lost([stored.job_id], self.place, stored.refusal)
+                        self._on_failure([stored.job_id], self.place, stored.refusal, False)
                 for job_id in [each for each in waiting if not under_way[each]]:
-                    del under_way[job_id], jobs[job_id]
+                    del under_way[job_id]
+                    jobs.pop(job_id, None)
                     waiting.pop(job_id)()
         finally:
             feed.close()

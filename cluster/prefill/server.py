@@ -250,11 +250,12 @@ class PrefillServer:
         """The thread that sends to ``place``, begun with the first rows for it."""
         key = (place.address, place.epoch)
         if key not in self._senders:
-            self._senders[key] = kind(place, self._security, self._lost_way)
+            self._senders[key] = kind(place, self._security, self._cannot_send)
         return self._senders[key]
 
-    def _lost_way(self, job_ids: list[int], place: Place, reason: str) -> None:
-        """``place`` cannot be reached: the prompts that send there cannot be computed."""
-        self._senders.pop((place.address, place.epoch), None)
+    def _cannot_send(self, job_ids: list[int], place: Place, reason: str, is_lost: bool) -> None:
+        """These jobs cannot send to ``place``; where it ``is_lost``, a later job tries anew."""
+        if is_lost:
+            self._senders.pop((place.address, place.epoch), None)
         for job in [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]:
             self.fail(job, f"{place.address}: {reason}")
