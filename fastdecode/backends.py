@@ -50,7 +50,7 @@ def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
     if spec.kind == "tcp":
         return listening_workers(spec.addresses, security)
     cores = config.prefill_core_list or usable_cores()
-    threads = config.prefill_threads or max(1, len(cores) // spec.count)
+    threads = config.prefill_thread_count
     names = [*flag_names(MODEL), "seed"]
     settings = {name: getattr(config, name) for name in names}
     return spawned_workers(spec.count, settings, threads, cores, config.key_file, security)

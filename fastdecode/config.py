@@ -247,6 +247,12 @@ class EngineConfig:
         return None if self.prefill_workers is None else parse_prefill_workers(self.prefill_workers)
 
     @property
+    def prefill_thread_count(self) -> int:
+        """Threads of each prefill worker that this process starts: its share of the cores, unless told."""
+        cores, spec = self.prefill_core_list or usable_cores(), self.prefill_worker_spec
+        return self.prefill_threads or max(1, len(cores) // (spec.count if spec else 1))
+
+    @property
     def prefill_core_list(self) -> list[int] | None:
         """Cores of the spawned prefill workers, None when not pinned."""
         return parse_cores("prefill_cores", self.prefill_cores)

@@ -14,12 +14,13 @@ import numpy as np
 
 from fastdecode.backends import check_room, kv_port, make_backend, make_prefill_backend, prepare
 from fastdecode.config import EngineConfig
-from fastdecode.engine_setup import make_prefill_policy, make_scheduler, pin_s_worker
+from fastdecode.engine_setup import make_scheduler, pin_s_worker
 from fastdecode.errors import BackendError, RequestError, WorkerLostError, interrupts_deferred
 from fastdecode.machine import usable_cores
 from fastdecode.membership import Membership
 from fastdecode.metrics import HOST, StateClock, StepRecord, Tracer, step_record
 from fastdecode.outputs import RequestOutput
+from fastdecode.prefill_setup import make_prefill_policy
 from fastdecode.prefills import RemotePrefills
 from fastdecode.protocols import AttentionBackend, PrefillBackend, PrefillPolicy
 from fastdecode.request import Completion, InFlight, Request, make_request
@@ -93,14 +94,15 @@ class LLMEngine:
         """What decides which prompts are theirs; BackendError where one has another model."""
         model = self.s_model
         num_workers = backend.open(model.identity, model.max_model_len, model.vocab_size, model.layout.model_dtype)
-        return make_prefill_policy(self.config, model, num_workers)
+        return make_prefill_policy(self.config, model, self._s_worker, self.r_workers, num_workers)
 
     def replace_scheduler(self, scheduler: Scheduler) -> None:
         """Have ``scheduler`` decide from here on, steps as well as moves; the engine must be idle, its caches empty."""
         self.scheduler = scheduler
         self._membership = Membership(self.backend, scheduler, self.r_workers, self._tell)
-        self.prefills = self._prefill_backend and RemotePrefills(
-            self._prefill_backend, scheduler, self.r_workers, self.config.prefill_parallel
+        method = self.config.prefill_parallel
+        self.prefills = (
+            RemotePrefills(self._prefill_backend, scheduler, self.r_workers, method) if self._prefill_backend else None
         )
 
     def add_request(

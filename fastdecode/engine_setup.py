@@ -15,9 +15,9 @@ from fastdecode.perfmodel.equations import token_budget
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
-from fastdecode.protocols import PrefillPolicy, StepTime
+from fastdecode.protocols import StepTime
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
-from fastdecode.step import Chunk, MiniBatch, PrefillPart, ScheduledStep
+from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.types import ITEM_BYTES, KVLayout, RWorkerInfo
 
@@ -66,38 +66,6 @@ def make_scheduler(
         seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
     )
     return Scheduler(schedule, limits)
-
-
-def make_prefill_policy(config: EngineConfig, model: SModel, num_workers: int) -> PrefillPolicy:
-    """What decides which of ``num_workers`` prefill workers compute a prompt."""
-    return EvenPrefill(num_workers)
-
-
-class EvenPrefill:
-    """Every prompt goes to all prefill workers, in even parts."""
-
-    def __init__(self, num_workers: int) -> None:
-        self._workers = list(range(num_workers))
-
-    def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
-        pass
-
-    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
-        p = min(len(self._workers), num_tokens)
-        bounds = [num_tokens * i // p for i in range(p + 1)] if p else []
-        return tuple(PrefillPart(self._workers[i], bounds[i], bounds[i + 1]) for i in range(p))
-
-    def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
-        pass
-
-    def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
-        pass
-
-    def joined(self, worker: int) -> None:
-        self._workers.append(worker)
-
-    def lost(self, worker: int) -> None:
-        self._workers.remove(worker)
 
 
 def _scratch_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:

@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 class RemotePrefills:
     """What the engine does for prefill workers between steps; the scheduler decides which prompts are theirs.
 
-    ``on_prefilled`` is called with each prompt that was computed.
+    ``on_prefilled`` is called with each prompt that was computed; ``method`` may change between prompts.
     """
 
     def __init__(
         self, backend: PrefillBackend, scheduler: Scheduler, r_workers: Sequence[RWorkerInfo], method: str
     ) -> None:
         """``method``: how prefill workers share a prompt, one of ``PREFILL_METHODS``."""
-        self._backend, self._scheduler, self._r_workers, self._method = backend, scheduler, r_workers, method
+        self._backend, self._scheduler, self._r_workers, self.method = backend, scheduler, r_workers, method
         self._logits: dict[int, np.ndarray] = {}
         self.on_prefilled: Callable[[Prefilled], None] = lambda prefilled: None
 
@@ -58,7 +58,7 @@ class RemotePrefills:
     def hand_out(self, prefills: Sequence[RemotePrefill]) -> None:
         """The R-workers have reserved blocks for these."""
         for each in prefills:
-            self._backend.submit(replace(each, method=self._method), self._r_workers[each.r_worker])
+            self._backend.submit(replace(each, method=self.method), self._r_workers[each.r_worker])
 
     def logits(self, sequence_ids: Sequence[int]) -> dict[int, np.ndarray]:
         """Of prompts that have arrived; those that nobody asks for are dropped."""

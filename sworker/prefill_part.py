@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from fastdecode.step import Chunk, MiniBatch
 from fastdecode.sworker.greenlets import ModelGreenlet
 from fastdecode.sworker.packing import pack
 from fastdecode.sworker.prefill import causal_mask, prompt_attention
-from fastdecode.sworker.staging import from_numpy, rows_of, to_numpy
+from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, rows_of, to_numpy
 from fastdecode.types import KVLayout, LayerLayout
 
 Exchange = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -82,3 +83,27 @@ def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Lay
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
     return o[0].transpose(0, 1)
+
+
+TIMED_ROWS = 512
+"""Of the attention that is timed: as many rows, over as many keys before them."""
+
+
+def attention_pair_seconds(model: torch.nn.Module, layout: KVLayout) -> float:
+    """Seconds of the first layer's prompt attention for each query and key that are multiplied: the faster of two."""
+    layer, some = layout.layers[0], next(model.parameters())
+    q, k, v = (
+        torch.ones((rows, heads, dim), dtype=TORCH_DTYPE[layout.model_dtype], device=some.device)
+        for rows, heads, dim in (
+            (TIMED_ROWS, layer.num_heads, layer.key_head_dim),
+            (2 * TIMED_ROWS, layer.num_kv_heads, layer.key_head_dim),
+            (2 * TIMED_ROWS, layer.num_kv_heads, layer.value_head_dim),
+        )
+    )
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        with torch.inference_mode():
+            part_attention(q, k, v, layer, TIMED_ROWS).sum().item()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) / (TIMED_ROWS * 1.5 * TIMED_ROWS)

@@ -21,7 +21,17 @@ FLOORS = [
     | {"settings", "metrics", "structured_outputs"},
     {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
-    {"engine", "backends", "engine_setup", "membership", "prefills", "prefill_worker", "request", "text"},
+    {
+        "engine",
+        "backends",
+        "engine_setup",
+        "prefill_setup",
+        "membership",
+        "prefills",
+        "prefill_worker",
+        "request",
+        "text",
+    },
     {"cli", "server", "llm", "measure", "batch"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""

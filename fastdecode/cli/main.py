@@ -26,6 +26,7 @@ COMMANDS = (
     "bench serve",
     "bench attention",
     "bench perplexity",
+    "bench prefill",
     "calibrate",
     "plan",
     "validate",
