@@ -77,7 +77,7 @@ class PrefillBench:
 
     def _searched(self, lengths: Sequence[int], count: int, advance: Callable[[], object]) -> dict[int, PartitionEntry]:
         """By length, where a method needs them."""
-        if not {"kvr-s", "kvr-p"} & set(self.methods):
+        if not searches(self.methods, lengths):
             return {}
         entries = {}
         for num_tokens in lengths:
@@ -89,8 +89,9 @@ class PrefillBench:
         if count == 1:
             return {ALONE: (num_tokens,)}
         parts = {"kvr-e": even(num_tokens, count), "tsp": even(num_tokens, count)}
+        parts["kvr-p"] = self._predicted(num_tokens, count, entries)
         if entries:
-            parts |= {"kvr-s": entries[num_tokens].parts, "kvr-p": self._predicted(num_tokens, count, entries)}
+            parts["kvr-s"] = entries[num_tokens].parts
         return {method: parts[method] for method in self.methods}
 
     def _predicted(self, num_tokens: int, count: int, entries: dict[int, PartitionEntry]) -> Parts:
@@ -125,10 +126,14 @@ class PrefillBench:
         return measured_prefill_model(self.profile, num_workers)
 
 
+def searches(methods: Sequence[str], lengths: Sequence[int]) -> bool:
+    """Whether parts are searched: kvr-p needs those of another length."""
+    return "kvr-s" in methods or ("kvr-p" in methods and len(lengths) > 1)
+
+
 def num_measurements(methods: Sequence[str], lengths: Sequence[int], worker_counts: Sequence[int], repeats: int) -> int:
     """Times that ``advance`` is called by :meth:`PrefillBench.rows`."""
-    searches = bool({"kvr-s", "kvr-p"} & set(methods))
-    each = [repeats if count == 1 else repeats * len(methods) + searches for count in worker_counts]
+    each = [repeats if count == 1 else repeats * len(methods) + searches(methods, lengths) for count in worker_counts]
     return len(lengths) * sum(each)
 
 
