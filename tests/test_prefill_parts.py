@@ -86,7 +86,11 @@ def run(model: SModel, chain: Chain) -> np.ndarray:
             raise
 
     with ThreadPoolExecutor(len(chain.jobs)) as threads:
-        *others, logits = [each.result() for each in [threads.submit(compute, job) for job in chain.jobs]]
+        futures = [threads.submit(compute, job) for job in chain.jobs]
+    failures = [error for each in futures if (error := each.exception())]
+    if failures:  # the first cancels the others
+        raise next((error for error in failures if not isinstance(error, JobCancelledError)), failures[0])
+    *others, logits = [each.result() for each in futures]
     assert others == [None] * len(others)
     assert logits is not None
     return logits
@@ -109,7 +113,8 @@ def test_every_architecture_gives_its_own_logits(name: str, tmp_path: Path) -> N
     expected = model_zoo.reference_logits(model_zoo.build_model(name), prompt, [0])[0]
     whole = Chain(model.layout, prompt, (0, len(prompt)))
     assert_close(run(model, whole), expected)
-    for method, bounds in (("kvr", (0, 101, 163, 184, 200)), ("tsp", EVEN)):
+    n = len(prompt)
+    for method, bounds in (("kvr", (0, n // 2, n * 4 // 5, n * 9 // 10, n)), ("tsp", (0, n // 3, n * 2 // 3, n))):
         chain = Chain(model.layout, prompt, bounds, method)
         assert_close(run(model, chain), expected)
         for layer in range(len(model.layout.layers)):
