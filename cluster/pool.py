@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.payload import row_counts, slices
 from fastdecode.cluster.workers import InprocWorker, LostWorker, PoolWorker, transfer_seconds
 from fastdecode.errors import BackendError, WorkerLostError
@@ -278,11 +279,20 @@ class PoolBackend:
 class InprocBackend(PoolBackend):
     """``AttentionBackend`` over R-workers in this process, one per entry of ``sizes``, each with its own threads."""
 
-    def __init__(self, sizes: Sequence[RWorkerSize], block_size: int, own_cores: bool = False) -> None:
-        """``own_cores``: the S-worker does not run on the cores of ``sizes``."""
+    def __init__(
+        self,
+        sizes: Sequence[RWorkerSize],
+        block_size: int,
+        own_cores: bool = False,
+        security: Security | None = None,
+    ) -> None:
+        """``own_cores``: the S-worker does not run on the cores of ``sizes``. ``security``: of their KV ports."""
         waits_working = len(sizes) == 1 and not own_cores
         super().__init__(
-            [InprocWorker(f"inproc-{i}", size, block_size, own_cores, waits_working) for i, size in enumerate(sizes)]
+            [
+                InprocWorker(f"inproc-{i}", size, block_size, own_cores, waits_working, security)
+                for i, size in enumerate(sizes)
+            ]
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.cluster.links.link import Link, Spin
-from fastdecode.cluster.r_worker.host import host_id, process_name
+from fastdecode.cluster.r_worker.host import host_id, own_address, process_name
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.messages import (
     CHUNK_BYTES,
@@ -33,6 +33,7 @@ from fastdecode.cluster.wire.messages import (
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, row_counts
 from fastdecode.errors import BackendError, CapacityError, FrameError, WorkerLostError, interrupts_deferred
+from fastdecode.settings import is_loopback
 from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
 TICK_SECONDS = 0.1
@@ -78,8 +79,17 @@ class RemoteWorker:
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.kv_bytes_per_token
         self._offset_seconds = self._measure_offset()
-        size = welcome.num_blocks, self._block_size, welcome.num_threads
-        return RWorkerInfo(self.name, *size, welcome.isa, _has_own_cores(welcome), welcome.read_gb_per_s)
+        return RWorkerInfo(
+            name=self.name,
+            num_blocks=welcome.num_blocks,
+            block_size=self._block_size,
+            num_threads=welcome.num_threads,
+            isa=welcome.isa,
+            own_cores=_has_own_cores(welcome),
+            read_gb_per_s=welcome.read_gb_per_s,
+            kv_address=self._kv_address(welcome.kv_address),
+            kv_epoch=welcome.kv_epoch,
+        )
 
     @interrupts_deferred()
     def begin_step(self, plan: WorkerPlan) -> None:
@@ -235,6 +245,15 @@ class RemoteWorker:
         if not math.isfinite(number):
             raise self._lose(f"it sent a {frame.kind.name} frame with {number}")
         return number
+
+    def _kv_address(self, address: str) -> str:
+        """Where prefill workers find the KV port; its host may be the one at which this R-worker itself is found."""
+        if bool(address) != bool(self._layout.kv_port):
+            raise self._lose("it opened a KV port that was not asked for, or none")
+        if not address.startswith(":"):
+            return address
+        host = self.name.rpartition(":")[0]
+        return f"{host if self._layout.kv_port == 'loopback' or not is_loopback(host) else own_address()}{address}"
 
     def _lose(self, reason: str) -> WorkerLostError:
         self._lost = f"R-worker {self.name} is lost: {reason}"

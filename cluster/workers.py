@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker
+from fastdecode.cluster.r_worker.session import open_kv_port
+from fastdecode.cluster.wire.handshake import Security
 from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.r_worker.kv_port import KvPort
 
 
 class PoolWorker(Protocol):
@@ -80,10 +86,18 @@ class InprocWorker:
     """
 
     def __init__(
-        self, name: str, size: RWorkerSize, block_size: int, own_cores: bool, waits_working: bool = False
+        self,
+        name: str,
+        size: RWorkerSize,
+        block_size: int,
+        own_cores: bool,
+        waits_working: bool = False,
+        security: Security | None = None,
     ) -> None:
-        """``own_cores``: the S-worker does not run on this worker's cores."""
+        """``own_cores``: the S-worker does not run on this worker's cores. ``security``: of its KV port, if any."""
         self.name = name
+        self._security = security or Security()
+        self._kv_port: KvPort | None = None
         self._size, self._block_size, self._own_cores = size, block_size, own_cores
         self._waits_working = waits_working
         self._postponed: tuple | None = None
@@ -93,12 +107,16 @@ class InprocWorker:
 
     def open(self, layout: KVLayout) -> None:
         self._worker = make_rworker(layout, self._block_size, self._size)
+        if layout.kv_port:
+            self._kv_port = open_kv_port(self._worker, layout, self._security)
 
     def opened(self) -> RWorkerInfo:
         worker = self._open
-        return RWorkerInfo(
-            self.name, worker.num_blocks, worker.block_size, worker.num_threads, worker.isa, self._own_cores
-        )
+        size = worker.num_blocks, worker.block_size, worker.num_threads
+        info = RWorkerInfo(self.name, *size, worker.isa, self._own_cores)
+        if self._kv_port is None:
+            return info
+        return replace(info, kv_address=self._kv_port.address, kv_epoch=self._kv_port.epoch)
 
     def begin_step(self, plan: WorkerPlan) -> None:
         begin_step(self._open, plan)
@@ -147,6 +165,8 @@ class InprocWorker:
 
     def close(self) -> None:
         self._in_step = False
+        if self._kv_port:
+            self._kv_port.close()
         if self._worker:
             self._worker.close()
 

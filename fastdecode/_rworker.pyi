@@ -23,7 +23,9 @@ def self_test(isa: str) -> str | None:
     """
 
 def block_bytes(
-    layers: list[tuple[int, int, int, int, float, int, float, list[float]]], kv_dtype: str, block_size: int
+    layers: list[tuple[int, int, int, int, float, int, float, list[float], list[float]]],
+    kv_dtype: str,
+    block_size: int,
 ) -> int:
     """Bytes that one block of ``block_size`` tokens takes over all ``layers``; arguments as in :class:`RWorker`."""
 
@@ -84,7 +86,7 @@ class RWorker:
     def __init__(
         self,
         *,
-        layers: list[tuple[int, int, int, int, float, int, float, list[float]]],
+        layers: list[tuple[int, int, int, int, float, int, float, list[float], list[float]]],
         model_dtype: str,
         kv_dtype: str,
         block_size: int,
@@ -96,10 +98,10 @@ class RWorker:
     ) -> None:
         """Reserve address space for the cache (committed as it fills) and start the threads.
 
-        ``layers``: (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, soft_cap, sinks) each, as in
-        ``fastdecode.types.LayerLayout``; head dims up to 512. ``model_dtype`` (of q, k, v and out): "float32",
-        "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by this worker.
-        ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
+        ``layers``: (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, soft_cap, sinks,
+        alibi_slopes) each, as in ``fastdecode.types.LayerLayout``; head dims up to 512. ``model_dtype`` (of q, k, v and
+        out): "float32", "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by
+        this worker. ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
         ``cores``: thread i is pinned to ``cores[i % len(cores)]``; empty: not pinned. ``isa``: "auto" is the
         environment's FASTDECODE_ISA where set, else the best; ValueError if this machine does not support it.
         ``read_ahead``: how the tokens read next are asked for, "run", "run-l2" or "pages" (as
@@ -221,10 +223,25 @@ class RWorker:
         not that of ``num_tokens``, another kind of array, or while a step is open.
         """
 
+    def check_store(self, job_id: int, layer: int, start: int, num_rows: int) -> None:
+        """KeyError for a job that is not under way, ValueError for rows that it does not wait for.
+
+        From any thread, while another takes steps; so is ``store``.
+        """
+
+    def store(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+        """Store rows of an incoming sequence as append-only rows are, from the token ``start`` on.
+
+        ``k`` [num_rows, num_kv_heads, key_head_dim], ``v`` [num_rows, num_kv_heads, value_head_dim], in the model's
+        dtype. Rows come in any order, each once. Errors as of ``check_store``, and ValueError for other arrays; a
+        KeyError may also come midway, when a control releases the sequence meanwhile.
+        """
+
     def statistics(self) -> dict[str, int]:
-        """``blocks_used``, ``blocks_free``, ``blocks_shared`` (by several sequences), ``sequences``, ``tokens``
-        (committed, those of shared blocks once per sequence), ``bytes_read`` (keys and values, by all steps so far) and
-        ``bytes_committed`` (of blocks ever used, the memory that the cache may hold)."""
+        """``blocks_used``, ``blocks_free``, ``blocks_shared`` (by several sequences), ``sequences``, ``incoming``
+        (those whose rows are still to come), ``tokens`` (committed, those of shared blocks once per sequence),
+        ``bytes_read`` (keys and values, by all steps so far) and ``bytes_committed`` (of blocks ever used, the memory
+        that the cache may hold)."""
 
     def close(self) -> None:
         """Wait for what runs and free everything; may be called twice."""

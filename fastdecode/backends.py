@@ -62,11 +62,13 @@ def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
     if spec.kind == "spawn":
         from fastdecode.cluster.links.spawn import SpawnBackend
 
-        return SpawnBackend(sizes, config.block_size)
+        return SpawnBackend(sizes, config.block_size, config.key_file, config.security)
 
     from fastdecode.cluster.pool import InprocBackend
+    from fastdecode.cluster.wire.handshake import read_security
 
-    return InprocBackend(sizes, config.block_size, config.separate_cores)
+    security = read_security(config.key_file, config.security)
+    return InprocBackend(sizes, config.block_size, config.separate_cores, security)
 
 
 def prepare(config: EngineConfig) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar, overload
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -14,30 +18,112 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(slots=True)  # not frozen, which would take three times as long to make: one is made per token
-class CompletionOutput:
-    """One of a request's ``n`` texts, so far or finished.
+class Grown(Sequence[Item]):
+    """The first ``count`` items of a list that only ever grows, at no cost per item; later ones are not seen.
 
-    ``finish_reason``: "stop" (``stop_reason`` says which string or token id, None for end of text), "length",
-    "abort", "error" (the model gave no finite logits), or None while it runs. ``logprobs``: per token, by token id.
+    One is made of each list of a request in every step, and most are never looked at.
     """
 
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    __slots__ = ("_count", "_items")
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items, self._count = items, len(items)
+
+    def __len__(self) -> int:
+        """Items when this was made."""
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
+    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
+        """One item, or those of a slice, as a tuple, at the cost of what it holds."""
+        if isinstance(index, slice):
+            return tuple(self._items[place] for place in range(*index.indices(self._count)))
+        return self._items[range(self._count)[index]]
 
 
-@dataclass(slots=True)
-class RequestMetrics:
+class _Snapshot:
+    """Compares and shows itself as a dataclass of the fields ``SEEN`` would."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+    SEEN: ClassVar[tuple[str, ...]] = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all that a user sees is the same."""
+        return self._seen() == other._seen() if isinstance(other, _Snapshot) else NotImplemented
+
+    def __repr__(self) -> str:
+        """Its type and all fields."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._seen().items())})"
+
+    def _seen(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.SEEN}
+
+
+class CompletionOutput(_Snapshot):
+    """One of a request's ``n`` texts, so far or finished; it does not change as the text grows.
+
+    ``finish_reason``: "stop" (``stop_reason`` says which string or token id, None for end of text), "length",
+    "abort", "error" (the model gave no finite logits), or None while it runs. ``tokens``, ``all_logprobs``: what
+    ``token_ids`` and ``logprobs`` are made of when they are first read.
+    """
+
+    __slots__ = ("_logprobs", "_token_ids", "all_logprobs", "finish_reason", "index", "stop_reason", "text", "tokens")
+    SEEN = ("index", "text", "token_ids", "finish_reason", "stop_reason", "logprobs")
+
+    def __init__(
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+        logprobs: Sequence[dict[int, Logprob]] | None = None,
+    ) -> None:
+        self.index, self.text = index, text
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        self.tokens, self.all_logprobs = token_ids, logprobs
+        self._token_ids: tuple[int, ...] | None = None
+        self._logprobs: tuple[dict[int, Logprob], ...] | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The output's tokens."""
+        if self._token_ids is None:
+            self._token_ids = tuple(self.tokens)
+        return self._token_ids
+
+    @property
+    def logprobs(self) -> tuple[dict[int, Logprob], ...] | None:
+        """Per token, by token id; None where they were not asked for."""
+        if self._logprobs is None and self.all_logprobs is not None:
+            self._logprobs = tuple(self.all_logprobs)
+        return self._logprobs
+
+
+class RequestMetrics(_Snapshot):
     """Moments of a request in seconds of ``time.perf_counter``: its arrival, each step that gave it tokens, and the
-    beginning of the first step that computed its prompt."""
+    beginning of the first step that computed its prompt. ``moments``: what ``token_seconds`` is made of."""
 
-    arrival_seconds: float
-    token_seconds: tuple[float, ...] = ()
-    started_seconds: float | None = None
+    __slots__ = ("_token_seconds", "arrival_seconds", "moments", "started_seconds")
+    SEEN = ("arrival_seconds", "token_seconds", "started_seconds")
+
+    def __init__(
+        self, arrival_seconds: float, token_seconds: Sequence[float] = (), started_seconds: float | None = None
+    ) -> None:
+        self.arrival_seconds, self.started_seconds = arrival_seconds, started_seconds
+        self.moments = token_seconds
+        self._token_seconds: tuple[float, ...] | None = None
+
+    @property
+    def token_seconds(self) -> tuple[float, ...]:
+        """Of each step that gave it tokens."""
+        if self._token_seconds is None:
+            self._token_seconds = tuple(self.moments)
+        return self._token_seconds
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from fastdecode.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from fastdecode.outputs import CompletionOutput, Grown, Logprob, RequestMetrics, RequestOutput
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler import Sequence
 from fastdecode.sworker import SModel
@@ -69,10 +69,10 @@ class Completion:
         return CompletionOutput(
             self.index,
             self.text.visible(self.finish_reason is not None) if self.text else "",
-            tuple(self.sequence.output_token_ids),
+            Grown(self.sequence.output_token_ids),
             self.finish_reason,
             self.stop_reason,
-            tuple(self.logprobs) if self.logprobs else None,
+            Grown(self.logprobs) if self.logprobs else None,
         )
 
 
@@ -123,7 +123,7 @@ class Request:
 
     def output(self) -> RequestOutput:
         """A snapshot for the user."""
-        metrics = RequestMetrics(self.arrival_seconds, tuple(self.token_seconds), self.started_seconds)
+        metrics = RequestMetrics(self.arrival_seconds, Grown(self.token_seconds), self.started_seconds)
         outputs = [completion.output() for completion in self.completions]
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics)
 
@@ -145,7 +145,7 @@ def make_request(
     room = model.max_model_len - len(prompt_token_ids)
     max_tokens = min(params.max_tokens or room, room)
     form = params.structured_outputs
-    grammars = [None if form is None else model.grammar(form) for _ in range(params.n)]
+    grammars = [None if form is None else model.grammars.matcher(form) for _ in range(params.n)]
     sequences = [Sequence(first_sequence_id + index, prompt_token_ids, max_tokens) for index in range(params.n)]
     sequences[0].siblings = tuple(sequences[1:])
     for sequence in sequences:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 import numpy as np
 
@@ -41,7 +42,8 @@ class LayerLayout:
     """Shape and scoring rule of one attention layer.
 
     ``window`` counts the tokens a query sees, itself included (0: all). ``soft_cap`` is 0 when absent.
-    ``sinks`` holds one extra logit per query head, or is empty.
+    ``sinks`` holds one extra logit per query head, or is empty. ``alibi_slopes`` holds one slope per query head, or is
+    empty: a score, scaled and capped, gains slope · (position of the key - position of the query).
     """
 
     num_heads: int
@@ -52,6 +54,7 @@ class LayerLayout:
     window: int = 0
     soft_cap: float = 0.0
     sinks: tuple[float, ...] = ()
+    alibi_slopes: tuple[float, ...] = ()
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -68,12 +71,14 @@ class KVLayout:
     """Everything an R-worker must know about a model: its layers and the dtypes of payload and cache.
 
     ``isa``: the instruction set in whose arithmetic it is to attend, one of ``ISAS``; "auto": the R-worker's fastest.
+    ``kv_port``: whether it opens a KV port for prefill workers: "" (no), "loopback" (for those of its machine), "any".
     """
 
     layers: tuple[LayerLayout, ...]
     model_dtype: str
     kv_dtype: str
     isa: str = "auto"
+    kv_port: Literal["", "loopback", "any"] = ""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -134,6 +139,8 @@ class RWorkerInfo:
     """What an R-worker says of itself when it is opened.
 
     ``read_gb_per_s``: its threads' read bandwidth in 1e9 bytes per second, measured at its start; 0 where it was not.
+    ``kv_address``: "host:port" of its KV port, where prefill workers store keys and values, or "" where it has none;
+    ``kv_epoch``: the number of this session that every frame to that port must carry; a secret.
     """
 
     name: str
@@ -143,6 +150,8 @@ class RWorkerInfo:
     isa: str
     own_cores: bool
     read_gb_per_s: float = 0.0
+    kv_address: str = ""
+    kv_epoch: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from instrument import instrument
 
 from fastdecode import addresses, errors
 from fastdecode.cluster import remote
-from fastdecode.cluster.links import link, shared_memory
-from fastdecode.cluster.r_worker import host, session
+from fastdecode.cluster.links import link, port, shared_memory
+from fastdecode.cluster.r_worker import host, kv_port, session
 from fastdecode.cluster.wire import frames, handshake, messages, payload
 
 TARGETS = parsers.TARGETS | sessions.TARGETS
@@ -48,7 +48,8 @@ class Watched:
 def main() -> None:
     """Does not return: libFuzzer ends the process."""
     target = TARGETS[sys.argv.pop(1)]
-    instrument(frames, handshake, host, link, messages, payload, remote, session, shared_memory, addresses, errors)
+    instrument(frames, handshake, host, kv_port, link, messages, payload, port, remote, session, shared_memory)
+    instrument(addresses, errors)
     tracemalloc.start(1)
     atheris.Setup(sys.argv, Watched(target))
     atheris.Fuzz()

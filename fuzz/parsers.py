@@ -23,7 +23,7 @@ from fastdecode.errors import CapacityError, FrameError
 from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 LAYOUT = KVLayout(
-    (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4)), "bfloat16", "int8"
+    (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"
 )
 HELLO = Hello("host:1", LAYOUT, 32)
 WELCOME = Welcome(100, 2, "avx2", 10.5, (0, 1), "boot", "0" * 64)

@@ -19,7 +19,16 @@ import parsers
 import sessions
 
 SEEDS = parsers.SEEDS | sessions.SEEDS
-SHARES = {"session": 15, "answers": 30, "hello": 30, "lying-stream": 40, "gate": 50, "stream": 75, "report": 110}
+SHARES = {
+    "session": 15,
+    "kv-port": 15,
+    "answers": 30,
+    "hello": 30,
+    "lying-stream": 40,
+    "gate": 50,
+    "stream": 75,
+    "report": 110,
+}
 SHARES |= {"refusal": 140, "welcome": 140, "join": 50, "plan": 140, "header": 180}
 """Thousandths of the inputs; an input of the first is some twenty frames, and takes 500 times as long as a header."""
 

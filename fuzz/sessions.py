@@ -16,20 +16,21 @@ import atheris
 import numpy as np
 
 from fastdecode.cluster import remote
+from fastdecode.cluster.links import port
 from fastdecode.cluster.links.link import Link
-from fastdecode.cluster.r_worker import session
+from fastdecode.cluster.r_worker import kv_port, session
 from fastdecode.cluster.r_worker.host import Host, RWorkerSize, make_rworker
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire import messages
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
 from fastdecode.errors import BackendError, CapacityError, FrameError
-from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, Verb, WorkerPlan, WorkerReport
+from fastdecode.types import CONTROL, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, Verb, WorkerPlan, WorkerReport
 
 LAYOUTS = (
     KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3, window=9)), "float32", "float32"),
     KVLayout((LayerLayout(2, 1, 32, 32, 0.2, soft_cap=2.0, sinks=(0.5, 1.0)),), "bfloat16", "int8"),
-    KVLayout((LayerLayout(8, 2, 64, 64, 0.1),) * 2, "float16", "int4"),
+    KVLayout((LayerLayout(8, 2, 64, 64, 0.1, alibi_slopes=(0.1,) * 8),) * 2, "float16", "int4"),
 )
 BLOCK_SIZE = 16
 CACHE_BYTES = 1 << 18
@@ -66,8 +67,8 @@ class KeptWorker:
                 self._worker.begin_step(np.array([[Verb.RELEASE, sequence_id, 0, 0]], np.int64), [])
                 self._worker.end_step()
         left = self._worker.statistics()
-        if left["sequences"] == 0 and left["blocks_used"]:
-            raise RuntimeError(f"{left['blocks_used']} blocks are lost")
+        if left["sequences"] == 0 and (left["blocks_used"] or left["incoming"]):
+            raise RuntimeError(f"{left['blocks_used']} blocks are lost, or {left['incoming']} jobs")
         if left["sequences"]:
             self._worker.close()  # of a name that only the fuzzer knows
         else:
@@ -140,7 +141,7 @@ class SessionRun:
     def _plan(self) -> list[bytes]:
         provider = self._provider
         controls = [
-            (self._near(0, 2), self._id(), self._id(), self._tokens()) for _ in range(provider.ConsumeIntInRange(0, 3))
+            (self._near(0, 4), self._id(), self._id(), self._tokens()) for _ in range(provider.ConsumeIntInRange(0, 3))
         ]
         counts = [provider.ConsumeIntInRange(0, 3) for _ in range(provider.ConsumeIntInRange(0, 3))]
         spans = [[self._span() for _ in range(count)] for count in counts]
@@ -334,6 +335,122 @@ class AnswersRun:
         return bytes([provider.ConsumeIntInRange(0, 255)]) * sizes.get(kind, 0)
 
 
+class FuzzListener:
+    """What a port needs of a listener: the parts of the message at hand, and the kinds of the answers."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.answers: list[Kind] = []
+
+    def send_message(self, parts: Sequence[Any], flags: int = 0) -> None:
+        """Record the kind of the answer."""
+        self.answers.append(Kind(HEADER.unpack(bytes(parts[1]))[2]))
+
+    def read_part(self, num_bytes: int) -> memoryview:
+        """As libzmq gives parts: whole."""
+        if not self.parts or len(self.parts[0]) != num_bytes:
+            raise FrameError("another length")
+        return memoryview(self.parts.pop(0))
+
+    def read_into(self, buffer: Any) -> None:
+        """The same, into a buffer."""
+        memoryview(buffer)[:] = self.read_part(memoryview(buffer).nbytes)
+
+
+class FuzzPort(port.Port):
+    """A port without a socket and a thread."""
+
+    def __init__(self, handle: port.Handler) -> None:
+        self._listener: Any = FuzzListener()
+        self.epoch, self._handle, self._open_kinds = 5, handle, frozenset()
+        self._reader, self._gate, self._peers, self._logged = port.Reader(self._listener), None, {}, set()
+
+    def send(self, identity: bytes, kind: Kind, *parts: Any, layer: int = 0) -> None:
+        """At once."""
+        self._conversation(identity).send(kind, *parts, layer=layer)
+
+    def take(self, identity: bytes, parts: list[bytes]) -> list[Kind]:
+        """The kinds of the answers to a message."""
+        self._listener.parts, self._listener.answers = parts[1:], []
+        self._receive(port.PeerChannel(self._listener, identity, parts[0]))
+        return list(self._listener.answers)
+
+
+class KvPortRun:
+    """A KV port of an R-worker that waits for the rows of some sequences; frames of two peers, most of them right."""
+
+    JOBS = ((1, 40), (2, 17), (3, 1))
+
+    def __init__(self, data: bytes) -> None:
+        self._provider = atheris.FuzzedDataProvider(data)
+        self._layout = self._provider.PickValueInList(list(LAYOUTS))
+        self._worker = KeptWorker.make(self._layout, BLOCK_SIZE, HOST.size)
+        self._port = FuzzPort(kv_port.RowStore(self._worker, self._layout))
+        self._missing = {
+            (job, layer, token)
+            for job, end in self.JOBS
+            for layer in range(len(self._layout.layers))
+            for token in range(end)
+        }
+        self._numbers = [0, 0]
+
+    def run(self) -> None:
+        """A frame is stored or refused as a set of rows says it should be, and jobs can be committed once whole."""
+        self._control(*((Verb.RESERVE, job, job, end) for job, end in self.JOBS))
+        for _ in range(MOST_FRAMES):
+            if self._provider.remaining_bytes():
+                self._frame()
+        for job, end in self.JOBS:
+            is_whole = not any(missing[0] == job for missing in self._missing)
+            try:
+                self._control((Verb.COMMIT, job, job, end))
+            except ValueError:
+                if is_whole:
+                    raise
+            else:
+                if not is_whole:
+                    raise RuntimeError("committed, and rows are missing")
+        self._worker.close()
+
+    def _frame(self) -> None:
+        provider = self._provider
+        peer, layer = provider.ConsumeIntInRange(0, 1), provider.ConsumeIntInRange(0, 2)
+        job, start = provider.ConsumeIntInRange(0, 4), provider.ConsumeIntInRange(0, 40)
+        count = provider.PickValueInList([1, 2, 3, 16, 17, 40, 0, -1, 1 << 62])
+        if provider.ConsumeIntInRange(0, 15) == 0:
+            start = provider.PickValueInList(list(NUMBERS))
+        rows = {(job, layer, start + i) for i in range(count if 0 < count < 100 else 0)}
+        spec = self._layout.layers[min(layer, len(self._layout.layers) - 1)]
+        sizes = [max(0, min(count, 40)) * spec.num_kv_heads * d for d in (spec.key_head_dim, spec.value_head_dim)]
+        parts = [messages.KV_ROWS.pack(job, start, count)]
+        parts += [bytes([7]) * (size * WIRE_DTYPE[self._layout.model_dtype].itemsize) for size in sizes]
+        is_right = bool(rows) and rows <= self._missing
+        fields = {"kind": Kind.KV, "epoch": 5, "sequence": self._numbers[peer], "mini_batch": 0, "layer": layer}
+        bend = provider.ConsumeIntInRange(0, 60)
+        if bend < 3:
+            parts[bend], is_right = parts[bend] + b"x", False
+        elif bend == 3:
+            parts, is_right = parts[: provider.ConsumeIntInRange(0, 2)], False
+        elif bend == 4:
+            fields["epoch"], is_right = provider.PickValueInList([0, 4, (1 << 64) - 1]), False
+        elif bend == 5:
+            fields["kind"], is_right = provider.PickValueInList([*set(Kind) - {Kind.KV}, 99]), False
+        lengths = [len(part) for part in parts] + [0] * (3 - len(parts))
+        answers = self._port.take(bytes([peer]), [HEADER.pack(MAGIC, VERSION, *fields.values(), *lengths), *parts])
+        if answers != [Kind.STORED if is_right else Kind.REFUSED]:
+            raise RuntimeError(f"{answers}, and the frame was {'right' if is_right else 'wrong'}")
+        self._missing -= rows if is_right else set()
+        self._numbers[peer] += 1
+
+    def _control(self, *controls: tuple[int, int, int, int]) -> None:
+        self._worker.begin_step(np.array(controls, np.int64), [])
+        self._worker.end_step()
+
+
+def run_kv_port(data: bytes) -> None:
+    KvPortRun(data).run()
+
+
 def run_session(data: bytes) -> None:
     SessionRun(data).run()
 
@@ -346,6 +463,10 @@ messages.fingerprint = remote.fingerprint = session.fingerprint = cache(messages
 remote.encode_hello = cache(messages.encode_hello)
 session.make_rworker = KeptWorker.make  # type: ignore[assignment]
 logging.disable(logging.CRITICAL)
-TARGETS: dict[str, Callable[[bytes], None]] = {"session": run_session, "answers": run_answers}
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "session": run_session,
+    "answers": run_answers,
+    "kv-port": run_kv_port,
+}
 _RNG = np.random.default_rng(0)
 SEEDS: dict[str, list[bytes]] = {name: [_RNG.bytes(400) for _ in range(20)] for name in TARGETS}

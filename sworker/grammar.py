@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,8 @@ class Matcher:
 class Grammars:
     """Compiles what requests ask for, over one tokenizer; llguidance is imported at the first one.
 
-    ``vocab_size``: of the model's logits, at least the tokenizer's.
+    ``vocab_size``: of the model's logits, at least the tokenizer's. ``prepare`` and ``read_vocabulary`` may be called
+    by any thread; then ``matcher`` takes no time.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -66,6 +68,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._known: LLTokenizer | None = None
+        self._reading = threading.Lock()
         self._compiled = lru_cache(KEPT_GRAMMARS)(self._compile)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
@@ -77,8 +80,26 @@ class Grammars:
         """
         return Matcher(self._compiled(params).deep_copy())
 
+    def prepare(self, params: StructuredOutputsParams) -> None:
+        """Compile what ``params`` ask for, unless it is known; while it is compiled other threads go on.
+
+        Raises:
+            RequestError, ConfigError: as ``matcher``.
+        """
+        self._compiled(params)
+
+    def read_vocabulary(self) -> LLTokenizer:
+        """What llguidance makes of the tokenizer, read once. It holds up every thread for some tenths of a second.
+
+        Raises:
+            RequestError, ConfigError: as ``matcher``.
+        """
+        with self._reading:
+            self._known = self._known or self._read_vocabulary()
+        return self._known
+
     def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
-        tokens = self._known = self._known or self._read_vocabulary()
+        tokens = self._known or self.read_vocabulary()
         from llguidance import LLMatcher
 
         try:

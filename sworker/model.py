@@ -13,9 +13,8 @@ from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError, RequestError, UnsupportedModelError
 from fastdecode.machine import available_memory_bytes
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.structured_outputs import StructuredOutputsParams
 from fastdecode.sworker.fused import FusedRows
-from fastdecode.sworker.grammar import Grammars, Matcher
+from fastdecode.sworker.grammar import Grammars
 from fastdecode.sworker.loader import load_hf_config, load_model, max_position_embeddings, model_shape
 from fastdecode.sworker.prepack import PackedLinears
 from fastdecode.sworker.support import check_rope, probe_layout
@@ -39,7 +38,6 @@ class SModel:
         self.layout = _replace_and_probe(self.model, hf_config, config.kv_cache_dtype)
         self.model_type = str(hf_config.model_type)
         self._config, self._hf_config = config, hf_config
-        self._grammars: Grammars | None = None
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
@@ -81,12 +79,12 @@ class SModel:
         spellings = (prefix + word.lstrip() for word in words for prefix in ("", " "))
         return tuple({tuple(encode(spelling, add_special_tokens=False).ids): None for spelling in spellings})
 
-    def grammar(self, params: StructuredOutputsParams) -> Matcher:
-        """Which tokens a text of this form may begin with, and so on; RequestError or ConfigError where it has none."""
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Which tokens texts of a form may begin with, and so on; RequestError without a tokenizer."""
         if self.tokenizer is None:
             raise RequestError("structured_outputs needs the tokenizer, which was not loaded (skip_tokenizer_init)")
-        self._grammars = self._grammars or Grammars(self.tokenizer.backend, self.vocab_size, self.eos_token_ids)
-        return self._grammars.matcher(params)
+        return Grammars(self.tokenizer.backend, self.vocab_size, self.eos_token_ids)
 
 
 def _replace_and_probe(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLayout:

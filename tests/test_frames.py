@@ -20,7 +20,7 @@ from fastdecode.errors import FrameError, WorkerLostError
 from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 LAYOUT = KVLayout(
-    (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4)), "bfloat16", "int8"
+    (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"
 )
 
 
@@ -125,7 +125,8 @@ def test_hello_carries_the_layout_and_its_fingerprint() -> None:
     hello = messages.Hello("host:1", LAYOUT, 32)
     assert messages.decode_hello(messages.encode_hello(hello)) == hello
     assert messages.fingerprint(LAYOUT, 32) != messages.fingerprint(LAYOUT, 16)
-    whole = KVLayout((LayerLayout(4, 2, 8, 16, 1, soft_cap=2, sinks=(0,) * 4),), "float32", "float32")
+    layer = LayerLayout(4, 2, 8, 16, 1, soft_cap=2, sinks=(0,) * 4, alibi_slopes=(1,) * 4)
+    whole = KVLayout((layer,), "float32", "float32")
     assert messages.decode_hello(messages.encode_hello(messages.Hello("host:1", whole, 32))).layout == whole
 
 
@@ -139,12 +140,20 @@ def test_hello_carries_the_layout_and_its_fingerprint() -> None:
         (["cache", "layers", 0, "scale"], None),
         (["cache", "layers", 0, "scale"], float("inf")),
         (["cache", "layers", 0, "sinks"], ["a"]),
+        (["cache", "layers", 0, "alibi_slopes"], 0.5),
+        (["cache", "layers", 0, "alibi_slopes"], [0.5, None]),
+        (["cache", "layers", 0, "alibi_slopes"], [float("nan")]),
+        (["cache", "layers", 0, "alibi_slopes"], [1e39]),
+        (["cache", "layers", 0, "alibi_slopes"], [0.0] * 5000),
         (["cache", "layers", 0, "unknown"], 1),
         (["cache", "layers", 0], 3),
         (["cache", "layers"], []),
         (["cache", "layers"], [1] * 5000),
         (["cache", "model_dtype"], "int8"),
         (["cache", "kv_dtype"], ["float32"]),
+        (["cache", "kv_port"], "everywhere"),
+        (["cache", "kv_port"], "any\n"),
+        (["cache", "kv_port"], None),
         (["cache", "layers", 0, "scale"], 10**400),
         (["cache", "layers", 0, "scale"], 1e39),
         (["cache", "layers", 0, "soft_cap"], float("nan")),
@@ -202,10 +211,20 @@ def test_json_that_is_hard_to_read_or_to_show_is_refused(value: str, message: st
         ("read_gb_per_s", 10**400),
         ("isa", "\x07"),
         ("fingerprint", None),
+        ("kv_address", ""),
+        ("kv_address", ":0"),
+        ("kv_address", "host"),
+        ("kv_address", "a host:5580"),
+        ("kv_address", "host:70000"),
+        ("kv_epoch", 0),
+        ("kv_epoch", -1),
+        ("kv_epoch", 1 << 63),
     ],
 )
 def test_a_lying_welcome_is_refused(name: str, value: Any) -> None:
-    welcome = json.loads(messages.encode_welcome(messages.Welcome(8, 1, "avx2", 1.5, (0, 3), "boot", "f")))
+    whole = messages.Welcome(8, 1, "avx2", 1.5, (0, 3), "boot", "f", ":5580", (1 << 63) - 1)
+    assert messages.decode_welcome(messages.encode_welcome(whole)) == whole
+    welcome = json.loads(messages.encode_welcome(whole))
     with pytest.raises(FrameError):
         messages.decode_welcome(json.dumps(welcome | {name: value}).encode())
 

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("mpi_segments")
 def test_the_contract_of_backends_holds(mpi_segments: Path) -> None:
     """The same tests as of every other transport, run by the first rank; then the R-workers end by themselves."""
     tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "test_backends.py")]
+    tests += [f"{TESTS / 'test_kv_port.py'}::test_stored_rows_are_appended_rows"]
     job = mpi_jobs.run((1, tests), (2, mpi_jobs.R_WORKER), FASTDECODE_TEST_BACKENDS="mpi")
     assert job.returncode == 0, job.stdout + job.stderr
     assert " passed" in job.stdout and "failed" not in job.stdout

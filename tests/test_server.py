@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -112,6 +114,50 @@ def test_answers_have_the_form_that_is_asked(server: RunningServer) -> None:
         for wrong in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}):
             with pytest.raises(openai.BadRequestError):
                 api.chat.completions.create(model=MODEL, messages=messages, response_format=wrong)  # type: ignore[call-overload]
+
+
+def test_streams_go_on_while_a_large_schema_is_compiled(server: RunningServer) -> None:
+    """A stream never waits for what others ask to be compiled, nor for what cannot be."""
+    schema = large_schema()
+    moments: list[float] = []
+    started, ended = threading.Event(), threading.Event()
+
+    def follow() -> None:
+        with client(server) as api:
+            while not ended.is_set():
+                for _ in api.completions.create(prompt="def f(", stream=True, **{**GREEDY, "max_tokens": 200}):
+                    moments.append(time.perf_counter())
+                    started.set()
+
+    other = threading.Thread(target=follow)
+    other.start()
+    try:
+        assert started.wait(PATIENCE_SECONDS)
+        start = time.perf_counter()
+        body = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"json": schema}}
+        status, answer = server.request("/v1/completions", body)
+        end = time.perf_counter()
+        assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
+        for stream in (False, True):  # a keyword that is refused when the schema is compiled
+            wrong = {**schema, "properties": {**schema["properties"], "last": {"type": "string", "pattern": "("}}}
+            status, answer = server.request(
+                "/v1/completions", {**body, "stream": stream, "structured_outputs": {"json": wrong}}
+            )
+            assert status == 400 and "structured_outputs cannot be followed" in answer["error"]["message"]
+    finally:
+        ended.set()
+        other.join()
+    between = [before for before in (start, *moments) if start <= before <= end] + [end]
+    gap = max(after - before for before, after in itertools.pairwise(between))
+    assert len(between) > 5 and gap < 0.5 * (end - start), (gap, end - start)
+
+
+def large_schema() -> dict[str, Any]:
+    """Takes about a second to compile."""
+    properties = {
+        f"p{i}": {"type": "string", "pattern": f"^[a-z]{{1,{i % 30 + 2}}}[0-9]{i % 7}+$"} for i in range(4000)
+    }
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def test_errors_have_openai_s_shape(server: RunningServer) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,19 @@ def grammars(llm: LLM) -> Grammars:
     model = llm.engine.s_model
     assert model.tokenizer is not None
     return Grammars(model.tokenizer.backend, model.vocab_size, model.eos_token_ids)
+
+
+def test_grammars_are_prepared_in_any_thread(llm: LLM) -> None:
+    """The vocabulary is read once, each form compiled once, and the engine's own call compiles nothing."""
+    found, form = grammars(llm), StructuredOutputsParams(json=SCHEMA)
+    with ThreadPoolExecutor(4) as threads:
+        assert len({id(each) for each in threads.map(lambda _: found.read_vocabulary(), range(8))}) == 1
+        threads.submit(found.prepare, form).result()
+        with pytest.raises(RequestError, match="cannot be followed"):
+            threads.submit(found.prepare, StructuredOutputsParams(regex="(")).result()
+    compiled = found._compiled.cache_info()
+    assert found.matcher(form).logit_bias(256).max() == 0
+    assert found._compiled.cache_info().misses == compiled.misses
 
 
 def params(form: StructuredOutputsParams, **options: Any) -> SamplingParams:

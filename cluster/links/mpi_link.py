@@ -23,6 +23,7 @@ from fastdecode.cluster.r_worker.host import Host
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import HEADER, Frame, Kind
+from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.payload import PayloadSlots
 from fastdecode.errors import ConfigError, FrameError
 
@@ -240,10 +241,11 @@ def join_as_s_worker() -> tuple[MpiJob, Progress]:
     return job, progress
 
 
-def serve_job(host: Host, on_join: Callable[[int], None]) -> None:
+def serve_job(host: Host, on_join: Callable[[int], None], security: Security) -> None:
     """Join this process's job as an R-worker and serve its S-worker until the job is over.
 
-    ``on_join`` is called with the rank. ConfigError where this process is alone; a failure ends the job.
+    ``on_join`` is called with the rank. ``security``: of its KV port. ConfigError where this process is alone; a
+    failure ends the job.
     """
     job = _join()
     if job.size == 1:
@@ -254,16 +256,16 @@ def serve_job(host: Host, on_join: Callable[[int], None]) -> None:
         job.abort(f"the first rank is the S-worker's, and this is an R-worker: {RIGHT_LINE}")
     on_join(job.rank)
     try:
-        _serve(job, host)
+        _serve(job, host, security)
     except BaseException as error:
         job.abort(f"this R-worker failed: {type(error).__name__}: {error}")
 
 
-def _serve(job: MpiJob, host: Host) -> None:
+def _serve(job: MpiJob, host: Host, security: Security) -> None:
     peer, over = job.peer(S_RANK), False
     while not over:
         link = MpiLink(peer)
-        Session(link, host).run()
+        Session(link, host, security=security).run()
         link.close()
         over = link.over
     peer.close()

@@ -20,6 +20,7 @@ from fastdecode.cluster.r_worker.host import Host, RWorkerSize
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Frame, Kind
+from fastdecode.cluster.wire.handshake import Security
 from fastdecode.errors import BackendError
 
 END_SECONDS = 10.0
@@ -34,10 +35,18 @@ _PR_SET_PDEATHSIG = 1
 class SpawnBackend(PoolBackend):
     """``AttentionBackend`` over one process per entry of ``sizes``; payload goes through shared memory."""
 
-    def __init__(self, sizes: Sequence[RWorkerSize], block_size: int) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[RWorkerSize],
+        block_size: int,
+        key_file: str | None = None,
+        security: str | None = None,
+    ) -> None:
+        """``key_file`` and ``security`` (see ``TcpBackend``): of their KV ports, where the layout asks for some."""
+        flags = _security_flags(key_file, security)
         super().__init__(
             [
-                RemoteWorker(name, partial(_SpawnedLink, size), block_size)
+                RemoteWorker(name, partial(_SpawnedLink, size, flags), block_size)
                 for name, size in ((f"spawn-{index}", size) for index, size in enumerate(sizes))
             ]
         )
@@ -46,13 +55,14 @@ class SpawnBackend(PoolBackend):
 class _SpawnedLink(SharedMemoryLink):
     """The link to a process that it starts and ends."""
 
-    def __init__(self, size: RWorkerSize) -> None:
+    def __init__(self, size: RWorkerSize, flags: Sequence[str] = ()) -> None:
+        """``flags``: further ones of its command line."""
         mine, theirs = socket.socketpair()
         memory = make_memory()
         super().__init__(mine, memory, is_s_worker=True)
         with theirs:
             self._process = subprocess.Popen(
-                _command(size, theirs.fileno(), memory),
+                [*_command(size, theirs.fileno(), memory), *flags],
                 pass_fds=(theirs.fileno(), memory),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -108,6 +118,11 @@ def _command(size: RWorkerSize, control: int, memory: int) -> list[str]:
     return command
 
 
+def _security_flags(key_file: str | None, security: str | None) -> list[str]:
+    flags = ["--key-file", key_file] if key_file else []
+    return [*flags, "--security", security] if security else flags
+
+
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when process ``parent``, which started it, ends in whatever way."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -115,10 +130,13 @@ def die_with(parent: int) -> None:
         raise BackendError(f"the S-worker, process {parent}, is gone already")
 
 
-def serve_parent(control: int, memory: int, host: Host) -> None:
-    """Serve the S-worker at the other end of the socket ``control``, over ``memory``, until it goes."""
+def serve_parent(control: int, memory: int, host: Host, security: Security) -> None:
+    """Serve the S-worker at the other end of the socket ``control``, over ``memory``, until it goes.
+
+    ``security``: of its KV port.
+    """
     link = SharedMemoryLink(socket.socket(fileno=control), memory, is_s_worker=False)
     try:
-        Session(link, host).run()
+        Session(link, host, security=security).run()
     finally:
         link.close()

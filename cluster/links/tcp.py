@@ -92,15 +92,21 @@ def _diagnose(address: str) -> str:
 class Server:
     """The R-worker's loop: serves the first S-worker that asks, frees everything when it goes, serves the next.
 
-    ``joiner``: sends JOIN while no S-worker is served. ``proof_key``: the key that an S-worker must prove to hold
-    before its HELLO; None where CURVE authenticates connections, or nothing does.
+    ``joiner``: sends JOIN while no S-worker is served. ``security``: with a proof key, an S-worker must prove to hold
+    it before its HELLO. ``listens_at``: the host of ``listener``, where a KV port opens too.
     """
 
     def __init__(
-        self, listener: ZmqListener, host: Host, joiner: Joiner | None = None, proof_key: bytes | None = None
+        self,
+        listener: ZmqListener,
+        host: Host,
+        joiner: Joiner | None = None,
+        security: Security | None = None,
+        listens_at: str = "127.0.0.1",
     ) -> None:
         self._listener, self._host, self._joiner = listener, host, joiner
-        self._gate = None if proof_key is None else Gate(proof_key)
+        self._security, self._listens_at = security or Security(), listens_at
+        self._gate = None if self._security.proof_key is None else Gate(self._security.proof_key)
         self._session: Session | None = None
         self._is_leaving = False
         self._serving = ""
@@ -116,7 +122,8 @@ class Server:
             if channel is None:
                 continue
             if self._admits(channel):
-                self._session = Session(Link(channel), self._host, partial(self._on_open, channel))
+                on_open = partial(self._on_open, channel)
+                self._session = Session(Link(channel), self._host, on_open, self._security, self._listens_at)
                 self._session.run()
                 self._session = None
                 log.info("free")

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,15 +45,23 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL 
 log = logging.getLogger("fastdecode.r_worker")
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a socket takes in: bytes of one part, and messages of each peer that wait to be read."""
+
+    part_bytes: int = FRAME_LIMIT
+    received: int = MAX_QUEUED
+
+
 class _Socket:
     """Common to both ends: limits, heartbeats, a monitor of connections, and reading a message part by part."""
 
-    def __init__(self, kind: int, silence_seconds: float) -> None:
+    def __init__(self, kind: int, silence_seconds: float, limits: Limits) -> None:
         """``kind``: ZeroMQ's; a peer that sends no heartbeat for ``silence_seconds`` is disconnected."""
         self.context = zmq.Context()
         self.socket: zmq.Socket = self.context.socket(kind)
-        self.socket.maxmsgsize, self.socket.linger = FRAME_LIMIT, 200
-        self.socket.sndhwm = self.socket.rcvhwm = MAX_QUEUED
+        self.socket.maxmsgsize, self.socket.linger = limits.part_bytes, 200
+        self.socket.sndhwm, self.socket.rcvhwm = MAX_QUEUED, limits.received
         self.socket.sndtimeo = int(PATIENCE_SECONDS * 1000)
         self.socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
         self.socket.heartbeat_timeout = int(silence_seconds * 1000)
@@ -77,6 +86,17 @@ class _Socket:
         wanted = memoryview(buffer).nbytes
         if not self.more or (got := self.socket.recv_into(buffer)) != wanted:
             raise FrameError(f"a frame whose part has {got if self.more else 'no'} bytes, not {wanted}")
+
+    def read_part(self, num_bytes: int) -> memoryview:
+        """The message's next part where it was received, read-only; FrameError unless it has that length."""
+        part = self.socket.recv(copy=False).buffer if self.more else memoryview(b"")
+        if part.nbytes != num_bytes:
+            raise FrameError(f"a frame whose part has {part.nbytes} bytes, not {num_bytes}")
+        return part
+
+    def watch(self, descriptor: int) -> None:
+        """Let ``poll`` return early once there is something to read at ``descriptor``."""
+        self._poller.register(descriptor, zmq.POLLIN)
 
     def skip(self) -> None:
         """Drop the unread parts of the current message."""
@@ -113,7 +133,7 @@ class ZmqChannel(_Socket):
 
     def __init__(self, address: str, secret: bytes | None, role: str = S_WORKER) -> None:
         """``role``: this side's."""
-        super().__init__(zmq.DEALER, SILENCE_SECONDS)
+        super().__init__(zmq.DEALER, SILENCE_SECONDS, Limits())
         self.diagnose: Callable[[], str] = lambda: ""
         self._next_diagnosis = time.monotonic() + HANDSHAKE_SECONDS
         self._connected = False
@@ -132,7 +152,7 @@ class ZmqChannel(_Socket):
                 self.send_message(parts, zmq.NOBLOCK)
                 return
             except zmq.Again:  # the queue is full, or there is none since the other side has refused us
-                self._look_at_connection()
+                self.look_at_connection()
             if time.monotonic() > deadline:
                 raise ConnectionError("it takes no more messages")
             self.poll(RETRY_SECONDS)
@@ -150,9 +170,10 @@ class ZmqChannel(_Socket):
                 if timeout_seconds == 0 or left <= 0:
                     return None
                 if not self.poll(left):
-                    self._look_at_connection()
+                    self.look_at_connection()
 
-    def _look_at_connection(self) -> None:
+    def look_at_connection(self) -> None:
+        """ConnectionError if it has ended, or cannot be made."""
         events, now = self.events(), time.monotonic()
         self._connected = self._connected or bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if self._connected:
@@ -175,13 +196,15 @@ class ZmqListener(_Socket):
     While one peer is served, ``on_stranger`` is called with every other peer that sends a message.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes | None, role: str = R_WORKER) -> None:
+    def __init__(
+        self, host: str, port: int, secret: bytes | None, role: str = R_WORKER, limits: Limits | None = None
+    ) -> None:
         """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible.
 
         ``role``: this side's; only peers of the other role are accepted.
         """
         self.is_guarded, self._logged = secret is not None, False
-        super().__init__(zmq.ROUTER, PATIENCE_SECONDS)
+        super().__init__(zmq.ROUTER, PATIENCE_SECONDS, limits or Limits())
         self.on_stranger: Callable[[PeerChannel], None] = lambda peer: None
         self._authenticator: Any = None
         self.socket.router_mandatory = 1

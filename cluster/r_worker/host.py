@@ -79,6 +79,16 @@ def host_id() -> str:
         return socket.gethostname()
 
 
+def own_address() -> str:
+    """This machine's address towards other machines, by its default route; 127.0.0.1 where it has none."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # for documentation (RFC 5737); nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
 def process_name() -> str:
     """This process as "host:pid"."""
     return f"{socket.gethostname()}:{os.getpid()}"
@@ -144,6 +154,7 @@ def _layer_tuple(layer: LayerLayout) -> tuple:
         layer.window,
         layer.soft_cap,
         list(layer.sinks),
+        list(layer.alibi_slopes),
     )
 
 

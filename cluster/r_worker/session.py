@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from fastdecode import _rworker
 from fastdecode.cluster.links.link import Link, Spin
 from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, make_rworker
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
+from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import (
     CHUNK_BYTES,
     CLOCK,
@@ -33,6 +35,10 @@ from fastdecode.cluster.wire.messages import (
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, row_counts
 from fastdecode.errors import CapacityError, FrameError
+from fastdecode.types import KVLayout
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.r_worker.kv_port import KvPort
 
 TICK_SECONDS = 0.2
 """How long a wait lasts before the R-worker checks signals and the connection again."""
@@ -44,6 +50,16 @@ PAYLOAD_LIMIT = 8 * FRAME_LIMIT
 """Most bytes of q, k, v and o of all mini-batches of a step, one layer of each."""
 
 log = logging.getLogger("fastdecode.r_worker")
+
+
+def open_kv_port(worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> KvPort:
+    """See ``KvPort``; ValueError where it cannot be opened. Imported here, since most R-workers need no ZeroMQ."""
+    from fastdecode.cluster.r_worker.kv_port import KvPort
+
+    try:
+        return KvPort(worker, layout, security, host)
+    except OSError as error:
+        raise ValueError(f"kv_port: {error.strerror}") from None
 
 
 @dataclass
@@ -63,8 +79,18 @@ class Session:
     no sequences here either, and then the session just ends.
     """
 
-    def __init__(self, link: Link, host: Host, on_open: Callable[[Hello], None] = lambda hello: None) -> None:
+    def __init__(
+        self,
+        link: Link,
+        host: Host,
+        on_open: Callable[[Hello], None] = lambda hello: None,
+        security: Security | None = None,
+        listens_at: str = "",
+    ) -> None:
+        """``security`` and ``listens_at`` (a host, "": none) are for the KV port, where the S-worker asks for one."""
         self.leaving = False
+        self._security, self._listens_at = security or Security(), listens_at
+        self._kv_port: KvPort | None = None
         self._link, self._host, self._on_open = link, host, on_open
         self._idle_seconds = 0.0
         self._spin = Spin()
@@ -94,6 +120,8 @@ class Session:
         except ConnectionError as error:
             log.info("the S-worker is gone: %s", error)
         finally:
+            if self._kv_port:
+                self._kv_port.close()
             if self._worker:
                 self._worker.close()
 
@@ -134,6 +162,8 @@ class Session:
     def _open(self, frame: Frame) -> None:
         hello = decode_hello(self._link.body(frame, MAX_JSON_BYTES))
         worker = make_rworker(hello.layout, hello.block_size, self._host.size)
+        if hello.layout.kv_port:
+            self._kv_port = open_kv_port(worker, hello.layout, self._security, self._listens_at)
         self._on_open(hello)
         self._worker, self._layout = worker, hello.layout
         self._link.epoch = secrets.randbits(63) + 1
@@ -145,6 +175,8 @@ class Session:
             cores=self._host.cores,
             host_id=self._host.host_id,
             fingerprint=fingerprint(hello.layout, hello.block_size),
+            kv_address=self._kv_port.address if self._kv_port else "",
+            kv_epoch=self._kv_port.epoch if self._kv_port else 0,
         )
         self._link.send(Kind.WELCOME, encode_welcome(welcome))
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 3
+VERSION = 4
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -59,6 +59,8 @@ class Kind(IntEnum):
     CHALLENGED = 22  # R: its nonce and its proof
     PROOF = 23  # S: its proof
     PROVEN = 24  # R: HELLO may come
+    KV = 25  # prefill worker, to a port: job, first token, rows; k and v of these rows of a layer
+    STORED = 26  # R, from its KV port: job, layer, first token, rows
 
 
 _KINDS = frozenset(Kind)
@@ -124,6 +126,11 @@ class Conversation:
             self.epoch = frame.epoch
         if frame.epoch != self.epoch:
             raise FrameError(f"a {frame.kind.name} frame of another session (epoch {frame.epoch:#x})")
+        self.check_order(frame)
+        return frame
+
+    def check_order(self, frame: Frame) -> None:
+        """FrameError for a frame that came before, or is from far ahead."""
         if frame.sequence < self._least_received:
             raise FrameError(
                 f"a {frame.kind.name} frame that came before: number {frame.sequence}, not {self._least_received}"
@@ -133,7 +140,6 @@ class Conversation:
                 f"a {frame.kind.name} frame from far ahead: number {frame.sequence}, not {self._least_received}"
             )
         self._least_received = frame.sequence + 1
-        return frame
 
     def body(self, frame: Frame, most_bytes: int = FRAME_LIMIT) -> bytearray:
         """The one part of ``frame``; FrameError if it announces more than ``most_bytes``, or other parts."""

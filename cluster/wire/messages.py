@@ -6,7 +6,7 @@ import hashlib
 import struct
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -45,6 +45,12 @@ NUM_BYTES = struct.Struct("<q")
 IMPORT = struct.Struct("<qqq")
 """The body of IMPORT: sequence id, tokens, bytes."""
 
+KV_ROWS = struct.Struct("<qqq")
+"""The first part of KV: job id, first token, rows; the layer is in the header."""
+
+KV_STORED = struct.Struct("<qqqq")
+"""The body of STORED: job id, layer, first token, rows."""
+
 CLOCK = struct.Struct("<d")
 """The body of PONG: seconds."""
 
@@ -74,6 +80,7 @@ class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: Annotated[int, Meta(ge=0, le=1 << 40)]
     soft_cap: Number
     sinks: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
+    alibi_slopes: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
 
 
 class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,6 +90,7 @@ class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_dtype: Annotated[str, _one_of(WIRE_DTYPE)]
     kv_dtype: Annotated[str, _one_of(KV_BITS)]
     isa: Annotated[str, _one_of(("auto", *ISAS))]
+    kv_port: Literal["", "loopback", "any"]
     block_size: Annotated[int, Meta(ge=min(BLOCK_SIZES), le=max(BLOCK_SIZES))]
 
 
@@ -93,7 +101,11 @@ class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an R-worker is: ``cores`` it may use on the machine ``host_id``; ``fingerprint`` of what it opened."""
+    """What an R-worker is: ``cores`` it may use on the machine ``host_id``; ``fingerprint`` of what it opened.
+
+    ``kv_address``: "host:port" of its KV port, without the host where the S-worker's own way to it is the way for all;
+    "" where it has none. ``kv_epoch``: what frames to that port must carry.
+    """
 
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
     num_threads: Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -102,6 +114,8 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cores: tuple[Annotated[int, Meta(ge=0, lt=MAX_CORES)], ...]
     host_id: Text
     fingerprint: Text
+    kv_address: Text = ""
+    kv_epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
 class _Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,7 +165,12 @@ def encode_welcome(welcome: Welcome) -> bytes:
 
 def decode_welcome(data: bytes | bytearray) -> Welcome:
     """FrameError names the field that is wrong."""
-    return _decode("WELCOME", data, Welcome)
+    welcome = _decode("WELCOME", data, Welcome)
+    if bool(welcome.kv_address) != bool(welcome.kv_epoch):
+        raise FrameError("WELCOME: kv_address and kv_epoch must both be there, or neither")
+    if welcome.kv_address:
+        _check_address("WELCOME", f"host{welcome.kv_address}" if welcome.kv_address[0] == ":" else welcome.kv_address)
+    return welcome
 
 
 def encode_plan(plan: WorkerPlan) -> bytes:
@@ -208,10 +227,7 @@ def encode_join(address: str) -> bytes:
 def decode_join(data: bytes | bytearray) -> str:
     """The address; FrameError when it is none."""
     address = _decode("JOIN", data, _Join).address
-    try:
-        split_address("JOIN", address)
-    except ConfigError as error:
-        raise FrameError(str(error)) from None
+    _check_address("JOIN", address)
     return address
 
 
@@ -243,19 +259,28 @@ def _decode(kind: str, data: bytes | bytearray, form: type[Message]) -> Message:
     return message
 
 
+def _check_address(kind: str, address: str) -> None:
+    try:
+        split_address(kind, address)
+    except ConfigError as error:
+        raise FrameError(str(error)) from None
+
+
 def _printable(text: str) -> str:
     """Without line breaks, escape codes and halves of characters, for logs and terminals."""
     return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _cache(layout: KVLayout, block_size: int) -> _Cache:
-    return _Cache(tuple(map(_layer, layout.layers)), layout.model_dtype, layout.kv_dtype, layout.isa, block_size)
+    layers = tuple(map(_layer, layout.layers))
+    return _Cache(layers, layout.model_dtype, layout.kv_dtype, layout.isa, layout.kv_port, block_size)
 
 
 def _layer(layer: LayerLayout) -> _Layer:
     """With floats even where the layout has whole numbers, since the fingerprint is of the text."""
-    numbers = {"scale": float(layer.scale), "soft_cap": float(layer.soft_cap), "sinks": tuple(map(float, layer.sinks))}
-    return _Layer(**(asdict(layer) | numbers))
+    numbers = {name: float(getattr(layer, name)) for name in ("scale", "soft_cap")}
+    tuples = {name: tuple(map(float, getattr(layer, name))) for name in ("sinks", "alibi_slopes")}
+    return _Layer(**(asdict(layer) | numbers | tuples))
 
 
 def _fingerprint(cache: _Cache) -> str:

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         return _serve_parent(args, cores, threads, kv_cache_bytes)
     _check_cores(cores)
     if args.transport == "mpi":
-        return _serve_job(cores, threads, kv_cache_bytes)
+        return _serve_job(args, cores, threads, kv_cache_bytes)
     signal.signal(signal.SIGTERM, partial(_end, None))
     with contextlib.suppress(SystemExit):
         _listen(args, cores, threads, kv_cache_bytes)
@@ -96,20 +96,30 @@ def _serve_parent(
     """The S-worker has chosen the cores, and may have bound itself, and so this process, to others since."""
     from fastdecode.cluster.links.spawn import die_with, serve_parent
     from fastdecode.cluster.r_worker.host import take_host
+    from fastdecode.cluster.wire.handshake import read_security
 
     if args.parent is not None:
         die_with(args.parent)
-    serve_parent(args.control_fd, args.memory_fd, take_host(cores, threads, kv_cache_bytes))
+    security = read_security(args.key_file, args.security)
+    serve_parent(args.control_fd, args.memory_fd, take_host(cores, threads, kv_cache_bytes), security)
     return 0
 
 
-def _serve_job(cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None) -> int:
+def _serve_job(
+    args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None
+) -> int:
     """What this machine has is looked at first: where that cannot work, MPI has not begun and mpirun ends the job."""
     from fastdecode.cluster.links.mpi_link import serve_job
     from fastdecode.cluster.r_worker.host import take_host
+    from fastdecode.cluster.wire.handshake import read_security
 
-    machine = take_host(cores, threads, kv_cache_bytes)
-    serve_job(machine, lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {machine.describe()}", flush=True))
+    check_security(args.security, args.key_file)
+    security, machine = read_security(args.key_file, args.security), take_host(cores, threads, kv_cache_bytes)
+    serve_job(
+        machine,
+        lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {machine.describe()}", flush=True),
+        security,
+    )
     return 0
 
 
@@ -134,7 +144,7 @@ def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | No
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)
         mine = f"{towards if host == '*' else host}:{listener.address.rpartition(':')[2]}"
         joiner = Joiner(args.join, mine, security.secret) if args.join else None
-        server = Server(listener, machine, joiner, security.proof_key)
+        server = Server(listener, machine, joiner, security, host)
         signal.signal(signal.SIGTERM, partial(_end, server))
         server.run()
     finally:

@@ -157,9 +157,9 @@ def _open_worker(shape: AttentionShape, lengths: np.ndarray) -> _rworker.RWorker
     )
 
 
-def _layers(shape: AttentionShape) -> list[tuple[int, int, int, int, float, int, float, list[float]]]:
+def _layers(shape: AttentionShape) -> list[tuple[int, int, int, int, float, int, float, list[float], list[float]]]:
     dim = shape.head_dim
-    return [(shape.num_heads, shape.num_kv_heads, dim, dim, dim**-0.5, 0, 0.0, [])]
+    return [(shape.num_heads, shape.num_kv_heads, dim, dim, dim**-0.5, 0, 0.0, [], [])]
 
 
 def _num_blocks(lengths: np.ndarray) -> int:

@@ -66,7 +66,7 @@ def usage(num_prompt: int, num_new: int) -> dict[str, int]:
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, int]:
     """Token counts of a request's prompts and completions so far."""
-    num_new = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    num_new = sum(len(each.tokens) for output in outputs for each in output.outputs)
     return usage(sum(len(output.prompt_token_ids) for output in outputs), num_new)
 
 
@@ -121,7 +121,7 @@ class GrowingChoice:
 
     def news(self, completion: CompletionOutput) -> dict[str, Any] | None:
         """The choice of the next chunk; None when nothing is new."""
-        if self.finished or (len(completion.token_ids) == self._num_tokens and completion.finish_reason is None):
+        if self.finished or (len(completion.tokens) == self._num_tokens and completion.finish_reason is None):
             return None
         text = self._new_text(completion)
         if text is None:
@@ -135,9 +135,9 @@ class GrowingChoice:
         if completion.stop_reason is not None:
             choice["stop_reason"] = completion.stop_reason
         if self._form.return_token_ids:
-            choice["token_ids"] = list(completion.token_ids[self._num_tokens :])
+            choice["token_ids"] = list(completion.tokens[self._num_tokens :])
         self._num_shown = len(completion.text)
-        self._num_tokens = len(completion.token_ids)
+        self._num_tokens = len(completion.tokens)
         self.finished = completion.finish_reason is not None
         return choice
 
@@ -152,7 +152,7 @@ class GrowingChoice:
         return {"delta": {"content": text}} if self._form.chat else {"text": text}
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        if completion.logprobs is None:
+        if completion.all_logprobs is None:
             return None
         new = _chosen(completion, self._num_tokens)
         if self._form.chat:
@@ -198,7 +198,7 @@ Chosen = list[tuple[int, dict[int, Logprob]]]
 
 
 def _chosen(completion: CompletionOutput, start: int = 0) -> Chosen:
-    return list(zip(completion.token_ids[start:], (completion.logprobs or ())[start:], strict=False))
+    return list(zip(completion.tokens[start:], (completion.all_logprobs or ())[start:], strict=False))
 
 
 def _logprobs(chosen: Chosen, offset: int) -> dict[str, Any]:

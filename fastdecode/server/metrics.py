@@ -139,9 +139,9 @@ class Metrics:
             for record in records:
                 self._count_step(record, state)
             self._forget_gone(state)
-            first = [output for output in outputs if len(output.metrics.token_seconds) == 1]
+            first = [output for output in outputs if len(output.metrics.moments) == 1]
             self._count_starts(first, prefix_caching)
-            moments = (output.metrics.token_seconds for output in outputs)
+            moments = (output.metrics.moments for output in outputs)
             self._observe("inter_token_latency_seconds", [each[-1] - each[-2] for each in moments if len(each) > 1])
             self._count_ends([output for output in outputs if output.finished])
 
@@ -177,7 +177,7 @@ class Metrics:
     def _count_starts(self, outputs: Iterable[RequestOutput], prefix_caching: bool) -> None:
         times = [(each.metrics.arrival_seconds, each.metrics.started_seconds, each) for each in outputs]
         for arrival, started, output in times:
-            first = output.metrics.token_seconds[0]
+            first = output.metrics.moments[0]
             begun = first if started is None else started
             self._counts["prompt_tokens"] += len(output.prompt_token_ids)
             self._counts["prefix_cache_queries"] += len(output.prompt_token_ids) * prefix_caching
@@ -187,11 +187,11 @@ class Metrics:
 
     def _count_ends(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
-            arrival, moments = output.metrics.arrival_seconds, output.metrics.token_seconds
+            arrival, moments = output.metrics.arrival_seconds, output.metrics.moments
             for each in output.outputs:
                 self._ends[each.finish_reason or ""] += 1
             self._observe("request_prompt_tokens", [len(output.prompt_token_ids)])
-            self._observe("request_generation_tokens", [sum(len(each.token_ids) for each in output.outputs)])
+            self._observe("request_generation_tokens", [sum(len(each.tokens) for each in output.outputs)])
             if not moments:
                 continue
             started = output.metrics.started_seconds

@@ -101,7 +101,7 @@ def _text_part(form: ResponseForm, completion: CompletionOutput | None = None) -
 
 
 def _logprobs(completion: CompletionOutput | None, start: int) -> list[Event]:
-    if completion is None or completion.logprobs is None:
+    if completion is None or completion.all_logprobs is None:
         return []
     return chat_logprobs(completion, start)
 
@@ -138,7 +138,7 @@ class GrowingResponse:
                 yield from self._call_events(part, completion)
             return
         text, logprobs = completion.text[self._num_shown :], _logprobs(completion, self._num_tokens)
-        self._num_shown, self._num_tokens = len(completion.text), len(completion.token_ids)
+        self._num_shown, self._num_tokens = len(completion.text), len(completion.tokens)
         if text or logprobs:
             yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
 

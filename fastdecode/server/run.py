@@ -107,6 +107,7 @@ class _Server(uvicorn.Server):
         guard = "with an API key" if settings.api_key else "without an API key"
         count = f"{service.num_r_workers} R-worker{'s' if service.num_r_workers > 1 else ''}"
         print(f"fastdecode: serves {', '.join(service.model_names)} at {where} ({guard}; {count})", flush=True)
+        service.read_vocabulary_soon()
 
     def _told_to_end(self, status: int) -> None:
         if self._ending is not None:

@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.config import EngineConfig
-from fastdecode.errors import RequestError
+from fastdecode.errors import ConfigError, RequestError
 from fastdecode.outputs import RequestOutput
+from fastdecode.sampling_params import SamplingParams
 from fastdecode.server.answers import INVALID, AnswerForm, answer_form, new_id
 from fastdecode.server.engine_thread import EngineThread
 from fastdecode.server.jobs import Job, Prompt, ShutdownError
@@ -26,6 +27,9 @@ from fastdecode.server.protocol import (
 from fastdecode.server.settings import ServerSettings
 from fastdecode.server.tracing import RequestTracer
 from fastdecode.text import check_token_ids, encode_text, read_prompt
+
+if TYPE_CHECKING:
+    from fastdecode.sworker.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +78,8 @@ class Service:
         self._tracer = tracer
         self._num_sequences = 0
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        self._compiling = ThreadPoolExecutor(1, "grammars")
+        self._grammars = engine.s_model.grammars if self.tokenizer else None
         self._created = int(time.time())
         self.draining = False
         self.observer.metrics.num_api_requests = lambda: len(self._jobs)
@@ -115,6 +121,7 @@ class Service:
         try:
             found = await self.off_loop(self._read_prompts, request)
             echoes = self._echoes(found) if isinstance(request, CompletionRequest) and request.echo else ()
+            await self._prepare(params)
         except BaseException:
             self._num_sequences -= num_sequences
             raise
@@ -174,6 +181,18 @@ class Service:
         """Call what takes long, templates and tokenizers, in a thread of its own."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
+    def read_vocabulary_soon(self) -> None:
+        """Have structured outputs ready, where their library is installed, before a request asks for them: reading the
+        vocabulary holds up all threads, and so all streams."""
+        if self._grammars:
+            self._compiling.submit(_read_vocabulary, self._grammars)
+
+    async def _prepare(self, params: SamplingParams) -> None:
+        """Compile the request's grammar here, so that the engine need not, which all streams wait for."""
+        if params.structured_outputs and self._grammars:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compiling, self._grammars.prepare, params.structured_outputs)
+
     def encode(self, prompt: Any) -> Prompt:
         """Text or token ids, as the engine reads them; RequestError."""
         text, token_ids = read_prompt(prompt, self.tokenizer, self.vocab_size, self.max_model_len)
@@ -195,6 +214,13 @@ class Service:
             return ("",) * len(found)
         decode = self.tokenizer.backend.decode
         return tuple(decode(each.token_ids) if each.text is None else each.text for each in found)
+
+
+def _read_vocabulary(grammars: Grammars) -> None:
+    try:
+        grammars.read_vocabulary()
+    except (RequestError, ConfigError) as error:  # told to each request that needs it
+        logger.debug("no structured outputs: %s", error)
 
 
 def check_finished(outputs: Sequence[RequestOutput | None]) -> list[RequestOutput]:

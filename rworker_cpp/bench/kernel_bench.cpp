@@ -1,6 +1,6 @@
 // One thread's attend kernel in GB/s of keys and values and in cached tokens/s, beside a plain read of the same pieces
 // in the same order, in thread CPU time: what a kernel can do even where neighbours share the cores.
-// Usage: kernel_bench [isa [dtype [group [head_dim [read_ahead]]]]]
+// Usage: kernel_bench [isa [dtype [group [head_dim [read_ahead [alibi]]]]]]
 #include <algorithm>
 #include <cstdio>
 #include <ctime>
@@ -39,7 +39,7 @@ double best_seconds(const std::function<void()>& call, int repeats) {
 /// Sequences of one KV head, each of kContext tokens, in blocks in random order.
 class FilledCache {
   public:
-    FilledCache(const Kernels& kernels, DType dtype, int group, int head_dim, ReadAhead read_ahead,
+    FilledCache(const Kernels& kernels, DType dtype, int group, int head_dim, ReadAhead read_ahead, bool alibi,
                 std::int64_t num_sequences)
         : kernels_(kernels),
           read_ahead_(read_ahead),
@@ -49,6 +49,7 @@ class FilledCache {
           arena_(layout_.block_bytes * kBlocksEach * num_sequences),
           blocks_(kBlocksEach * num_sequences),
           queries_(group * head_dim, 0.01f),
+          slopes_(alibi ? group : 0, 0.01f),
           partials_(group * partial_floats(head_dim)),
           scratch_(scratch_floats(head_dim, head_dim)) {
         std::iota(blocks_.begin(), blocks_.end(), 0);
@@ -108,6 +109,7 @@ class FilledCache {
                                       .window = 0,
                                       .scale = 0.09f,
                                       .soft_cap = 0.0f,
+                                      .alibi_slopes = slopes_.empty() ? nullptr : slopes_.data(),
                                       .key_dim = int(layer_.key_dim),
                                       .value_dim = int(layer_.value_dim),
                                       .partials = partials_.data(),
@@ -124,7 +126,7 @@ class FilledCache {
     LayerLayout layout_;
     Arena arena_;
     std::vector<std::int32_t> blocks_;
-    std::vector<float> queries_, partials_, scratch_;
+    std::vector<float> queries_, slopes_, partials_, scratch_;
     std::vector<const std::uint8_t*> pages_;
     std::int64_t page_bytes_ = 0;
     volatile float sum_ = 0.0f;
@@ -135,9 +137,9 @@ struct Rates {
     double scattered, attend;
 };
 
-Rates rates(const Kernels& kernels, DType dtype, int group, int head_dim, ReadAhead read_ahead,
+Rates rates(const Kernels& kernels, DType dtype, int group, int head_dim, ReadAhead read_ahead, bool alibi,
             std::int64_t num_sequences, int repeats) {
-    FilledCache cache(kernels, dtype, group, head_dim, read_ahead, num_sequences);
+    FilledCache cache(kernels, dtype, group, head_dim, read_ahead, alibi, num_sequences);
     double read = 1e9, attend = 1e9;
     for (int i = 0; i < repeats; ++i) {
         read = std::min(read, best_seconds([&] { cache.read_all(); }, 1));
@@ -163,14 +165,16 @@ int main(int argc, char** argv) {
                 read_rate(kernels, 256 << 20, 9), read_rate(kernels, 256 << 10, 999));
     const int head_dim = argc > 4 ? std::stoi(argv[4]) : 128;
     const ReadAhead read_ahead = parse_read_ahead(argc > 5 ? argv[5] : "run");
+    const bool alibi = argc > 6 && std::string(argv[6]) == "alibi";
     for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::int8, DType::int4})
         for (const int group : {1, 2, 3, 4, 7, 8, 16, 32}) {
             if (argc > 2 && names[int(dtype)] != std::string(argv[2])) continue;
             if (argc > 3 && std::string(argv[3]) != "all" && group != std::stoi(argv[3])) continue;
             const std::int64_t bytes = token_bytes({group, 1, head_dim, head_dim, 0.09f, 0, 0.0f, {}}, dtype);
-            const Rates memory = rates(kernels, dtype, group, head_dim, read_ahead, (256 << 20) / (kContext * bytes), 7);
+            const Rates memory =
+                rates(kernels, dtype, group, head_dim, read_ahead, alibi, (256 << 20) / (kContext * bytes), 7);
             const double gb_per_s = memory.attend * double(bytes) / 1e9;
-            const double cache = rates(kernels, dtype, group, head_dim, read_ahead, 1, 199).attend;
+            const double cache = rates(kernels, dtype, group, head_dim, read_ahead, alibi, 1, 199).attend;
             std::printf("%-8s group %2d   memory %5.1f GB/s, %4.2f of %5.1f scattered, %6.1f Mtokens/s   cache %5.1f "
                         "GB/s %6.1f Mtokens/s\n",
                         names[int(dtype)], group, gb_per_s, gb_per_s / memory.scattered, memory.scattered,

@@ -74,6 +74,10 @@ void bind_tables(py::class_<PyRWorker>& cls) {
     cls.def("export", &PyRWorker::export_sequence, py::arg("sequence_id"));
     cls.def("import_", &PyRWorker::import_sequence, py::arg("sequence_id"), py::arg("num_tokens"),
             py::arg("data").noconvert());
+    cls.def("check_store", &PyRWorker::check_store, py::arg("job_id"), py::arg("layer"), py::arg("start"),
+            py::arg("num_rows"));
+    cls.def("store", &PyRWorker::store, py::arg("job_id"), py::arg("layer"), py::arg("start"),
+            py::arg("k").noconvert(), py::arg("v").noconvert());
     cls.def("statistics", &PyRWorker::statistics);
     cls.def("read_tokens", &PyRWorker::read_tokens, py::arg("sequence_id"), py::arg("layer"));
 }

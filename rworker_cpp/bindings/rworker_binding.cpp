@@ -16,15 +16,16 @@ using rworker::LayerSpec;
 using rworker::Span;
 
 LayerSpec parse_layer(const py::handle& item, std::size_t index) {
-    if (!py::isinstance<py::tuple>(item) || py::len(item) != 8)
+    if (!py::isinstance<py::tuple>(item) || py::len(item) != 9)
         throw Error("layers[" + std::to_string(index) +
                     "] must be a tuple (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, "
-                    "soft_cap, sinks)");
+                    "soft_cap, sinks, alibi_slopes)");
     const auto values = py::reinterpret_borrow<py::tuple>(item);
     return {values[0].cast<std::int64_t>(), values[1].cast<std::int64_t>(),
             values[2].cast<std::int64_t>(), values[3].cast<std::int64_t>(),
             values[4].cast<float>(),        values[5].cast<std::int64_t>(),
-            values[6].cast<float>(),        values[7].cast<std::vector<float>>()};
+            values[6].cast<float>(),        values[7].cast<std::vector<float>>(),
+            values[8].cast<std::vector<float>>()};
 }
 
 std::vector<LayerSpec> parse_layers(const py::list& layers) {
@@ -65,16 +66,18 @@ PyRWorker::PyRWorker(const py::list& layers, const std::string& model_dtype, con
                                  std::move(cores),
                                  isa,
                                  rworker::parse_read_ahead(read_ahead)};
-    worker_ = std::make_unique<rworker::Worker>(std::move(config));
+    worker_ = std::make_shared<rworker::Worker>(std::move(config));
 }
 
 std::int64_t PyRWorker::block_bytes(const py::list& layers, const std::string& kv_dtype, std::int64_t block_size) {
     return rworker::block_bytes(parse_layers(layers), rworker::parse_kv_dtype(kv_dtype), block_size);
 }
 
-rworker::Worker& PyRWorker::worker() const {
+rworker::Worker& PyRWorker::worker() const { return *shared_worker(); }
+
+const std::shared_ptr<rworker::Worker>& PyRWorker::shared_worker() const {
     if (!worker_) throw Error("the R-worker is closed");
-    return *worker_;
+    return worker_;
 }
 
 void PyRWorker::begin_step(const py::array& controls, const std::vector<py::array>& mini_batches) {
@@ -196,6 +199,28 @@ void PyRWorker::import_sequence(std::int64_t sequence_id, std::int64_t num_token
     open.import_sequence(sequence_id, num_tokens, bytes);
 }
 
+void PyRWorker::check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const {
+    const std::shared_ptr<rworker::Worker> open = shared_worker();
+    const py::gil_scoped_release unlocked;
+    open->cache().check_store(job_id, layer, start, num_rows);
+}
+
+void PyRWorker::store(std::int64_t job_id, std::int64_t layer, std::int64_t start, const py::array& k,
+                      const py::array& v) {
+    const std::shared_ptr<rworker::Worker> open = shared_worker();
+    const std::int64_t num_rows = k.ndim() > 0 ? k.shape(0) : 0;
+    {
+        const py::gil_scoped_release unlocked;
+        open->cache().check_store(job_id, layer, start, num_rows);
+    }
+    const LayerSpec& spec = open->cache().layers()[layer];
+    check_array(k, {"k", num_rows, spec.num_kv_heads, spec.key_dim});
+    check_array(v, {"v", num_rows, spec.num_kv_heads, spec.value_dim});
+    const rworker::IncomingRows rows{k.data(), v.data(), start, num_rows, open->model_dtype()};
+    const py::gil_scoped_release unlocked;
+    open->store(job_id, layer, rows);
+}
+
 py::dict PyRWorker::statistics() const {
     const rworker::Statistics found = worker().statistics();
     py::dict named;
@@ -203,6 +228,7 @@ py::dict PyRWorker::statistics() const {
     named["blocks_free"] = found.blocks_free;
     named["blocks_shared"] = found.blocks_shared;
     named["sequences"] = found.sequences;
+    named["incoming"] = found.incoming;
     named["tokens"] = found.tokens;
     named["bytes_read"] = found.bytes_read;
     named["bytes_committed"] = found.bytes_committed;

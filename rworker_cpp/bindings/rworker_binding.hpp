@@ -35,6 +35,9 @@ class PyRWorker {
     py::tuple read_tokens(std::int64_t sequence_id, std::int64_t layer) const;
     py::array_t<std::uint8_t> export_sequence(std::int64_t sequence_id) const;
     void import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, const py::array& data);
+    /// These two may be called from any thread, even while another one closes the R-worker.
+    void check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
+    void store(std::int64_t job_id, std::int64_t layer, std::int64_t start, const py::array& k, const py::array& v);
     py::dict statistics() const;
     void close();
 
@@ -42,6 +45,7 @@ class PyRWorker {
     rworker::Worker& worker() const;
 
   private:
+    const std::shared_ptr<rworker::Worker>& shared_worker() const;
     struct Shape {
         const char* name;
         py::ssize_t rows, heads, dim;
@@ -50,7 +54,7 @@ class PyRWorker {
     rworker::Payload checked_payload(std::int64_t mini_batch, std::int64_t layer, const py::array& q,
                                      const py::array& k, const py::array& v, py::array& out) const;
 
-    std::unique_ptr<rworker::Worker> worker_;
+    std::shared_ptr<rworker::Worker> worker_;  // shared with the stores of other threads
     std::vector<std::array<py::array, 4>> in_use_;  // per mini-batch: what its running job reads and writes
 };
 

@@ -96,6 +96,8 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         .window = spec_->window,
         .scale = spec_->scale,
         .soft_cap = spec_->soft_cap,
+        .alibi_slopes =
+            spec_->alibi_slopes.empty() ? nullptr : spec_->alibi_slopes.data() + piece.head * spec_->group(),
         .key_dim = int(spec_->key_dim),
         .value_dim = int(spec_->value_dim),
         .partials = partials,

@@ -44,12 +44,14 @@ KVCache::KVCache(std::vector<LayerSpec> layers, DType dtype, std::int64_t block_
 }
 
 void KVCache::begin_step(std::span<const Control> controls, std::span<const Span> spans) {
-    before_.clear(), edits_.clear(), grown_.clear();
+    before_.clear(), edits_.clear(), grown_.clear(), opened_.clear(), closed_.clear();
     pool_.forget_log();
+    const std::unique_lock<std::mutex> lock = lock_incoming(controls);
     try {
         for (const Control& control : controls) apply(control);
         log_size_after_controls_ = pool_.log_size();
         for (const Span& span : spans) grow(span);
+        if (!opened_.empty()) incoming_.reserve(incoming_.size() + opened_.size());
     } catch (...) {
         abandon_step();
         pool_.undo_to(0);
@@ -64,6 +66,8 @@ void KVCache::begin_step(std::span<const Control> controls, std::span<const Span
         for (std::int64_t layer = 0; tile >= 0 && layer < std::int64_t(layers_.size()); ++layer)
             turn_to_rows(layer, to, tile);
     }
+    incoming_.merge(opened_);
+    for (const std::int64_t job_id : closed_) incoming_.erase(job_id);
 }
 
 void KVCache::commit_step() {
@@ -94,9 +98,13 @@ void KVCache::apply(const Control& control) {
             return truncate(control);
         case Verb::release:
             return release(control);
+        case Verb::reserve:
+            return reserve(control);
+        case Verb::commit:
+            return commit(control);
     }
     throw Error("controls: verb " + std::to_string(std::int64_t(control.verb)) +
-                " is unknown; it must be 0 (fork), 1 (truncate) or 2 (release)");
+                " is unknown; it must be 0 (fork), 1 (truncate), 2 (release), 3 (reserve) or 4 (commit)");
 }
 
 void KVCache::fork(const Control& control) {
@@ -106,6 +114,9 @@ void KVCache::fork(const Control& control) {
     if (control.num_tokens < 0 || control.num_tokens > source.length)
         throw Error("fork: num_tokens is " + std::to_string(control.num_tokens) + ", but " +
                     name_of(control.source_id) + " holds " + std::to_string(source.length) + " tokens");
+    if (source.job_id && control.num_tokens % block_size_ != 0)
+        throw Error("fork: num_tokens is " + std::to_string(control.num_tokens) + ", but " + name_of(control.source_id) +
+                    " is incoming, and only whole blocks of it can be shared");
     const std::int64_t num_full = control.num_tokens / block_size_;
     Sequence copy{{source.blocks.begin(), source.blocks.begin() + num_full}, control.num_tokens, control.num_tokens};
     for (const std::int32_t block : copy.blocks) pool_.add_reference(block);
@@ -118,7 +129,7 @@ void KVCache::fork(const Control& control) {
 }
 
 void KVCache::truncate(const Control& control) {
-    const std::int64_t length = sequence(control.sequence_id).length;
+    const std::int64_t length = whole_sequence(control.sequence_id).length;
     if (control.num_tokens < 0 || control.num_tokens > length)
         throw Error("truncate: num_tokens is " + std::to_string(control.num_tokens) + ", but " +
                     name_of(control.sequence_id) + " holds " + std::to_string(length) + " tokens");
@@ -140,8 +151,10 @@ void KVCache::truncate(const Control& control) {
 }
 
 void KVCache::release(const Control& control) {
-    const std::vector<std::int32_t>& blocks = sequence(control.sequence_id).blocks;
+    const Sequence& released = sequence(control.sequence_id);
+    const std::vector<std::int32_t>& blocks = released.blocks;
     remember(control.sequence_id);
+    if (released.job_id) closed_.push_back(*released.job_id);
     for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) pool_.drop_reference(*block);
     sequences_.erase(control.sequence_id);
 }
@@ -155,6 +168,8 @@ void KVCache::grow(const Span& span) {
     if (found == sequences_.end() && span.context_len != 0)
         throw UnknownSequence(name + ": unknown sequence with context_len " + std::to_string(span.context_len) +
                               "; a new sequence starts with 0");
+    if (found != sequences_.end() && found->second.job_id)
+        throw Error(name + ": it is incoming; commit comes first");
     if (span.num_rows > pool_.num_blocks() * block_size_)
         throw Error(name + ": out of blocks: a bug in the scheduler: num_rows is " + std::to_string(span.num_rows) +
                     ", more than the whole cache holds");
@@ -214,6 +229,12 @@ const Sequence& KVCache::sequence(std::int64_t sequence_id) const {
     if (found == sequences_.end())
         throw UnknownSequence(name_of(sequence_id) + " is unknown; it was never opened or is released");
     return found->second;
+}
+
+const Sequence& KVCache::whole_sequence(std::int64_t sequence_id) const {
+    const Sequence& found = sequence(sequence_id);
+    if (found.job_id) throw Error(name_of(sequence_id) + " is incoming; commit or release comes first");
+    return found;
 }
 
 std::vector<std::int64_t> KVCache::sequence_ids() const {

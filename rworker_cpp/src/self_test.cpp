@@ -22,7 +22,10 @@ struct Case {
 };
 
 const Case kCases[] = {
-    {"groups of 5 over two splits", {5, 1, 72, 40, 0.12f, 0, 0.0f, {}}, 531, 2},
+    {"groups of 5 with ALiBi over two splits",
+     {5, 1, 72, 40, 0.12f, 0, 0.0f, {}, {0.3f, 0.1f, 0.03f, 0.01f, 0.0f}},
+     531,
+     2},
     {"one query row with a window, a soft cap and a sink", {1, 1, 128, 130, 0.09f, 50, 3.0f, {0.5f}}, 79, 1},
     {"many query rows of small heads", {3, 1, 7, 5, 0.4f, 0, 0.0f, {}}, 33, 20},
 };
@@ -135,6 +138,8 @@ class Subject {
                                               .window = layer.window,
                                               .scale = layer.scale,
                                               .soft_cap = layer.soft_cap,
+                                              .alibi_slopes =
+                                                  layer.alibi_slopes.empty() ? nullptr : layer.alibi_slopes.data(),
                                               .key_dim = int(layer.key_dim),
                                               .value_dim = int(layer.value_dim),
                                               .partials = partials,

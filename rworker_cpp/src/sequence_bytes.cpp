@@ -41,7 +41,7 @@ void KVCache::for_each_token(const Sequence& sequence, std::int64_t layer, F f) 
 
 void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* keys, float* values) const {
     const LayerSpec& spec = layers_[layer];
-    for_each_token(sequence(sequence_id), layer, [&](std::int64_t position, std::int64_t head, const TokenPlace& at) {
+    for_each_token(whole_sequence(sequence_id), layer, [&](std::int64_t position, std::int64_t head, const TokenPlace& at) {
         const std::int64_t row = position * spec.num_kv_heads + head;
         for (std::int64_t dim = 0; dim < spec.key_dim; ++dim)
             keys[row * spec.key_dim + dim] = load_key(dtype_, at.key_order, at.key_tile, at.token, dim, spec.key_dim);
@@ -65,7 +65,7 @@ void KVCache::walk_bytes(const Sequence& sequence, Bytes* bytes, F f) const {
 }
 
 void KVCache::export_sequence(std::int64_t sequence_id, std::uint8_t* out) const {
-    walk_bytes(sequence(sequence_id), out,
+    walk_bytes(whole_sequence(sequence_id), out,
                [](const TokenCodec& codec, const TokenPlace& place, std::uint8_t* key, std::uint8_t* value) {
                    codec.read_key(place, key);
                    codec.read_value(place, value);

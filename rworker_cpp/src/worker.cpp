@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <string>
 
 #include "rworker/attention_job.hpp"
@@ -27,6 +28,11 @@ void check_layer(const LayerSpec& layer, std::size_t index) {
     require(layer.sinks.empty() || std::int64_t(layer.sinks.size()) == layer.num_heads,
             name + "sinks must be empty or one per query head (" + std::to_string(layer.num_heads) + "), not " +
                 std::to_string(layer.sinks.size()));
+    require(layer.alibi_slopes.empty() || std::int64_t(layer.alibi_slopes.size()) == layer.num_heads,
+            name + "alibi_slopes must be empty or one per query head (" + std::to_string(layer.num_heads) + "), not " +
+                std::to_string(layer.alibi_slopes.size()));
+    for (const float slope : layer.alibi_slopes)
+        require(std::isfinite(slope), name + "alibi_slopes must be finite, not " + std::to_string(slope));
 }
 
 WorkerConfig checked(WorkerConfig config) {
@@ -235,7 +241,7 @@ void Worker::unwrite(const MiniBatch& mini_batch) const {
 
 std::int64_t Worker::export_bytes(std::int64_t sequence_id) const {
     require(!in_step_, "export: a step is open; end_step or abandon_step comes first");
-    return cache_.sequence_bytes(cache_.sequence(sequence_id).length);
+    return cache_.sequence_bytes(cache_.whole_sequence(sequence_id).length);
 }
 
 void Worker::export_sequence(std::int64_t sequence_id, std::uint8_t* out) const {
@@ -248,6 +254,10 @@ void Worker::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, 
     cache_.import_sequence(sequence_id, num_tokens, data);
 }
 
+void Worker::store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows) {
+    cache_.store(job_id, layer, rows, kernels_.append[int(cache_.dtype())]);
+}
+
 Statistics Worker::statistics() const {
     const BlockPool& pool = cache_.pool();
     std::int64_t tokens = 0;
@@ -257,6 +267,7 @@ Statistics Worker::statistics() const {
             pool.num_free(),
             pool.num_shared(),
             std::int64_t(ids.size()),
+            cache_.num_incoming(),
             tokens,
             bytes_read_,
             pool.num_touched() * cache_.block_bytes()};

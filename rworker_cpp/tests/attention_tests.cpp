@@ -22,7 +22,8 @@ std::vector<float> random_floats(std::mt19937& random, std::int64_t count) {
 
 /// One query row against tokens [begin, end) of keys and values [token][kv head][dim].
 std::vector<double> oracle(const LayerSpec& layer, const float* query, const float* keys, const float* values,
-                           std::int64_t begin, std::int64_t end, std::int64_t kv_head) {
+                           std::int64_t begin, std::int64_t end, std::int64_t head) {
+    const std::int64_t kv_head = head / layer.group();
     std::vector<double> output(layer.value_dim);
     double max = -INFINITY, sum = 0;
     std::vector<double> scores;
@@ -31,6 +32,7 @@ std::vector<double> oracle(const LayerSpec& layer, const float* query, const flo
         for (std::int64_t d = 0; d < layer.key_dim; ++d)
             score += double(query[d]) * layer.scale * keys[(t * layer.num_kv_heads + kv_head) * layer.key_dim + d];
         if (layer.soft_cap != 0.0f) score = layer.soft_cap * std::tanh(score / layer.soft_cap);
+        if (!layer.alibi_slopes.empty()) score += double(layer.alibi_slopes[head]) * double(t + 1 - end);
         scores.push_back(score);
         max = std::max(max, score);
     }
@@ -63,7 +65,7 @@ void check_outputs(const Worker& worker, const std::vector<float>& queries, cons
             const std::int64_t end = context + row + 1,
                                begin = layer.window ? std::max<std::int64_t>(0, end - layer.window) : 0;
             const auto want = oracle(layer, &queries[(row * layer.num_heads + head) * layer.key_dim], keys.data(),
-                                     values.data(), begin, end, head / layer.group());
+                                     values.data(), begin, end, head);
             double error = 0, norm = 0;
             for (std::int64_t d = 0; d < layer.value_dim; ++d) {
                 error += std::pow(out[(row * layer.num_heads + head) * layer.value_dim + d] - want[d], 2);
@@ -100,6 +102,7 @@ void run_attention_tests() {
             test_attend(kernels->isa, dtype, {4, 2, 64, 64, 0.125f, 0, 0.0f, {}}, 70, 1);
             test_attend(kernels->isa, dtype, {5, 1, 24, 40, 0.2f, 100, 3.0f, {}}, 530, 3);
             test_attend(kernels->isa, dtype, {3, 3, 7, 5, 0.4f, 9, 0.0f, {}}, 33, 40);
+            test_attend(kernels->isa, dtype, {6, 2, 32, 16, 0.2f, 0, 0.0f, {}, {1, 0.5f, 0.1f, 0.02f, 0, -0.01f}}, 520, 13);
             test_attend(kernels->isa, dtype, {8, 1, 200, 136, 0.07f, 0, 0.0f, {}}, 60, 9);
         }
 }

@@ -2,6 +2,7 @@
 
 void run_cache_tests();
 void run_attention_tests();
+void run_incoming_tests();
 void run_ring_tests();
 void run_thread_tests();
 void run_tile_tests();
@@ -16,6 +17,7 @@ int main() {
     run_attention_tests();
     run_ring_tests();  // before any test leaves threads behind, since it forks
     run_thread_tests();
+    run_incoming_tests();
     run_self_test_tests();
 #ifdef RWORKER_EMULATED
     run_emulation_tests();

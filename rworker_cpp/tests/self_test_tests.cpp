@@ -1,4 +1,5 @@
 // The self-test finds nothing where all is well, and every fault that is put into a path.
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -58,6 +59,17 @@ void attend_one_token_less(const AttendArgs& args) {
     best().attend[D](changed);
 }
 
+/// Each row's slope is that of the head before it.
+template <int D>
+void attend_wrong_slope(const AttendArgs& args) {
+    if (!args.alibi_slopes) return best().attend[D](args);
+    std::vector<float> slopes(args.alibi_slopes, args.alibi_slopes + args.group);
+    std::rotate(slopes.begin(), slopes.end() - 1, slopes.end());
+    AttendArgs changed = args;
+    changed.alibi_slopes = slopes.data();
+    best().attend[D](changed);
+}
+
 void merge_without_the_last_split(const MergeArgs& args) {
     for (std::int64_t token = 0; token < args.num_tokens; ++token) {
         MergeArgs changed = args;
@@ -94,7 +106,7 @@ void test_faults_of(const char* dtype) {
         CHECK(finds(broken, "append", dtype));
     }
     broken = best();
-    for (const auto wrong : {attend_one_lane_wrong<D>, attend_one_token_less<D>}) {
+    for (const auto wrong : {attend_one_lane_wrong<D>, attend_one_token_less<D>, attend_wrong_slope<D>}) {
         broken.attend[D] = wrong;
         CHECK(finds(broken, "attention", dtype));
     }

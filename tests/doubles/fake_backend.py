@@ -42,6 +42,15 @@ class _Cached:
 
 
 @dataclass
+class _Incoming:
+    """The sequence of a job, its tokens once it is whole, and the rows that are missing: (layer, token)."""
+
+    sequence_id: int
+    num_tokens: int
+    missing: set[tuple[int, int]]
+
+
+@dataclass
 class FakeBackend:
     """``AttentionBackend`` for float32 models; keeps every sequence of one or more pretended R-workers in a dict."""
 
@@ -50,6 +59,7 @@ class FakeBackend:
     block_size: int = 32
     own_cores: bool = False
     cached: dict[int, _Cached] = field(default_factory=dict)
+    incoming: dict[int, _Incoming] = field(default_factory=dict)
     steps: list[StepPlan] = field(default_factory=list)
     _in_step: bool = False
 
@@ -78,6 +88,8 @@ class FakeBackend:
         self._times = np.zeros((2, count, len(self.layers)))
         for span in np.concatenate(self._spans):
             sequence = self.cached.setdefault(int(span["sequence_id"]), self._empty())
+            if any(job.sequence_id == span["sequence_id"] for job in self.incoming.values()):
+                raise BackendError(f"sequence {span['sequence_id']} is incoming: {span}")
             if sequence.num_tokens != span["context_len"]:
                 raise BackendError(f"sequence {span['sequence_id']} has {sequence.num_tokens} tokens: {span}")
 
@@ -125,7 +137,8 @@ class FakeBackend:
         return StepReport(tuple(WorkerReport(start, end, 0.0, 0, self.num_blocks) for _ in range(self.num_workers)))
 
     def abandon_step(self) -> None:
-        self.cached = {i: sequence for i, sequence in self.cached.items() if sequence.num_tokens}
+        kept = {job.sequence_id for job in self.incoming.values()}
+        self.cached = {i: sequence for i, sequence in self.cached.items() if sequence.num_tokens or i in kept}
         self._in_step = False
 
     def export(self, worker: int, sequence_id: int) -> np.ndarray:
@@ -154,6 +167,20 @@ class FakeBackend:
         ]
         self.cached[sequence_id] = _Cached(num_tokens, [keys for keys, _ in parts], [values for _, values in parts])
 
+    def store(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+        """What a KV port does: rows [num_rows, num_kv_heads, dim], float32, of a sequence that is incoming."""
+        job = self.incoming[job_id]
+        sequence = self.cached[job.sequence_id]
+        rows = {(layer, token) for token in range(start, start + len(k))}
+        if not rows <= job.missing:
+            raise BackendError(f"store: rows of job {job_id} that came before, or do not belong to it")
+        job.missing -= rows
+        for cache, new in ((sequence.keys, k), (sequence.values, v)):
+            whole = np.zeros((job.num_tokens, *new.shape[1:]), np.float32)
+            whole[: len(cache[layer])] = cache[layer]
+            whole[start : start + len(new)] = new
+            cache[layer] = whole
+
     def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
         """See ``AttentionBackend.admit``: always empty."""
         return {}
@@ -175,8 +202,27 @@ class FakeBackend:
             self.cached[sequence_id] = self.cached[source_id].first(num_tokens)
         elif verb == Verb.TRUNCATE:
             self.cached[sequence_id] = self.cached[sequence_id].first(num_tokens)
+        elif verb == Verb.RESERVE:
+            self._reserve(sequence_id, source_id, num_tokens)
+        elif verb == Verb.COMMIT:
+            self._commit(sequence_id, source_id, num_tokens)
         else:
             del self.cached[sequence_id]
+            self.incoming = {i: job for i, job in self.incoming.items() if job.sequence_id != sequence_id}
+
+    def _reserve(self, sequence_id: int, job_id: int, num_tokens: int) -> None:
+        context_len = self.cached.setdefault(sequence_id, self._empty()).num_tokens
+        if job_id in self.incoming or num_tokens <= context_len:
+            raise BackendError(f"reserve: job {job_id} of sequence {sequence_id}, {context_len} to {num_tokens} tokens")
+        tokens = range(context_len, num_tokens)
+        missing = {(layer, token) for layer in range(len(self.layers)) for token in tokens}
+        self.incoming[job_id] = _Incoming(sequence_id, num_tokens, missing)
+
+    def _commit(self, sequence_id: int, job_id: int, num_tokens: int) -> None:
+        job = self.incoming.pop(job_id)
+        if job.missing or (job.sequence_id, job.num_tokens) != (sequence_id, num_tokens):
+            raise BackendError(f"commit: job {job_id} of sequence {sequence_id}: {len(job.missing)} rows are missing")
+        self.cached[sequence_id].num_tokens = num_tokens
 
     def _empty(self) -> _Cached:
         keys = [np.zeros((0, layer.num_kv_heads, layer.key_head_dim), np.float32) for layer in self.layers]
@@ -193,6 +239,8 @@ def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: in
     scores = np.einsum("hd,thd->ht", q, seen_keys) * layer.scale
     if layer.soft_cap:
         scores = layer.soft_cap * np.tanh(scores / layer.soft_cap)
+    if layer.alibi_slopes:
+        scores = scores + np.outer(layer.alibi_slopes, np.arange(first - position, 1))
     sinks = np.array(layer.sinks)[:, None] if layer.sinks else np.full((layer.num_heads, 1), -np.inf)
     top = np.maximum(scores.max(axis=1, keepdims=True), sinks)
     weights = np.exp(scores - top)

@@ -15,7 +15,7 @@ from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, Ste
 LAYERS = (
     LayerLayout(4, 2, 8, 16, 0.3),
     LayerLayout(4, 4, 16, 8, 0.3, window=9),
-    LayerLayout(4, 2, 8, 16, 0.3, soft_cap=2.0, sinks=(0.5, -0.5, 0.0, 1.0)),
+    LayerLayout(4, 2, 8, 16, 0.3, soft_cap=2.0, sinks=(0.5, -0.5, 0.0, 1.0), alibi_slopes=(0.5, 0.1, 0.02, 0.0)),
 )
 LAYOUT = KVLayout(LAYERS, "float32", "float32")
 BLOCK_SIZE = 16

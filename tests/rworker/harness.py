@@ -17,7 +17,7 @@ FORK, TRUNCATE, RELEASE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Layer:
-    """The eight numbers of an R-worker's layer tuple."""
+    """The nine parts of an R-worker's layer tuple."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -27,6 +27,7 @@ class Layer:
     window: int = 0
     soft_cap: float = 0.0
     sinks: tuple[float, ...] = ()
+    alibi_slopes: tuple[float, ...] = ()
 
     def as_tuple(self) -> tuple:
         return (
@@ -38,6 +39,7 @@ class Layer:
             self.window,
             self.soft_cap,
             list(self.sinks),
+            list(self.alibi_slopes),
         )
 
 
@@ -129,4 +131,5 @@ class Harness:
             window=layer.window,
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
+            alibi_slopes=layer.alibi_slopes,
         )

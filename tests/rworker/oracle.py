@@ -42,6 +42,7 @@ def attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: tuple[float, ...] = (),
+    alibi_slopes: tuple[float, ...] = (),
 ) -> np.ndarray:
     """The last ``len(q)`` tokens of a sequence attend to it: float64 [q_len, num_heads, value_head_dim].
 
@@ -60,6 +61,8 @@ def attention(
             scores = keys @ q[row, head].astype(np.float64) * scale
             if soft_cap:
                 scores = soft_cap * np.tanh(scores / soft_cap)
+            if alibi_slopes:
+                scores = scores + np.float32(alibi_slopes[head]) * np.arange(begin - end + 1, 1.0)
             top = max(scores.max(), sinks[head]) if sinks else scores.max()
             weights = np.exp(scores - top)
             total = weights.sum() + (np.exp(sinks[head] - top) if sinks else 0.0)

@@ -68,6 +68,15 @@ def test_scoring_rules(
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
+@pytest.mark.parametrize(("window", "soft_cap", "sinks"), [(0, 0.0, ()), (100, 2.0, (0.5, -1.0, 3.0, -20.0, 0.0, 1.0))])
+def test_alibi(window: int, soft_cap: float, sinks: tuple[float, ...], dtype: str, kv_dtype: str, isa: str) -> None:
+    """Steep and shallow slopes, none, and one that favours the oldest tokens."""
+    layer = Layer(6, 2, 64, 64, 0.25, window, soft_cap, sinks, (1.0, 0.1, 0.01, 0.001, 0.0, -0.003))
+    check(layer, [0, 5, 99, 530, 1100], [3, 1, 40, 2, 1], model_dtype=dtype, kv_dtype=kv_dtype, isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
 def test_long_chunks_cross_splits(block_size: int, isa: str) -> None:
     layer = Layer(4, 2, 32, 32, 0.2)

@@ -16,6 +16,7 @@ LAYERS = {
     "gqa": Layer(6, 2, 64, 64),
     "mha": Layer(2, 2, 40, 24, 0.2),
     "window": Layer(8, 2, 64, 64, 0.2, window=70, soft_cap=4.0, sinks=tuple(0.1 * i for i in range(8))),
+    "alibi": Layer(6, 2, 32, 32, 0.2, alibi_slopes=(0.5, 0.1, 0.02, 0.004, 0.3, 0.0)),
 }
 DTYPES = [(dtype, dtype) for dtype in ("float32", "float16", "bfloat16")] + [("bfloat16", "int8"), ("float32", "int4")]
 """Of model and cache."""

@@ -21,6 +21,7 @@ LAYERS = {
     "gqa8-128": Layer(8, 1, 128, 128),
     "mha40": Layer(2, 2, 40, 24, 0.2),
     "rules": Layer(6, 2, 72, 64, 0.2, window=70, soft_cap=4.0, sinks=tuple(0.1 * i for i in range(6))),
+    "alibi": Layer(6, 2, 32, 32, 0.2, alibi_slopes=(0.5, 0.1, 0.02, 0.004, 0.3, 0.0)),
 }
 KV_DTYPES = ["float32", "float16", "bfloat16", "int8", "int4"]
 LENGTHS = [1, 17, 130, 700]

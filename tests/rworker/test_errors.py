@@ -53,7 +53,7 @@ BAD_PLANS = {
     "negative rows": ([], [(1, 20, -3, 1)], ValueError, "num_rows is -3; it must be at least 1"),
     "negative context": ([], [(2, -1, 3, 1)], KeyError, "unknown sequence with context_len -1"),
     "double release": ([(RELEASE, 1, 0, 0), (RELEASE, 1, 0, 0)], [], KeyError, "sequence 1 is unknown"),
-    "unknown verb": ([(3, 1, 0, 0)], [], ValueError, "verb 3"),
+    "unknown verb": ([(5, 1, 0, 0)], [], ValueError, "verb 5"),
     "unknown sequence": ([], [(9, 5, 1, 1)], KeyError, "unknown sequence with context_len 5"),
     "wrong context": ([], [(1, 19, 1, 1)], ValueError, "context_len is 19, but the cache holds 20"),
     "new id is taken": ([], [(1, 0, 1, 1)], ValueError, "context_len is 0, but the cache holds 20"),
@@ -187,6 +187,8 @@ BAD_SETTINGS = [
     ({"layers": [Layer(num_heads=3)]}, "multiple of num_kv_heads"),
     ({"layers": [Layer(key_dim=0)]}, "head dims must be 1 to 512, not 0"),
     ({"layers": [Layer(sinks=(1.0,))]}, "sinks must be empty or one per query head"),
+    ({"layers": [Layer(alibi_slopes=(1.0,))]}, r"alibi_slopes must be empty or one per query head \(4\), not 1"),
+    ({"layers": [Layer(alibi_slopes=(1.0, 0.5, float("nan"), 0.0))]}, "alibi_slopes must be finite, not nan"),
 ]
 
 

@@ -168,8 +168,8 @@ def test_statistics_count_what_happened() -> None:
     """40 tokens, a fork of 35 (two blocks shared), then a step of one row each."""
     worker = two_layers("float32", num_blocks=10)
     assert worker.statistics() == {
-        "blocks_used": 0, "blocks_free": 10, "blocks_shared": 0, "sequences": 0, "tokens": 0, "bytes_read": 0,
-        "bytes_committed": 0,
+        "blocks_used": 0, "blocks_free": 10, "blocks_shared": 0, "sequences": 0, "incoming": 0, "tokens": 0,
+        "bytes_read": 0, "bytes_committed": 0,
     }  # fmt: skip
     feed(worker, "float32", (1, 0, 40, 0), 0)
     controls(worker, (FORK, 2, 1, 35))

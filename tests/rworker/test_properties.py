@@ -21,9 +21,11 @@ def layers(draw: st.DrawFn) -> Layer:
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
     key_dim = draw(st.integers(1, 32)) * 8 if draw(st.booleans()) else draw(st.integers(1, 80))
     value_dim = key_dim if draw(st.booleans()) else draw(st.integers(1, 96))
-    sinks = tuple(draw(st.lists(st.floats(-4, 4), min_size=num_kv_heads * group, max_size=num_kv_heads * group)))
+    num_heads = num_kv_heads * group
+    sinks = tuple(draw(st.lists(st.floats(-4, 4), min_size=num_heads, max_size=num_heads)))
+    slopes = tuple(draw(st.lists(st.floats(0, 1, width=32), min_size=num_heads, max_size=num_heads)))
     return Layer(
-        num_kv_heads * group,
+        num_heads,
         num_kv_heads,
         key_dim,
         value_dim,
@@ -31,6 +33,7 @@ def layers(draw: st.DrawFn) -> Layer:
         window=draw(st.sampled_from([0, 0, 1, 30, 200])),
         soft_cap=draw(st.sampled_from([0.0, 0.0, 5.0])),
         sinks=sinks if draw(st.booleans()) else (),
+        alibi_slopes=slopes if draw(st.booleans()) else (),
     )
 
 

@@ -18,7 +18,9 @@ DTYPES = ["float32", "float16", "bfloat16"]
 LAYERS = {
     "mha": Layer(2, 2, 40, 24, 0.2),
     "gqa": Layer(8, 2, 64, 64),
-    "window": Layer(4, 1, 64, 64, 0.2, window=700, soft_cap=4.0, sinks=(0.1, -1.0, 3.0, 0.0)),
+    "rules": Layer(
+        4, 1, 64, 64, 0.2, 700, soft_cap=4.0, sinks=(0.1, -1.0, 3.0, 0.0), alibi_slopes=(0.5, 0.05, 0.005, 0.0)
+    ),
     "short window": Layer(4, 2, 32, 32, 0.2, window=20),
 }
 # (sequence, forked from, tokens kept, tokens of its own): nested, at block borders and not, within a split, unshared.
@@ -100,7 +102,7 @@ def test_the_bits_of_separate_copies(name: str, dtype: str, isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_the_oracle(dtype: str, isa: str) -> None:
-    layer = LAYERS["window"]
+    layer = LAYERS["rules"]
     harness = filled(layer, [], share=True, model_dtype=dtype, kv_dtype=dtype, isa=isa, num_threads=2, block_size=32)
     rows = {i: random_rows(np.random.default_rng(100 + i), layer, 2) for i in range(30)}
     for i, output in harness.step(rows).items():

@@ -118,6 +118,7 @@ struct AttendArgs {
     int64_t split, end;  // tokens from split * kSplitTokens to end, which is the split's or the sequence's
     int64_t window;      // 0: all
     float scale, soft_cap;
+    const float* alibi_slopes;  // [group], or null; see types.hpp
     int key_dim, value_dim;
     float* partials;
     int64_t partial_stride;

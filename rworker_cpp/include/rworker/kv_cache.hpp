@@ -1,7 +1,9 @@
 // Paged keys and values of many sequences, and the tables that say whose they are.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <unordered_map>
@@ -10,6 +12,7 @@
 
 #include "rworker/arena.hpp"
 #include "rworker/block_pool.hpp"
+#include "rworker/incoming.hpp"
 #include "rworker/layout.hpp"
 #include "rworker/types.hpp"
 
@@ -22,6 +25,7 @@ struct Sequence {
     std::int64_t length = 0;          // committed tokens
     std::int64_t pending_length = 0;  // with the rows of the open step
     bool born_in_step = false;
+    std::optional<std::int64_t> job_id = {};  // while it is incoming: rows from `length` on come from prefill workers
 };
 
 /// Bytes that one block of block_size tokens takes over all layers.
@@ -49,7 +53,17 @@ class KVCache {
 
     /// Throws UnknownSequence.
     const Sequence& sequence(std::int64_t sequence_id) const;
+    /// The same; Error too where it is incoming.
+    const Sequence& whole_sequence(std::int64_t sequence_id) const;
     std::vector<std::int64_t> sequence_ids() const;  // ascending
+
+    /// Error, or UnknownSequence for the job, unless these rows of an incoming sequence may be stored. Like `store` and
+    /// `num_incoming`, and nothing else of this class, it may be called from another thread at any time.
+    void check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
+    /// Store rows of an incoming sequence as `append` does; in any order, each row once. Controls that open, commit or
+    /// release incoming sequences wait for a slice of it at most, and may end it with an UnknownSequence.
+    void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, AppendKernel append);
+    std::int64_t num_incoming() const;
 
     HeadView view(std::int64_t layer, std::int64_t kv_head, const std::int32_t* blocks) const;
     /// All committed tokens of a sequence in one layer, dequantised: [length, num_kv_heads, key_dim or value_dim].
@@ -70,6 +84,13 @@ class KVCache {
     void fork(const Control& control);
     void truncate(const Control& control);
     void release(const Control& control);
+    void reserve(const Control& control);
+    void commit(const Control& control);
+    std::unique_lock<std::mutex> lock_incoming(std::span<const Control> controls);
+    const Incoming& incoming(std::int64_t job_id) const;
+    void store_slice(Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const;
+    void stage(Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const;
+    void write_rows(const Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const;
     void grow(const Span& span);
     void remember(std::int64_t sequence_id);
     void copy_block(std::int32_t from, std::int32_t to) const;
@@ -89,6 +110,10 @@ class KVCache {
     Arena arena_;
     std::unordered_map<std::int64_t, Sequence> sequences_;
 
+    mutable std::mutex incoming_mutex_;              // of the next line, and of the blocks that are incoming
+    std::unordered_map<std::int64_t, Incoming> incoming_;  // by job id
+    std::atomic<int> controls_waiting_ = 0;          // for the mutex; a store lets them go first
+
     /// What happens to a block's data: a copy of another, unless it is its own; then a tile's keys turned to rows.
     struct BlockEdit {
         std::int32_t from, to;
@@ -100,6 +125,8 @@ class KVCache {
     std::vector<std::pair<std::int64_t, std::optional<Sequence>>> before_;  // sequences the controls touched
     std::vector<BlockEdit> edits_;                                          // in their order
     std::vector<std::int64_t> grown_;                                       // sequence ids of the spans
+    std::unordered_map<std::int64_t, Incoming> opened_;                     // jobs, by the controls
+    std::vector<std::int64_t> closed_;                                      // jobs that they committed or released
     std::size_t log_size_after_controls_ = 0;
 };
 

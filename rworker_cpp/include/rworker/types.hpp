@@ -26,6 +26,8 @@ struct LayerSpec {
     std::int64_t window;       // tokens a query sees, itself included; 0: all
     float soft_cap;            // 0: none
     std::vector<float> sinks;  // one logit per query head, or empty
+    // ALiBi, one per query head, or empty: a score gains slope * (position of the key - position of the query)
+    std::vector<float> alibi_slopes = {};
 
     std::int64_t group() const { return num_heads / num_kv_heads; }
     bool same_work(const LayerSpec& other) const {
@@ -41,7 +43,7 @@ struct Span {
 };
 
 /// What a control asks of the cache before a step's rows.
-enum class Verb : std::int64_t { fork = 0, truncate = 1, release = 2 };
+enum class Verb : std::int64_t { fork = 0, truncate = 1, release = 2, reserve = 3, commit = 4 };
 
 struct Control {
     Verb verb;

@@ -42,14 +42,16 @@ struct StepReport {
 
 /// What the cache holds and what was done so far; `tokens` counts those of shared blocks once per sequence.
 struct Statistics {
-    std::int64_t blocks_used, blocks_free, blocks_shared, sequences, tokens;
+    std::int64_t blocks_used, blocks_free, blocks_shared, sequences;
+    std::int64_t incoming;  // those of the sequences whose rows are still to come
+    std::int64_t tokens;
     std::int64_t bytes_read;       // of keys and values, by all steps
     std::int64_t bytes_committed;  // of blocks that were ever used: memory the cache may hold
 };
 
 class AttentionJob;
 
-/// Called from one thread. Every error is an Error that leaves the worker as it was.
+/// Called from one thread, but for `store` and `cache().check_store`. Every error is an Error that leaves the worker as it was.
 class Worker {
   public:
     explicit Worker(WorkerConfig config);
@@ -85,6 +87,9 @@ class Worker {
     std::int64_t export_bytes(std::int64_t sequence_id) const;
     void export_sequence(std::int64_t sequence_id, std::uint8_t* out) const;
     void import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, std::span<const std::uint8_t> data);
+    /// Rows of an incoming sequence, [num_rows, num_kv_heads, key_dim or value_dim] in the model's dtype; see KVCache.
+    /// May be called from any thread while others take steps.
+    void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows);
     Statistics statistics() const;
 
   private:

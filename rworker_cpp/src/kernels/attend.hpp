@@ -25,6 +25,16 @@ inline void cap_scores(float* scores, Range tokens, float soft_cap) {
         L::store(scores + t, L::mul(cap, tanh<L>(L::div(L::load(scores + t), cap))));
 }
 
+/// ALiBi: adds slope * (position of the key - position of the query), which lies `first` for the chunk's first key and
+/// is a whole number, exact in a float. So the scores that weigh most, of keys nearby, lose least by rounding.
+template <class L>
+inline void add_slope(float* scores, Range tokens, float slope, float first) {
+    for (int t = tokens.begin; t < tokens.end; t += L::width) {
+        const auto distance = L::add(L::iota(), L::set1(first + float(t)));
+        L::store(scores + t, L::fma(L::set1(slope), distance, L::load(scores + t)));
+    }
+}
+
 /// -inf for the scores of `tokens` outside `seen`.
 template <class L>
 inline void hide_unseen(float* scores, Range tokens, Range seen) {
@@ -40,9 +50,8 @@ inline void hide_unseen(float* scores, Range tokens, Range seen) {
 /// Only `worked_on`, whole vectors that all rows together touch, is set: no other weight is used, and zeros add
 /// nothing.
 template <class L>
-float soften(float* scores, Range worked_on, Range seen, float soft_cap, float& max, float& sum) {
+float soften(float* scores, Range worked_on, Range seen, float& max, float& sum) {
     using vec = typename L::vec;
-    if (soft_cap != 0.0f) cap_scores<L>(scores, worked_on, soft_cap);
     if (seen.begin > worked_on.begin || seen.end < worked_on.end) hide_unseen<L>(scores, worked_on, seen);
     vec top = L::set1(-kInfinity);
     for (int t = worked_on.begin; t < worked_on.end; t += L::width) top = L::max(top, L::load(scores + t));
@@ -180,15 +189,25 @@ struct RowBlock {
         });
         for (int r = 0; r < rows; ++r) {
             if constexpr (S::pair_dot) scale_scores<L>(scores + r * kChunkTokens, args.scale);
+            if (args.soft_cap != 0.0f || args.alibi_slopes) bend_scores(r, chunk, worked_on);
             const auto partial = Partial<float>::of_output(outputs[r]);
-            keep[r] = soften<L>(scores + r * kChunkTokens, worked_on, clip(begin_of(r), ends[r], chunk), args.soft_cap,
-                                *partial.max, *partial.sum);
+            keep[r] = soften<L>(scores + r * kChunkTokens, worked_on, clip(begin_of(r), ends[r], chunk), *partial.max,
+                                *partial.sum);
             if constexpr (S::pair_dot) pack_all_pairs<L>(scores + r * kChunkTokens, kChunkTokens);
         }
         for_row_groups<L>(rows, [&]<int R>(int r) {
             add_value_rows<L, D, R>(tiles, seen, r == 0 ? ahead : idle, scores + r * kChunkTokens, keep + r,
                                     outputs + r, padded_dim);
         });
+    }
+
+    /// A soft cap, then ALiBi; apart from the loop, so that layers without them pay nothing.
+    [[gnu::noinline]] void bend_scores(int row, int64_t chunk, Range worked_on) const {
+        float* const row_scores = scores + row * kChunkTokens;
+        if (args.soft_cap != 0.0f) cap_scores<L>(row_scores, worked_on, args.soft_cap);
+        if (args.alibi_slopes)
+            add_slope<L>(row_scores, worked_on, args.alibi_slopes[(first_row + row) % args.group],
+                         float(chunk + 1 - ends[row]));
     }
 
     void find_tiles(int64_t chunk, Range seen, Tile* tiles) const {

@@ -137,6 +137,9 @@ struct TileRows {
         } else {
             multiply_row(row_scores, worked_on, args.scale * kLog2E);
         }
+        if (args.alibi_slopes)
+            add_slope<Avx512>(row_scores, worked_on, args.alibi_slopes[(first_row + row) % args.group] * kLog2E,
+                              float(chunk.first + 1 - ends[row]));
         if (seen.begin > worked_on.begin || seen.end < worked_on.end) hide_unseen<Avx512>(row_scores, worked_on, seen);
         __m512 top = _mm512_set1_ps(-kInfinity);
         for (int t = worked_on.begin; t < worked_on.end; t += 16)

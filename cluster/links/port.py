@@ -1,0 +1,203 @@
+"""A ZeroMQ listener that serves any number of peers in a thread of its own: KV ports, and prefill workers' ports."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from fastdecode.cluster.links.zeromq import Limits, PeerChannel, ZmqListener
+from fastdecode.cluster.wire.frames import Conversation, Frame, Kind, decode
+from fastdecode.cluster.wire.handshake import BOTH_SIDES, R_WORKER, Gate, Security
+from fastdecode.cluster.wire.messages import encode_refusal
+from fastdecode.errors import CapacityError, FrameError
+
+LIMITS = Limits(part_bytes=1 << 23, received=8)
+"""One row of keys of the largest layer fits; a peer that sends faster than its frames are handled takes 0.1 GiB."""
+
+MOST_PEERS = 1024
+"""Peers whose frames are numbered, and that have proven to hold the key; of more, the oldest are forgotten."""
+
+MOST_LOGGED = 100
+TICK_SECONDS = 0.2
+
+log = logging.getLogger("fastdecode.port")
+
+
+class Reader:
+    """The parts of the frame at hand, in order; what is not read is dropped."""
+
+    def __init__(self, listener: ZmqListener) -> None:
+        self._listener = listener
+        self.read_into = listener.read_into
+
+    def body(self, frame: Frame, most_bytes: int) -> bytearray:
+        """The one part of ``frame``; FrameError if it announces more than ``most_bytes``, or other parts."""
+        if frame.lengths[0] > most_bytes or any(frame.lengths[1:]):
+            raise FrameError(f"a {frame.kind.name} frame with parts of {frame.lengths} bytes; {most_bytes:,} at most")
+        data = bytearray(frame.lengths[0])
+        if data:
+            self.read_into(data)
+        return data
+
+    def record(self, form: struct.Struct) -> tuple[Any, ...]:
+        """The next part, as numbers; FrameError for another size."""
+        return form.unpack(self._listener.read_part(form.size))
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The next part where it was received, read-only, and copied only if it is not aligned there.
+
+        FrameError for another size.
+        """
+        part = self._listener.read_part(math.prod(shape) * dtype.itemsize)
+        array = np.frombuffer(part, dtype).reshape(shape)
+        return array if array.flags.aligned else array.copy()
+
+
+Handler = Callable[["Port", bytes, Frame, Reader], None]
+"""Called in the port's thread with the port, a peer's identity, its frame, and the frame's parts.
+
+What it raises as FrameError, ValueError, KeyError or CapacityError is told to the peer in a REFUSED frame.
+"""
+
+
+class Port:
+    """Listens at ``address`` ("host:port") until ``close``.
+
+    Every frame must carry ``epoch``, 63 random bits that only those know who are told: that, and the key if there is
+    one, is what admits a peer. A frame that does not belong here is refused, logged once per reason, and changes
+    nothing.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        security: Security,
+        handle: Handler,
+        role: str = R_WORKER,
+        open_kinds: Collection[Kind] = (),
+    ) -> None:
+        """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible.
+
+        ``role``: this side's. ``open_kinds``: kinds of frames that may carry epoch 0, such as HELLO.
+        """
+        self._listener = ZmqListener(host, port, security.curve_secret, role, LIMITS)
+        self.address = self._listener.address.removeprefix("tcp://")
+        self.epoch = secrets.randbelow((1 << 63) - 1) + 1
+        self._handle, self._open_kinds = handle, frozenset(open_kinds)
+        self._reader = Reader(self._listener)
+        self._gate = None if security.proof_key is None else Gate(security.proof_key)
+        self._proven: dict[bytes, None] = {}
+        self._peers: dict[bytes, Conversation] = {}
+        self._outbox: deque[tuple[bytes, Kind, tuple[Any, ...], int]] = deque()
+        self._logged: set[str] = set()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._listener.watch(self._wake)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=f"port {self.address}", daemon=True)
+        self._thread.start()
+
+    @property
+    def tcp_port(self) -> int:
+        """The number in ``address``."""
+        return int(self.address.rpartition(":")[2])
+
+    def send(self, identity: bytes, kind: Kind, *parts: Any, layer: int = 0) -> None:
+        """Have the port's thread send a frame to a peer, from any thread; no effect if it is gone or does not read."""
+        self._outbox.append((identity, kind, parts, layer))
+        if threading.current_thread() is not self._thread:
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Wait until the thread has ended; may be called twice."""
+        if self._thread.is_alive():
+            self._is_closing = True
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._turn()
+        finally:
+            self._listener.close()
+
+    def _turn(self) -> None:
+        if self._listener.poll(TICK_SECONDS):
+            self._receive(self._listener.next_peer())
+            self._listener.skip()
+        else:
+            self._listener.log_failures(self._listener.events())
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._outbox:
+            identity, kind, parts, layer = self._outbox.popleft()
+            with contextlib.suppress(ConnectionError):
+                self._conversation(identity).send(kind, *parts, layer=layer)
+
+    def _receive(self, peer: PeerChannel) -> None:
+        try:
+            if self._gate is None or peer.identity in self._proven:
+                self._serve(peer)
+            elif self._gate.admits(peer, peer.identity):
+                _remember(self._proven, peer.identity, None)
+                Conversation(peer).send(Kind.PROVEN)
+        except ConnectionError:
+            pass  # the peer is gone
+        except FrameError as error:  # of a stranger, which must not learn the epoch
+            self._refuse(Conversation(peer), "frame", str(error))
+
+    def _serve(self, peer: PeerChannel) -> None:
+        frame = decode(peer.first_header or b"")
+        if frame.kind is Kind.CHALLENGE and self._gate is None:
+            raise FrameError(f"it has no key: {BOTH_SIDES}")
+        if frame.epoch != self.epoch and (frame.epoch or frame.kind not in self._open_kinds):
+            raise FrameError(f"a {frame.kind.name} frame of another session (epoch {frame.epoch:#x})")
+        conversation = self._conversation(peer.identity)
+        try:
+            conversation.check_order(frame)
+            self._handle(self, peer.identity, frame, self._reader)
+        except FrameError as error:
+            self._refuse(conversation, "frame", str(error))
+        except (CapacityError, MemoryError) as error:
+            self._refuse(conversation, "capacity", str(error) or "out of memory")
+        except (ValueError, KeyError) as error:
+            self._refuse(conversation, "refused", str(error.args[0] if error.args else error))
+        except ConnectionError:
+            raise
+        except Exception as error:  # this thread serves others too
+            log.exception("a %s frame failed", frame.kind.name)
+            self._refuse(conversation, "refused", f"{type(error).__name__} while it was handled")
+
+    def _refuse(self, conversation: Conversation, error: str, message: str) -> None:
+        if message not in self._logged and len(self._logged) < MOST_LOGGED:
+            self._logged.add(message)
+            log.warning("refused: %s", message)
+        conversation.send(Kind.REFUSED, encode_refusal(error, message))
+
+    def _conversation(self, identity: bytes) -> Conversation:
+        found = self._peers.get(identity)
+        if found is None:
+            found = Conversation(PeerChannel(self._listener, identity))
+            found.epoch = self.epoch
+            _remember(self._peers, identity, found)
+        return found
+
+
+def _remember(peers: dict[bytes, Any], identity: bytes, value: Any) -> None:
+    while len(peers) >= MOST_PEERS:
+        peers.pop(next(iter(peers)))
+    peers[identity] = value

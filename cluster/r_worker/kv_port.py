@@ -1,0 +1,58 @@
+"""An R-worker's KV port: prefill workers store keys and values there, while the session's steps go on beside it."""
+
+from __future__ import annotations
+
+from fastdecode import _rworker
+from fastdecode.cluster.links.port import Port, Reader
+from fastdecode.cluster.r_worker.host import own_address
+from fastdecode.cluster.wire.frames import Frame, Kind
+from fastdecode.cluster.wire.handshake import Security
+from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED
+from fastdecode.errors import FrameError
+from fastdecode.settings import is_loopback
+from fastdecode.types import WIRE_DTYPE, KVLayout
+
+
+class RowStore:
+    """What a KV port does with a frame: the rows of a KV frame go to a sequence that is incoming, and STORED back."""
+
+    def __init__(self, worker: _rworker.RWorker, layout: KVLayout) -> None:
+        self._worker, self._layers, self._dtype = worker, layout.layers, WIRE_DTYPE[layout.model_dtype]
+
+    def __call__(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        """See ``Handler``. Rows that nothing waits for are refused before they are read."""
+        if frame.kind is not Kind.KV:
+            raise FrameError(f"a {frame.kind.name} frame, which has no place at a KV port")
+        job_id, start, num_rows = reader.record(KV_ROWS)
+        self._worker.check_store(job_id, frame.layer, start, num_rows)
+        layer = self._layers[frame.layer]
+        k = reader.array((num_rows, layer.num_kv_heads, layer.key_head_dim), self._dtype)
+        v = reader.array((num_rows, layer.num_kv_heads, layer.value_head_dim), self._dtype)
+        self._worker.store(job_id, frame.layer, start, k, v)
+        port.send(identity, Kind.STORED, KV_STORED.pack(job_id, frame.layer, start, num_rows))
+
+
+class KvPort:
+    """Listens for prefill workers, in a thread of its own that stores what they send.
+
+    Its thread waits while nothing comes, and lets Python's lock go while it stores. It must be closed before the
+    R-worker is. ``address``: "host:port" for prefill workers, without the host where that is the one at which the
+    S-worker reaches this R-worker; ``epoch``: what frames to it must carry.
+    """
+
+    def __init__(self, worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> None:
+        """``host``: where the R-worker listens for S-workers ("": it does not); the port opens no further than that.
+
+        ValueError without a key where it would be open beyond this machine, OSError where it cannot listen.
+        """
+        bound = "127.0.0.1" if layout.kv_port == "loopback" else host or "*"
+        if not is_loopback(bound) and security.secret is None:
+            raise ValueError("a KV port that is open beyond this machine takes a --key-file")
+        self._port = Port(bound, 0, security, RowStore(worker, layout))
+        self.epoch = self._port.epoch
+        known = bound if layout.kv_port == "loopback" else "" if host else own_address()
+        self.address = f"{known}:{self._port.tcp_port}"
+
+    def close(self) -> None:
+        """Wait until its thread has ended; may be called twice."""
+        self._port.close()
