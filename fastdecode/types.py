@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
@@ -151,7 +151,7 @@ class RWorkerInfo:
     own_cores: bool
     read_gb_per_s: float = 0.0
     kv_address: str = ""
-    kv_epoch: int = 0
+    kv_epoch: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import parsers
 import sessions
 from instrument import instrument
 
-from fastdecode import addresses, errors
+from fastdecode import errors, settings
 from fastdecode.cluster import remote
 from fastdecode.cluster.links import link, port, shared_memory
 from fastdecode.cluster.r_worker import host, kv_port, session
@@ -49,7 +49,7 @@ def main() -> None:
     """Does not return: libFuzzer ends the process."""
     target = TARGETS[sys.argv.pop(1)]
     instrument(frames, handshake, host, kv_port, link, messages, payload, port, remote, session, shared_memory)
-    instrument(addresses, errors)
+    instrument(errors, settings)
     tracemalloc.start(1)
     atheris.Setup(sys.argv, Watched(target))
     atheris.Fuzz()

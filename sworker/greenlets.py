@@ -25,7 +25,7 @@ class ModelGreenlet(greenlet):
         self.attend = attend
 
 
-def _attend_in_greenlet(
+def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -42,4 +42,4 @@ def _attend_in_greenlet(
 
 def register_attention() -> None:
     """Make ``attn_implementation="fastdecode"`` known to transformers; without a mask function it builds no masks."""
-    AttentionInterface.register(ATTENTION_NAME, _attend_in_greenlet)
+    AttentionInterface.register(ATTENTION_NAME, attend)

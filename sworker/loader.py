@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fastdecode.perfmodel.model_shape import ModelShape, read_shape
 from fastdecode.sworker import gguf
 from fastdecode.sworker.greenlets import ATTENTION_NAME, register_attention
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
-from fastdecode.sworker.support import check_config, refuse
+from fastdecode.sworker.support import OWN_ATTENTION, check_config, refuse
 
 
 def load_hf_config(config: EngineConfig) -> Any:
@@ -37,7 +37,7 @@ def load_hf_config(config: EngineConfig) -> Any:
 def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     """The model in evaluation mode on ``config.device``, in ``config.dtype`` (auto: the checkpoint's own)."""
     device = resolve_device(config.device)
-    register_attention()
+    adapt = _register(hf_config)
     dtype = resolve_dtype(config.dtype, hf_config)
     with _one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
         if config.load_format == "dummy":
@@ -67,7 +67,19 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     if getattr(model, "_is_stateful", False):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)")
     with _one_clear_error(config.model):  # a device may be too small
+        adapt(model)
         return gguf.unpacked(model).to(device).eval().requires_grad_(False)
+
+
+def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
+    """Make our attention known to transformers; returns what is left to do to a loaded model."""
+    register_attention()
+    if hf_config.model_type not in OWN_ATTENTION:
+        return lambda model: None
+    from fastdecode.sworker import own_attention
+
+    own_attention.register()
+    return own_attention.adapt
 
 
 def resolve_device(name: str) -> torch.device:
@@ -94,7 +106,7 @@ def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
 def max_position_embeddings(hf_config: Any) -> int:
     """The longest sequence the model was made for, in tokens."""
     text_config = hf_config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"):
         if getattr(text_config, name, None):
             return int(getattr(text_config, name))
     return 2048

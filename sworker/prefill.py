@@ -18,6 +18,23 @@ def causal_mask(num_rows: int, num_keys: int, window: int, device: torch.device)
     return mask & (key_positions > query_positions - window) if window else mask
 
 
+MASK_ELEMENTS = 1 << 22
+"""Of the mask of scores that ALiBi takes; prompts attend in so many rows at once."""
+
+
+@functools.lru_cache(maxsize=1024)
+def slopes_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
+    """The layer's ALiBi slopes, float32 [num_heads], copied to a device once."""
+    return torch.tensor(layer.alibi_slopes, device=device)
+
+
+def alibi_bias(num_rows: int, num_keys: int, layer: LayerLayout, device: torch.device) -> torch.Tensor:
+    """float32 [num_heads, num_rows, num_keys]: slope · (position of the key - position of the query)."""
+    query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
+    distances = torch.arange(num_keys, device=device)[None, :] - query_positions
+    return slopes_on(layer, device)[:, None, None] * distances
+
+
 @functools.lru_cache(maxsize=1024)
 def sinks_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
     """The layer's sinks, float32 [num_heads], copied to a device once: a copy would make the host wait for it."""
@@ -25,7 +42,7 @@ def sinks_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
-    """The oracle: window, soft cap and sinks in plain operations, float32 inside.
+    """The oracle: window, soft cap, ALiBi and sinks in plain operations, float32 inside.
 
     ``q`` [rows, num_heads, key_head_dim], ``k`` and ``v`` [keys, num_kv_heads, …] with the rows' own keys last;
     returns [rows, num_heads, value_head_dim] in q's dtype.
@@ -36,6 +53,8 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * layer.scale
     if layer.soft_cap:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    if layer.alibi_slopes:
+        scores += alibi_bias(len(q), len(k), layer, q.device)
     scores.masked_fill_(~causal_mask(len(q), len(k), layer.window, q.device), float("-inf"))
     if layer.sinks:
         sinks = sinks_on(layer, q.device)[:, None, None].expand(-1, len(q), 1)
@@ -48,18 +67,41 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer
 def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
     """As :func:`reference_attention`, through torch's fused kernel where the layer has no soft cap and no sinks.
 
-    The kernel's own ``is_causal`` is aligned top-left, right only for a prompt's first chunk; later chunks and
-    windows get an explicit mask.
+    The kernel's own ``is_causal`` is aligned top-left, right only for a prompt's first chunk; later chunks, windows
+    and ALiBi get an explicit mask.
     """
     if layer.soft_cap or layer.sinks:
         return reference_attention(q, k, v, layer)
-    first_chunk = len(q) == len(k) and not (layer.window and layer.window < len(k))
-    mask = None if first_chunk else causal_mask(len(q), len(k), layer.window, q.device)
+    if layer.alibi_slopes:
+        return _with_alibi(q, k, v, layer)
+    if len(q) == len(k) and not (layer.window and layer.window < len(k)):
+        return _fused(q, k, v, layer, None)
+    return _fused(q, k, v, layer, causal_mask(len(q), len(k), layer.window, q.device))
+
+
+def _with_alibi(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+    """So many rows at once that their mask stays small."""
+    parts: list[torch.Tensor] = []
+    num_keys = len(k) - len(q)
+    for rows in q.split(max(1, MASK_ELEMENTS // (layer.num_heads * len(k)))):
+        num_keys += len(rows)
+        mask = alibi_bias(len(rows), num_keys, layer, q.device)
+        mask.masked_fill_(~causal_mask(len(rows), num_keys, layer.window, q.device), float("-inf"))
+        parts.append(_fused(rows, k[:num_keys], v[:num_keys], layer, mask))
+    return torch.cat(parts)
+
+
+def _fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """torch's kernel with ``mask`` [rows, keys] or [num_heads, rows, keys]; None: causal, of as many keys as rows."""
+    if mask is not None and mask.is_floating_point() and q.device.type != "cpu":
+        mask = mask.to(q.dtype)
     group = layer.num_heads // layer.num_kv_heads
     queries, keys, values = (rows.transpose(0, 1)[None] for rows in (q, k, v))
     if group > 1:
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=first_chunk, scale=layer.scale)
+    o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=layer.scale)
     return o[0].transpose(0, 1)
 
 

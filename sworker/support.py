@@ -16,7 +16,13 @@ from fastdecode.sworker.greenlets import ModelGreenlet
 from fastdecode.sworker.staging import DTYPE_NAME
 from fastdecode.types import KVLayout, LayerLayout
 
-SUPPORTED = "decoder-only causal language models whose attention goes through transformers' AttentionInterface"
+OWN_ATTENTION = ("bloom", "falcon", "gptj", "mpt")
+"""Models whose attention is code of their own and has an adapter (`own_attention.py`)."""
+
+SUPPORTED = (
+    "decoder-only causal language models whose attention goes through transformers' AttentionInterface, "
+    f"and {', '.join(OWN_ATTENTION)}"
+)
 
 
 def refuse(hf_config: Any, what_it_does: str) -> NoReturn:
@@ -32,13 +38,24 @@ def check_config(hf_config: Any) -> None:
     text_config = hf_config.get_text_config()
     if getattr(hf_config, "is_encoder_decoder", False):
         refuse(hf_config, "is an encoder-decoder model")
-    if getattr(text_config, "alibi", False) or getattr(getattr(text_config, "attn_config", None), "alibi", False):
+    if getattr(text_config, "alibi", False) and hf_config.model_type not in OWN_ATTENTION:
         refuse(hf_config, "adds a position bias to its scores (ALiBi)")
+    if hf_config.model_type == "mpt":
+        _check_mpt(hf_config)
     if getattr(text_config, "num_hidden_layers", 1) < 1:
         refuse(hf_config, "has no layers")
     unknown = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         refuse(hf_config, f"has layers of type {', '.join(sorted(unknown))}")
+
+
+def _check_mpt(hf_config: Any) -> None:
+    """Refuse what transformers' own code of MPT leaves out without a word."""
+    usual = {"alibi": True, "prefix_lm": False, "qk_ln": False, "attn_type": "multihead_attention"}
+    for name, value in usual.items():
+        found = getattr(hf_config.attn_config, name, value)
+        if found != value:
+            refuse(hf_config, f"has {name} {found}, which transformers ignores")
 
 
 def check_rope(hf_config: Any, max_model_len: int) -> None:
@@ -132,9 +149,10 @@ class _Recorder:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
+        alibi_slopes: tuple[float, ...] = (),
         **kwargs: Any,
     ) -> torch.Tensor:
-        """One layer's call; see :func:`fastdecode.sworker.greenlets._attend_in_greenlet` for shapes."""
+        """One layer's call; see :func:`fastdecode.sworker.greenlets.attend` for shapes."""
         self._check(module, query, key, attention_mask, kwargs)
         layer = self.num_calls
         self.num_calls += 1
@@ -148,6 +166,7 @@ class _Recorder:
             window=sliding_window or self._window(module, layer),
             soft_cap=float(softcap or 0.0),
             sinks=() if s_aux is None else tuple(s_aux.float().tolist()),
+            alibi_slopes=alibi_slopes,
         )
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2)
 

@@ -96,16 +96,17 @@ def test_listening_workers_give_the_same_tokens(num_mini_batches: int, zoo_folde
         assert generate(zoo_folder("gemma2"), model_zoo.prompts("gemma2"), **settings) == expected
 
 
+@pytest.mark.parametrize("name", ["gemma2", "bloom"])
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
-def test_every_instruction_set_matches(isa: str, zoo_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_instruction_set_matches(isa: str, name: str, zoo_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each path of the R-worker gives the reference's tokens."""
     from fastdecode import _rworker
 
     if isa not in _rworker.supported_isas():
         pytest.skip(f"this CPU has no {isa}")
     monkeypatch.setenv("FASTDECODE_ISA", isa)
-    expected = [list(tokens) for tokens in model_zoo.reference("gemma2").tokens]
-    assert generate(zoo_folder("gemma2"), model_zoo.prompts("gemma2")) == expected
+    expected = [list(tokens) for tokens in model_zoo.reference(name).tokens]
+    assert generate(zoo_folder(name), model_zoo.prompts(name)) == expected
 
 
 def test_alone_as_in_a_crowd(zoo_folder: Any) -> None:

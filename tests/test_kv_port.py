@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from doubles.fake_backend import FakeBackend
 from helpers import contract, r_workers
@@ -19,11 +21,13 @@ from helpers.sessions import frame, make_key
 
 from fastdecode.cluster.kv_feed import MOST_IN_FLIGHT, KvFeed, Stored
 from fastdecode.cluster.links.mpi_link import MpiBackend
+from fastdecode.cluster.links.port import Port
 from fastdecode.cluster.links.spawn import SpawnBackend
 from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.links.zeromq import ZmqChannel
 from fastdecode.cluster.pool import InprocBackend, PoolBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.cluster.r_worker.kv_port import NICENESS
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.handshake import Security, read_security
 from fastdecode.cluster.wire.messages import KV_ROWS, decode_refusal
@@ -313,6 +317,38 @@ def test_beyond_this_machine_it_takes_a_key(
     with ExitStack() as opened:
         step(backend, "float32", [], [(Verb.RESERVE, 1, JOB, LENGTH)])
         store(feed_of(info, opened, security), JOB, "float32", [(0, LENGTH)])
+
+
+def test_its_thread_stands_back(open_one: Callable[..., tuple[PoolBackend, RWorkerInfo]]) -> None:
+    """Behind those that attend; and a port that is taken is an error here, not in the thread."""
+    _, info = open_one()
+    (thread,) = (each for each in threading.enumerate() if each.name == "port")
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) == min(mine + NICENESS, 19)
+    with pytest.raises(OSError, match="in use"):
+        Port("127.0.0.1", int(info.kv_address.rpartition(":")[2]), Security(), lambda *_: None)
+    assert [each for each in threading.enumerate() if each.name == "port"] == [thread]
+
+
+@pytest.mark.skipif("tcp" not in KINDS, reason="of R-workers that listen")
+def test_a_port_is_open_no_further_than_its_r_worker(makers: dict[str, Callable[[], PoolBackend]]) -> None:
+    """One that listens on loopback keeps to it, and so needs no key; what is asked for opens nothing more."""
+    backend = makers["tcp"]()
+    info = backend.open(replace(LAYOUT, kv_port="any"))[0]
+    with ExitStack() as opened:
+        opened.callback(backend.close)
+        assert info.kv_address.startswith("127.0.0.1:") and str(info.kv_epoch) not in repr(info)
+        step(backend, "float32", [], [(Verb.RESERVE, 1, JOB, LENGTH)])
+        store(feed_of(info, opened), JOB, "float32", [(0, LENGTH)])
+        listening = {f"127.0.0.1:{port}" for port in _listening_ports()}
+        assert info.kv_address in listening
+
+
+def _listening_ports() -> set[int]:
+    """TCP ports that are open on 127.0.0.1 and nowhere else."""
+    found = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    beyond = {each.laddr.port for each in found if each.laddr.ip != "127.0.0.1"}
+    return {each.laddr.port for each in found} - beyond
 
 
 def test_a_killed_r_worker_is_noticed() -> None:

@@ -39,6 +39,8 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayou
         scores = keys[first : position + 1, kv_head] @ queries[row, head] * layer.scale
         if layer.soft_cap:
             scores = layer.soft_cap * np.tanh(scores / layer.soft_cap)
+        if layer.alibi_slopes:
+            scores = scores + layer.alibi_slopes[head] * np.arange(first - position, 1)
         weights = np.exp(scores)
         sink = np.exp(layer.sinks[head]) if layer.sinks else 0.0
         o[row, head] = weights @ values[first : position + 1, kv_head] / (weights.sum() + sink)
@@ -74,6 +76,28 @@ def test_soft_cap_and_sinks(shape: tuple[int, int], window: int, soft_cap: float
     assert relative_error(prompt_attention(q, k, v, layer), formula(q, k, v, layer)) <= 1e-5
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("mask_elements", [1, 300, 1 << 22])
+@pytest.mark.parametrize("soft_cap", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_alibi(
+    shape: tuple[int, int],
+    window: int,
+    mask_elements: int,
+    soft_cap: float,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many rows attend at once."""
+    monkeypatch.setattr(prefill, "MASK_ELEMENTS", mask_elements)
+    layer = replace(LAYER, num_kv_heads=2, window=window, soft_cap=soft_cap, alibi_slopes=(0.7, 0.1, 0.0, -0.01))
+    q, k, v = rows(*shape, layer, dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert relative_error(prompt_attention(q, k, v, layer), formula(q, k, v, layer)) <= tolerance
+    assert relative_error(reference_attention(q, k, v, layer), formula(q, k, v, layer)) <= tolerance
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("soft_cap", [0.0, 0.7])
@@ -95,6 +119,7 @@ def test_plain_layers_take_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(prefill, "reference_attention", refuse)
     prompt_attention(q, k, v, replace(LAYER, window=5))
+    prompt_attention(q, k, v, replace(LAYER, alibi_slopes=(0.5,) * 4))
     for layer in (replace(LAYER, soft_cap=1.0), replace(LAYER, sinks=(0.0,) * 4)):
         with pytest.raises(RuntimeError, match="reference"):
             prompt_attention(q, k, v, layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers import model_zoo
-from helpers.model_zoo import ARCHITECTURES, NEW_TOKENS, PROMPT_LENGTHS
+from helpers.model_zoo import ARCHITECTURES, NEW_TOKENS, RECIPES
 
 # Changes that an attention with a mistake would amount to.
 MISTAKES: list[tuple[str, dict[str, Any]]] = [
@@ -34,9 +35,9 @@ def steps_that_differ(name: str, model: Any) -> list[int]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_reference_can_fail(name: str) -> None:
     prompts, found, model = model_zoo.prompts(name), model_zoo.reference(name), model_zoo.build_model(name)
-    assert [len(prompt) for prompt in prompts] == list(PROMPT_LENGTHS)
+    assert [len(prompt) for prompt in prompts] == model_zoo.prompt_lengths(name)
     assert [len(tokens) for tokens in found.tokens] == [NEW_TOKENS] * len(prompts)
-    assert min(len(set(tokens)) for tokens in found.tokens) >= 16
+    assert min(len(set(tokens)) for tokens in found.tokens) >= RECIPES[name].distinct_tokens
     assert found.min_gap >= 1e-4
     assert steps_that_differ(name, model) == [0] * len(prompts)
     for prompt, tokens in zip(prompts, found.tokens, strict=True):
@@ -51,6 +52,9 @@ def test_reference_needs_attention(name: str) -> None:
     transformers.AttentionInterface.register("zoo_nothing", nothing)
     model = model_zoo.build_model(name)
     model.set_attn_implementation("zoo_nothing")
+    for key, module in model.named_modules():  # of models that do not call it
+        if key.endswith(("attention.dense", "attn.out_proj")):
+            module.register_forward_pre_hook(lambda _, rows: (torch.zeros_like(rows[0]),))
     assert min(steps_that_differ(name, model)) > NEW_TOKENS // 2
 
 
@@ -58,6 +62,21 @@ def test_reference_needs_attention(name: str) -> None:
 def test_reference_notices_a_mistake(name: str, mistake: dict[str, Any]) -> None:
     differ = steps_that_differ(name, model_zoo.build_model(name, **mistake))
     assert sum(steps > 0 for steps in differ) > len(differ) // 2, differ  # the shortest texts hardly leave a window
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("falcon-rw", "falcon.modeling_falcon.build_alibi_tensor"),
+        ("bloom", "bloom.modeling_bloom._get_alibi_slopes"),
+        ("mpt", "mpt.modeling_mpt.build_mpt_alibi_tensor"),
+    ],
+)
+def test_reference_notices_slopes_of_other_heads(name: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, attribute = f"transformers.models.{function}".rsplit(".", 1)
+    own = getattr(importlib.import_module(module), attribute)
+    monkeypatch.setattr(f"{module}.{attribute}", lambda *args, **options: own(*args, **options).roll(1, dims=0))
+    assert min(steps_that_differ(name, model_zoo.build_model(name))) > 0
 
 
 def test_reference_notices_missing_sinks() -> None:

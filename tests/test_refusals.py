@@ -26,7 +26,7 @@ LLAMA = SMALL | {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-FALCON = SMALL | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MPT = SMALL | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
 GPT = SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MAMBA_HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
@@ -39,11 +39,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "encoder-decoder",
     ),
     "BERT": ("BertConfig", LLAMA | {"pad_token_id": 0}, "attends in both directions"),
-    "BLOOM": ("BloomConfig", SMALL | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "0 times for its 2 layers"),
-    "MPT": ("MptConfig", SMALL | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}, "ALiBi"),
-    "Falcon": ("FalconConfig", FALCON, "does not call transformers' attention interface"),
-    "Falcon with ALiBi": ("FalconConfig", FALCON | {"alibi": True}, "ALiBi"),
-    "GPT-J": ("GPTJConfig", GPT | {"rotary_dim": 4}, "does not call transformers' attention interface"),
+    "MPT without ALiBi": ("MptConfig", MPT | {"attn_config": {"alibi": False}}, "alibi False, which transformers ign"),
+    "MPT with a prefix": ("MptConfig", MPT | {"attn_config": {"prefix_lm": True}}, "prefix_lm True"),
+    "GPT-Neo": (
+        "GPTNeoConfig",
+        SMALL | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+        "does not call transformers' attention interface",
+    ),
     "CodeGen": ("CodeGenConfig", GPT | {"rotary_dim": 4}, "0 times for its 2 layers"),
     "Mamba": ("MambaConfig", SMALL | {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}, "linear_attention"),
     "RWKV": ("RwkvConfig", SMALL | {"hidden_size": 32, "num_hidden_layers": 2}, "keeps a state"),

@@ -11,6 +11,8 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -86,26 +88,31 @@ class Port:
         handle: Handler,
         role: str = R_WORKER,
         open_kinds: Collection[Kind] = (),
+        niceness: int = 0,
     ) -> None:
         """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible.
 
-        ``role``: this side's. ``open_kinds``: kinds of frames that may carry epoch 0, such as HELLO.
+        ``role``: this side's. ``open_kinds``: kinds of frames that may carry epoch 0, such as HELLO. ``niceness``: how
+        far its thread and libzmq's stand back where cores are busy, as of the command ``nice``.
         """
-        self._listener = ZmqListener(host, port, security.curve_secret, role, LIMITS)
-        self.address = self._listener.address.removeprefix("tcp://")
         self.epoch = secrets.randbelow((1 << 63) - 1) + 1
         self._handle, self._open_kinds = handle, frozenset(open_kinds)
-        self._reader = Reader(self._listener)
         self._gate = None if security.proof_key is None else Gate(security.proof_key)
         self._proven: dict[bytes, None] = {}
         self._peers: dict[bytes, Conversation] = {}
         self._outbox: deque[tuple[bytes, Kind, tuple[Any, ...], int]] = deque()
         self._logged: set[str] = set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._listener.watch(self._wake)
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name=f"port {self.address}", daemon=True)
+        bind = partial(ZmqListener, host, port, security.curve_secret, role, LIMITS)
+        bound: SimpleQueue[ZmqListener | Exception] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(bind, niceness, bound), name="port", daemon=True)
         self._thread.start()
+        listener = bound.get()
+        if isinstance(listener, Exception):
+            self.close()
+            raise listener
+        self.address = listener.address.removeprefix("tcp://")
 
     @property
     def tcp_port(self) -> int:
@@ -120,15 +127,26 @@ class Port:
 
     def close(self) -> None:
         """Wait until the thread has ended; may be called twice."""
-        if self._thread.is_alive():
+        if self._wake >= 0:
             self._is_closing = True
             os.eventfd_write(self._wake, 1)
             self._thread.join()
-        if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
 
-    def _run(self) -> None:
+    def _run(self, bind: Callable[[], ZmqListener], niceness: int, bound: SimpleQueue[ZmqListener | Exception]) -> None:
+        """The listener is made here, since libzmq's threads inherit this one's niceness."""
+        if niceness:
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
+        try:
+            self._listener = bind()
+        except Exception as error:
+            bound.put(error)
+            return
+        self._reader = Reader(self._listener)
+        self._listener.watch(self._wake)
+        bound.put(self._listener)
         try:
             while not self._is_closing:
                 self._turn()

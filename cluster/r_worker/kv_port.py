@@ -12,6 +12,10 @@ from fastdecode.errors import FrameError
 from fastdecode.settings import is_loopback
 from fastdecode.types import WIRE_DTYPE, KVLayout
 
+NICENESS = 10
+"""Beside threads that attend or wait for the next layer on the same core, the port's get about a tenth of it: rows come
+in bursts of some 10 ms per layer of a prompt, and a step must not last so much longer."""
+
 
 class RowStore:
     """What a KV port does with a frame: the rows of a KV frame go to a sequence that is incoming, and STORED back."""
@@ -48,9 +52,9 @@ class KvPort:
         bound = "127.0.0.1" if layout.kv_port == "loopback" else host or "*"
         if not is_loopback(bound) and security.secret is None:
             raise ValueError("a KV port that is open beyond this machine takes a --key-file")
-        self._port = Port(bound, 0, security, RowStore(worker, layout))
+        self._port = Port(bound, 0, security, RowStore(worker, layout), niceness=NICENESS)
         self.epoch = self._port.epoch
-        known = bound if layout.kv_port == "loopback" else "" if host else own_address()
+        known = bound if is_loopback(bound) else "" if host else own_address()
         self.address = f"{known}:{self._port.tcp_port}"
 
     def close(self) -> None:

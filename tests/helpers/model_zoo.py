@@ -38,6 +38,9 @@ class Recipe:
     std: float  # of every weight and bias: around one for norms, around zero for the rest
     prompt_seed: int  # the one thing zoo_search.py chooses
     settings: dict[str, Any]
+    attention: str = "eager"  # transformers' implementation
+    longest_prompt: int = max(PROMPT_LENGTHS)
+    distinct_tokens: int = 16  # at least so many in each output
 
 
 def llama_like(**more: Any) -> dict[str, Any]:
@@ -93,6 +96,44 @@ RECIPES = {
     ),
 }
 
+
+def falcon_like(**more: Any) -> dict[str, Any]:
+    """The settings of Falcon-7B, small: one key-value head, rotary embeddings."""
+    own = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": POSITIONS}
+    return own | more
+
+
+RECIPES |= {
+    "falcon": Recipe("FalconConfig", 0.2, 4, falcon_like()),
+    "falcon-40b": Recipe(
+        "FalconConfig",
+        0.2,
+        3,
+        falcon_like(hidden_size=128, num_attention_heads=8, num_kv_heads=2, new_decoder_architecture=True),
+    ),
+    # transformers' eager attention adds ALiBi twice here, and rounds its positions beyond 256 in bfloat16.
+    "falcon-rw": Recipe(
+        "FalconConfig",
+        0.12,
+        3,
+        falcon_like(hidden_size=192, alibi=True, multi_query=False, parallel_attn=False, bias=True),
+        "sdpa",
+        256 - NEW_TOKENS,
+        10,
+    ),
+    "bloom": Recipe("BloomConfig", 0.2, 6, {"hidden_size": 192, "n_layer": 3, "n_head": 12}),
+    "mpt": Recipe(
+        "MptConfig",
+        0.3,
+        3,
+        {"d_model": 96, "n_layers": 3, "n_heads": 6, "max_seq_len": POSITIONS}
+        | {"attn_config": {"clip_qkv": 2.0, "softmax_scale": 0.3}},
+    ),
+    "gptj": Recipe(
+        "GPTJConfig", 0.2, 3, {"n_embd": 128, "n_layer": 3, "n_head": 4, "rotary_dim": 16, "n_positions": POSITIONS}
+    ),
+}
+
 ARCHITECTURES = tuple(RECIPES)
 SPARSE = ("mixtral", "qwen3_moe", "gpt_oss")  # their experts are called for the tokens that chose them
 
@@ -116,7 +157,9 @@ def build_model(name: str, **changes: Any) -> Any:
         "pad_token_id": None,
     }
     config = getattr(transformers, recipe.config)(**fixed | recipe.settings | changes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=recipe.attention, dtype=torch.float32
+    )
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # Norms start at one, or at zero where the model adds the one; biases and sinks at or near zero.
@@ -136,9 +179,14 @@ def save_model(name: str, folder: Path) -> Path:
 
 
 def prompts(name: str) -> list[list[int]]:
-    """Eight prompts of random tokens, of PROMPT_LENGTHS."""
+    """Eight prompts of random tokens, of the model's ``prompt_lengths``."""
     generator = torch.Generator().manual_seed(RECIPES[name].prompt_seed)
-    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in prompt_lengths(name)]
+
+
+def prompt_lengths(name: str) -> list[int]:
+    """PROMPT_LENGTHS, as far as the model's references go."""
+    return [min(length, RECIPES[name].longest_prompt) for length in PROMPT_LENGTHS]
 
 
 def with_other_start(prompt: list[int]) -> list[int]:
@@ -153,7 +201,9 @@ def load_model(name: str, dtype: torch.dtype) -> Any:
         return model
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=RECIPES[name].attention
+        )
     return loaded.eval()
 
 

@@ -42,7 +42,25 @@ def test_a_configuration_file_gives_the_built_in_shape(tmp_path: Path) -> None:
     assert find_shape(str(tmp_path)).parameters == find_shape("LLaMA-7B").parameters
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "opt", "gpt_bigcode", "mixtral", "qwen3_moe", "phi3", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-gqa",
+        "opt",
+        "gpt_bigcode",
+        "mixtral",
+        "qwen3_moe",
+        "phi3",
+        "qwen3",
+        "gemma2",
+        "falcon",
+        "falcon-40b",
+        "falcon-rw",
+        "bloom",
+        "mpt",
+        "gptj",
+    ],
+)
 def test_parameters_agree_with_the_model_itself(name: str) -> None:
     """Weight matrices of layers and head, counted in the module; vectors and learned positions are left out."""
     model = model_zoo.build_model(name)
