@@ -1,9 +1,9 @@
 """Does a server stay as it is for a long time? python benchmarks/soak.py --minutes 20
 
 ``fastdecode serve`` with one spawned R-worker and two that joined, at ``--part`` of the capacity that closed load finds
-first. Requests of random lengths arrive at random; one in ten is given up by its client at a random moment; once a
-minute a joined R-worker is killed with ``kill -9``, and another joins. The greedy float32 text of each prompt must be
-that of its first, undisturbed time.
+first, or at ``--rate``. Requests of random lengths arrive at random; one in ten is given up by its client at a random
+moment; once a minute a joined R-worker is killed with ``kill -9``, and another joins. The greedy float32 text of each
+prompt must be that of its first, undisturbed time.
 
 Printed each minute: requests, tokens per second, R-workers, and memory of the server's process. At the end: lost
 requests (neither given up nor ended with all their tokens), texts that differ, KV blocks still held, and the memory's
@@ -175,6 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=int, default=20, help="(20)")
     parser.add_argument("--part", type=float, default=0.8, help="of the capacity (0.8)")
+    parser.add_argument("--rate", type=float, help="requests per second, in place of a part of the capacity")
     parser.add_argument("--capacity-seconds", type=float, default=40, help="(40)")
     args = parser.parse_args()
     return asyncio.run(run(args))
@@ -184,10 +185,11 @@ async def run(args: argparse.Namespace) -> int:
     """Serve, load, report."""
     async with serving() as soak:
         capacity = await soak.measure_capacity(args.capacity_seconds)
-        print(f"capacity {capacity:.2f} requests/s; {args.part * capacity:.2f} arrive", flush=True)
+        rate = args.rate or args.part * capacity
+        print(f"capacity {capacity:.2f} requests/s; {rate:.2f} arrive", flush=True)
         soak.counts.clear()
         await asyncio.gather(
-            soak.load(args.part * capacity, args.minutes * 60),
+            soak.load(rate, args.minutes * 60),
             soak.kill_and_join(args.minutes),
             soak.watch(args.minutes),
         )

@@ -57,11 +57,10 @@ class FalconAttention(falcon.FalconAttention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """``hidden_states`` [1, T, hidden] → the same, through attention."""
-        fused = self.query_key_value(hidden_states)
-        query, key, value = (heads.transpose(1, 2) for heads in self._split_heads(fused))
-        if self.new_decoder_architecture:  # which repeats each key and value for its group of queries
-            group = self.num_heads // self.num_kv_heads
-            key, value = key[:, ::group], value[:, ::group]
+        # In all variants a group of queries, then its key and its value, which `_split_heads` may repeat for each.
+        groups = self.query_key_value(hidden_states).unflatten(-1, (self.num_kv_heads, -1, self.head_dim))
+        heads = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
+        query, key, value = (each.transpose(1, 2) for each in heads)
         if position_embeddings is not None and alibi is None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         return self.dense(_attended(self, query, key, value, self.inv_norm_factor, self.alibi_slopes)), None
