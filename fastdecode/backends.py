@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from fastdecode.config import EngineConfig
+from fastdecode.config import MODEL, EngineConfig, flag_names
 from fastdecode.errors import CapacityError
-from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes
-from fastdecode.protocols import AttentionBackend
+from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes, usable_cores
+from fastdecode.protocols import AttentionBackend, PrefillBackend
 from fastdecode.types import KVLayout, RWorkerInfo
 
 if TYPE_CHECKING:
@@ -30,6 +30,30 @@ def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
         logger.info("R-workers may join at %s", listener.address)
         pool.accept_joins(listener)
     return pool
+
+
+def kv_port(config: EngineConfig) -> Literal["", "loopback", "any"]:
+    """Where R-workers take keys and values from prefill workers; see ``KVLayout.kv_port``."""
+    spec = config.prefill_worker_spec
+    return "" if spec is None else "loopback" if spec.on_this_machine else "any"
+
+
+def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
+    """The prefill workers that ``config.prefill_workers`` names; those of this machine start to load their models."""
+    spec = config.prefill_worker_spec
+    if spec is None:
+        return None
+    from fastdecode.cluster.prefill.connect import listening_workers, spawned_workers
+    from fastdecode.cluster.wire.handshake import read_security
+
+    security = read_security(config.key_file, config.security)
+    if spec.kind == "tcp":
+        return listening_workers(spec.addresses, security)
+    cores = config.prefill_core_list or usable_cores()
+    threads = config.prefill_thread_count
+    names = [*flag_names(MODEL), "seed"]
+    settings = {name: getattr(config, name) for name in names}
+    return spawned_workers(spec.count, settings, threads, cores, config.key_file, security)
 
 
 def tuning() -> Tuning:

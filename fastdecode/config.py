@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fastdecode.errors import ConfigError
 from fastdecode.machine import total_memory_bytes, usable_cores
 from fastdecode.settings import (
     SECURITY_LEVELS,
+    PrefillWorkerSpec,
     RWorkerSpec,
     check_key,
     check_security,
@@ -20,11 +21,12 @@ from fastdecode.settings import (
     parse_bytes,
     parse_cores,
     parse_kv_cache_memory,
+    parse_prefill_workers,
     parse_r_workers,
     setting,
     split_address,
 )
-from fastdecode.types import ISAS
+from fastdecode.types import ISAS, PREFILL_METHODS
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 """The byte-level model that ships with the package."""
@@ -126,6 +128,21 @@ class EngineConfig:
         None, "such as 0,2-3", WORKERS, metavar="LIST", unset="every core; of spawn, what --r-cores leaves"
     )
     r_cores: str | None = setting(None, "such as 4-7", WORKERS, metavar="LIST", unset="every core")
+    prefill_workers: str | None = setting(
+        None, "that compute prompts: spawn:N, processes here; host:port,host:port, listening ones; mpi:N, the last "
+        "ranks of this mpirun", WORKERS, metavar="SPEC", unset="none: the S-worker does",
+    )  # fmt: skip
+    prefill_parallel: str = setting(
+        "kvr", "how they share a prompt: kvr, a chain (KV-Runahead); tsp, for comparison", WORKERS,
+        choices=PREFILL_METHODS,
+    )  # fmt: skip
+    prefill_threads: int | None = setting(
+        None, "per spawned prefill worker", WORKERS, metavar="N", unset="its share of the cores", least=1,
+        most=MAX_THREADS,
+    )  # fmt: skip
+    prefill_cores: str | None = setting(
+        None, "of spawned prefill workers, dealt in turn, such as 4-7", WORKERS, metavar="LIST", unset="every core"
+    )
     pool_listen: str | None = setting(
         None, "where R-workers may join while the job runs", WORKERS, metavar="HOST:PORT", unset="nowhere"
     )
@@ -157,6 +174,7 @@ class EngineConfig:
         if self.profile is not None and not Path(self.profile).is_file():
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
         self._check_r_workers()
+        self._check_prefill_workers()
         self._check_memory()
         self._check_cores()
 
@@ -175,8 +193,21 @@ class EngineConfig:
             check_key("pool_listen", [split_address("pool_listen", self.pool_listen, 0)[0]], self.key_file)
             if spec.kind == "mpi":
                 raise ConfigError("pool_listen: an MPI job has the ranks it was started with; use host:port or spawn:N")
-        elif spec.kind != "tcp" and self.key_file:
+        elif spec.kind != "tcp" and self.key_file and self.prefill_workers is None:
             raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {self.r_workers}")
+
+    def _check_prefill_workers(self) -> None:
+        """Those elsewhere have settings of their own, and are reached over a network only with a key."""
+        spec = self.prefill_worker_spec
+        for name in ("prefill_threads", "prefill_cores"):
+            if getattr(self, name) is not None and (spec is None or spec.kind != "spawn"):
+                raise ConfigError(f"{name} is for --prefill-workers spawn:N; others have their own")
+        if spec is None:
+            return
+        hosts = [split_address("prefill_workers", each)[0] for each in spec.addresses]
+        check_key("prefill_workers", hosts, self.key_file)
+        if spec.kind == "mpi" and self.r_worker_spec.kind != "mpi":
+            raise ConfigError("prefill_workers: mpi:N needs --r-workers mpi: both are ranks of one job")
 
     def _check_memory(self) -> None:
         for name, times in (("kv_cache_memory", self.num_r_workers), ("prefill_scratch", 1)):
@@ -189,7 +220,8 @@ class EngineConfig:
                 )
 
     def _check_cores(self) -> None:
-        for name, cores in (("s_cores", self.s_core_list), ("r_cores", self.r_core_list)):
+        for name in ("s_cores", "r_cores", "prefill_cores"):
+            cores = self.s_core_list if name == "s_cores" else parse_cores(name, getattr(self, name))
             missing = sorted(set(cores or ()) - set(usable_cores()))
             if missing:
                 raise ConfigError(
@@ -208,6 +240,22 @@ class EngineConfig:
     def r_worker_spec(self) -> RWorkerSpec:
         """What ``r_workers`` asks for."""
         return parse_r_workers(self.r_workers)
+
+    @property
+    def prefill_worker_spec(self) -> PrefillWorkerSpec | None:
+        """What ``prefill_workers`` asks for."""
+        return None if self.prefill_workers is None else parse_prefill_workers(self.prefill_workers)
+
+    @property
+    def prefill_thread_count(self) -> int:
+        """Threads of each prefill worker that this process starts: its share of the cores, unless told."""
+        cores, spec = self.prefill_core_list or usable_cores(), self.prefill_worker_spec
+        return self.prefill_threads or max(1, len(cores) // (spec.count if spec else 1))
+
+    @property
+    def prefill_core_list(self) -> list[int] | None:
+        """Cores of the spawned prefill workers, None when not pinned."""
+        return parse_cores("prefill_cores", self.prefill_cores)
 
     @property
     def num_r_workers(self) -> int:
@@ -231,6 +279,11 @@ class EngineConfig:
     def separate_cores(self) -> bool:
         """True when S and R were given cores of their own, so that they can work at the same time."""
         return bool(self.s_core_list and self.r_core_list and not set(self.s_core_list) & set(self.r_core_list))
+
+
+def flag_names(group: str) -> list[str]:
+    """The fields of ``EngineConfig`` that a group of flags sets."""
+    return [each.name for each in fields(EngineConfig) if each.metadata.get("group") == group]
 
 
 def check_only_vllm(settings: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastdecode.backends import check_room, make_backend, prepare
+from fastdecode.backends import check_room, kv_port, make_backend, make_prefill_backend, prepare
 from fastdecode.config import EngineConfig
 from fastdecode.engine_setup import make_scheduler, pin_s_worker
 from fastdecode.errors import BackendError, RequestError, WorkerLostError, interrupts_deferred
@@ -20,7 +20,9 @@ from fastdecode.machine import usable_cores
 from fastdecode.membership import Membership
 from fastdecode.metrics import HOST, StateClock, StepRecord, Tracer, step_record
 from fastdecode.outputs import RequestOutput
-from fastdecode.protocols import AttentionBackend
+from fastdecode.prefill_setup import make_prefill_policy
+from fastdecode.prefills import RemotePrefills
+from fastdecode.protocols import AttentionBackend, PrefillBackend, PrefillPolicy
 from fastdecode.request import Completion, InFlight, Request, make_request
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler import Scheduler
@@ -29,6 +31,9 @@ from fastdecode.sworker import SModel, SWorker, set_threads
 from fastdecode.sworker.sampling import SampledToken
 from fastdecode.text import PromptType, read_prompt
 from fastdecode.types import StepReport
+
+PATIENCE_SECONDS = 0.05
+"""Most time of a step that only waits for prefill workers: its caller may have more requests."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,25 +70,40 @@ class LLMEngine:
             prepare(self.config)
         r_cores = self.config.r_core_list or usable_cores()
         self._cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+        self._prefill_backend = make_prefill_backend(self.config)  # its processes load their models meanwhile
+        if self._prefill_backend:
+            self._cleanup.callback(self._prefill_backend.close)
         set_threads(pin_s_worker(self.config))
         self.s_model = SModel(self.config)
         self.backend = backend or make_backend(self.config, r_cores)
         self._cleanup.callback(self.backend.close)
-        self.r_workers = self.backend.open(replace(self.s_model.layout, isa=self.config.uniform_arithmetic))
+        layout = replace(self.s_model.layout, isa=self.config.uniform_arithmetic, kv_port=kv_port(self.config))
+        self.r_workers = self.backend.open(layout)
         check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
         own_cores = self.s_model.on_gpu or any(worker.own_cores for worker in self.r_workers)
         self.num_mini_batches = self.config.num_mini_batches or (2 if own_cores else 1)
         self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
         if not self.config.enforce_eager:
             self._s_worker.capture_graphs(self.num_mini_batches, self.config.max_num_seqs)
-        self.replace_scheduler(
-            make_scheduler(self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches)
-        )
+        scheduler = make_scheduler(self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches)
+        if self._prefill_backend:
+            scheduler.remote_prompts.policy = self._open_prefill_workers(self._prefill_backend)
+        self.replace_scheduler(scheduler)
+
+    def _open_prefill_workers(self, backend: PrefillBackend) -> PrefillPolicy:
+        """What decides which prompts are theirs; BackendError where one has another model."""
+        model = self.s_model
+        num_workers = backend.open(model.identity, model.max_model_len, model.vocab_size, model.layout.model_dtype)
+        return make_prefill_policy(self.config, model, self._s_worker, self.r_workers, num_workers)
 
     def replace_scheduler(self, scheduler: Scheduler) -> None:
         """Have ``scheduler`` decide from here on, steps as well as moves; the engine must be idle, its caches empty."""
         self.scheduler = scheduler
         self._membership = Membership(self.backend, scheduler, self.r_workers, self._tell)
+        method = self.config.prefill_parallel
+        self.prefills = (
+            RemotePrefills(self._prefill_backend, scheduler, self.r_workers, method) if self._prefill_backend else None
+        )
 
     def add_request(
         self, request_id: str, prompt: PromptType, params: SamplingParams, arrival_seconds: float | None = None
@@ -126,13 +146,18 @@ class LLMEngine:
         try:
             with interrupts_deferred():
                 self._membership.update()
+                if self.prefills:
+                    self.prefills.update()
             step = self._begin()
             sampled = self._compute(step)
             with interrupts_deferred():
-                return self._end(step, sampled)
+                outputs = self._end(step, sampled)
         except BaseException:
             self.backend.abandon_step()
             raise
+        if self.prefills and not step.num_tokens and not step.arrived:
+            self.prefills.wait(PATIENCE_SECONDS)
+        return outputs
 
     def look_around(self) -> None:
         """For an engine that has nothing to do: count R-workers in that have come, and out that are gone.
@@ -206,14 +231,16 @@ class LLMEngine:
     def _begin(self) -> ScheduledStep:
         """Schedule a step and open it on the R-workers; if they refuse, the scheduler keeps its controls."""
         with interrupts_deferred():
-            step = self.scheduler.schedule()
-            if not step.num_tokens:
+            step = self.scheduler.schedule(time.perf_counter())
+            if not step.num_tokens and not step.arrived and not len(self.scheduler.remote_prompts):
                 raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
             try:
                 self.backend.begin_step(step.to_step_plan())
             except BaseException:
                 self.scheduler.take_back(step)
                 raise
+        if self.prefills:
+            self.prefills.hand_out(step.prefills)
         self._note_starts(step)
         return step
 
@@ -222,17 +249,16 @@ class LLMEngine:
         if not step.num_starts:
             return
         now = time.perf_counter()
-        for sequence_id in (int(chunk["sequence_id"]) for part in step.mini_batches for chunk in part.prompts):
+        here = [int(chunk["sequence_id"]) for part in step.mini_batches for chunk in part.prompts]
+        for sequence_id in (*here, *(each.sequence_id for each in step.prefills)):
             request, _ = self._in_flight.family(sequence_id)
             request.started_seconds = request.started_seconds or now
 
     def _compute(self, step: ScheduledStep) -> dict[int, list[SampledToken]]:
-        sampling = {
-            sequence_id: self._in_flight.sampling_rows(sequence_id)
-            for mini_batch in step.mini_batches
-            for sequence_id in mini_batch.sampled_ids
-        }
-        return self._s_worker.run(step, sampling, self.overlap)
+        sampled = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
+        arrived = self.prefills.logits(step.arrived) if self.prefills else {}
+        sampling = {each: self._in_flight.sampling_rows(each) for each in (*sampled, *arrived)}
+        return self._s_worker.run(step, sampling, self.overlap, arrived)
 
     def _end(self, step: ScheduledStep, sampled: dict[int, list[SampledToken]]) -> list[RequestOutput]:
         """Commit the step everywhere at once, and hand out what it made."""
@@ -243,7 +269,8 @@ class LLMEngine:
         outputs = [request.output() for request in (*self._take(sampled), *self._ended_early)]
         self._ended_early.clear()
         self._settle()
-        self._record(step, report, sum(map(len, sampled.values())))
+        if step.num_tokens or step.arrived:
+            self._record(step, report, sum(map(len, sampled.values())))
         return outputs
 
     def _lose(self, workers: Sequence[int], sampled: dict[int, list[SampledToken]]) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fastdecode.step import PrefillPart
+from fastdecode.step import Prefilled, PrefillPart, RemotePrefill
 from fastdecode.types import KVLayout, RWorkerInfo, StepPlan, StepReport
 
 
@@ -84,6 +84,42 @@ class AttentionBackend(Protocol):
 
     def close(self) -> None:
         """Free everything; may be called twice."""
+        ...
+
+
+class PrefillBackend(Protocol):
+    """The prefill workers of an engine, by number; called from one thread. One that is lost leaves the others going."""
+
+    def open(self, model: str, max_model_len: int, vocab_size: int, dtype: str) -> int:
+        """Open a session with each and return how many there are.
+
+        BackendError where one refuses, or does not have the model that ``model`` identifies. ``dtype``: the model's.
+        """
+        ...
+
+    def submit(self, prefill: RemotePrefill, r_worker: RWorkerInfo) -> None:
+        """Hand a prompt out, once ``r_worker`` has reserved its blocks."""
+        ...
+
+    def cancel(self, job_id: int) -> None:
+        """A prompt is not wanted any more; unknown ids are ignored."""
+        ...
+
+    def outcomes(self) -> tuple[list[Prefilled], list[int], list[int]]:
+        """Since the last call: prompts that are computed, jobs that failed, and workers that were lost. Never waits."""
+        ...
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return once ``outcomes`` has something, or the time is over."""
+        ...
+
+    @property
+    def jobs(self) -> list[int]:
+        """Ids of the jobs under way."""
+        ...
+
+    def close(self) -> None:
+        """Free all workers; may be called twice."""
         ...
 
 

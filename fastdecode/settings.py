@@ -107,6 +107,35 @@ class RWorkerSpec:
         return self.kind in ("inproc", "spawn")
 
 
+@dataclass(frozen=True)
+class PrefillWorkerSpec:
+    """``kind``: "spawn", "tcp" or "mpi"; ``addresses``: "host:port" of each, for tcp."""
+
+    kind: str
+    count: int
+    addresses: tuple[str, ...] = ()
+
+    @property
+    def on_this_machine(self) -> bool:
+        """True where no address of them leaves this machine."""
+        hosts = [split_address("prefill_workers", each)[0] for each in self.addresses]
+        return self.kind == "spawn" or (self.kind == "tcp" and all(map(is_loopback, hosts)))
+
+
+def parse_prefill_workers(spec: str) -> PrefillWorkerSpec:
+    """spawn:N, mpi:N or host:port,host:port; ConfigError for anything else, or an address twice."""
+    if match := re.fullmatch(r"(spawn|mpi):([1-9]\d{0,3})", spec):
+        return PrefillWorkerSpec(match.group(1), int(match.group(2)))
+    if not re.fullmatch(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*", spec) or re.match(r"(spawn|mpi):", spec):
+        raise ConfigError(f"prefill_workers must be spawn:N, mpi:N or host:port,host:port, not {spec!r}")
+    addresses = tuple(spec.split(","))
+    for address in addresses:
+        split_address("prefill_workers", address)
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"prefill_workers: {spec!r} names a prefill worker twice")
+    return PrefillWorkerSpec("tcp", len(addresses), addresses)
+
+
 def parse_r_workers(spec: str) -> RWorkerSpec:
     """inproc, inproc:N, spawn:N, mpi or host:port,host:port; ConfigError for anything else, or an address twice."""
     if match := re.fullmatch(r"(inproc|spawn):([1-9]\d{0,5})", spec):

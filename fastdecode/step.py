@@ -146,6 +146,23 @@ class RemotePrefill:
 
 
 @dataclass(frozen=True, eq=False)
+class Prefilled:
+    """A prompt that prefill workers have computed, and its R-worker has stored.
+
+    ``logits``: of its last token, [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds``: of its
+    slowest part. ``sent_bytes`` of keys and values went from one prefill worker to another, ``stored_bytes`` to the
+    R-worker.
+    """
+
+    sequence_id: int
+    job_id: int
+    logits: np.ndarray
+    seconds: float
+    sent_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
 class ScheduledStep:
     """The scheduler's answer: the mini-batches, and the controls of each R-worker.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fastdecode.errors import ConfigError
@@ -80,6 +80,22 @@ class PrefillLink:
 
 
 NO_LINK = PrefillLink()
+
+
+@dataclass(frozen=True)
+class SlowerSPart:
+    """An S-part, ``factor`` times as slow."""
+
+    s_part: SPart
+    factor: float
+
+    def layer_seconds(self, rows: float) -> float:
+        """Of one layer."""
+        return self.factor * self.s_part.layer_seconds(rows)
+
+    def head_seconds(self, rows: float) -> float:
+        """Of the head."""
+        return self.factor * self.s_part.head_seconds(rows)
 
 
 class PartSeconds(NamedTuple):
@@ -167,6 +183,16 @@ class PrefillModel:
         gather = (len(parts) - 1) * turn
         head = self.s_part.head_seconds(1) / speeds[-1]
         return self.job_seconds + self.num_layers * (before + gather + after) + head
+
+    def times(self, factor: float) -> PrefillModel:
+        """The same with products and attention ``factor`` times as slow."""
+        attention = replace(
+            self.attention,
+            pair_seconds=factor * self.attention.pair_seconds,
+            row_seconds=factor * self.attention.row_seconds,
+            call_seconds=factor * self.attention.call_seconds,
+        )
+        return replace(self, s_part=SlowerSPart(self.s_part, factor), attention=attention)
 
     def alone_seconds(self, num_tokens: int, speed: float = 1.0) -> float:
         """One worker with the whole prompt."""

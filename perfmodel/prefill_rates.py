@@ -62,9 +62,8 @@ def measured_prefill_model(
     pairs = np.array([triangle_pairs(int(n), TILE_ROWS) for n in lengths])
     products, pair, once = fit_parts(np.stack([lengths, pairs, np.ones(len(lengths))], 1), seconds).tolist()
     shape, measured_layers = shape or profile.shape, profile.shape.num_layers
-    slow = slowdown(profile, num_busy)
-    per_row, per_pair = slow * products / measured_layers, slow * pair / measured_layers
-    return PrefillModel(
+    per_row, per_pair = products / measured_layers, pair / measured_layers
+    model = PrefillModel(
         num_layers=shape.num_layers,
         s_part=MeasuredSPart((1, MANY_ROWS), (per_row, per_row * MANY_ROWS), (0.0, 0.0)),
         attention=PromptAttention(max(per_pair, per_row * 1e-9), TILE_ROWS),
@@ -73,6 +72,7 @@ def measured_prefill_model(
         before_share=before_share(shape),
         job_seconds=once,
     )
+    return model.times(slowdown(profile, num_busy))
 
 
 def measured_speeds(profile: HardwareProfile) -> tuple[float, ...]:

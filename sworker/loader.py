@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,6 +21,9 @@ from fastdecode.sworker import gguf
 from fastdecode.sworker.greenlets import ATTENTION_NAME, register_attention
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import OWN_ATTENTION, check_config, refuse
+
+DIGEST_NUMBERS = 64
+"""Of each parameter."""
 
 
 def load_hf_config(config: EngineConfig) -> Any:
@@ -69,6 +73,17 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     with _one_clear_error(config.model):  # a device may be too small
         adapt(model)
         return gguf.unpacked(model).to(device).eval().requires_grad_(False)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 of names, shapes and some numbers of every parameter: tells checkpoints apart, in milliseconds."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        numbers = parameter.detach().reshape(-1)
+        some = numbers[:: max(1, len(numbers) // DIGEST_NUMBERS)][:DIGEST_NUMBERS]
+        digest.update(some.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,7 +16,13 @@ from fastdecode.machine import available_memory_bytes
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.fused import FusedRows
 from fastdecode.sworker.grammar import Grammars
-from fastdecode.sworker.loader import load_hf_config, load_model, max_position_embeddings, model_shape
+from fastdecode.sworker.loader import (
+    load_hf_config,
+    load_model,
+    max_position_embeddings,
+    model_shape,
+    weights_digest,
+)
 from fastdecode.sworker.prepack import PackedLinears
 from fastdecode.sworker.support import check_rope, probe_layout
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
@@ -35,6 +42,7 @@ class SModel:
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
         self.model = load_model(config, hf_config)
+        self._weights = weights_digest(self.model)
         self.layout = _replace_and_probe(self.model, hf_config, config.kv_cache_dtype)
         self.model_type = str(hf_config.model_type)
         self._config, self._hf_config = config, hf_config
@@ -44,6 +52,12 @@ class SModel:
         """Every token id that ends a text."""
         own = () if self.tokenizer is None or self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
         return frozenset((*self._eos_token_ids, *own))
+
+    @property
+    def identity(self) -> str:
+        """The same for processes that have the same model: layers, dtype, vocabulary and weights."""
+        text = f"{self.layout.layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def num_parameters(self) -> int:

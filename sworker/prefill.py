@@ -9,6 +9,9 @@ import torch.nn.functional as F
 
 from fastdecode.types import LayerLayout
 
+TILE_ROWS = 256
+"""Rows of a later chunk that attend together: to the keys before them and, masked, to each other's."""
+
 
 def causal_mask(num_rows: int, num_keys: int, window: int, device: torch.device) -> torch.Tensor:
     """Boolean [num_rows, num_keys], True where a query sees a key: causal, aligned bottom-right, ``window`` wide."""
@@ -68,41 +71,40 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: L
     """As :func:`reference_attention`, through torch's fused kernel where the layer has no soft cap and no sinks.
 
     The kernel's own ``is_causal`` is aligned top-left, right only for a prompt's first chunk; later chunks, windows
-    and ALiBi get an explicit mask.
+    and ALiBi get an explicit mask, some rows at a time, since what a mask hides is computed all the same.
     """
     if layer.soft_cap or layer.sinks:
         return reference_attention(q, k, v, layer)
-    if layer.alibi_slopes:
-        return _with_alibi(q, k, v, layer)
-    if len(q) == len(k) and not (layer.window and layer.window < len(k)):
-        return _fused(q, k, v, layer, None)
-    return _fused(q, k, v, layer, causal_mask(len(q), len(k), layer.window, q.device))
-
-
-def _with_alibi(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
-    """So many rows at once that their mask stays small."""
-    parts: list[torch.Tensor] = []
-    num_keys = len(k) - len(q)
-    for rows in q.split(max(1, MASK_ELEMENTS // (layer.num_heads * len(k)))):
-        num_keys += len(rows)
-        mask = alibi_bias(len(rows), num_keys, layer, q.device)
-        mask.masked_fill_(~causal_mask(len(rows), num_keys, layer.window, q.device), float("-inf"))
-        parts.append(_fused(rows, k[:num_keys], v[:num_keys], layer, mask))
-    return torch.cat(parts)
-
-
-def _fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout, mask: torch.Tensor | None
-) -> torch.Tensor:
-    """torch's kernel with ``mask`` [rows, keys] or [num_heads, rows, keys]; None: causal, of as many keys as rows."""
-    if mask is not None and mask.is_floating_point() and q.device.type != "cpu":
-        mask = mask.to(q.dtype)
     group = layer.num_heads // layer.num_kv_heads
     queries, keys, values = (rows.transpose(0, 1)[None] for rows in (q, k, v))
     if group > 1:
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=layer.scale)
-    return o[0].transpose(0, 1)
+    if len(q) == len(k) and not layer.alibi_slopes and not (layer.window and layer.window < len(k)):
+        o = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=layer.scale)
+        return o[0].transpose(0, 1)
+    tiles, end = [], len(k) - len(q)
+    for rows in queries.split(_tile_rows(layer, len(k)), dim=2):
+        end += rows.shape[2]
+        mask = _mask(rows.shape[2], end, layer, q)
+        tile = F.scaled_dot_product_attention(
+            rows, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=layer.scale
+        )
+        tiles.append(tile)
+    return torch.cat(tiles, dim=2)[0].transpose(0, 1)
+
+
+def _tile_rows(layer: LayerLayout, num_keys: int) -> int:
+    """Rows that attend together: fewer where each head has a mask of its own."""
+    return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else TILE_ROWS
+
+
+def _mask(num_rows: int, num_keys: int, layer: LayerLayout, q: torch.Tensor) -> torch.Tensor:
+    """What the last of ``num_keys`` positions see: boolean [num_rows, keys], or a bias [num_heads, num_rows, keys]."""
+    seen = causal_mask(num_rows, num_keys, layer.window, q.device)
+    if not layer.alibi_slopes:
+        return seen
+    bias = alibi_bias(num_rows, num_keys, layer, q.device).masked_fill_(~seen, float("-inf"))
+    return bias if q.device.type == "cpu" else bias.to(q.dtype)
 
 
 class PromptScratch:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from fastdecode.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.protocols import AttentionBackend
-from fastdecode.step import MiniBatch, ScheduledStep
+from fastdecode.step import ScheduledStep
 from fastdecode.sworker.cuda_graphs import GraphRecorder, ModelGraphs
 from fastdecode.sworker.cuda_staging import CudaStaging, Gpu
 from fastdecode.sworker.forward import MiniBatchForward
@@ -16,7 +18,7 @@ from fastdecode.sworker.packing import PackedRows, pack, to_device
 from fastdecode.sworker.pipeline import Forward, Pipeline
 from fastdecode.sworker.prefill import PromptScratch
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
-from fastdecode.sworker.staging import HostStaging, Staging
+from fastdecode.sworker.staging import TORCH_DTYPE, HostStaging, Staging, from_numpy
 from fastdecode.sworker.threads import SharedCores
 from fastdecode.types import KVLayout
 
@@ -44,12 +46,17 @@ class SWorker:
             self._graphs = ModelGraphs(self.model, recorder, num_mini_batches, max_rows)
 
     def run(
-        self, step: ScheduledStep, sampling: Mapping[int, Sequence[SamplingRow]], overlap: bool = True
+        self,
+        step: ScheduledStep,
+        sampling: Mapping[int, Sequence[SamplingRow]],
+        overlap: bool = True,
+        arrived: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> dict[int, list[SampledToken]]:
         """Compute ``step`` and sample: for each sequence in ``sampling`` one token per sampling row.
 
-        A prompt that grows into several sequences has several rows over the same logits. The backend's step must
-        have begun.
+        A prompt that grows into several sequences has several rows over the same logits. ``arrived``: logits of
+        prompts that prefill workers have computed, [vocab_size] in the model's dtype, to be sampled too. The backend's
+        step must have begun.
         """
         before = dict(self.clock.seconds)
         with torch.inference_mode():
@@ -57,7 +64,8 @@ class SWorker:
             logits = self._pipeline.run(forwards, overlap)
             self.clock.enter(MODEL)
             self._staging.mark()
-            tokens = self._sample([part for part in step.mini_batches if part], logits, sampling)
+            ids = [sequence_id for part in step.mini_batches for sequence_id in part.sampled_ids]
+            tokens = self._sample([*ids, *arrived], [*logits, *map(self._own, arrived.values())], sampling)
             self._staging.mark()
             device_seconds = self._staging.device_seconds()
         self.clock.enter(HOST)
@@ -91,11 +99,11 @@ class SWorker:
 
     def _sample(
         self,
-        mini_batches: Sequence[MiniBatch],
+        ids: Sequence[int],
         logits: Sequence[torch.Tensor],
         sampling: Mapping[int, Sequence[SamplingRow]],
     ) -> dict[int, list[SampledToken]]:
-        ids = [sequence_id for mini_batch in mini_batches for sequence_id in mini_batch.sampled_ids]
+        """``logits``: of ``ids``, in order, [some, vocab_size] each."""
         if not ids:
             return {}
         rows = [row for sequence_id in ids for row in sampling[sequence_id]]
@@ -105,6 +113,10 @@ class SWorker:
             all_logits = all_logits.index_select(0, to_device(origins, self.device))
         sampled = iter(self._sampler.sample(all_logits, rows))
         return {sequence_id: [next(sampled) for _ in sampling[sequence_id]] for sequence_id in ids}
+
+    def _own(self, logits: np.ndarray) -> torch.Tensor:
+        """Logits that came as numpy's, as [1, vocab_size] beside the model's."""
+        return from_numpy(logits, TORCH_DTYPE[self.layout.model_dtype])[None].to(self.device)
 
     def _count_device_time(self, before: Mapping[str, float], device_seconds: float) -> None:
         """Model time is what the GPU computed since ``before``; the rest of this thread's time in the pipeline waited.

@@ -21,7 +21,17 @@ FLOORS = [
     | {"settings", "metrics", "structured_outputs"},
     {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
-    {"engine", "backends", "engine_setup", "membership", "request", "text"},
+    {
+        "engine",
+        "backends",
+        "engine_setup",
+        "prefill_setup",
+        "membership",
+        "prefills",
+        "prefill_worker",
+        "request",
+        "text",
+    },
     {"cli", "server", "llm", "measure", "batch"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""
@@ -35,8 +45,8 @@ OUTSIDE = {0: {"numpy"}, 1: {"numpy"}}
 LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}
 LIVES_IN |= {"llguidance": "sworker", "opentelemetry": "server"}
 LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster"}
-KNOW_CLUSTER = {"backends", "cli.r_worker"}
-"""The engine's choice of a backend, and the process that is an R-worker."""
+KNOW_CLUSTER = {"backends", "cli.r_worker", "cli.prefill_worker", "prefill_worker"}
+"""The engine's choice of a backend, and the processes that are R-workers and prefill workers."""
 
 IN_ONE_FILE = {"mpi4py", "zmq"}
 NEVER = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
@@ -155,10 +165,10 @@ def test_floors_are_kept() -> None:
     assert violations(modules) == []
 
 
-def test_only_the_engine_knows_both_sides() -> None:
-    """The S side as such, the R side as the backend it asks for."""
+def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
+    """The engine knows the S side as such, the R side as the backend it asks for."""
     rooms = {m.name: {room_of(name) for name in m.own} for m in read_modules()}
-    assert [name for name, own in rooms.items() if {"sworker", "cluster"} <= own] == []
+    assert [name for name, own in rooms.items() if {"sworker", "cluster"} <= own] == ["prefill_worker"]
     assert [name for name, own in rooms.items() if {"sworker", "backends"} <= own] == ["engine"]
 
 

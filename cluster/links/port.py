@@ -9,6 +9,7 @@ import os
 import secrets
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
@@ -104,6 +105,8 @@ class Port:
         self._logged: set[str] = set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = False
+        self._watched: tuple[bytes, Callable[[], None]] | None = None
+        self._next_look = 0.0
         bind = partial(ZmqListener, host, port, security.curve_secret, role, LIMITS)
         bound: SimpleQueue[ZmqListener | Exception] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(bind, niceness, bound), name="port", daemon=True)
@@ -124,6 +127,23 @@ class Port:
         self._outbox.append((identity, kind, parts, layer))
         if threading.current_thread() is not self._thread:
             os.eventfd_write(self._wake, 1)
+
+    def refuse(self, identity: bytes, error: str, message: str) -> None:
+        """Have the port's thread send a refusal that does not tell the epoch. To be called by the handler."""
+        with contextlib.suppress(ConnectionError):
+            self._refuse(Conversation(PeerChannel(self._listener, identity)), error, message)
+
+    def renew_epoch(self) -> None:
+        """Draw another epoch: frames of those who knew the old one are refused. To be called by the handler."""
+        self.epoch = secrets.randbelow((1 << 63) - 1) + 1
+        self._peers.clear()
+
+    def look_after(self, identity: bytes, on_gone: Callable[[], None]) -> None:
+        """Have the port's thread call ``on_gone``, once, when the peer ``identity`` can be reached no more.
+
+        To be called by the handler; it replaces the one before.
+        """
+        self._watched = identity, on_gone
 
     def close(self) -> None:
         """Wait until the thread has ended; may be called twice."""
@@ -159,12 +179,25 @@ class Port:
             self._listener.skip()
         else:
             self._listener.log_failures(self._listener.events())
+        self._look_after()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while self._outbox:
             identity, kind, parts, layer = self._outbox.popleft()
             with contextlib.suppress(ConnectionError):
                 self._conversation(identity).send(kind, *parts, layer=layer)
+
+    def _look_after(self) -> None:
+        """Send the watched peer an empty message now and then, which fails once it is gone."""
+        if self._watched is None or (now := time.monotonic()) < self._next_look:
+            return
+        self._next_look = now + TICK_SECONDS
+        identity, on_gone = self._watched
+        try:
+            PeerChannel(self._listener, identity).send([b""])
+        except ConnectionError:
+            self._watched = None
+            on_gone()
 
     def _receive(self, peer: PeerChannel) -> None:
         try:
@@ -184,7 +217,7 @@ class Port:
             raise FrameError(f"it has no key: {BOTH_SIDES}")
         if frame.epoch != self.epoch and (frame.epoch or frame.kind not in self._open_kinds):
             raise FrameError(f"a {frame.kind.name} frame of another session (epoch {frame.epoch:#x})")
-        conversation = self._conversation(peer.identity)
+        conversation = self._conversation(peer.identity) if frame.epoch else Conversation(peer)
         try:
             conversation.check_order(frame)
             self._handle(self, peer.identity, frame, self._reader)

@@ -41,7 +41,7 @@ class TcpBackend(PoolBackend):
         self, addresses: Sequence[str], block_size: int, key_file: str | None = None, security: str | None = None
     ) -> None:
         both = read_security(key_file, security)
-        super().__init__([RemoteWorker(each, partial(_connect, each, both), block_size) for each in addresses])
+        super().__init__([RemoteWorker(each, partial(connect, each, both), block_size) for each in addresses])
 
 
 def listen_for_joins(
@@ -57,10 +57,10 @@ def listen_for_joins(
         listener = ZmqListener("127.0.0.1" if host == "localhost" else host, port, both.secret, role=S_WORKER)
     except OSError as error:
         raise ConfigError(f"pool_listen: {error.strerror}") from None
-    return JoinListener(listener, lambda r_worker: _connect(r_worker, both), block_size)
+    return JoinListener(listener, lambda r_worker: connect(r_worker, both), block_size)
 
 
-def _connect(address: str, security: Security) -> Link:
+def connect(address: str, security: Security) -> Link:
     channel = ZmqChannel(address, security.curve_secret)
     channel.diagnose = partial(_diagnose, address)
     try:

@@ -61,6 +61,10 @@ class Kind(IntEnum):
     PROVEN = 24  # R: HELLO may come
     KV = 25  # prefill worker, to a port: job, first token, rows; k and v of these rows of a layer
     STORED = 26  # R, from its KV port: job, layer, first token, rows
+    PROMPT = 27  # S, to a prefill worker: a part of a prompt (JSON), and its tokens
+    PREFILLED = 28  # P (a prefill worker): its part is computed and stored; seconds, bytes sent, logits
+    FAILED = 29  # P: why a part was not computed (JSON)
+    CANCEL = 30  # S: a job that is not wanted any more
 
 
 _KINDS = frozenset(Kind)

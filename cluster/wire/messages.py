@@ -144,12 +144,12 @@ def fingerprint(layout: KVLayout, block_size: int) -> str:
 def encode_hello(hello: Hello) -> bytes:
     """As JSON with its fingerprint."""
     cache = _cache(hello.layout, hello.block_size)
-    return _encode(_Hello(hello.name, cache, _fingerprint(cache)))
+    return encode_json(_Hello(hello.name, cache, _fingerprint(cache)))
 
 
 def decode_hello(data: bytes | bytearray) -> Hello:
     """FrameError names the field that is wrong."""
-    message = _decode("HELLO", data, _Hello)
+    message = decode_json("HELLO", data, _Hello)
     if message.fingerprint != _fingerprint(message.cache):
         raise FrameError("HELLO: the fingerprint is not that of its cache")
     layout = msgspec.structs.asdict(message.cache)
@@ -160,12 +160,12 @@ def decode_hello(data: bytes | bytearray) -> Hello:
 
 def encode_welcome(welcome: Welcome) -> bytes:
     """As JSON."""
-    return _encode(welcome)
+    return encode_json(welcome)
 
 
 def decode_welcome(data: bytes | bytearray) -> Welcome:
     """FrameError names the field that is wrong."""
-    welcome = _decode("WELCOME", data, Welcome)
+    welcome = decode_json("WELCOME", data, Welcome)
     if bool(welcome.kv_address) != bool(welcome.kv_epoch):
         raise FrameError("WELCOME: kv_address and kv_epoch must both be there, or neither")
     if welcome.kv_address:
@@ -221,33 +221,33 @@ def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: in
 
 def encode_join(address: str) -> bytes:
     """``address``: "host:port" at which an R-worker listens."""
-    return _encode(_Join(address))
+    return encode_json(_Join(address))
 
 
 def decode_join(data: bytes | bytearray) -> str:
     """The address; FrameError when it is none."""
-    address = _decode("JOIN", data, _Join).address
+    address = decode_json("JOIN", data, _Join).address
     _check_address("JOIN", address)
     return address
 
 
 def encode_refusal(error: str, message: str) -> bytes:
     """``error``: "capacity" (too little memory), "busy" (serving another), "key", "frame" or "refused" (any other)."""
-    return _encode(_Refusal(error, _printable(message[:MAX_TEXT])))
+    return encode_json(_Refusal(error, _printable(message[:MAX_TEXT])))
 
 
 def decode_refusal(data: bytes | bytearray) -> tuple[str, str]:
     """The error and its message."""
-    refusal = _decode("REFUSED", data, _Refusal)
+    refusal = decode_json("REFUSED", data, _Refusal)
     return refusal.error, refusal.message
 
 
-def _encode(message: msgspec.Struct) -> bytes:
+def encode_json(message: msgspec.Struct) -> bytes:
     """The same bytes for equal messages."""
     return msgspec.json.encode(message, order="sorted")
 
 
-def _decode(kind: str, data: bytes | bytearray, form: type[Message]) -> Message:
+def decode_json(kind: str, data: bytes | bytearray, form: type[Message]) -> Message:
     """FrameError for what is not valid JSON of this form, or has texts that cannot be printed in a log."""
     try:
         message = msgspec.json.decode(data, type=form)
@@ -284,4 +284,4 @@ def _layer(layer: LayerLayout) -> _Layer:
 
 
 def _fingerprint(cache: _Cache) -> str:
-    return hashlib.sha256(_encode(cache)).hexdigest()
+    return hashlib.sha256(encode_json(cache)).hexdigest()

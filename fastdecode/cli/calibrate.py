@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastdecode.cli.flags import add_calibrated_flags, add_common_flags, engine_config
+from fastdecode.cli.bench_prefill import LEAST_LEN, bench_config, wholes
+from fastdecode.cli.flags import add_calibrated_flags, add_common_flags, add_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
+from fastdecode.perfmodel.prefill_rates import measured_prefill_model, measured_speeds
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import write_profile
 
@@ -28,13 +32,28 @@ def add_command(commands: Any) -> None:
         "--quick", action="store_true", help="this KV dtype and all cores only, in under a minute (off)"
     )
     add_calibrated_flags(parser)
+    _add_prefill_flags(parser.add_argument_group("prefill workers"))
     add_common_flags(parser)
     parser.set_defaults(run=run)
+
+
+def _add_prefill_flags(group: Any) -> None:
+    group.add_argument(
+        "--prefill", action="store_true",
+        help="measure prefill workers too, and search for the best parts of prompts on them (off)",
+    )  # fmt: skip
+    add_flags(group, EngineConfig, ("prefill_workers", "prefill_threads", "prefill_cores"))
+    group.add_argument(
+        "--prefill-lens", default="512,1024,2048,4096", metavar="LIST", help="tokens (512,1024,2048,4096)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and write the profile."""
     check_output_files(args.output)
+    lengths = wholes("prefill_lens", args.prefill_lens, LEAST_LEN)
+    if not args.prefill and args.prefill_workers:
+        raise ConfigError("prefill_workers: they are measured with --prefill")
     if args.r_workers == "mpi":
         raise ConfigError("r_workers: calibrate measures inproc, spawn and host:port; ranks of an MPI job not yet")
     config = engine_config(args)
@@ -46,12 +65,27 @@ def run(args: argparse.Namespace) -> int:
     links, on_gpu = _links(config), bool(device_name(config))
     plan = quick_plan(shape, kv_dtype, links, on_gpu) if args.quick else full_plan(shape, links, on_gpu)
     with progress_bar(plan.num_measurements, "it") as bar:
-        profile = Calibrator(config, shape, plan, bar.update).run()
+        profile = Calibrator(replace(config, prefill_workers=None), shape, plan, bar.update).run()
+    if args.prefill:
+        profile = _with_prefill(profile, config, lengths, args.quick)
     Path(args.output).write_text(write_profile(profile))
     for line in summary_lines(profile):
         print(line)
     print(f"Profile of {profile.machine.host}: {args.output}")
     return 0
+
+
+def _with_prefill(profile: HardwareProfile, config: EngineConfig, lengths: list[int], quick: bool) -> HardwareProfile:
+    """The profile with the rates of prefill workers and the table of the best parts, each length of it measured."""
+    from fastdecode.measure.prefill_calibrator import PrefillCalibration, calibrate_prefill, num_measurements
+    from fastdecode.measure.prefill_runs import LivePrefill
+
+    config = bench_config(replace(config, load_format="dummy", skip_tokenizer_init=True), lengths[-1])
+    with closing(LivePrefill(config, config.seed)) as runner:
+        counts = tuple(range(1, runner.num_workers + 1))
+        plan = PrefillCalibration(tuple(lengths), tuple(lengths[-2:] if quick else lengths), counts, 1 if quick else 3)
+        with progress_bar(num_measurements(plan, runner.num_workers), "it") as bar:
+            return calibrate_prefill(profile, runner, plan, bar.update)
 
 
 def summary_lines(profile: HardwareProfile) -> list[str]:
@@ -78,11 +112,31 @@ def summary_lines(profile: HardwareProfile) -> list[str]:
             f"{name}: {way.latency_seconds * 1e6:.3g} µs there and back{speed}; host {fixed * 1e3:.3g} ms per step and "
             f"{per_row * 1e6:.2g} µs per sequence"
         )
+    lines += prefill_lines(profile) if profile.prefill else []
     for point in profile.contention:
         lines.append(
             f"S ({point.s_threads} thread(s)) beside R ({point.r_threads}, {point.num_kv_heads} KV heads): "
             f"{point.s_slowdown:.3g} and {point.r_slowdown:.3g} times as slow"
         )
+    return lines
+
+
+def prefill_lines(profile: HardwareProfile) -> list[str]:
+    """What was measured of prefill workers as lines of text."""
+    lines = []
+    for num_busy in sorted({point.num_busy for point in profile.prefill}):
+        model = measured_prefill_model(profile, num_busy)
+        row = model.num_layers * model.s_part.layer_seconds(1000) / 1000
+        pair, beside = model.num_layers * model.attention.pair_seconds, f", {num_busy} at once" * (num_busy > 1)
+        lines.append(
+            f"Prefill worker{beside}: {row * 1e6:.3g} µs per token and {pair * 1e9:.3g} ns per pair, all layers"
+        )
+    speeds = measured_speeds(profile)
+    if len(speeds) > 1:
+        lines.append(f"Prefill workers' speeds: {', '.join(f'{speed:.3g}' for speed in speeds)}")
+    lines += [
+        f"Best parts of {each.num_tokens} tokens: {' + '.join(map(str, each.parts))}" for each in profile.partitions
+    ]
     return lines
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastdecode.backends import prepare
 from fastdecode.cli.output import check_output_files
-from fastdecode.config import BATCHING, MODEL, ONLY_VLLM, WORKERS, EngineConfig, check_only_vllm
+from fastdecode.config import BATCHING, MODEL, ONLY_VLLM, WORKERS, EngineConfig, check_only_vllm, flag_names
 from fastdecode.machine import mend_binding
 from fastdecode.settings import describe_security
 
@@ -40,7 +40,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per field of ``EngineConfig``, and vLLM's that mean nothing here."""
     for title in (MODEL, BATCHING, WORKERS):
-        add_flags(parser.add_argument_group(title), EngineConfig, _names(title))
+        add_flags(parser.add_argument_group(title), EngineConfig, flag_names(title))
     for name in ONLY_VLLM:
         parser.add_argument(_flag(name), type=float, help=argparse.SUPPRESS)
 
@@ -49,7 +49,7 @@ def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
     """What a profile depends on: the model, and where the R-workers are."""
     group = parser.add_argument_group("model and R-workers")
     add_flags(
-        group, EngineConfig, [*_names(MODEL), "kv_cache_dtype", "r_workers", "key_file", "security"],
+        group, EngineConfig, [*flag_names(MODEL), "kv_cache_dtype", "r_workers", "key_file", "security"],
         kv_cache_dtype={"help": "of --quick; else all are measured"},
         r_workers={"help": "inproc or spawn: those of this machine; host:port,host:port: listening R-workers"},
     )  # fmt: skip
@@ -83,10 +83,6 @@ def say_mended() -> None:
     mended = mend_binding()
     if mended:
         print(f"fastdecode: {mended}", file=sys.stderr, flush=True)
-
-
-def _names(group: str) -> list[str]:
-    return [each.name for each in fields(EngineConfig) if each.metadata.get("group") == group]
 
 
 def _flag(name: str) -> str:

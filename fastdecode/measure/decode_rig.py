@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -76,7 +77,11 @@ class RandomPrompts(SWorker):
     """Sends random q, k and v in place of the model's, and draws token 1."""
 
     def run(
-        self, step: ScheduledStep, sampling: Mapping[int, Sequence[SamplingRow]], overlap: bool = True
+        self,
+        step: ScheduledStep,
+        sampling: Mapping[int, Sequence[SamplingRow]],
+        overlap: bool = True,
+        arrived: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> dict[int, list[SampledToken]]:
         rng = np.random.default_rng(0)
         for index, mini_batch in enumerate(step.mini_batches):

@@ -1,4 +1,5 @@
-"""The pictures that commands draw: the timeline of a step, a run's steps, the roofline, a plan, a validation."""
+"""The pictures that commands draw: the timeline of a step, a run's steps, the roofline, a plan, a validation,
+times to the first token."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from fastdecode.perfmodel.plan import Candidate, Plan
 from fastdecode.perfmodel.planner import Planner
 
 if TYPE_CHECKING:  # plans are drawn without torch
+    from fastdecode.measure.prefill_bench import PrefillRow
     from fastdecode.measure.validation import ValidatedRow
 
 COLOURS = ("#2f6db3", "#e08a2e", "#4c9f70", "#a05195")
@@ -215,3 +217,17 @@ def plot_validation(rows: Sequence[ValidatedRow], path: str) -> None:
             xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="predicted step, ms", ylabel="measured step, ms"
         )
         axes.legend(title="S and R")
+
+
+def plot_prefill(rows: Sequence[PrefillRow], path: str) -> None:
+    """Draw the time to the first token over the context, measured and predicted (dashed), a line for each method and
+    number of workers; OSError when the file cannot be written."""
+    with _picture(path, figsize=(8, 5)) as axes:
+        for index, key in enumerate(dict.fromkeys((row.num_workers, row.method) for row in rows)):
+            own = [row for row in rows if (row.num_workers, row.method) == key]
+            lengths, colour = [row.prefill_len for row in own], f"C{index}"
+            label = f"{key[1]}, {key[0]} workers" if key[0] > 1 else "1 worker"
+            axes.plot(lengths, [row.ttft_seconds_p50 for row in own], "o-", color=colour, label=label)
+            axes.plot(lengths, [row.predicted_ttft_seconds for row in own], "--", color=colour, linewidth=0.8)
+        axes.set(xlabel="prompt tokens", ylabel="seconds to the first token", xlim=(0, None), ylim=(0, None))
+        axes.legend(title="measured; predicted dashed", frameon=False)

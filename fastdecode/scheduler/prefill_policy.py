@@ -19,6 +19,10 @@ PACE_STEP = 0.05
 """Speeds are rounded to it, so that parts do not change with every prompt."""
 
 
+MOST_KNOWN = 4096
+"""Predictions that are kept."""
+
+
 class PrefillForecast(Protocol):
     """Predicted times. ``speeds``: of each worker of a chain, in order; 1 is as predicted."""
 
@@ -76,6 +80,7 @@ class LeastWaiting:
         self._forecast, self._s_seconds = forecast, s_seconds
         self._pace = dict.fromkeys(workers, 1.0)
         self._jobs: dict[int, _Job] = {}
+        self._known: dict[tuple[int, tuple[float, ...]], tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._idle_since: dict[int, float] = {}
         self._now = 0.0
         self._num_waiting = self._num_decoding = 0
@@ -132,13 +137,20 @@ class LeastWaiting:
         for size in range(1, min(len(order), num_tokens) + 1):
             for first in range(len(order) - size + 1):
                 chosen = order[first : first + size]
-                speeds = [_speed(self._pace[worker]) for worker in chosen]
-                rows = self._forecast.parts(num_tokens, speeds)
-                seconds = self._forecast.seconds(rows, speeds)
+                rows, seconds = self._predict(num_tokens, tuple(_speed(self._pace[worker]) for worker in chosen))
                 start = free[chosen[-1]]
                 taken = sum(start + end - free[worker] for worker, end in zip(chosen, seconds, strict=True))
                 waited = start - self._now + seconds[-1] + waiting * taken / len(order)
                 yield _Option(_parts(chosen, rows), waited)
+
+    def _predict(self, num_tokens: int, speeds: tuple[float, ...]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The best parts and their seconds. Equal workers have equal answers, so few are ever new."""
+        if (num_tokens, speeds) not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            rows = self._forecast.parts(num_tokens, speeds)
+            self._known[num_tokens, speeds] = rows, self._forecast.seconds(rows, speeds)
+        return self._known[num_tokens, speeds]
 
     def _free(self) -> tuple[dict[int, float], int]:
         """When each worker is free, from now on, and how many prompts wait for theirs."""

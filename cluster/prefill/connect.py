@@ -1,0 +1,100 @@
+"""How an S-worker comes by its prefill workers: it starts processes, or connects to those that listen."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.links.tcp import connect
+from fastdecode.cluster.prefill.pool import PrefillClient, PrefillPool
+from fastdecode.cluster.wire.handshake import Security
+from fastdecode.errors import BackendError
+
+ANSWER = "fastdecode prefill-worker: "
+"""What the line that names a prefill worker's address begins with."""
+
+END_SECONDS = 5.0
+"""How long a spawned prefill worker may take to end; then it is killed."""
+
+
+def listening_workers(addresses: Sequence[str], security: Security) -> PrefillPool:
+    """Prefill workers that listen at ``addresses``, "host:port"."""
+    clients = [PrefillClient(address, partial(connect, address, security)) for address in addresses]
+    return PrefillPool(clients, lambda: addresses)
+
+
+def spawned_workers(
+    count: int,
+    engine_config: Mapping[str, Any],
+    num_threads: int,
+    cores: Sequence[int],
+    key_file: str | None,
+    security: Security,
+) -> PrefillPool:
+    """``count`` processes here, which load their model at once and at the same time; ``cores`` are dealt in turn."""
+    turns = itertools.cycle(cores)
+    flags = ["--engine-config", json.dumps(dict(engine_config)), "--threads", str(num_threads)]
+    if key_file:
+        flags += ["--key-file", key_file, "--security", "encrypt" if security.encrypts else "authenticate"]
+    processes = [
+        _Spawned([*flags, "--cores", ",".join(map(str, sorted(set(itertools.islice(turns, num_threads)))))])
+        for _ in range(count)
+    ]
+    clients = [
+        PrefillClient(f"spawn-{index}", partial(_connect, process, security), process.end, process.process.pid)
+        for index, process in enumerate(processes)
+    ]
+    return PrefillPool(clients, lambda: [process.address for process in processes])
+
+
+def _connect(process: _Spawned, security: Security) -> Link:
+    return connect(process.address, security)
+
+
+class _Spawned:
+    """A process that has been started, and its address once it listens."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "fastdecode.cli.main", "prefill-worker", "--listen", "tcp://127.0.0.1:0"]
+        if threading.current_thread() is threading.main_thread():
+            command += ["--parent", str(os.getpid())]  # only the main thread is sure to last as long as the process
+        self.process = subprocess.Popen(
+            [*command, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            start_new_session=True,  # Ctrl-C must reach the S-worker alone
+        )
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """ "host:port"; waits for it. BackendError where the process ends instead."""
+        while not self._address:
+            line = self.process.stdout.readline() if self.process.stdout else ""
+            if not line:
+                raise BackendError(f"a prefill worker did not start: its process ended with {self.process.wait()}")
+            if line.startswith(ANSWER) and "://" in line:
+                self._address = line.removeprefix(ANSWER).split()[0].removeprefix("tcp://")
+        return self._address
+
+    def end(self) -> None:
+        """May be called twice."""
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout:
+            self.process.stdout.close()

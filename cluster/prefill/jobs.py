@@ -1,0 +1,154 @@
+"""A job on a prefill worker: its part of a prompt, the keys and values of the others, and the way of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from fastdecode.cluster.prefill.messages import Prompt
+from fastdecode.errors import FastDecodeError, FrameError
+from fastdecode.types import WIRE_DTYPE, KVLayout, LayerLayout
+
+TICK_SECONDS = 0.2
+"""How long a wait for another's keys and values lasts before the S-worker is looked after again."""
+
+KV_BYTES = 1 << 22
+"""Most bytes of keys in one KV frame: many are under way at once, and a decode step waits for at most one."""
+
+Send = Callable[[int, int, np.ndarray, np.ndarray], None]
+"""Queues rows of a layer to be sent: layer, first position, k and v, [rows, num_kv_heads, …]."""
+
+
+class JobCancelledError(FastDecodeError):
+    """The S-worker does not want this prompt any more, or is gone."""
+
+
+class LayerRows:
+    """Keys and values of one layer, from position 0 on; ``filled``: rows of each part that are here."""
+
+    def __init__(self, layer: LayerLayout, num_rows: int, num_parts: int, dtype: np.dtype) -> None:
+        self.k = np.empty((num_rows, layer.num_kv_heads, layer.key_head_dim), dtype)
+        self.v = np.empty((num_rows, layer.num_kv_heads, layer.value_head_dim), dtype)
+        self.filled = [0] * num_parts
+
+
+class PromptJob:
+    """One part of a prompt that this worker computes; the port's thread fills in what other workers send.
+
+    KV-Runahead: a worker needs the parts before its own, which the worker before it sends, and sends all up to its end
+    on. Tensor/sequence parallel: it needs all parts, which go round in a ring, each as often as there are others.
+    """
+
+    def __init__(
+        self, prompt: Prompt, token_ids: np.ndarray, layout: KVLayout, send_on: Send | None, store: Send
+    ) -> None:
+        """``send_on``: to the next worker, None where there is none; ``store``: to the sequence's R-worker."""
+        self.prompt, self.token_ids = prompt, token_ids
+        self.is_cancelled = False
+        self._layout, self._send_on, self._store = layout, send_on, store
+        self._changed = threading.Condition()
+        self._layers: dict[int, LayerRows] = {}
+        self._num_done = 0
+        self.sent_bytes = self.stored_bytes = 0
+
+    def cancel(self) -> None:
+        """Have the computation end at its next layer, or at once where it waits."""
+        with self._changed:
+            self.is_cancelled = True
+            self._changed.notify_all()
+
+    def place_for(self, layer: int, start: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where k and v of ``num_rows`` rows from another worker go; FrameError where they have no place."""
+        part = self._part_of(start)
+        with self._changed:
+            rows = self._rows(layer) if self._num_done <= layer < len(self._layout.layers) else None
+            expected = -1 if rows is None else self.prompt.bounds[part] + rows.filled[part]
+            end = self.prompt.bounds[part + 1]
+        if rows is None or part == self.prompt.part or start != expected or not 0 < num_rows <= end - start:
+            raise FrameError(
+                f"KV of job {self.prompt.job_id}, layer {layer}: {num_rows} rows from position {start} have no place"
+            )
+        if end > len(rows.k):
+            raise FrameError(f"KV of job {self.prompt.job_id}: position {start} is not before its part")
+        return rows.k[start : start + num_rows], rows.v[start : start + num_rows]
+
+    def filled(self, layer: int, start: int, num_rows: int) -> None:
+        """The rows that ``place_for`` gave a place are there."""
+        with self._changed:
+            self._rows(layer).filled[self._part_of(start)] += num_rows
+            self._changed.notify_all()
+
+    def exchange(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Hand on this part's ``k`` and ``v`` of ``layer``, and wait for what they attend to; see ``Exchange``.
+
+        JobCancelledError once the job is not wanted any more.
+        """
+        if self.is_cancelled:
+            raise JobCancelledError(f"job {self.prompt.job_id} is not wanted any more")
+        prompt = self.prompt
+        with self._changed:
+            rows = self._rows(layer)
+        rows.k[prompt.start : prompt.end], rows.v[prompt.start : prompt.end] = k, v
+        self._send(self._store, layer, rows, prompt.part)
+        self.stored_bytes += k.nbytes + v.nbytes
+        if prompt.method == "tsp":
+            self._go_round(layer, rows)
+        else:
+            self._hand_on(layer, rows)
+        with self._changed:
+            del self._layers[layer]
+            self._num_done = layer + 1
+        return rows.k, rows.v
+
+    def _hand_on(self, layer: int, rows: LayerRows) -> None:
+        """The chain: own rows first, since they are here, then those before them as they come."""
+        self._pass(layer, rows, self.prompt.part)
+        for part in range(self.prompt.part):
+            self._await(rows, part)
+            self._pass(layer, rows, part)
+
+    def _go_round(self, layer: int, rows: LayerRows) -> None:
+        """The ring: own rows, then each part that comes, but for the one that the next worker began with."""
+        count, own = self.prompt.num_parts, self.prompt.part
+        self._pass(layer, rows, own)
+        for step in range(1, count):
+            part = (own - step) % count
+            self._await(rows, part)
+            if step < count - 1:
+                self._pass(layer, rows, part)
+
+    def _pass(self, layer: int, rows: LayerRows, part: int) -> None:
+        if self._send_on is not None:
+            self.sent_bytes += self._send(self._send_on, layer, rows, part)
+
+    def _send(self, send: Send, layer: int, rows: LayerRows, part: int) -> int:
+        """In pieces; returns their bytes."""
+        first, end = self.prompt.bounds[part : part + 2]
+        step = max(1, KV_BYTES // max(1, rows.k[:1].nbytes))
+        for start in range(first, end, step):
+            piece = slice(start, min(end, start + step))
+            send(layer, start, rows.k[piece], rows.v[piece])
+        return rows.k[first:end].nbytes + rows.v[first:end].nbytes
+
+    def _await(self, rows: LayerRows, part: int) -> None:
+        wanted = self.prompt.bounds[part + 1] - self.prompt.bounds[part]
+        with self._changed:
+            while rows.filled[part] < wanted:
+                if self.is_cancelled:
+                    raise JobCancelledError(f"job {self.prompt.job_id} is not wanted any more")
+                self._changed.wait(TICK_SECONDS)
+
+    def _rows(self, layer: int) -> LayerRows:
+        if layer not in self._layers:
+            num_rows = self.prompt.bounds[-1] if self.prompt.method == "tsp" else self.prompt.end
+            dtype = WIRE_DTYPE[self._layout.model_dtype]
+            self._layers[layer] = LayerRows(self._layout.layers[layer], num_rows, self.prompt.num_parts, dtype)
+        return self._layers[layer]
+
+    def _part_of(self, start: int) -> int:
+        """The part in which position ``start`` lies; FrameError for a position beyond the prompt."""
+        if not 0 <= start < self.prompt.bounds[-1]:
+            raise FrameError(f"KV of job {self.prompt.job_id}: position {start} is beyond its prompt")
+        return int(np.searchsorted(self.prompt.bounds, start, side="right")) - 1

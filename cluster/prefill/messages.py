@@ -1,0 +1,143 @@
+"""The bodies of frames between an S-worker and its prefill workers, with every value checked.
+
+Keys and values travel as ``KV`` frames from one prefill worker to the next and to R-workers (``wire/messages.py``).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fastdecode.cluster.wire.messages import MAX_CORES, MAX_ROWS, Text, decode_json, encode_json
+from fastdecode.errors import FrameError
+from fastdecode.settings import split_address
+from fastdecode.types import PREFILL_METHODS
+
+MAX_PARTS = 1 << 12
+"""Prefill workers that share one prompt."""
+
+PREFILLED = struct.Struct("<qdqq")
+"""The first part of PREFILLED: job id, seconds that the part took, and bytes of keys and values that went to other
+prefill workers and to the R-worker; the second part is the last row's logits, or empty."""
+
+JOB = struct.Struct("<q")
+"""The body of CANCEL."""
+
+Position = Annotated[int, Meta(ge=0, le=MAX_ROWS)]
+
+
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A port, "host:port", that keys and values are sent to, and the number that shows that they are welcome."""
+
+    address: Text
+    epoch: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+
+
+class PrefillHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The S-worker that asks for a session; ``model`` identifies the model that both must have."""
+
+    name: Text
+    model: Text
+    max_model_len: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+
+
+class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a prefill worker is: it computes with ``num_threads`` on ``cores`` of the machine ``host_id``."""
+
+    num_threads: Annotated[int, Meta(ge=1, le=1 << 16)]
+    cores: tuple[Annotated[int, Meta(ge=0, lt=MAX_CORES)], ...]
+    host_id: Text
+    device: Text
+    model: Text
+    port_epoch: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+
+
+class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One part of a prompt: part ``part`` has the tokens from position ``bounds[part]`` to ``bounds[part + 1]``.
+
+    ``next``: where its keys and values go on to, None at the end of a chain. The tokens are the frame's second part.
+    """
+
+    job_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    method: Annotated[str, Meta(pattern=f"^({'|'.join(PREFILL_METHODS)})$")]
+    part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+    bounds: Annotated[tuple[Position, ...], Meta(min_length=2, max_length=MAX_PARTS + 1)]
+    next: Place | None
+    r_worker: Place
+
+    @property
+    def start(self) -> int:
+        """The part's first position."""
+        return self.bounds[self.part]
+
+    @property
+    def end(self) -> int:
+        """The position after its last."""
+        return self.bounds[self.part + 1]
+
+    @property
+    def num_parts(self) -> int:
+        """Prefill workers that share the prompt."""
+        return len(self.bounds) - 1
+
+    @property
+    def is_last(self) -> bool:
+        """True for the part whose last row gives the first output token."""
+        return self.part == self.num_parts - 1
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why a job was not computed."""
+
+    job_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    reason: Text
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """As JSON."""
+    return encode_json(message)
+
+
+def decode_prefill_hello(data: bytes | bytearray) -> PrefillHello:
+    """FrameError names the field that is wrong."""
+    return decode_json("HELLO", data, PrefillHello)
+
+
+def decode_prefill_welcome(data: bytes | bytearray) -> PrefillWelcome:
+    """FrameError names the field that is wrong."""
+    return decode_json("WELCOME", data, PrefillWelcome)
+
+
+def decode_failure(data: bytes | bytearray) -> Failure:
+    """FrameError names the field that is wrong."""
+    return decode_json("FAILED", data, Failure)
+
+
+def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: int, vocab_size: int) -> Prompt:
+    """``tokens``: int64 [rows]. FrameError for parts that do not ascend, an address that is none, or other tokens than
+    the part's."""
+    prompt = decode_json("PROMPT", data, Prompt)
+    bounds = np.array(prompt.bounds)
+    if bounds[0] != 0 or not (np.diff(bounds) > 0).all() or bounds[-1] > max_model_len:
+        raise FrameError(f"PROMPT: bounds must ascend from 0 to {max_model_len} at most, not {list(prompt.bounds)[:8]}")
+    if prompt.part >= prompt.num_parts:
+        raise FrameError(f"PROMPT: part {prompt.part} of {prompt.num_parts}")
+    if len(tokens) != prompt.end - prompt.start:
+        raise FrameError(f"PROMPT: {len(tokens)} tokens, and its part has {prompt.end - prompt.start}")
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise FrameError(f"PROMPT: tokens must be 0 to {vocab_size - 1}")
+    for place in (prompt.next, prompt.r_worker):
+        if place is not None:
+            _check_address(place.address)
+    return prompt
+
+
+def _check_address(address: str) -> None:
+    try:
+        split_address("PROMPT", address)
+    except ValueError as error:
+        raise FrameError(str(error)) from None

@@ -1,0 +1,282 @@
+"""The S-worker's end of its prefill workers: hands out prompts, and hears what became of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.links.zeromq import ZmqChannel
+from fastdecode.cluster.prefill.messages import (
+    JOB,
+    PREFILLED,
+    Place,
+    PrefillHello,
+    PrefillWelcome,
+    Prompt,
+    decode_failure,
+    decode_prefill_welcome,
+    encode,
+)
+from fastdecode.cluster.r_worker.host import process_name
+from fastdecode.cluster.wire.frames import Frame, Kind
+from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal
+from fastdecode.errors import BackendError, FrameError, WorkerLostError
+from fastdecode.step import Prefilled, RemotePrefill
+from fastdecode.types import ITEM_BYTES, WIRE_DTYPE, RWorkerInfo
+
+OPEN_SECONDS = 300.0
+"""Most time from HELLO to WELCOME: a prefill worker that starts loads its model first."""
+
+TICK_SECONDS = 0.1
+LOOK_SECONDS = 0.001
+"""Between two looks at all links, for an engine that has nothing else to do."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Job:
+    """A prompt under way: who computes it, and what is known of each part."""
+
+    prefill: RemotePrefill
+    seconds: list[float] = field(default_factory=list)
+    sent_bytes: int = 0
+    stored_bytes: int = 0
+    logits: np.ndarray | None = None
+
+
+class PrefillClient:
+    """One prefill worker, over a link."""
+
+    def __init__(
+        self, name: str, connect: Callable[[], Link], end: Callable[[], None] = lambda: None, process_id: int = 0
+    ) -> None:
+        """``connect`` is called by ``open``, and fails with BackendError; ``end``, by ``close``, ends the process.
+
+        ``process_id``: of a process that was started for it.
+        """
+        self.name, self.process_id = name, process_id
+        self._connect, self._end = connect, end
+        self.link: Link | None = None
+        self.welcome: PrefillWelcome | None = None
+
+    def open(self, hello: bytes) -> None:
+        """Ask for a session."""
+        self.link = self._connect()
+        self.link.send(Kind.HELLO, hello)
+
+    def opened(self, model: str) -> None:
+        """Wait for the answer; BackendError when it is a refusal, or does not come."""
+        link, deadline = self._open_link, time.monotonic() + OPEN_SECONDS
+        try:
+            while (frame := link.receive(TICK_SECONDS)) is None:
+                if time.monotonic() > deadline:
+                    raise BackendError(f"prefill worker {self.name} did not answer within {OPEN_SECONDS:g} s")
+            if frame.kind is Kind.REFUSED:
+                raise BackendError(f"prefill worker {self.name} refused: {_refusal(link, frame)}")
+            if frame.kind is not Kind.WELCOME:
+                raise FrameError(f"it sent a {frame.kind.name} frame, and WELCOME was to come")
+            self.welcome = decode_prefill_welcome(link.body(frame, MAX_JSON_BYTES))
+        except (ConnectionError, FrameError) as error:
+            raise BackendError(f"prefill worker {self.name}: {error}") from error
+        if self.welcome.model != model:
+            raise BackendError(f"prefill worker {self.name} has another model than this S-worker")
+
+    @property
+    def port_epoch(self) -> int:
+        """What keys and values sent to it must carry."""
+        return self.welcome.port_epoch if self.welcome else 0
+
+    @property
+    def _open_link(self) -> Link:
+        if self.link is None:
+            raise BackendError(f"prefill worker {self.name} is closed")
+        return self.link
+
+    def close(self) -> None:
+        """Free the worker; may be called twice."""
+        link, self.link = self.link, None
+        if link is not None:
+            try:
+                if self.welcome:
+                    link.send(Kind.BYE)
+            except ConnectionError:
+                pass  # it is gone already
+            finally:
+                link.close()
+        self._end()
+
+
+class PrefillPool:
+    """``PrefillBackend`` over links.
+
+    ``addresses``: "host:port" at which the others reach each.
+    """
+
+    def __init__(self, clients: Sequence[PrefillClient], addresses: Callable[[], Sequence[str]]) -> None:
+        """``addresses`` is called once all are open."""
+        self.clients: list[PrefillClient | None] = list(clients)
+        self._find_addresses = addresses
+        self.addresses: list[str] = []
+        self._jobs: dict[int, _Job] = {}
+        self._done: list[Prefilled] = []
+        self._failed: list[int] = []
+        self._lost: list[int] = []
+        self._logits = (0, np.dtype(np.float32))
+
+    def open(self, model: str, max_model_len: int, vocab_size: int, dtype: str) -> int:
+        self._logits = (vocab_size * ITEM_BYTES[dtype], WIRE_DTYPE[dtype])
+        hello = encode(PrefillHello(process_name(), model, max_model_len))
+        clients = [client for client in self.clients if client]
+        try:
+            for client in clients:
+                client.open(hello)
+            for client in clients:
+                client.opened(model)
+        except BaseException:
+            self.close()
+            raise
+        self.addresses = list(self._find_addresses())
+        return len(clients)
+
+    def submit(self, prefill: RemotePrefill, r_worker: RWorkerInfo) -> None:
+        self._jobs[prefill.job_id] = _Job(prefill)
+        bounds = (*(part.start for part in prefill.parts), prefill.parts[-1].end)
+        tokens = np.array(prefill.token_ids, np.int64)
+        for index in reversed(range(len(prefill.parts))):  # whoever receives first is told first
+            part = prefill.parts[index]
+            if prefill.job_id not in self._jobs:
+                return  # a worker was found lost
+            prompt = Prompt(
+                job_id=prefill.job_id,
+                method=prefill.method,
+                part=index,
+                bounds=bounds,
+                next=self._next(prefill, index),
+                r_worker=Place(r_worker.kv_address, r_worker.kv_epoch),
+            )
+            self._send(part.worker, Kind.PROMPT, encode(prompt), tokens[part.start : part.end])
+
+    def cancel(self, job_id: int) -> None:
+        job = self._jobs.pop(job_id, None)
+        for worker in {part.worker for part in job.prefill.parts} if job else ():
+            self._send(worker, Kind.CANCEL, JOB.pack(job_id))
+
+    def wait(self, timeout_seconds: float) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while not self._hear() and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+
+    def outcomes(self) -> tuple[list[Prefilled], list[int], list[int]]:
+        self._hear()
+        outcomes = self._done, self._failed, self._lost
+        self._done, self._failed, self._lost = [], [], []
+        return outcomes
+
+    @property
+    def jobs(self) -> list[int]:
+        return list(self._jobs)
+
+    def close(self) -> None:
+        for client in self.clients:
+            if client:
+                client.close()
+        self.clients = []
+
+    def _next(self, prefill: RemotePrefill, index: int) -> Place | None:
+        """Where part ``index`` sends keys and values: to the next in the chain, or in the ring."""
+        count = len(prefill.parts)
+        if count == 1 or (index == count - 1 and prefill.method != "tsp"):
+            return None
+        worker = prefill.parts[(index + 1) % count].worker
+        client = self.clients[worker]
+        return Place(self.addresses[worker], client.port_epoch if client else 1)
+
+    def _send(self, worker: int, kind: Kind, *parts: bytes | np.ndarray) -> None:
+        client = self.clients[worker]
+        if client is None or client.link is None:
+            self._lose(worker, "it is gone")
+            return
+        try:
+            client.link.send(kind, *parts)
+        except ConnectionError as error:
+            self._lose(worker, str(error))
+
+    def _hear(self) -> bool:
+        """Read all frames that are there; True where something has become known that ``outcomes`` tells."""
+        for worker, client in enumerate(self.clients):
+            try:
+                while client and client.link and (frame := client.link.receive(0.0)):
+                    self._take(client, client.link, frame)
+                if client and client.link and isinstance(client.link.channel, ZmqChannel):
+                    client.link.channel.look_at_connection()
+            except (ConnectionError, FrameError) as error:
+                self._lose(worker, str(error))
+        return bool(self._done or self._failed or self._lost)
+
+    def _take(self, client: PrefillClient, link: Link, frame: Frame) -> None:
+        if frame.kind is Kind.FAILED:
+            failure = decode_failure(link.body(frame, MAX_JSON_BYTES))
+            logger.warning("prefill worker %s: %s", client.name, failure.reason)
+            self._fail(failure.job_id)
+        elif frame.kind is Kind.PREFILLED:
+            self._part_done(link, frame)
+        elif frame.kind is Kind.REFUSED:
+            raise FrameError(f"it refused: {_refusal(link, frame)}")
+        else:
+            raise FrameError(f"it sent a {frame.kind.name} frame, which has no place here")
+
+    def _part_done(self, link: Link, frame: Frame) -> None:
+        num_bytes, dtype = self._logits
+        if frame.lengths[0] != PREFILLED.size or frame.lengths[1] not in (0, num_bytes) or frame.lengths[2]:
+            raise FrameError(f"a PREFILLED frame with parts of {frame.lengths} bytes")
+        head, logits = bytearray(PREFILLED.size), np.empty(frame.lengths[1] // dtype.itemsize, dtype)
+        link.read_into(head)
+        if logits.nbytes:
+            link.read_into(logits)
+        job_id, seconds, sent_bytes, stored_bytes = PREFILLED.unpack(head)
+        job = self._jobs.get(job_id)
+        if job is None:
+            return  # it was cancelled meanwhile
+        job.seconds.append(seconds)
+        job.sent_bytes += sent_bytes
+        job.stored_bytes += stored_bytes
+        if logits.nbytes:
+            job.logits = logits
+        if len(job.seconds) == len(job.prefill.parts):
+            self._finish(job)
+
+    def _finish(self, job: _Job) -> None:
+        job_id = job.prefill.job_id
+        if job.logits is None:
+            self._fail(job_id)
+            return
+        del self._jobs[job_id]
+        sequence_id, seconds = job.prefill.sequence_id, max(job.seconds)
+        self._done.append(Prefilled(sequence_id, job_id, job.logits, seconds, job.sent_bytes, job.stored_bytes))
+
+    def _fail(self, job_id: int) -> None:
+        if job_id in self._jobs:
+            self.cancel(job_id)
+            self._failed.append(job_id)
+
+    def _lose(self, worker: int, reason: str) -> None:
+        """Go on without a worker; what it had a part in fails."""
+        client, self.clients[worker] = self.clients[worker], None
+        if client is None:
+            return
+        logger.warning("%s", WorkerLostError(f"prefill worker {client.name} is lost: {reason}"))
+        client.close()
+        self._lost.append(worker)
+        for job_id, job in list(self._jobs.items()):
+            if any(part.worker == worker for part in job.prefill.parts):
+                self._fail(job_id)
+
+
+def _refusal(link: Link, frame: Frame) -> str:
+    return decode_refusal(link.body(frame, MAX_JSON_BYTES))[1]

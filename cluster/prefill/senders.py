@@ -1,0 +1,141 @@
+"""Threads of a prefill worker that send keys and values, one for each place they go to, while the model computes."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from fastdecode.cluster.kv_feed import KvFeed
+from fastdecode.cluster.links.zeromq import ZmqChannel
+from fastdecode.cluster.prefill.messages import Place
+from fastdecode.cluster.wire.frames import Conversation, Kind
+from fastdecode.cluster.wire.handshake import Security, prove
+from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES, decode_refusal
+from fastdecode.errors import BackendError
+
+POLL_SECONDS = 0.002
+"""Between two looks for the R-worker's answers."""
+
+MOST_REMEMBERED = 64
+"""Jobs that are taken for lost with the next prefill worker: the last to have sent there."""
+
+OnFailure = Callable[[list[int], Place, str, bool], None]
+"""Called with the jobs that cannot send there, the place, why, and whether no job can any more."""
+
+Rows = tuple[int, int, int, np.ndarray, np.ndarray]
+"""Job, layer, first position, k and v."""
+
+log = logging.getLogger("fastdecode.prefill_worker")
+
+
+class Sender:
+    """A queue of rows for one place, and the thread that sends them; the first failure ends it."""
+
+    def __init__(self, place: Place, security: Security, on_failure: OnFailure) -> None:
+        self.place = place
+        self._security, self._on_failure = security, on_failure
+        self._queue: queue.SimpleQueue[Rows | tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._is_closed, self._reason = False, ""
+        threading.Thread(target=self._run, name=f"send to {place.address}", daemon=True).start()
+
+    def send(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+        """Queue rows ``start`` and on of a layer, [rows, num_kv_heads, …], which must not change any more.
+
+        ConnectionError once the thread has ended.
+        """
+        self._put((job_id, layer, start, k, v))
+
+    def close(self) -> None:
+        """Drop what is queued; may be called twice."""
+        self._is_closed = True
+        self._queue.put(None)
+
+    def _put(self, item: Rows | tuple[int, Callable[[], None]]) -> None:
+        if self._reason:
+            raise ConnectionError(f"{self.place.address}: {self._reason}")
+        self._queue.put(item)
+
+    def _run(self) -> None:
+        jobs: dict[int, None] = {}
+        try:
+            self._serve(jobs)
+        except Exception as error:  # whatever it is, the jobs must not wait for ever
+            known = isinstance(error, ConnectionError | BackendError)
+            self._reason = str(error) or type(error).__name__
+            while not self._queue.empty():
+                if item := self._queue.get():
+                    jobs[item[0]] = None
+            if not self._is_closed:
+                log.warning("cannot send to %s: %s", self.place.address, error, exc_info=not known)
+                self._on_failure(list(jobs), self.place, str(error), True)
+
+    def _serve(self, jobs: dict[int, None]) -> None:
+        """Send until ``close``; ``jobs`` gets the jobs that were to send."""
+        raise NotImplementedError
+
+
+class ChainSender(Sender):
+    """To the next prefill worker, which answers nothing unless it refuses."""
+
+    def _serve(self, jobs: dict[int, None]) -> None:
+        channel = ZmqChannel(self.place.address, self._security.curve_secret)
+        try:
+            if self._security.proof_key is not None:
+                prove(channel, self._security.proof_key, self.place.address)
+            conversation = Conversation(channel)
+            conversation.epoch = self.place.epoch
+            while not self._is_closed and (item := self._queue.get()) is not None and len(item) == 5:
+                job_id, layer, start, k, v = item
+                jobs[job_id] = None
+                while len(jobs) > MOST_REMEMBERED:
+                    del jobs[next(iter(jobs))]
+                conversation.send(Kind.KV, KV_ROWS.pack(job_id, start, len(k)), k, v, layer=layer)
+                if frame := conversation.receive(0.0):
+                    raise ConnectionError(decode_refusal(conversation.body(frame, MAX_JSON_BYTES))[1])
+        finally:
+            channel.close()
+
+
+class StoreSender(Sender):
+    """To the R-worker that holds the sequence, which says of each piece that it is stored."""
+
+    def when_stored(self, job_id: int, tell: Callable[[], None]) -> None:
+        """Have the thread call ``tell`` once all that was sent of ``job_id`` is stored."""
+        self._put((job_id, tell))
+
+    def _serve(self, jobs: dict[int, None]) -> None:
+        waiting: dict[int, Callable[[], None]] = {}
+        under_way: Counter[int] = Counter()
+        feed = KvFeed(self.place.address, self.place.epoch, self._security)
+        try:
+            while not self._is_closed:
+                item = self._next(bool(under_way.total()))
+                if item is not None and len(item) == 5:
+                    job_id, layer, start, k, v = item
+                    jobs[job_id] = None
+                    under_way[job_id] += 1
+                    feed.store(job_id, layer, start, k, v)
+                elif item is not None:
+                    waiting[item[0]] = item[1]
+                for stored in feed.poll(0.0):
+                    under_way[stored.job_id] -= 1
+                    if stored.refusal:
+                        waiting.pop(stored.job_id, None)
+                        self._on_failure([stored.job_id], self.place, stored.refusal, False)
+                for job_id in [each for each in waiting if not under_way[each]]:
+                    del under_way[job_id]
+                    jobs.pop(job_id, None)
+                    waiting.pop(job_id)()
+        finally:
+            feed.close()
+
+    def _next(self, is_busy: bool) -> Rows | tuple[int, Callable[[], None]] | None:
+        try:
+            return self._queue.get(timeout=POLL_SECONDS if is_busy else None)
+        except queue.Empty:
+            return None

@@ -1,0 +1,261 @@
+"""A prefill worker's end of its connections: prompts from the S-worker, keys and values from and to other workers."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fastdecode.cluster.links.port import Port, Reader
+from fastdecode.cluster.prefill.jobs import PromptJob
+from fastdecode.cluster.prefill.messages import (
+    JOB,
+    PREFILLED,
+    Failure,
+    Place,
+    PrefillWelcome,
+    decode_prefill_hello,
+    decode_prompt,
+    encode,
+)
+from fastdecode.cluster.prefill.senders import ChainSender, Sender, StoreSender
+from fastdecode.cluster.r_worker.host import host_id
+from fastdecode.cluster.wire.frames import Frame, Kind
+from fastdecode.cluster.wire.handshake import Security
+from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES
+from fastdecode.errors import FrameError
+from fastdecode.types import WIRE_DTYPE, KVLayout
+
+MOST_EARLY_BYTES = 1 << 28
+"""Keys and values that are kept for prompts that were not announced yet: the worker before may have begun."""
+
+MOST_ENDED = 1 << 12
+"""Jobs that are remembered after their end: what still comes for them is dropped."""
+
+MOST_JOBS = 1 << 12
+
+AnySender = TypeVar("AnySender", bound=Sender)
+
+log = logging.getLogger("fastdecode.prefill_worker")
+
+
+@dataclass(frozen=True)
+class PrefillModel:
+    """What a prefill worker computes with; ``name`` identifies the model: layout and weights."""
+
+    name: str
+    layout: KVLayout
+    vocab_size: int
+    max_model_len: int
+    num_threads: int
+    cores: tuple[int, ...]
+    device: str
+
+
+class PrefillServer:
+    """Serves one S-worker after another; prompts are computed one by one, in the order in which they came.
+
+    The port's thread handles frames; the thread that computes calls ``next_job``, then ``finish`` or ``fail``.
+    """
+
+    def __init__(self, model: PrefillModel, security: Security) -> None:
+        self.model = model
+        self._security = security
+        self._port: Port | None = None
+        self._peer: bytes | None = None
+        self._serving = ""
+        self._queue: queue.SimpleQueue[PromptJob] = queue.SimpleQueue()
+        self._jobs: dict[int, PromptJob] = {}
+        self._early: dict[int, list[tuple[int, int, np.ndarray, np.ndarray]]] = {}
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._senders: dict[tuple[str, int], Any] = {}
+        self._handlers: dict[Kind, Callable[[Port, bytes, Frame, Reader], None]] = {
+            Kind.HELLO: self._open,
+            Kind.PROMPT: self._prompt,
+            Kind.CANCEL: self._cancel,
+            Kind.KV: self._kv,
+            Kind.BYE: self._bye,
+        }
+
+    def listen(self, host: str, port: int) -> str:
+        """Open the port; returns its address, "host:port". OSError where that is impossible."""
+        self._port = Port(host, port, self._security, self._handle, open_kinds=frozenset({Kind.HELLO}))
+        return self._port.address
+
+    def next_job(self, timeout_seconds: float) -> PromptJob | None:
+        """The next prompt to compute, None when none came in time."""
+        try:
+            return self._queue.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+
+    def finish(self, job: PromptJob, seconds: float, logits: np.ndarray | None) -> None:
+        """The part is computed: once the R-worker has all of it, tell the S-worker."""
+        if job.is_cancelled:
+            return
+        counts = PREFILLED.pack(job.prompt.job_id, seconds, job.sent_bytes, job.stored_bytes)
+        parts = (counts, b"" if logits is None else logits)
+        self._sender(StoreSender, job.prompt.r_worker).when_stored(
+            job.prompt.job_id, partial(self._report, job, Kind.PREFILLED, *parts)
+        )
+
+    def fail(self, job: PromptJob, reason: str) -> None:
+        """The part cannot be computed: tell the S-worker, unless it has given the job up itself."""
+        if not job.is_cancelled:
+            job.cancel()
+            self._report(job, Kind.FAILED, encode(Failure(job.prompt.job_id, reason)))
+
+    @property
+    def is_free(self) -> bool:
+        """True while no S-worker is served."""
+        return self._peer is None
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._drop_peer()
+        if self._port:
+            self._port.close()
+            self._port = None
+
+    def _report(self, job: PromptJob, kind: Kind, *parts: bytes | np.ndarray) -> None:
+        if self._end(job.prompt.job_id) is job and self._port and self._peer is not None:
+            self._port.send(self._peer, kind, *parts)
+
+    def _handle(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        """In the port's thread."""
+        handler = self._handlers.get(frame.kind)
+        if handler is None:
+            raise FrameError(f"a {frame.kind.name} frame, which has no place here")
+        if frame.kind not in (Kind.HELLO, Kind.KV) and identity != self._peer:
+            raise FrameError(f"a {frame.kind.name} frame of a peer that is not served")
+        handler(port, identity, frame, reader)
+
+    def _open(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        hello = decode_prefill_hello(reader.body(frame, MAX_JSON_BYTES))
+        if self._peer is not None and identity != self._peer:
+            port.refuse(identity, "busy", f"it serves another S-worker, {self._serving}")
+            return
+        if hello.model != self.model.name or hello.max_model_len > self.model.max_model_len:
+            message = f"it has another model, or a --max-model-len below {hello.max_model_len}"
+            port.refuse(identity, "refused", message)
+            return
+        self._drop_peer()
+        self._peer, self._serving = identity, hello.name
+        port.renew_epoch()
+        port.look_after(identity, self._drop_peer)
+        welcome = PrefillWelcome(
+            num_threads=self.model.num_threads,
+            cores=self.model.cores,
+            host_id=host_id(),
+            device=self.model.device,
+            model=self.model.name,
+            port_epoch=port.epoch,
+        )
+        port.send(identity, Kind.WELCOME, encode(welcome))
+        log.info("serving %s", hello.name)
+
+    def _prompt(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        num_tokens, rest = divmod(frame.lengths[1], 8)
+        if frame.lengths[0] > MAX_JSON_BYTES or rest or num_tokens > self.model.max_model_len or frame.lengths[2]:
+            raise FrameError(f"a PROMPT frame with parts of {frame.lengths} bytes")
+        body = bytearray(frame.lengths[0])
+        reader.read_into(body)
+        tokens = reader.array((num_tokens,), np.dtype(np.int64)).copy()
+        prompt = decode_prompt(body, tokens, self.model.max_model_len, self.model.vocab_size)
+        if len(self._jobs) >= MOST_JOBS or prompt.job_id in self._jobs:
+            raise FrameError(f"PROMPT: job {prompt.job_id} is here already, or one of {MOST_JOBS:,} that wait")
+        send_on = partial(self._sender(ChainSender, prompt.next).send, prompt.job_id) if prompt.next else None
+        store = partial(self._sender(StoreSender, prompt.r_worker).send, prompt.job_id)
+        job = PromptJob(prompt, tokens, self.model.layout, send_on, store)
+        for layer, start, k, v in self._early.pop(prompt.job_id, []):
+            for place, rows in zip(job.place_for(layer, start, len(k)), (k, v), strict=True):
+                place[...] = rows
+            job.filled(layer, start, len(k))
+        self._jobs[prompt.job_id] = job
+        self._queue.put(job)
+
+    def _kv(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        job_id, start, num_rows = reader.record(KV_ROWS)
+        if job_id in self._ended:
+            return
+        k, v = self._place(job_id, frame, start, num_rows)
+        reader.read_into(k)
+        reader.read_into(v)
+        if job := self._jobs.get(job_id):
+            job.filled(frame.layer, start, num_rows)
+        else:
+            self._keep_early(job_id, (frame.layer, start, k, v))
+
+    def _place(self, job_id: int, frame: Frame, start: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the rows of a KV frame go; FrameError for a frame of other sizes."""
+        layers = self.model.layout.layers
+        if not (frame.layer < len(layers) and start >= 0 and 0 < num_rows <= self.model.max_model_len):
+            raise FrameError(f"KV: layer {frame.layer}, {num_rows} rows from position {start}")
+        layer, dtype = layers[frame.layer], WIRE_DTYPE[self.model.layout.model_dtype]
+        dims = layer.key_head_dim, layer.value_head_dim
+        wanted = tuple(num_rows * layer.num_kv_heads * dim * dtype.itemsize for dim in dims)
+        if frame.lengths[1:] != wanted:
+            raise FrameError(f"KV: {num_rows} rows of {frame.lengths[1:]} bytes, and they take {wanted}")
+        if job := self._jobs.get(job_id):
+            return job.place_for(frame.layer, start, num_rows)
+        k, v = (np.empty((num_rows, layer.num_kv_heads, dim), dtype) for dim in dims)
+        return k, v
+
+    def _keep_early(self, job_id: int, rows: tuple[int, int, np.ndarray, np.ndarray]) -> None:
+        kept = [each for waiting in self._early.values() for each in waiting]
+        if sum(k.nbytes + v.nbytes for _, _, k, v in kept) > MOST_EARLY_BYTES:
+            raise FrameError(f"KV of job {job_id}, which was not announced, beyond {MOST_EARLY_BYTES:,} bytes of such")
+        self._early.setdefault(job_id, []).append(rows)
+
+    def _cancel(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        data = reader.body(frame, JOB.size)
+        if len(data) != JOB.size:
+            raise FrameError(f"a CANCEL frame of {len(data)} bytes, not {JOB.size}")
+        (job_id,) = JOB.unpack(data)
+        if job := self._end(job_id):
+            job.cancel()
+
+    def _end(self, job_id: int) -> PromptJob | None:
+        """Forget a job; what still comes for it is dropped."""
+        self._early.pop(job_id, None)
+        self._ended[job_id] = None
+        if len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
+        return self._jobs.pop(job_id, None)
+
+    def _bye(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        self._drop_peer()
+
+    def _drop_peer(self) -> None:
+        """The S-worker is gone: nothing is wanted any more."""
+        if self._peer is not None:
+            log.info("free")
+        self._peer, self._serving = None, ""
+        for job in list(self._jobs.values()):
+            job.cancel()
+        self._jobs.clear()
+        self._early.clear()
+        self._ended.clear()
+        senders, self._senders = self._senders, {}
+        for sender in senders.values():
+            sender.close()
+
+    def _sender(self, kind: type[AnySender], place: Place) -> AnySender:
+        """The thread that sends to ``place``, begun with the first rows for it."""
+        key = (place.address, place.epoch)
+        if key not in self._senders:
+            self._senders[key] = kind(place, self._security, self._cannot_send)
+        return self._senders[key]
+
+    def _cannot_send(self, job_ids: list[int], place: Place, reason: str, is_lost: bool) -> None:
+        """These jobs cannot send to ``place``; where it ``is_lost``, a later job tries anew."""
+        if is_lost:
+            self._senders.pop((place.address, place.epoch), None)
+        for job in [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]:
+            self.fail(job, f"{place.address}: {reason}")

@@ -1,0 +1,98 @@
+"""``fastdecode prefill-worker``: one prefill worker, which computes prompts for an S-worker."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+from typing import Any
+
+from fastdecode.cli.flags import add_common_flags, add_flags
+from fastdecode.config import MAX_THREADS, MODEL, EngineConfig, flag_names
+from fastdecode.errors import ConfigError
+from fastdecode.machine import usable_cores
+from fastdecode.settings import check_key, check_security, describe_security, parse_cores, split_address
+
+LISTEN = "tcp://127.0.0.1:5590"
+
+
+def add_command(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "prefill-worker",
+        help="one prefill worker: computes prompts for an S-worker on this or another host",
+        description="Serves one S-worker after another, with the same model and weights as theirs. A prompt that is "
+        "shared by several goes through them as a chain; each sends its keys and values to the sequence's R-worker.",
+    )
+    parser.add_argument(
+        "--listen", metavar="ADDRESS", help=f"port 0: any ({LISTEN}; with --join, any port of the address towards it)"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="(one per core)")
+    parser.add_argument("--cores", metavar="LIST", help="such as 0,2-3 (every core it may use)")
+    parser.add_argument(
+        "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
+    )
+    add_flags(parser, EngineConfig, ["security"])
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of --prefill-workers spawn:N, which starts this
+    parser.add_argument("--engine-config", type=json.loads, help=argparse.SUPPRESS)
+    group = parser.add_argument_group("model, as the S-worker's")
+    add_flags(group, EngineConfig, [name for name in flag_names(MODEL) if "tokenizer" not in name])
+    add_common_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the address and serve; SIGTERM ends the process with status 0, Ctrl-C with 130."""
+    from fastdecode.cluster.links.spawn import die_with
+    from fastdecode.cluster.prefill.connect import ANSWER
+    from fastdecode.cluster.wire.handshake import read_security
+
+    if args.parent is not None:
+        die_with(args.parent)
+    config = _config(args)
+    cores = _bind(parse_cores("cores", args.cores))
+    if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
+        raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {args.threads}")
+    host, port = _address(args.listen or LISTEN)
+    check_key("listen", [host], args.key_file)
+    check_security(args.security, args.key_file)
+    security = read_security(args.key_file, args.security)
+    signal.signal(signal.SIGTERM, _end)
+    with contextlib.suppress(SystemExit):
+        from fastdecode.prefill_worker import PrefillWorker
+
+        worker = PrefillWorker(config, args.threads or len(cores), cores, security)
+        address = worker.listen(host, port)
+        guard = describe_security(args.security, args.key_file)
+        print(f"{ANSWER}tcp://{address} ({guard}), {args.threads or len(cores)} thread(s)", flush=True)
+        worker.run()
+    print("fastdecode prefill-worker: ended", flush=True)
+    return 0
+
+
+def _config(args: argparse.Namespace) -> EngineConfig:
+    names = [*flag_names(MODEL), "seed"]
+    given = args.engine_config or {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return EngineConfig(**given)
+
+
+def _bind(cores: list[int] | None) -> tuple[int, ...]:
+    missing = sorted(set(cores or ()) - set(usable_cores()))
+    if missing:
+        raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
+    if cores:
+        os.sched_setaffinity(0, cores)
+    return tuple(cores or usable_cores())
+
+
+def _address(text: str) -> tuple[str, int]:
+    if not text.startswith("tcp://"):
+        raise ConfigError(f"listen: must be tcp://HOST:PORT, not {text!r}")
+    host, port = split_address("listen", text.removeprefix("tcp://"), least_port=0)
+    return ("127.0.0.1" if host == "localhost" else host), port
+
+
+def _end(number: int, frame: Any) -> None:
+    raise SystemExit(0)

@@ -1,0 +1,108 @@
+"""Prefill workers for tests: threads of this process, behind real sockets, and processes as a user would start them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastdecode.cluster.wire.handshake import Security
+from fastdecode.config import EngineConfig
+from fastdecode.prefill_worker import PrefillWorker
+from fastdecode.step import PrefillPart
+from helpers.r_workers import FASTDECODE
+
+
+class _End(Exception):
+    """Ends a worker's thread."""
+
+
+@contextlib.contextmanager
+def threads(folder: Path, count: int, **settings: object) -> Iterator[str]:
+    """``count`` workers with models of their own; their addresses as ``--prefill-workers`` takes them."""
+    config = EngineConfig(model=str(folder), device="cpu", max_model_len=512, **settings)
+    workers = [PrefillWorker(config, 1, (0,), Security()) for _ in range(count)]
+    ended = threading.Event()
+
+    def between_prompts(is_free: bool) -> None:
+        if ended.is_set():
+            raise _End
+
+    def run(worker: PrefillWorker) -> None:
+        with contextlib.suppress(_End):
+            worker.run(between_prompts)
+
+    addresses = [worker.listen("127.0.0.1", 0) for worker in workers]
+    running = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+    for thread in running:
+        thread.start()
+    try:
+        yield ",".join(addresses)
+    finally:
+        ended.set()
+        for thread in running:
+            thread.join()
+
+
+@contextlib.contextmanager
+def process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A started prefill worker and its "host:port"; killed at the end."""
+    command = [FASTDECODE, "prefill-worker", "--listen", "tcp://127.0.0.1:0", "--model", str(folder), "--threads", "1"]
+    command += ["--device", "cpu", "--max-model-len", "512", "--log-level", "info", *flags]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = started.stdout.readline() if started.stdout else ""
+        if "tcp://" not in line:
+            started.kill()
+            raise RuntimeError(f"the prefill worker did not start: {line}{started.communicate()[1]}")
+        yield started, line.split("tcp://")[1].split()[0]
+    finally:
+        started.kill()
+        started.communicate()
+
+
+@dataclass
+class AnyParts:
+    """A policy for tests: prompts of at least ``least`` tokens go to workers drawn at random, in random parts."""
+
+    workers: list[int]
+    seed: int = 0
+    least: int = 1
+    started_jobs: list[int] = field(default_factory=list)
+    sizes: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
+        """See ``PrefillPolicy``."""
+
+    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
+        """See ``PrefillPolicy``."""
+        if num_tokens < self.least or not self.workers:
+            return ()
+        most = min(len(self.workers), num_tokens)
+        size = min(most, self._random.choice(self.sizes)) if self.sizes else self._random.randint(1, most)
+        cuts = sorted(self._random.sample(range(1, num_tokens), size - 1))
+        bounds = [0, *cuts, num_tokens]
+        chosen = self._random.sample(self.workers, size)
+        return tuple(PrefillPart(chosen[i], bounds[i], bounds[i + 1]) for i in range(size))
+
+    def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
+        """See ``PrefillPolicy``."""
+        self.started_jobs.append(job_id)
+
+    def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
+        """See ``PrefillPolicy``."""
+
+    def joined(self, worker: int) -> None:
+        """See ``PrefillPolicy``."""
+        self.workers.append(worker)
+
+    def lost(self, worker: int) -> None:
+        """See ``PrefillPolicy``."""
+        self.workers.remove(worker)

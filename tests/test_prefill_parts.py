@@ -1,0 +1,190 @@
+"""Prompts cut into parts: keys and values handed from worker to worker, and the logits that come out at the end.
+
+The workers are threads of this process, and what they send is put straight into the next one's places; the same over
+processes and sockets is in test_prefill_workers.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import model_zoo
+
+from fastdecode.cluster.prefill.jobs import JobCancelledError, PromptJob
+from fastdecode.cluster.prefill.messages import Place, Prompt
+from fastdecode.config import EngineConfig
+from fastdecode.errors import FrameError
+from fastdecode.sworker import SModel
+from fastdecode.sworker.prefill_part import compute_part
+from fastdecode.sworker.staging import from_numpy
+from fastdecode.types import KVLayout
+
+PLACE = Place("127.0.0.1:1", 1)
+EVEN = (0, 50, 100, 150, 200)
+
+
+class Chain:
+    """All parts of one prompt; ``stored`` has what went to the R-worker: k and v by layer and first position."""
+
+    def __init__(self, layout: KVLayout, tokens: Sequence[int], bounds: Sequence[int], method: str = "kvr") -> None:
+        self.stored: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self.jobs: list[PromptJob] = []
+        count = len(bounds) - 1
+        for part in range(count):
+            last = part == count - 1
+            has_next = count > 1 and (method == "tsp" or not last)
+            prompt = Prompt(1, method, part, tuple(bounds), PLACE if has_next else None, PLACE)
+            own = np.array(tokens[prompt.start : prompt.end], np.int64)
+            send_on = self._sender((part + 1) % count) if has_next else None
+            self.jobs.append(PromptJob(prompt, own, layout, send_on, self._store))
+
+    def _sender(self, receiver: int):
+        def send(layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+            job = self.jobs[receiver]
+            for place, rows in zip(job.place_for(layer, start, len(k)), (k, v), strict=True):
+                place[...] = rows
+            job.filled(layer, start, len(k))
+
+        return send
+
+    def _store(self, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+        self.stored[layer, start] = k.copy(), v.copy()
+
+    def rows(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """k and v of the whole prompt as the R-worker gets them."""
+        starts = sorted(start for at, start in self.stored if at == layer)
+        k, v = zip(*(self.stored[layer, start] for start in starts), strict=True)
+        return np.concatenate(k), np.concatenate(v)
+
+
+def run(model: SModel, chain: Chain) -> np.ndarray:
+    """Logits of the prompt's last token. Every part is in a thread of its own; one at a time is in the model, which
+    takes turns only at attention calls."""
+    turn = threading.Lock()
+
+    def compute(job: PromptJob) -> np.ndarray | None:
+        def exchange(layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            turn.release()
+            try:
+                return job.exchange(layer, k, v)
+            finally:
+                turn.acquire()
+
+        try:
+            with turn:
+                tokens, prompt = job.token_ids.tolist(), job.prompt
+                return compute_part(model.model, model.layout, tokens, prompt.start, prompt.is_last, exchange)
+        except BaseException:
+            for each in chain.jobs:
+                each.cancel()
+            raise
+
+    with ThreadPoolExecutor(len(chain.jobs)) as threads:
+        futures = [threads.submit(compute, job) for job in chain.jobs]
+    failures = [error for each in futures if (error := each.exception())]
+    if failures:  # the first cancels the others
+        raise next((error for error in failures if not isinstance(error, JobCancelledError)), failures[0])
+    *others, logits = [each.result() for each in futures]
+    assert others == [None] * len(others)
+    assert logits is not None
+    return logits
+
+
+def load(name: str, folder: Path, dtype: str = "float32") -> SModel:
+    path = model_zoo.save_model(name, folder)
+    return SModel(EngineConfig(model=str(path), dtype=dtype, skip_tokenizer_init=True, max_model_len=512))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> SModel:
+    return load("llama-gqa", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("name", model_zoo.RECIPES)
+def test_every_architecture_gives_its_own_logits(name: str, tmp_path: Path) -> None:
+    model = load(name, tmp_path)
+    prompt = model_zoo.prompts(name)[0]
+    expected = model_zoo.reference_logits(model_zoo.build_model(name), prompt, [0])[0]
+    whole = Chain(model.layout, prompt, (0, len(prompt)))
+    assert_close(run(model, whole), expected)
+    n = len(prompt)
+    for method, bounds in (("kvr", (0, n // 2, n * 4 // 5, n * 9 // 10, n)), ("tsp", (0, n // 3, n * 2 // 3, n))):
+        chain = Chain(model.layout, prompt, bounds, method)
+        assert_close(run(model, chain), expected)
+        for layer in range(len(model.layout.layers)):
+            for ours, theirs in zip(chain.rows(layer), whole.rows(layer), strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def assert_close(logits: np.ndarray, expected: torch.Tensor) -> None:
+    np.testing.assert_allclose(logits, expected.numpy(), rtol=1e-3, atol=1e-3)
+    assert int(logits.argmax()) == int(expected.argmax())
+
+
+@pytest.mark.parametrize("bounds", [(0, 1, 2, 3), (0, 1, 200), (0, 199, 200), (0, 16, 17, 200)], ids=str)
+@pytest.mark.parametrize("method", ["kvr", "tsp"])
+def test_any_partition(llama: SModel, method: str, bounds: tuple[int, ...]) -> None:
+    prompt = model_zoo.prompts("llama-gqa")[0][: bounds[-1]]
+    expected = run(llama, Chain(llama.layout, prompt, (0, len(prompt))))
+    logits = run(llama, Chain(llama.layout, prompt, bounds, method))
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
+def test_sixteen_bits(name: str, tmp_path: Path) -> None:
+    model = load(name, tmp_path, "bfloat16")
+    prompt = model_zoo.prompts(name)[0]
+    logits = [
+        from_numpy(run(model, Chain(model.layout, prompt, bounds)), torch.bfloat16).float()
+        for bounds in ((0, 200), (0, 120, 200))
+    ]
+    assert (logits[0] - logits[1]).abs().max() < 0.1 * logits[0].abs().max()
+
+
+def test_keys_and_values_of_the_first_part_do_not_depend_on_the_others(llama: SModel) -> None:
+    """Rows computed in forwards of the same size have the same bits."""
+    prompt = model_zoo.prompts("llama-gqa")[0]
+    short = Chain(llama.layout, prompt[:100], (0, 100))
+    chain = Chain(llama.layout, prompt, (0, 100, 200))
+    run(llama, short)
+    run(llama, chain)
+    for layer in range(len(llama.layout.layers)):
+        for ours, theirs in zip(chain.rows(layer), short.rows(layer), strict=True):
+            np.testing.assert_array_equal(ours[:100], theirs)
+
+
+def test_traffic_is_that_of_the_formulas(llama: SModel) -> None:
+    """KV-Runahead, section 4.2: a chain sends C(p-1)/2 rows of k and of v per layer, an all-gather C(p-1)."""
+    prompt = model_zoo.prompts("llama-gqa")[0]
+    row_bytes = sum(layer.kv_bytes_per_token("float32") for layer in llama.layout.layers)
+    for method, rows in (("kvr", 50 + 100 + 150), ("tsp", 200 * 3)):
+        chain = Chain(llama.layout, prompt, EVEN, method)
+        run(llama, chain)
+        assert sum(job.sent_bytes for job in chain.jobs) == rows * row_bytes
+        assert sum(job.stored_bytes for job in chain.jobs) == 200 * row_bytes
+
+
+def test_a_cancelled_job_ends_at_its_next_layer_or_wait(llama: SModel) -> None:
+    prompt = model_zoo.prompts("llama-gqa")[0]
+    job = Chain(llama.layout, prompt, (0, 100, 200)).jobs[1]
+    threading.Timer(0.2, job.cancel).start()
+    with pytest.raises(JobCancelledError):
+        compute_part(llama.model, llama.layout, prompt[100:], 100, True, job.exchange)
+
+
+def test_rows_without_a_place_are_refused(llama: SModel) -> None:
+    job = Chain(llama.layout, model_zoo.prompts("llama-gqa")[0], (0, 50, 100, 200)).jobs[1]
+    for layer, start, num_rows in [(0, 50, 1), (0, 100, 1), (0, 10, 1), (0, 0, 51), (0, 0, 0), (99, 0, 1), (0, -1, 1)]:
+        with pytest.raises(FrameError):
+            job.place_for(layer, start, num_rows)
+    job.place_for(0, 0, 20)
+    job.filled(0, 0, 20)
+    with pytest.raises(FrameError):
+        job.place_for(0, 0, 20)
+    job.place_for(0, 20, 30)

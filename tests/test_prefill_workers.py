@@ -1,0 +1,170 @@
+"""Prompts computed by prefill workers over real sockets: same tokens as without them, whatever happens to whom."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import model_zoo, prefill_workers, r_workers
+from helpers.engine_checks import assert_nothing_held
+from helpers.prefill_workers import AnyParts
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.errors import BackendError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "128MiB"}
+NAME = "llama-gqa"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Saves each architecture once and returns its folder."""
+    root = tmp_path_factory.mktemp("zoo")
+
+    @cache
+    def saved(name: str = NAME) -> Path:
+        return model_zoo.save_model(name, root / name)
+
+    return saved
+
+
+def make_llm(folder: Path, addresses: str, **settings: Any) -> LLM:
+    return LLM(str(folder), **{**SETTINGS, "s_threads": 1, "r_threads": 1, "prefill_workers": addresses, **settings})
+
+
+def generate(llm: LLM, prompts: list[list[int]], policy: AnyParts | None = None) -> list[list[int]]:
+    """Token ids of every prompt; nothing stays behind."""
+    if policy:
+        llm.engine.scheduler.remote_prompts.policy = policy
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
+    assert_nothing_held(llm.engine)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def expected(name: str = NAME) -> list[list[int]]:
+    return [list(tokens) for tokens in model_zoo.reference(name).tokens]
+
+
+@pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
+def test_every_architecture_matches_generate(name: str, folder: Any) -> None:
+    """All chains of one to four workers, in random parts, and all gathering all."""
+    with prefill_workers.threads(folder(name), 4) as addresses:
+        for method in ("kvr", "tsp"):
+            with make_llm(folder(name), addresses, prefill_parallel=method) as llm:
+                policy = AnyParts([0, 1, 2, 3])
+                assert generate(llm, model_zoo.prompts(name), policy) == expected(name)
+                assert len(policy.started_jobs) == len(model_zoo.prompts(name))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kind", ["inproc:2", "spawn:2", "tcp"])
+def test_every_kind_of_r_worker(kind: str, kv_cache_dtype: str, folder: Any) -> None:
+    """The cache that prefill workers fill is the one that the S-worker would have filled."""
+    prompts = model_zoo.prompts(NAME)
+    with prefill_workers.threads(folder(), 2) as addresses, r_workers.listening() as (_, address):
+        spec = address if kind == "tcp" else kind
+        memory = {} if kind == "tcp" else {"kv_cache_memory": "64MiB", "r_threads": 1}
+        settings = {**SETTINGS, "kv_cache_memory": None, "s_threads": 1, "kv_cache_dtype": kv_cache_dtype, **memory}
+        with LLM(str(folder()), r_workers=spec, prefill_scratch="64MiB", **settings) as llm:
+            without = generate(llm, prompts)
+        with LLM(str(folder()), r_workers=spec, prefill_workers=addresses, **settings) as llm:
+            assert generate(llm, prompts, AnyParts([0, 1], seed=3)) == without
+
+
+def test_spawned_workers_are_killed_again_and_again(folder: Any) -> None:
+    """Two of three are killed at random moments while prompts are under way: no request is lost, no token differs."""
+    with make_llm(folder(), "spawn:3", prefill_threads=1) as llm:
+        policy = llm.engine.scheduler.remote_prompts.policy = AnyParts([0, 1, 2], sizes=(2, 3))
+        pids = [client.process_id for client in llm.engine._prefill_backend.clients]
+        prompts = model_zoo.prompts(NAME) * 3
+        tokens: dict[str, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            llm.engine.add_request(str(number), prompt, GREEDY)
+        kills = random.Random(1)
+        victims = kills.sample(pids, 2)
+        while llm.engine.has_unfinished_requests():
+            for output in llm.engine.step():
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+            if victims and policy.started_jobs and kills.random() < 0.2:
+                os.kill(victims.pop(), signal.SIGKILL)
+        assert not victims
+        assert len(policy.workers) == 1
+        assert [tokens[str(number)] for number in range(len(prompts))] == expected() * 3
+        assert_nothing_held(llm.engine)
+        assert generate(llm, model_zoo.prompts(NAME)) == expected()
+
+
+def test_the_s_worker_computes_what_is_left_when_all_are_gone(folder: Any) -> None:
+    with prefill_workers.process(folder()) as (process, address), make_llm(folder(), address) as llm:
+        policy = llm.engine.scheduler.remote_prompts.policy = AnyParts([0])
+        for number, prompt in enumerate(model_zoo.prompts(NAME)):
+            llm.engine.add_request(str(number), prompt, GREEDY)
+        tokens: dict[str, list[int]] = {}
+        while llm.engine.has_unfinished_requests():
+            if process.poll() is None and policy.started_jobs:
+                process.kill()
+            for output in llm.engine.step():
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+        assert [tokens[str(number)] for number in range(len(tokens))] == expected()
+        assert policy.workers == []
+
+
+def test_an_aborted_prompt_stops_its_chain(folder: Any) -> None:
+    with prefill_workers.threads(folder(), 2) as addresses, make_llm(folder(), addresses) as llm:
+        llm.engine.scheduler.remote_prompts.policy = AnyParts([0, 1], sizes=(2,))
+        for turn in range(10):
+            for number, prompt in enumerate(model_zoo.prompts(NAME)):
+                llm.engine.add_request(f"{turn}-{number}", prompt, GREEDY)
+            for _ in range(turn % 3):
+                llm.engine.step()
+            llm.engine.abort_request([f"{turn}-{number}" for number in range(8)])
+            llm.engine.step()
+            llm.engine.look_around()
+        assert generate(llm, model_zoo.prompts(NAME)) == expected()
+        assert llm.engine.prefills is not None
+        assert llm.engine.prefills.num_under_way == 0
+
+
+@pytest.mark.parametrize("security", ["encrypt", "authenticate"])
+def test_with_a_key(security: str, folder: Any, tmp_path: Path) -> None:
+    """On every connection: S-worker, prefill workers and R-worker."""
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef0123456789abcdef")
+    key.chmod(0o600)
+    guard = ("--key-file", str(key), "--security", security)
+    with (
+        prefill_workers.process(folder(), *guard) as (_, first),
+        prefill_workers.process(folder(), *guard) as (_, second),
+        r_workers.listening(*guard) as (_, r_worker),
+    ):
+        settings = {"r_workers": r_worker, "kv_cache_memory": None, "r_threads": None}
+        guarded = {"key_file": str(key), "security": security}
+        with make_llm(folder(), f"{first},{second}", **settings, **guarded) as llm:
+            assert generate(llm, model_zoo.prompts(NAME), AnyParts([0, 1], sizes=(2,))) == expected()
+        with pytest.raises(BackendError, match="key"):
+            make_llm(folder(), first)
+
+
+def test_another_model_is_refused(folder: Any) -> None:
+    with (
+        prefill_workers.threads(folder("qwen2"), 1) as address,
+        pytest.raises(BackendError, match="another model"),
+    ):
+        make_llm(folder(), address)
+
+
+def test_a_second_s_worker_is_told_who_is_served(folder: Any) -> None:
+    with prefill_workers.threads(folder(), 1) as address:
+        with (
+            make_llm(folder(), address),
+            pytest.raises(BackendError, match="serves another S-worker"),
+        ):
+            make_llm(folder(), address)
+        with make_llm(folder(), address) as llm:  # once the first has gone
+            assert generate(llm, model_zoo.prompts(NAME)[:1]) == expected()[:1]

@@ -1,0 +1,188 @@
+"""Prompts that prefill workers compute, as the scheduler sees them: alone, without engine, workers or clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as PySequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from helpers.scheduler_harness import AMPLE
+
+from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
+from fastdecode.step import PrefillPart, ScheduledStep
+from fastdecode.types import Verb
+
+LEAST = 64
+
+
+@dataclass
+class TwoWorkers:
+    """A policy: prompts of at least LEAST tokens go to two workers in halves; ``calls`` is what it was told."""
+
+    calls: list[tuple] = field(default_factory=list)
+
+    def begin_step(self, now_seconds: float, num_waiting: int, num_decoding: int) -> None:
+        self.calls.append(("step", num_waiting, num_decoding))
+
+    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
+        half = num_tokens // 2
+        return (PrefillPart(0, 0, half), PrefillPart(1, half, num_tokens)) if num_tokens >= LEAST else ()
+
+    def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
+        self.calls.append(("started", job_id))
+
+    def ended(self, job_id: int, now_seconds: float, computed: bool) -> None:
+        self.calls.append(("ended", job_id, computed))
+
+    def joined(self, worker: int) -> None: ...
+
+    def lost(self, worker: int) -> None: ...
+
+
+def make(num_blocks: PySequence[int] = (100,), **limits: Any) -> Scheduler:
+    bandwidths = (1.0,) * len(num_blocks)
+    settings = replace(AMPLE, num_blocks=tuple(num_blocks), bandwidths=bandwidths, prefix_caching=True, **limits)
+    return Scheduler(SCHEDULES["stall-free"], settings, TwoWorkers())
+
+
+def step(scheduler: Scheduler) -> ScheduledStep:
+    """Schedule and commit; every sampled sequence gets a token."""
+    planned = scheduler.schedule()
+    scheduler.commit(planned)
+    running = {**scheduler.residents.prompts, **scheduler.residents.decoding}
+    for each in (*planned.arrived, *(i for part in planned.mini_batches for i in part.sampled_ids)):
+        running[each].append(7)
+    return planned
+
+
+def verbs(planned: ScheduledStep) -> list[tuple[str, int, int, int]]:
+    return [(Verb(verb).name, *rest) for worker in planned.controls for verb, *rest in worker]
+
+
+def test_a_long_prompt_goes_to_prefill_workers_and_comes_back() -> None:
+    scheduler = make()
+    long, short = Sequence(1, list(range(100)), 10), Sequence(2, [1, 2, 3], 10)
+    for each in (long, short):
+        scheduler.add(each)
+    first = step(scheduler)
+    (prefill,) = first.prefills
+    assert (prefill.sequence_id, prefill.r_worker, prefill.token_ids) == (1, 0, tuple(range(100)))
+    assert [(part.worker, part.start, part.end) for part in prefill.parts] == [(0, 0, 50), (1, 50, 100)]
+    assert verbs(first) == [("RESERVE", 1, prefill.job_id, 100)]
+    assert first.mini_batches[0].chunks["sequence_id"].tolist() == [2]  # the short one is the S-worker's
+    assert step(scheduler).prefills == ()
+    assert scheduler.prefilled(prefill.job_id)
+    third = step(scheduler)
+    assert third.arrived == (1,)
+    assert verbs(third) == [("COMMIT", 1, prefill.job_id, 100)]
+    assert long.num_cached == 100
+    fourth = step(scheduler)
+    chunk = fourth.mini_batches[0].chunks
+    assert chunk[chunk["sequence_id"] == 1]["context_len"].tolist() == [100]
+    assert not len(scheduler.remote_prompts)
+
+
+def test_its_tokens_take_no_part_in_the_step_budget() -> None:
+    scheduler = make(max_num_batched_tokens=16, max_num_seqs=16)
+    for number in range(4):
+        scheduler.add(Sequence(number, list(range(number, number + 100)), 10))
+    planned = step(scheduler)
+    assert len(planned.prefills) == 4
+    assert planned.num_tokens == 0
+
+
+def test_a_failed_prompt_is_queued_again_and_its_reservation_released() -> None:
+    scheduler = make()
+    scheduler.add(Sequence(1, list(range(100)), 10))
+    (prefill,) = step(scheduler).prefills
+    free = scheduler.workers[0].free
+    scheduler.prefill_failed(prefill.job_id)
+    again = step(scheduler)
+    assert verbs(again)[0] == ("RELEASE", 1, 0, 0)
+    (second,) = again.prefills
+    assert second.job_id != prefill.job_id
+    assert scheduler.workers[0].free == free
+    assert not scheduler.prefilled(prefill.job_id)  # the answer to the first attempt comes too late
+    assert scheduler.prefilled(second.job_id)
+    assert step(scheduler).arrived == (1,)
+
+
+@pytest.mark.parametrize("when", ["under way", "computed"])
+def test_an_aborted_prompt_is_forgotten(when: str) -> None:
+    scheduler = make()
+    sequence = Sequence(1, list(range(100)), 10)
+    scheduler.add(sequence)
+    (prefill,) = step(scheduler).prefills
+    if when == "computed":
+        scheduler.prefilled(prefill.job_id)
+    scheduler.finish(sequence)
+    assert prefill.job_id not in scheduler.remote_prompts
+    planned = step(scheduler)
+    assert planned.arrived == ()
+    assert verbs(planned)[-1] == ("RELEASE", 1, 0, 0)
+    assert scheduler.workers[0].free == scheduler.workers[0].num_blocks
+
+
+def test_a_prompt_of_a_lost_r_worker_starts_on_another() -> None:
+    scheduler = make((100, 100))
+    scheduler.add(Sequence(1, list(range(100)), 10))
+    (prefill,) = step(scheduler).prefills
+    assert scheduler.lost(prefill.r_worker) == []
+    (second,) = step(scheduler).prefills
+    assert second.r_worker != prefill.r_worker
+    assert prefill.job_id not in scheduler.remote_prompts
+
+
+def test_a_step_that_is_taken_back_is_planned_again() -> None:
+    scheduler = make()
+    scheduler.add(Sequence(1, list(range(100)), 10))
+    first = scheduler.schedule()
+    scheduler.take_back(first)
+    again = step(scheduler)
+    assert (again.prefills, verbs(again)) == (first.prefills, verbs(first))
+    scheduler.prefilled(first.prefills[0].job_id)
+    arriving = scheduler.schedule()
+    scheduler.take_back(arriving)
+    last = step(scheduler)
+    assert (last.arrived, verbs(last)) == ((1,), verbs(arriving))
+
+
+def test_a_prompt_that_goes_on_from_a_prefix_stays_with_the_s_worker() -> None:
+    scheduler = make()
+    first = Sequence(1, list(range(160)), 2)
+    scheduler.add(first)
+    (prefill,) = step(scheduler).prefills
+    scheduler.prefilled(prefill.job_id)
+    step(scheduler)
+    scheduler.finish(first, "length")
+    scheduler.add(Sequence(2, [*range(128), *range(500, 580)], 4))
+    planned = step(scheduler)
+    assert planned.prefills == ()
+    assert planned.mini_batches[0].chunks["context_len"].tolist() == [128]
+
+
+def test_siblings_fork_from_it() -> None:
+    scheduler = make()
+    parent = Sequence(1, list(range(100)), 10, siblings=(Sequence(2, list(range(100)), 10),))
+    scheduler.add(parent)
+    (prefill,) = step(scheduler).prefills
+    scheduler.prefilled(prefill.job_id)
+    step(scheduler)
+    scheduler.fork_siblings(parent)
+    scheduler.residents.decoding[2].append(7)
+    assert ("FORK", 2, 1, 100) in verbs(step(scheduler))
+    assert sorted(scheduler.residents.decoding) == [1, 2]
+
+
+def test_the_policy_hears_of_starts_and_ends() -> None:
+    scheduler = make()
+    for number in range(2):
+        scheduler.add(Sequence(number, list(range(number, number + 100)), 10))
+    one, two = step(scheduler).prefills
+    scheduler.prefilled(one.job_id)
+    scheduler.prefill_failed(two.job_id)
+    policy = scheduler.remote_prompts.policy
+    assert isinstance(policy, TwoWorkers)
+    told = [call for call in policy.calls if call[0] != "step"]
+    assert told == [("started", 1), ("started", 2), ("ended", 1, True), ("ended", 2, False)]
