@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,14 @@ the oracles of scheduler (`test_every_promise_in_every_step`), kernels (`tests/r
 
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What transformers generates (helpers/model_zoo.py) is kept for all processes of this run."""
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="references")
+        config.add_cleanup(folder.cleanup)
+        os.environ["FASTDECODE_TEST_REFERENCES"] = folder.name
 
 
 @pytest.fixture(scope="session", autouse=True)

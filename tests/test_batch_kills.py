@@ -15,6 +15,7 @@ from typing import Any
 NUM_KILLS = 10
 ROWS = 80
 FLAGS = ["--max-model-len", "256", "--max-num-seqs", "4", "--kv-cache-memory", "16MiB", "--s-threads", "1"]
+FLAGS += ["--r-threads", "1"]
 
 STARTER = """
 import os, sys

@@ -26,6 +26,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "get_model.py"
 UNREACHABLE = 69
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SETTINGS = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "kv_cache_memory": "256MiB"}
+SETTINGS |= {"s_threads": 1, "r_threads": 1}  # tests share the cores with each other
 QUESTIONS = [
     "What is the capital of France?",
     "What is 2 + 2?",
@@ -66,7 +67,6 @@ def expected(folder: str) -> list[list[int]]:
     """transformers' greedy answers, all in one batch, each up to and with its end of text."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    torch.set_num_threads(2)
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in CHATS]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
     tokens = model.generate(**inputs, do_sample=False, max_new_tokens=GREEDY.max_tokens)
@@ -93,13 +93,13 @@ def test_twenty_answers_are_those_of_transformers(llm: LLM, expected: list[list[
 
 
 def test_two_r_workers_in_two_mini_batches_change_nothing(folder: str, expected: list[list[int]]) -> None:
-    with LLM(folder, **SETTINGS, r_workers="inproc:2", num_mini_batches=2) as llm:
+    with LLM(folder, **{**SETTINGS, "s_threads": 2}, r_workers="inproc:2", num_mini_batches=2) as llm:
         assert token_ids(llm) == expected
 
 
 def test_one_of_three_r_workers_is_killed(folder: str, expected: list[list[int]]) -> None:
     """``kill -9`` in the middle of the answers."""
-    with LLM(folder, **SETTINGS, r_workers="spawn:3", r_threads=1) as llm:
+    with LLM(folder, **SETTINGS, r_workers="spawn:3") as llm:
         for number, chat in enumerate(CHATS):
             ids = llm.engine.s_model.tokenizer.encode_chat(chat)
             llm.engine.add_request(str(number), {"prompt_token_ids": ids}, GREEDY)

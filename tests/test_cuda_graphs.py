@@ -215,6 +215,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[FakeRecorder]:
 
 def generate(name: str, folder: Path, count: int, **settings: Any) -> list[list[int]]:
     defaults = {"skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "256MiB", "device": "cpu"}
+    defaults |= {"s_threads": 1, "r_threads": 1}
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in model_zoo.prompts(name)]
     with LLM(str(model_zoo.save_model(name, folder)), **{**defaults, **settings}) as llm:

@@ -38,6 +38,7 @@ def generate(
         "max_model_len": 512,
         "kv_cache_memory": "256MiB",
         "s_threads": 1,
+        "r_threads": 1,
     }
     with LLM(str(folder), **{**defaults, **settings}) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
@@ -90,8 +91,8 @@ def test_listening_workers_give_the_same_tokens(num_mini_batches: int, zoo_folde
     """Two processes over TCP, with prompts in chunks."""
     expected = [list(tokens) for tokens in model_zoo.reference("gemma2").tokens]
     with r_workers.listening() as (_, first), r_workers.listening() as (_, second):
-        settings = {"r_workers": f"{first},{second}", "kv_cache_memory": None, "num_mini_batches": num_mini_batches}
-        settings |= {"max_num_batched_tokens": 64, "max_num_seqs": 16}
+        settings = {"r_workers": f"{first},{second}", "kv_cache_memory": None, "r_threads": None}
+        settings |= {"num_mini_batches": num_mini_batches, "max_num_batched_tokens": 64, "max_num_seqs": 16}
         assert generate(zoo_folder("gemma2"), model_zoo.prompts("gemma2"), **settings) == expected
 
 
@@ -119,18 +120,18 @@ DENSE = [name for name in model_zoo.ARCHITECTURES if name not in ("mixtral", "qw
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any, tmp_path: Path) -> None:
-    """At the first difference each side's token is among the other's best five."""
+def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any) -> None:
+    """After each token of our text each side's choice is among the other's best ten of 512, and mostly the same."""
     theirs = model_zoo.load_model(name, torch.bfloat16)
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False, logprobs=5)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False, logprobs=10)
     with LLM(str(zoo_folder(name)), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=512, s_threads=1) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in model_zoo.prompts(name)]
         outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-    expected = model_zoo.reference(name, torch.bfloat16).tokens
-    for prompt, mine, tokens in zip(model_zoo.prompts(name), outputs, expected, strict=True):
-        differ = (i for i, pair in enumerate(zip(mine.token_ids, tokens, strict=True)) if pair[0] != pair[1])
-        first = next(differ, None)
-        if first is not None:
-            logits = model_zoo.reference_logits(theirs, prompt, list(tokens[: first + 1]))[-1]
-            assert logits[mine.token_ids[first]] >= logits.topk(5).values[-1]
-            assert mine.logprobs is not None and tokens[first] in mine.logprobs[first]
+    same = []
+    for prompt, mine in zip(model_zoo.prompts(name), outputs, strict=True):
+        best = model_zoo.reference_logits(theirs, prompt, list(mine.token_ids)).topk(10).indices.tolist()
+        assert mine.logprobs is not None and len(mine.logprobs) == len(best) == 64
+        for token, logprobs, ten in zip(mine.token_ids, mine.logprobs, best, strict=True):
+            assert token in ten and ten[0] in logprobs
+            same.append(token == ten[0])
+    assert sum(same) > 0.9 * len(same)

@@ -134,10 +134,10 @@ class Service:
         """The job is answered, or its client gone: what is left of it is aborted."""
         if job in self._jobs:
             context = self._jobs.pop(job)
-            if self._tracer:
-                self._tracer.ended(job, context)
             self._num_sequences -= job.num_sequences
             self.engine_thread.release(job)
+            if self._tracer:
+                self._tracer.ended(job, context)
 
     def check_alive(self) -> None:
         """ApiError 503 once the engine is dead or the server ends."""

@@ -22,6 +22,7 @@ FASTDECODE = str(Path(sys.executable).parent / "fastdecode")
 MODEL = "demo"
 PATIENCE_SECONDS = 60
 FLAGS = ["--port", "0", "--max-model-len", "256", "--kv-cache-memory", "64MiB", "--device", "cpu"]
+FLAGS += ["--s-threads", "1", "--r-threads", "1"]  # tests share the cores with each other
 CHAT_TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
