@@ -35,7 +35,9 @@ demo: $(STAMP)
 model: $(STAMP)
 	@$(BIN)/python scripts/get_model.py
 
-test: $(STAMP) lint sanitize-quick emulated
+# The first three side by side: of two cores mypy takes one, and the last file of a build too.
+test: $(STAMP)
+	$(MAKE) -j2 --output-sync=target lint sanitize-quick emulated
 	$(BIN)/pytest -q -n 2
 
 test-quick: $(STAMP)

@@ -16,16 +16,18 @@ from fastdecode.prefill_worker import PrefillWorker
 from fastdecode.step import PrefillPart
 from helpers.r_workers import FASTDECODE
 
+NO_KEY = Security()
+
 
 class _End(Exception):
     """Ends a worker's thread."""
 
 
 @contextlib.contextmanager
-def threads(folder: Path, count: int, **settings: object) -> Iterator[str]:
+def threads(folder: Path, count: int, security: Security = NO_KEY) -> Iterator[str]:
     """``count`` workers with models of their own; their addresses as ``--prefill-workers`` takes them."""
-    config = EngineConfig(model=str(folder), device="cpu", max_model_len=512, **settings)
-    workers = [PrefillWorker(config, 1, (0,), Security()) for _ in range(count)]
+    config = EngineConfig(model=str(folder), device="cpu", max_model_len=512)
+    workers = [PrefillWorker(config, 1, (0,), security) for _ in range(count)]
     ended = threading.Event()
 
     def between_prompts(is_free: bool) -> None:
