@@ -16,7 +16,7 @@ from fastdecode.cluster.links.zeromq import ZmqChannel, ZmqListener
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind
 from fastdecode.cluster.wire.handshake import R_WORKER
-from fastdecode.cluster.wire.messages import decode_join, encode_join
+from fastdecode.cluster.wire.messages import PREFILL_WORKER, decode_join, encode_join
 from fastdecode.errors import ConfigError, FastDecodeError, FrameError
 from fastdecode.settings import is_loopback, split_address
 from fastdecode.types import KVLayout, RWorkerInfo
@@ -48,7 +48,8 @@ class Joined:
 class JoinListener:
     """Reads the addresses that R-workers send, and connects to each in a thread of its own, so that no step waits.
 
-    An R-worker that is in the pool, or was dismissed, is not connected to again; one that was lost is.
+    An R-worker that is in the pool, or was dismissed, is not connected to again; one that was lost is. Addresses of
+    prefill workers go to ``invite_prefill_worker``, None where they are not wanted.
     """
 
     def __init__(self, listener: ZmqListener, connect: Callable[[str], Link], block_size: int) -> None:
@@ -58,6 +59,7 @@ class JoinListener:
         self._refused: set[str] = set()
         self._opened: queue.SimpleQueue[Joined] = queue.SimpleQueue()
         self._layout: KVLayout | None = None
+        self.invite_prefill_worker: Callable[[str], None] | None = None
 
     @property
     def address(self) -> str:
@@ -78,7 +80,7 @@ class JoinListener:
                 frame = conversation.receive(0.0)
                 if frame is None or frame.kind is not Kind.JOIN:
                     raise FrameError("it sent something else than JOIN")
-                self._connect_to(decode_join(conversation.body(frame, MOST_JOIN_BYTES)), self._layout)
+                self._connect_to(*decode_join(conversation.body(frame, MOST_JOIN_BYTES)), self._layout)
             except FrameError as error:
                 self._log_once(str(error))
             channel.close()
@@ -100,11 +102,16 @@ class JoinListener:
             self._refused.add(reason)
             log.warning("refused to let an R-worker join: %s", reason)
 
-    def _connect_to(self, address: str, layout: KVLayout) -> None:
+    def _connect_to(self, address: str, role: str, layout: KVLayout) -> None:
         if address in self._known:
             return
         if not self._listener.is_guarded and not is_loopback(split_address("JOIN", address)[0]):
             raise FrameError(f"it listens at {address}, beyond this machine, and this pool has no key file")
+        if role == PREFILL_WORKER:
+            if self.invite_prefill_worker is None:
+                raise FrameError(f"{address} is a prefill worker, and this job was started without --prefill-workers")
+            self.invite_prefill_worker(address)
+            return
         if len(self._known) >= MOST_ADDRESSES:
             raise FrameError(f"{MOST_ADDRESSES} R-workers have joined already")
         self._known.add(address)
@@ -124,8 +131,8 @@ class JoinListener:
 class Joiner:
     """Asks the S-worker at ``pool`` again and again to connect to ``address``; both are "host:port"."""
 
-    def __init__(self, pool: str, address: str, secret: bytes | None) -> None:
-        self._pool, self._address, self._secret = pool, address, secret
+    def __init__(self, pool: str, address: str, secret: bytes | None, role: str = R_WORKER) -> None:
+        self._pool, self._address, self._secret, self._role = pool, address, secret, role
         self._channel: ZmqChannel | None = None
         self._next = 0.0
 
@@ -137,7 +144,7 @@ class Joiner:
         self._next = time.monotonic() + ASK_SECONDS
         self._channel = ZmqChannel(self._pool, self._secret, role=R_WORKER)
         with contextlib.suppress(ConnectionError):
-            Conversation(self._channel).send(Kind.JOIN, encode_join(self._address))
+            Conversation(self._channel).send(Kind.JOIN, encode_join(self._address, self._role))
 
     def close(self) -> None:
         """May be called twice."""

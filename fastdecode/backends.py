@@ -11,6 +11,7 @@ from fastdecode.config import MODEL, EngineConfig, flag_names
 from fastdecode.errors import CapacityError
 from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.protocols import AttentionBackend, PrefillBackend
+from fastdecode.settings import is_loopback, split_address
 from fastdecode.types import KVLayout, RWorkerInfo
 
 if TYPE_CHECKING:
@@ -20,14 +21,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
-    """The R-workers that ``config.r_workers`` names, those of this machine on ``cores``, and a listener for more."""
+def make_backend(
+    config: EngineConfig, cores: list[int], prefill_workers: PrefillBackend | None = None
+) -> AttentionBackend:
+    """The R-workers that ``config.r_workers`` names, those of this machine on ``cores``, and a listener for more.
+
+    The listener is also that of prefill workers that join ``prefill_workers``.
+    """
     pool = _make_pool(config, cores)
     if config.pool_listen:
         from fastdecode.cluster.links.tcp import listen_for_joins
 
         listener = listen_for_joins(config.pool_listen, config.block_size, config.key_file, config.security)
         logger.info("R-workers may join at %s", listener.address)
+        if prefill_workers:
+            listener.invite_prefill_worker = prefill_workers.invite
         pool.accept_joins(listener)
     return pool
 
@@ -35,7 +43,10 @@ def make_backend(config: EngineConfig, cores: list[int]) -> AttentionBackend:
 def kv_port(config: EngineConfig) -> Literal["", "loopback", "any"]:
     """Where R-workers take keys and values from prefill workers; see ``KVLayout.kv_port``."""
     spec = config.prefill_worker_spec
-    return "" if spec is None else "loopback" if spec.on_this_machine else "any"
+    if spec is None:
+        return ""
+    joining = split_address("pool_listen", config.pool_listen, 0)[0] if config.pool_listen else "localhost"
+    return "loopback" if spec.on_this_machine and is_loopback(joining) else "any"
 
 
 def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:

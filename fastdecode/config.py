@@ -129,8 +129,8 @@ class EngineConfig:
     )
     r_cores: str | None = setting(None, "such as 4-7", WORKERS, metavar="LIST", unset="every core")
     prefill_workers: str | None = setting(
-        None, "that compute prompts: spawn:N, processes here; host:port,host:port, listening ones; mpi:N, the last "
-        "ranks of this mpirun", WORKERS, metavar="SPEC", unset="none: the S-worker does",
+        None, "that compute prompts: spawn:N, processes here; host:port,host:port, listening ones", WORKERS,
+        metavar="SPEC", unset="none: the S-worker does",
     )  # fmt: skip
     prefill_parallel: str = setting(
         "kvr", "how they share a prompt: kvr, a chain (KV-Runahead); tsp, for comparison", WORKERS,
@@ -206,8 +206,6 @@ class EngineConfig:
             return
         hosts = [split_address("prefill_workers", each)[0] for each in spec.addresses]
         check_key("prefill_workers", hosts, self.key_file)
-        if spec.kind == "mpi" and self.r_worker_spec.kind != "mpi":
-            raise ConfigError("prefill_workers: mpi:N needs --r-workers mpi: both are ranks of one job")
 
     def _check_memory(self) -> None:
         for name, times in (("kv_cache_memory", self.num_r_workers), ("prefill_scratch", 1)):

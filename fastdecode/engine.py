@@ -75,7 +75,7 @@ class LLMEngine:
             self._cleanup.callback(self._prefill_backend.close)
         set_threads(pin_s_worker(self.config))
         self.s_model = SModel(self.config)
-        self.backend = backend or make_backend(self.config, r_cores)
+        self.backend = backend or make_backend(self.config, r_cores, self._prefill_backend)
         self._cleanup.callback(self.backend.close)
         layout = replace(self.s_model.layout, isa=self.config.uniform_arithmetic, kv_port=kv_port(self.config))
         self.r_workers = self.backend.open(layout)

@@ -40,16 +40,20 @@ class RemotePrefills:
         """To be called before every step: tell the scheduler what has become of its prompts."""
         now = time.perf_counter()
         prompts = self._scheduler.remote_prompts
-        done, failed, lost = self._backend.outcomes()
-        for each in done:
+        outcomes = self._backend.outcomes()
+        for each in outcomes.computed:
             if self._scheduler.prefilled(each.job_id, now):
                 self._logits[each.sequence_id] = each.logits
                 self.on_prefilled(each)
-        for worker in lost:
+        for worker in outcomes.joined:
+            logger.info("prefill worker %d has joined", worker)
+            if prompts.policy:
+                prompts.policy.joined(worker)
+        for worker in outcomes.lost:
             logger.warning("prefill worker %d is lost: what it computed is computed again", worker)
             if prompts.policy:
                 prompts.policy.lost(worker)
-        for job_id in failed:
+        for job_id in outcomes.failed:
             self._scheduler.prefill_failed(job_id, now)
         for job_id in self._backend.jobs:
             if job_id not in prompts:

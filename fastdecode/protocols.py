@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fastdecode.step import Prefilled, PrefillPart, RemotePrefill
+from fastdecode.step import PrefillOutcomes, PrefillPart, RemotePrefill
 from fastdecode.types import KVLayout, RWorkerInfo, StepPlan, StepReport
 
 
@@ -105,8 +105,12 @@ class PrefillBackend(Protocol):
         """A prompt is not wanted any more; unknown ids are ignored."""
         ...
 
-    def outcomes(self) -> tuple[list[Prefilled], list[int], list[int]]:
-        """Since the last call: prompts that are computed, jobs that failed, and workers that were lost. Never waits."""
+    def outcomes(self) -> PrefillOutcomes:
+        """What has become known since the last call; never waits."""
+        ...
+
+    def invite(self, address: str) -> None:
+        """Have the worker that listens at ``address``, "host:port", join, unless it is here; never waits."""
         ...
 
     def wait(self, timeout_seconds: float) -> None:

@@ -109,7 +109,7 @@ class RWorkerSpec:
 
 @dataclass(frozen=True)
 class PrefillWorkerSpec:
-    """``kind``: "spawn", "tcp" or "mpi"; ``addresses``: "host:port" of each, for tcp."""
+    """``kind``: "spawn" or "tcp"; ``addresses``: "host:port" of each, for tcp."""
 
     kind: str
     count: int
@@ -123,11 +123,16 @@ class PrefillWorkerSpec:
 
 
 def parse_prefill_workers(spec: str) -> PrefillWorkerSpec:
-    """spawn:N, mpi:N or host:port,host:port; ConfigError for anything else, or an address twice."""
-    if match := re.fullmatch(r"(spawn|mpi):([1-9]\d{0,3})", spec):
-        return PrefillWorkerSpec(match.group(1), int(match.group(2)))
-    if not re.fullmatch(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*", spec) or re.match(r"(spawn|mpi):", spec):
-        raise ConfigError(f"prefill_workers must be spawn:N, mpi:N or host:port,host:port, not {spec!r}")
+    """spawn:N or host:port,host:port; ConfigError for anything else, or an address twice."""
+    if match := re.fullmatch(r"spawn:([1-9]\d{0,3})", spec):
+        return PrefillWorkerSpec("spawn", int(match.group(1)))
+    if re.fullmatch(r"mpi(:\d+)?", spec):
+        raise ConfigError(
+            "prefill_workers: mpi:N is not built yet; start `fastdecode prefill-worker --listen` on those hosts and "
+            "give their host:port, also beside --r-workers mpi"
+        )
+    if not re.fullmatch(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*", spec) or spec.startswith("spawn:"):
+        raise ConfigError(f"prefill_workers must be spawn:N or host:port,host:port, not {spec!r}")
     addresses = tuple(spec.split(","))
     for address in addresses:
         split_address("prefill_workers", address)

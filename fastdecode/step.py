@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -160,6 +161,15 @@ class Prefilled:
     seconds: float
     sent_bytes: int
     stored_bytes: int
+
+
+class PrefillOutcomes(NamedTuple):
+    """Prompts that are computed, jobs that failed, and prefill workers that were lost and that have joined."""
+
+    computed: list[Prefilled]
+    failed: list[int]
+    lost: list[int]
+    joined: list[int]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from fastdecode.cluster.links import shared_memory
+from fastdecode.cluster.prefill import messages as prefill
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.wire import frames, handshake, messages
 from fastdecode.cluster.wire.frames import Kind
@@ -29,6 +30,9 @@ HELLO = Hello("host:1", LAYOUT, 32)
 WELCOME = Welcome(100, 2, "avx2", 10.5, (0, 1), "boot", "0" * 64)
 PLAN = WorkerPlan(np.array([(0, 2, 1, 4)], CONTROL), (np.array([(1, 2, 3, 1)] * 2, SPAN), np.zeros(0, SPAN)))
 REPORT = WorkerReport(np.ones((2, 3)), np.ones((2, 3)), 0.0, 123, 45)
+PLACE = prefill.Place("10.0.0.1:5580", 7)
+PROMPT = prefill.Prompt(1, "kvr", 1, (0, 4, 8), PLACE, PLACE)
+PREFILL_WELCOME = prefill.PrefillWelcome(2, (0, 1), "boot", "", "0" * 64, 7)
 KEY = bytes(32)
 ODD: list[Any] = [None, True, 0, -1, 1, 16, 1 << 31, 1 << 63, 10**400, 0.5, -0.0, 1e39, float("nan"), float("inf")]
 ODD += ["", "float32", "int4", "\ud800", "\n", "x" * 5000, [], [[]], [1] * 5, {}, {"a": 1}]
@@ -69,7 +73,26 @@ def join(data: bytes) -> None:
     """What is read can be said again."""
     with suppress(FrameError):
         found = messages.decode_join(_json(data, messages.encode_join("10.0.0.1:5580")))
-        _require(messages.decode_join(messages.encode_join(found)) == found)
+        _require(messages.decode_join(messages.encode_join(*found)) == found)
+
+
+def prompt(data: bytes) -> None:
+    """What is read of a prompt's part is within its limits, and can be said again."""
+    tokens = np.frombuffer(data[: len(data) // 8 * 8], "<i8")[:4]
+    with suppress(FrameError):
+        found = prefill.decode_prompt(_json(data, prefill.encode(PROMPT)), tokens, 100, 1000)
+        _require(len(tokens) == found.end - found.start and found.bounds[-1] <= 100)
+        _require(msgspec.json.decode(prefill.encode(found), type=prefill.Prompt) == found)
+
+
+def prefill_answers(data: bytes) -> None:
+    """What prefill workers and S-workers say of themselves."""
+    with suppress(FrameError):
+        prefill.decode_prefill_hello(_json(data, prefill.encode(prefill.PrefillHello("host:1", "0" * 64, 512))))
+    with suppress(FrameError):
+        prefill.decode_prefill_welcome(_json(data, prefill.encode(PREFILL_WELCOME)))
+    with suppress(FrameError):
+        "".join(prefill.decode_failure(_json(data, prefill.encode(prefill.Failure(1, "lost")))).reason).encode()
 
 
 def plan(data: bytes) -> None:
@@ -192,6 +215,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "welcome": welcome,
     "refusal": refusal,
     "join": join,
+    "prompt": prompt,
+    "prefill-answers": prefill_answers,
     "plan": plan,
     "report": report,
     "gate": gate,
@@ -205,6 +230,8 @@ SEEDS: dict[str, list[bytes]] = {
     "welcome": [messages.encode_welcome(WELCOME), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
     "refusal": [messages.encode_refusal("busy", "it serves another"), b"\x01" + bytes(40)],
     "join": [messages.encode_join("10.0.0.1:5580"), messages.encode_join("*:1"), b"\x01" + bytes(40)],
+    "prompt": [bytes(32) + prefill.encode(PROMPT), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
+    "prefill-answers": [prefill.encode(PREFILL_WELCOME), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
     "plan": [messages.encode_plan(PLAN), struct.pack("<QQ", 0, 0)],
     "report": [messages.encode_report(REPORT)],
     "gate": [bytes(200), bytes(range(256))],

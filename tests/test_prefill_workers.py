@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,25 @@ def test_with_a_key(security: str, folder: Any, tmp_path: Path) -> None:
             assert generate(llm, model_zoo.prompts(NAME), AnyParts([0, 1], sizes=(2,))) == expected()
         with pytest.raises(BackendError, match="key"):
             make_llm(folder(), addresses)
+
+
+def test_one_joins_a_running_job(folder: Any) -> None:
+    """And takes prompts from then on, also once the first is gone."""
+    with (
+        prefill_workers.process(folder()) as (first, address),
+        make_llm(folder(), address, pool_listen="127.0.0.1:0") as llm,
+    ):
+        policy = llm.engine.scheduler.remote_prompts.policy = AnyParts([0])
+        pool = llm.engine.backend.join_listener.address
+        with prefill_workers.process(folder(), "--join", pool, "--listen", "tcp://127.0.0.1:0"):
+            deadline = time.monotonic() + 60
+            while policy.workers != [0, 1] and time.monotonic() < deadline:
+                assert generate(llm, model_zoo.prompts(NAME)[:2]) == expected()[:2]
+            assert policy.workers == [0, 1]
+            first.kill()
+            policy.sizes = (2,)
+            assert generate(llm, model_zoo.prompts(NAME)) == expected()
+            assert policy.workers == [1]
 
 
 def test_another_model_is_refused(folder: Any) -> None:

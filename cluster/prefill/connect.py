@@ -30,7 +30,7 @@ END_SECONDS = 5.0
 def listening_workers(addresses: Sequence[str], security: Security) -> PrefillPool:
     """Prefill workers that listen at ``addresses``, "host:port"."""
     clients = [PrefillClient(address, partial(connect, address, security)) for address in addresses]
-    return PrefillPool(clients, lambda: addresses)
+    return PrefillPool(clients, lambda: addresses, partial(connect, security=security))
 
 
 def spawned_workers(
@@ -54,7 +54,7 @@ def spawned_workers(
         PrefillClient(f"spawn-{index}", partial(_connect, process, security), process.end, process.process.pid)
         for index, process in enumerate(processes)
     ]
-    return PrefillPool(clients, lambda: [process.address for process in processes])
+    return PrefillPool(clients, lambda: [process.address for process in processes], partial(connect, security=security))
 
 
 def _connect(process: _Spawned, security: Security) -> Link:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +29,7 @@ from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal
 from fastdecode.errors import BackendError, FrameError, WorkerLostError
-from fastdecode.step import Prefilled, RemotePrefill
+from fastdecode.step import Prefilled, PrefillOutcomes, RemotePrefill
 from fastdecode.types import ITEM_BYTES, WIRE_DTYPE, RWorkerInfo
 
 OPEN_SECONDS = 300.0
@@ -118,15 +121,22 @@ class PrefillPool:
     ``addresses``: "host:port" at which the others reach each.
     """
 
-    def __init__(self, clients: Sequence[PrefillClient], addresses: Callable[[], Sequence[str]]) -> None:
-        """``addresses`` is called once all are open."""
+    def __init__(
+        self,
+        clients: Sequence[PrefillClient],
+        addresses: Callable[[], Sequence[str]],
+        connect: Callable[[str], Link],
+    ) -> None:
+        """``addresses`` is called once all are open; ``connect`` with the address of one that joins later."""
+        self._connect = connect
         self.clients: list[PrefillClient | None] = list(clients)
         self._find_addresses = addresses
         self.addresses: list[str] = []
         self._jobs: dict[int, _Job] = {}
-        self._done: list[Prefilled] = []
-        self._failed: list[int] = []
-        self._lost: list[int] = []
+        self._found = PrefillOutcomes([], [], [], [])
+        self._hello, self._model = b"", ""
+        self._invited: set[str] = set()
+        self._opened: queue.SimpleQueue[PrefillClient] = queue.SimpleQueue()
         self._logits = (0, np.dtype(np.float32))
 
     def open(self, model: str, max_model_len: int, vocab_size: int, dtype: str) -> int:
@@ -142,6 +152,7 @@ class PrefillPool:
             self.close()
             raise
         self.addresses = list(self._find_addresses())
+        self._hello, self._model = hello, model
         return len(clients)
 
     def submit(self, prefill: RemotePrefill, r_worker: RWorkerInfo) -> None:
@@ -172,11 +183,16 @@ class PrefillPool:
         while not self._hear() and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
 
-    def outcomes(self) -> tuple[list[Prefilled], list[int], list[int]]:
+    def outcomes(self) -> PrefillOutcomes:
         self._hear()
-        outcomes = self._done, self._failed, self._lost
-        self._done, self._failed, self._lost = [], [], []
+        outcomes, self._found = self._found, PrefillOutcomes([], [], [], [])
         return outcomes
+
+    def invite(self, address: str) -> None:
+        """Open a session with the worker that listens at ``address``, in a thread of its own, so that no step waits."""
+        if address not in self.addresses and address not in self._invited and self._hello:
+            self._invited.add(address)
+            threading.Thread(target=self._open, args=(address,), name=f"join {address}", daemon=True).start()
 
     @property
     def jobs(self) -> list[int]:
@@ -217,7 +233,28 @@ class PrefillPool:
                     client.link.channel.look_at_connection()
             except (ConnectionError, FrameError) as error:
                 self._lose(worker, str(error))
-        return bool(self._done or self._failed or self._lost)
+        self._take_in()
+        return any(self._found)
+
+    def _open(self, address: str) -> None:
+        client = PrefillClient(address, partial(self._connect, address))
+        try:
+            client.open(self._hello)
+            client.opened(self._model)
+            self._opened.put(client)
+        except (BackendError, ConnectionError) as error:
+            client.close()
+            self._invited.discard(address)
+            logger.warning("a prefill worker asked to join and cannot: %s", error)
+
+    def _take_in(self) -> None:
+        """Those that have joined get the next numbers."""
+        while not self._opened.empty():
+            client = self._opened.get()
+            self._invited.discard(client.name)
+            self._found.joined.append(len(self.clients))
+            self.clients.append(client)
+            self.addresses.append(client.name)
 
     def _take(self, client: PrefillClient, link: Link, frame: Frame) -> None:
         if frame.kind is Kind.FAILED:
@@ -258,12 +295,14 @@ class PrefillPool:
             return
         del self._jobs[job_id]
         sequence_id, seconds = job.prefill.sequence_id, max(job.seconds)
-        self._done.append(Prefilled(sequence_id, job_id, job.logits, seconds, job.sent_bytes, job.stored_bytes))
+        self._found.computed.append(
+            Prefilled(sequence_id, job_id, job.logits, seconds, job.sent_bytes, job.stored_bytes)
+        )
 
     def _fail(self, job_id: int) -> None:
         if job_id in self._jobs:
             self.cancel(job_id)
-            self._failed.append(job_id)
+            self._found.failed.append(job_id)
 
     def _lose(self, worker: int, reason: str) -> None:
         """Go on without a worker; what it had a part in fails."""
@@ -272,7 +311,9 @@ class PrefillPool:
             return
         logger.warning("%s", WorkerLostError(f"prefill worker {client.name} is lost: {reason}"))
         client.close()
-        self._lost.append(worker)
+        self._found.lost.append(worker)
+        if worker < len(self.addresses):
+            self.addresses[worker] = ""  # so that it may join anew
         for job_id, job in list(self._jobs.items()):
             if any(part.worker == worker for part in job.prefill.parts):
                 self._fail(job_id)

@@ -130,6 +130,8 @@ class PrefillServer:
     def _handle(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         """In the port's thread."""
         handler = self._handlers.get(frame.kind)
+        if frame.kind is Kind.BYE and identity != self._peer:
+            return  # of one that was refused, or served before
         if handler is None:
             raise FrameError(f"a {frame.kind.name} frame, which has no place here")
         if frame.kind not in (Kind.HELLO, Kind.KV) and identity != self._peer:

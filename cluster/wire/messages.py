@@ -54,6 +54,9 @@ KV_STORED = struct.Struct("<qqqq")
 CLOCK = struct.Struct("<d")
 """The body of PONG: seconds."""
 
+R_WORKER, PREFILL_WORKER = "r-worker", "prefill-worker"
+"""What a JOIN may come from."""
+
 _COUNTS = struct.Struct("<QQ")
 _REPORT = struct.Struct("<qqQ")
 
@@ -120,6 +123,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: Text
+    role: Annotated[str, _one_of((R_WORKER, PREFILL_WORKER))] = R_WORKER
 
 
 class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -219,16 +223,16 @@ def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: in
     return WorkerReport(busy[0].copy(), busy[1].copy(), 0.0, bytes_read, blocks_free, bool(leaving))
 
 
-def encode_join(address: str) -> bytes:
-    """``address``: "host:port" at which an R-worker listens."""
-    return encode_json(_Join(address))
+def encode_join(address: str, role: str = R_WORKER) -> bytes:
+    """``address``: "host:port" at which a worker listens; ``role``: "r-worker" or "prefill-worker"."""
+    return encode_json(_Join(address, role))
 
 
-def decode_join(data: bytes | bytearray) -> str:
-    """The address; FrameError when it is none."""
-    address = decode_json("JOIN", data, _Join).address
-    _check_address("JOIN", address)
-    return address
+def decode_join(data: bytes | bytearray) -> tuple[str, str]:
+    """Address and role; FrameError for what is none."""
+    join = decode_json("JOIN", data, _Join)
+    _check_address("JOIN", join.address)
+    return join.address, join.role
 
 
 def encode_refusal(error: str, message: str) -> bytes:

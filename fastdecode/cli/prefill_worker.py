@@ -35,6 +35,9 @@ def add_command(commands: Any) -> None:
         "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
     )
     add_flags(parser, EngineConfig, ["security"])
+    parser.add_argument(
+        "--join", metavar="HOST:PORT", help="ask the S-worker with this --pool-listen to take it into its running job"
+    )
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of --prefill-workers spawn:N, which starts this
     parser.add_argument("--engine-config", type=json.loads, help=argparse.SUPPRESS)
     group = parser.add_argument_group("model, as the S-worker's")
@@ -45,9 +48,11 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the address and serve; SIGTERM ends the process with status 0, Ctrl-C with 130."""
+    from fastdecode.cluster.joining import Joiner, local_address
     from fastdecode.cluster.links.spawn import die_with
     from fastdecode.cluster.prefill.connect import ANSWER
     from fastdecode.cluster.wire.handshake import read_security
+    from fastdecode.cluster.wire.messages import PREFILL_WORKER
 
     if args.parent is not None:
         die_with(args.parent)
@@ -55,8 +60,11 @@ def run(args: argparse.Namespace) -> int:
     cores = _bind(parse_cores("cores", args.cores))
     if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
         raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {args.threads}")
-    host, port = _address(args.listen or LISTEN)
+    towards = local_address(args.join) if args.join else None
+    host, port = _address(args.listen or (f"tcp://{towards}:0" if towards else LISTEN))
     check_key("listen", [host], args.key_file)
+    if args.join:
+        check_key("join", [split_address("join", args.join)[0]], args.key_file)
     check_security(args.security, args.key_file)
     security = read_security(args.key_file, args.security)
     signal.signal(signal.SIGTERM, _end)
@@ -67,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
         address = worker.listen(host, port)
         guard = describe_security(args.security, args.key_file)
         print(f"{ANSWER}tcp://{address} ({guard}), {args.threads or len(cores)} thread(s)", flush=True)
-        worker.run()
+        mine = f"{towards if host == '*' else host}:{address.rpartition(':')[2]}"
+        joiner = Joiner(args.join, mine, security.secret, PREFILL_WORKER) if args.join else None
+        worker.run(lambda is_free: joiner.ask() if joiner and is_free else None)
     print("fastdecode prefill-worker: ended", flush=True)
     return 0
 
