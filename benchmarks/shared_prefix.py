@@ -26,7 +26,7 @@ class Decoder:
         self.num_heads, self.num_kv_heads, count = args.kv_heads * args.group, args.kv_heads, args.sequences
         prefix_blocks = -(-args.shared // BLOCK_SIZE) * (1 if share else count)
         self.worker = _rworker.RWorker(
-            layers=[(self.num_heads, self.num_kv_heads, HEAD_DIM, HEAD_DIM, HEAD_DIM**-0.5, 0, 0.0, [])],
+            layers=[(self.num_heads, self.num_kv_heads, HEAD_DIM, HEAD_DIM, HEAD_DIM**-0.5, 0, 0.0, [], [])],
             model_dtype="float32",
             kv_dtype=kv_dtype,
             block_size=BLOCK_SIZE,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar, overload
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, TypeVar, overload
 
 Item = TypeVar("Item")
 
@@ -58,6 +58,10 @@ class _Snapshot:
     def __repr__(self) -> str:
         """Its type and all fields."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._seen().items())})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that a user sees, as JSON takes it."""
+        return _plain(self._seen())
 
     def _seen(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self.SEEN}
@@ -136,3 +140,18 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as JSON takes it."""
+        return _plain({each.name: getattr(self, each.name) for each in fields(self)})
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in lists, dictionaries, numbers and texts."""
+    if isinstance(value, _Snapshot | RequestOutput):
+        return value.to_dict()
+    if isinstance(value, Logprob):
+        return asdict(value)
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

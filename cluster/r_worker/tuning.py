@@ -112,7 +112,7 @@ class _Trial:
     """One sequence in one KV head, bfloat16, attended to by a few tokens' rows at once."""
 
     def __init__(self, isa: str) -> None:
-        layer: tuple = (HEADS, 1, HEAD_DIM, HEAD_DIM, HEAD_DIM**-0.5, 0, 0.0, [])
+        layer: tuple = (HEADS, 1, HEAD_DIM, HEAD_DIM, HEAD_DIM**-0.5, 0, 0.0, [], [])
         self._worker = _rworker.RWorker(
             layers=[layer], model_dtype="bfloat16", kv_dtype="bfloat16", block_size=64,
             num_blocks=(CONTEXT + ROWS) // 64 + 1, num_threads=1, isa=isa,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -99,7 +98,7 @@ def _print_all(engine: Any, printer: _JsonPrinter | _TextPrinter) -> int:
     except KeyboardInterrupt:
         for output in latest.values():
             if not output.finished:
-                printer.show(dataclasses.replace(output, finished=True))
+                printer.show(replace(output, finished=True))
         raise
     return _report_failures(list(latest.values()))
 
@@ -117,7 +116,7 @@ class _JsonPrinter:
     def show(self, output: RequestOutput) -> None:
         """One line per finished request."""
         if output.finished:
-            print(json.dumps(dataclasses.asdict(output), ensure_ascii=False), flush=True)
+            print(json.dumps(output.to_dict(), ensure_ascii=False), flush=True)
 
 
 class _TextPrinter:
