@@ -21,9 +21,10 @@ from fastdecode.cluster.prefill.messages import Place, Prompt
 from fastdecode.config import EngineConfig
 from fastdecode.errors import FrameError
 from fastdecode.sworker import SModel
-from fastdecode.sworker.prefill_part import compute_part
+from fastdecode.sworker.prefill import reference_attention
+from fastdecode.sworker.prefill_part import compute_part, part_attention
 from fastdecode.sworker.staging import from_numpy
-from fastdecode.types import KVLayout
+from fastdecode.types import KVLayout, LayerLayout
 
 PLACE = Place("127.0.0.1:1", 1)
 EVEN = (0, 50, 100, 150, 200)
@@ -188,3 +189,18 @@ def test_rows_without_a_place_are_refused(llama: SModel) -> None:
     with pytest.raises(FrameError):
         job.place_for(0, 0, 20)
     job.place_for(0, 20, 30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("start", "num_rows", "num_keys"), [(0, 33, 33), (1, 32, 33), (70, 9, 79), (40, 20, 90)])
+def test_parts_attend_as_the_formula_says(start: int, num_rows: int, num_keys: int, dtype: torch.dtype) -> None:
+    """Merged where keys end with the rows; masked where there are later ones."""
+    layer = LayerLayout(num_heads=4, num_kv_heads=2, key_head_dim=16, value_head_dim=16, scale=0.3)
+    generator = torch.Generator().manual_seed(start)
+    shapes = ((num_rows, 4, 16), (num_keys, 2, 16), (num_keys, 2, 16))
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    with torch.inference_mode():
+        found = part_attention(q, k, v, layer, start)
+    end = start + num_rows
+    wanted = reference_attention(q.float(), k[:end].float(), v[:end].float(), layer)
+    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=1e-5 if dtype is torch.float32 else 2e-2)
