@@ -64,7 +64,7 @@ def main() -> None:
     draws = random.Random(args.seed)
     prompts = [[draws.randrange(500) for _ in range(draws.randint(100, 400))] for _ in range(NUM_PROMPTS)]
     settings = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "256MiB"}
-    settings |= {"model": llama_folder(128, 4, initializer_range=0.2), "load_format": "dummy", "dtype": "float32"}
+    settings |= {"model": llama_folder(256, 4, initializer_range=0.2), "load_format": "dummy", "dtype": "float32"}
     with LLM(**settings) as llm:
         outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], GREEDY, use_tqdm=False)
         expected = [list(output.outputs[0].token_ids) for output in outputs]
