@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode.cluster.links.zeromq import ZmqChannel
+from fastdecode.cluster.links.zeromq import open_channel
 from fastdecode.cluster.wire.frames import Conversation, Frame, Kind
-from fastdecode.cluster.wire.handshake import Security, prove
+from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES, decode_refusal
 from fastdecode.errors import FrameError
 
@@ -68,14 +68,8 @@ class KvFeed:
     def __init__(self, address: str, epoch: int, security: Security) -> None:
         """``address`` and ``epoch``: of the ``RWorkerInfo``. BackendError where the two sides do not share a key."""
         self.address = address
-        channel = ZmqChannel(address, security.curve_secret)
-        try:
-            if security.proof_key is not None:
-                prove(channel, security.proof_key, address)
-        except BaseException:
-            channel.close()
-            raise
-        self._channel, self._conversation = channel, Conversation(channel)
+        self._channel = open_channel(address, security)
+        self._conversation = Conversation(self._channel)
         self._conversation.epoch = epoch
         self._in_flight: deque[_Piece] = deque()
         self._done: list[Stored] = []

@@ -73,7 +73,3 @@ class RemotePrefills:
     def wait(self, timeout_seconds: float) -> None:
         """Until something has become of a prompt."""
         self._backend.wait(timeout_seconds)
-
-    def close(self) -> None:
-        """Free the prefill workers; may be called twice."""
-        self._backend.close()

@@ -131,13 +131,9 @@ def parse_prefill_workers(spec: str) -> PrefillWorkerSpec:
             "prefill_workers: mpi:N is not built yet; start `fastdecode prefill-worker --listen` on those hosts and "
             "give their host:port, also beside --r-workers mpi"
         )
-    if not re.fullmatch(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*", spec) or spec.startswith("spawn:"):
+    if not _ADDRESSES.fullmatch(spec) or spec.startswith("spawn:"):
         raise ConfigError(f"prefill_workers must be spawn:N or host:port,host:port, not {spec!r}")
-    addresses = tuple(spec.split(","))
-    for address in addresses:
-        split_address("prefill_workers", address)
-    if len(set(addresses)) < len(addresses):
-        raise ConfigError(f"prefill_workers: {spec!r} names a prefill worker twice")
+    addresses = _split_addresses("prefill_workers", "a prefill worker", spec)
     return PrefillWorkerSpec("tcp", len(addresses), addresses)
 
 
@@ -149,14 +145,23 @@ def parse_r_workers(spec: str) -> RWorkerSpec:
         return RWorkerSpec("inproc", 1)
     if spec == "mpi":
         return RWorkerSpec("mpi", 0)
-    if not re.fullmatch(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*", spec) or re.match(r"(inproc|spawn|mpi):", spec):
+    if not _ADDRESSES.fullmatch(spec) or re.match(r"(inproc|spawn|mpi):", spec):
         raise ConfigError(f"r_workers must be inproc, inproc:N, spawn:N, mpi or host:port,host:port, not {spec!r}")
+    addresses = _split_addresses("r_workers", "an R-worker", spec)
+    return RWorkerSpec("tcp", len(addresses), addresses)
+
+
+_ADDRESSES = re.compile(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*")
+
+
+def _split_addresses(name: str, worker: str, spec: str) -> tuple[str, ...]:
+    """The addresses in "host:port,host:port"; ConfigError for one that is none, or that comes twice."""
     addresses = tuple(spec.split(","))
     for address in addresses:
-        split_address("r_workers", address)
+        split_address(name, address)
     if len(set(addresses)) < len(addresses):
-        raise ConfigError(f"r_workers: {spec!r} names an R-worker twice")
-    return RWorkerSpec("tcp", len(addresses), addresses)
+        raise ConfigError(f"{name}: {spec!r} names {worker} twice")
+    return addresses
 
 
 def split_address(name: str, address: str, least_port: int = 1) -> tuple[str, int]:

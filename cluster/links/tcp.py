@@ -9,13 +9,13 @@ from functools import partial
 
 from fastdecode.cluster.joining import Joiner, JoinListener
 from fastdecode.cluster.links.link import Link
-from fastdecode.cluster.links.zeromq import PeerChannel, ZmqChannel, ZmqListener
+from fastdecode.cluster.links.zeromq import PeerChannel, ZmqListener, open_channel
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.r_worker.host import Host
 from fastdecode.cluster.r_worker.session import TICK_SECONDS, Session
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind, decode
-from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, prove, read_security
+from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, read_security
 from fastdecode.cluster.wire.messages import Hello, encode_refusal
 from fastdecode.errors import ConfigError, FrameError
 from fastdecode.settings import split_address
@@ -61,15 +61,7 @@ def listen_for_joins(
 
 
 def connect(address: str, security: Security) -> Link:
-    channel = ZmqChannel(address, security.curve_secret)
-    channel.diagnose = partial(_diagnose, address)
-    try:
-        if security.proof_key is not None:
-            prove(channel, security.proof_key, address)
-    except BaseException:
-        channel.close()
-        raise
-    return Link(channel)
+    return Link(open_channel(address, security, partial(_diagnose, address)))
 
 
 def _diagnose(address: str) -> str:

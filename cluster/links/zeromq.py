@@ -21,7 +21,7 @@ import zmq.utils.z85
 
 from fastdecode.cluster.links.link import SILENCE_SECONDS
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER
-from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER, derive_key
+from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER, Security, derive_key, prove
 from fastdecode.errors import BackendError, FrameError
 
 PATIENCE_SECONDS = 30.0
@@ -188,6 +188,22 @@ class ZmqChannel(_Socket):
             raise ConnectionError(
                 "the two sides do not agree on a key: the same --key-file and --security, or neither, must be on both"
             )
+
+
+def open_channel(address: str, security: Security, diagnose: Callable[[], str] | None = None) -> ZmqChannel:
+    """A channel to the port at ``address`` ("host:port") whose other end has proven that it holds the key, if any.
+
+    BackendError where the two sides do not share a key. ``diagnose``: see ``ZmqChannel``.
+    """
+    channel = ZmqChannel(address, security.curve_secret)
+    channel.diagnose = diagnose or channel.diagnose
+    try:
+        if security.proof_key is not None:
+            prove(channel, security.proof_key, address)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
 
 
 class ZmqListener(_Socket):

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 from fastdecode.cluster.kv_feed import KvFeed
-from fastdecode.cluster.links.zeromq import ZmqChannel
+from fastdecode.cluster.links.zeromq import open_channel
 from fastdecode.cluster.prefill.messages import Place
 from fastdecode.cluster.wire.frames import Conversation, Kind
-from fastdecode.cluster.wire.handshake import Security, prove
+from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES, decode_refusal
 from fastdecode.errors import BackendError
 
@@ -83,10 +83,8 @@ class ChainSender(Sender):
     """To the next prefill worker, which answers nothing unless it refuses."""
 
     def _serve(self, jobs: dict[int, None]) -> None:
-        channel = ZmqChannel(self.place.address, self._security.curve_secret)
+        channel = open_channel(self.place.address, self._security)
         try:
-            if self._security.proof_key is not None:
-                prove(channel, self._security.proof_key, self.place.address)
             conversation = Conversation(channel)
             conversation.epoch = self.place.epoch
             while not self._is_closed and (item := self._queue.get()) is not None and len(item) == 5:

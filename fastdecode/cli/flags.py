@@ -11,9 +11,19 @@ from typing import Any
 
 from fastdecode.backends import prepare
 from fastdecode.cli.output import check_output_files
-from fastdecode.config import BATCHING, MODEL, ONLY_VLLM, WORKERS, EngineConfig, check_only_vllm, flag_names
-from fastdecode.machine import mend_binding
-from fastdecode.settings import describe_security
+from fastdecode.config import (
+    BATCHING,
+    MAX_THREADS,
+    MODEL,
+    ONLY_VLLM,
+    WORKERS,
+    EngineConfig,
+    check_only_vllm,
+    flag_names,
+)
+from fastdecode.errors import ConfigError
+from fastdecode.machine import mend_binding, usable_cores
+from fastdecode.settings import describe_security, split_address
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
 """Settings of the scheduler, in the engine and in the simulator."""
@@ -76,6 +86,43 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         guard = describe_security(config.security, config.key_file)
         print(f"fastdecode: R-workers {where} ({guard})", file=sys.stderr, flush=True)
     return config
+
+
+def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
+    """What R-workers and prefill workers have in common; ``listen``: the address unless another is given."""
+    parser.add_argument(
+        "--listen", metavar="ADDRESS", help=f"port 0: any ({listen}; with --join, any port of the address towards it)"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="(one per core)")
+    parser.add_argument("--cores", metavar="LIST", help="such as 0,2-3 (every core it may use)")
+    parser.add_argument(
+        "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
+    )
+    add_flags(parser, EngineConfig, ["security"])
+    parser.add_argument(
+        "--join", metavar="HOST:PORT", help="ask the S-worker with this --pool-listen to take it into its running job"
+    )
+
+
+def check_threads(threads: int | None) -> None:
+    """ConfigError for a number that cannot be meant."""
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {threads}")
+
+
+def check_cores(cores: list[int] | None) -> None:
+    """ConfigError for cores that this process may not use."""
+    missing = sorted(set(cores or ()) - set(usable_cores()))
+    if missing:
+        raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
+
+
+def listen_address(text: str) -> tuple[str, int]:
+    """Host and port of "tcp://HOST:PORT"; ConfigError for anything else."""
+    if not text.startswith("tcp://"):
+        raise ConfigError(f"listen: must be tcp://HOST:PORT, not {text!r}")
+    host, port = split_address("listen", text.removeprefix("tcp://"), least_port=0)
+    return ("127.0.0.1" if host == "localhost" else host), port
 
 
 def say_mended() -> None:

@@ -9,9 +9,15 @@ import os
 import signal
 from typing import Any
 
-from fastdecode.cli.flags import add_common_flags, add_flags
-from fastdecode.config import MAX_THREADS, MODEL, EngineConfig, flag_names
-from fastdecode.errors import ConfigError
+from fastdecode.cli.flags import (
+    add_common_flags,
+    add_flags,
+    add_worker_flags,
+    check_cores,
+    check_threads,
+    listen_address,
+)
+from fastdecode.config import MODEL, EngineConfig, flag_names
 from fastdecode.machine import usable_cores
 from fastdecode.settings import check_key, check_security, describe_security, parse_cores, split_address
 
@@ -26,18 +32,7 @@ def add_command(commands: Any) -> None:
         description="Serves one S-worker after another, with the same model and weights as theirs. A prompt that is "
         "shared by several goes through them as a chain; each sends its keys and values to the sequence's R-worker.",
     )
-    parser.add_argument(
-        "--listen", metavar="ADDRESS", help=f"port 0: any ({LISTEN}; with --join, any port of the address towards it)"
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="(one per core)")
-    parser.add_argument("--cores", metavar="LIST", help="such as 0,2-3 (every core it may use)")
-    parser.add_argument(
-        "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
-    )
-    add_flags(parser, EngineConfig, ["security"])
-    parser.add_argument(
-        "--join", metavar="HOST:PORT", help="ask the S-worker with this --pool-listen to take it into its running job"
-    )
+    add_worker_flags(parser, LISTEN)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of --prefill-workers spawn:N, which starts this
     parser.add_argument("--engine-config", type=json.loads, help=argparse.SUPPRESS)
     group = parser.add_argument_group("model, as the S-worker's")
@@ -58,10 +53,9 @@ def run(args: argparse.Namespace) -> int:
         die_with(args.parent)
     config = _config(args)
     cores = _bind(parse_cores("cores", args.cores))
-    if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
-        raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {args.threads}")
+    check_threads(args.threads)
     towards = local_address(args.join) if args.join else None
-    host, port = _address(args.listen or (f"tcp://{towards}:0" if towards else LISTEN))
+    host, port = listen_address(args.listen or (f"tcp://{towards}:0" if towards else LISTEN))
     check_key("listen", [host], args.key_file)
     if args.join:
         check_key("join", [split_address("join", args.join)[0]], args.key_file)
@@ -89,19 +83,10 @@ def _config(args: argparse.Namespace) -> EngineConfig:
 
 
 def _bind(cores: list[int] | None) -> tuple[int, ...]:
-    missing = sorted(set(cores or ()) - set(usable_cores()))
-    if missing:
-        raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
+    check_cores(cores)
     if cores:
         os.sched_setaffinity(0, cores)
     return tuple(cores or usable_cores())
-
-
-def _address(text: str) -> tuple[str, int]:
-    if not text.startswith("tcp://"):
-        raise ConfigError(f"listen: must be tcp://HOST:PORT, not {text!r}")
-    host, port = split_address("listen", text.removeprefix("tcp://"), least_port=0)
-    return ("127.0.0.1" if host == "localhost" else host), port
 
 
 def _end(number: int, frame: Any) -> None:

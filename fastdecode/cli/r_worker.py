@@ -8,10 +8,15 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.flags import add_common_flags, add_flags, say_mended
-from fastdecode.config import MAX_THREADS, EngineConfig
+from fastdecode.cli.flags import (
+    add_common_flags,
+    add_worker_flags,
+    check_cores,
+    check_threads,
+    listen_address,
+    say_mended,
+)
 from fastdecode.errors import ConfigError
-from fastdecode.machine import usable_cores
 from fastdecode.settings import (
     check_key,
     check_security,
@@ -36,19 +41,8 @@ def add_command(commands: Any) -> None:
         description="Serves one S-worker after another. When one goes, all it held is freed. On SIGTERM the S-worker "
         "moves its sequences elsewhere, then this process ends; on a second one it ends at once.",
     )
-    parser.add_argument(
-        "--listen", metavar="ADDRESS", help=f"port 0: any ({LISTEN}; with --join, any port of the address towards it)"
-    )
+    add_worker_flags(parser, LISTEN)
     parser.add_argument("--kv-cache-memory", metavar="BYTES", help="such as 4GiB (40%% of what is free)")
-    parser.add_argument("--threads", type=int, metavar="N", help="(one per core)")
-    parser.add_argument("--cores", metavar="LIST", help="such as 0,2-3 (every core it may use)")
-    parser.add_argument(
-        "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
-    )
-    add_flags(parser, EngineConfig, ["security"])
-    parser.add_argument(
-        "--join", metavar="HOST:PORT", help="ask the S-worker with this --pool-listen to take it into its running job"
-    )
     parser.add_argument("--transport", default="tcp", choices=["tcp", "mpi"], help="mpi: a rank of an mpirun job (tcp)")
     for name in ("--control-fd", "--memory-fd", "--parent"):  # of --r-workers spawn:N, which starts this
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
@@ -65,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     cores, threads, kv_cache_bytes = _resources(args)
     if args.control_fd is not None:
         return _serve_parent(args, cores, threads, kv_cache_bytes)
-    _check_cores(cores)
+    check_cores(cores)
     if args.transport == "mpi":
         return _serve_job(args, cores, threads, kv_cache_bytes)
     signal.signal(signal.SIGTERM, partial(_end, None))
@@ -78,16 +72,9 @@ def run(args: argparse.Namespace) -> int:
 def _resources(args: argparse.Namespace) -> tuple[list[int] | None, int | None, int | None]:
     """Cores, threads and bytes that the flags give, None where they leave the choice; ConfigError names the flag."""
     cores = parse_cores("cores", args.cores)
-    if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
-        raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {args.threads}")
+    check_threads(args.threads)
     wanted = args.kv_cache_memory
     return cores, args.threads, None if wanted is None else parse_kv_cache_memory(wanted)
-
-
-def _check_cores(cores: list[int] | None) -> None:
-    missing = sorted(set(cores or ()) - set(usable_cores()))
-    if missing:
-        raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
 
 
 def _serve_parent(
@@ -131,7 +118,7 @@ def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | No
     from fastdecode.cluster.wire.handshake import read_security
 
     towards = local_address(args.join) if args.join else None
-    host, port = _address(args.listen or (f"tcp://{towards}:0" if towards else LISTEN))
+    host, port = listen_address(args.listen or (f"tcp://{towards}:0" if towards else LISTEN))
     check_key("listen", [host], args.key_file)
     if args.join:
         check_key("join", [split_address("join", args.join)[0]], args.key_file)
@@ -149,13 +136,6 @@ def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | No
         server.run()
     finally:
         listener.close()
-
-
-def _address(text: str) -> tuple[str, int]:
-    if not text.startswith("tcp://"):
-        raise ConfigError(f"listen: must be tcp://HOST:PORT, not {text!r}")
-    host, port = split_address("listen", text.removeprefix("tcp://"), least_port=0)
-    return ("127.0.0.1" if host == "localhost" else host), port
 
 
 def _end(server: Server | None, number: int, frame: Any) -> None:
