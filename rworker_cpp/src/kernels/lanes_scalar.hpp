@@ -10,6 +10,7 @@ struct Scalar {
     static constexpr int width = 1;
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
     static constexpr int max_rows = 2;       // query rows that share a key line
+    static constexpr int float_sums = 16;
     static constexpr int accumulators = 16;  // vectors that fit the registers beside the operands
 
     static vec set1(float x) { return x; }

@@ -105,7 +105,7 @@ inline void score_vectors(const Tile* tiles, int first, const float* queries, in
 template <class L, DType D, int Rows>
     requires(is_quantized(D))
 void score_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* queries, int query_stride, int lines,
-                float* scores) {
+                float /*scale*/, float* scores) {
     constexpr int together = vectors_together<L, D, Rows>(4);
     int vector = seen.begin / kTileTokens * (kTileTokens / L::width);
     const int end = (seen.end + L::width - 1) / L::width;
