@@ -155,6 +155,39 @@ class PrefillPolicy(Protocol):
         ...
 
 
+class DraftPolicy(Protocol):
+    """Decides how many draft tokens each sequence verifies in the next step. Pure."""
+
+    def choose(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
+        """Draft tokens of each decoding sequence: int64 [n], from 0 to ``most``, int64 [n].
+
+        ``acceptance``: float64 [n], the probability that a draft token is accepted where those before it were.
+        ``num_tokens``: rows of the step without drafts; ``kv_loads``: float64 [num_workers], KV tokens attended.
+        """
+        ...
+
+    def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """The probability that a draft token is accepted, float64 [n], of sequences of whose drafts ``tried`` were
+        tested and ``kept`` accepted, the last ones counting most; both float64 [n]."""
+        ...
+
+    def observe(
+        self,
+        num_tokens: int,
+        num_sequences: int,
+        kv_loads: Sequence[int],
+        s_seconds: float,
+        wait_seconds: float,
+        r_seconds: Sequence[float],
+    ) -> None:
+        """How long a decode step of ``num_tokens`` rows, drafts included, of ``num_sequences`` sequences took."""
+        ...
+
+    def observe_drafting(self, num_sequences: int, num_passes: int, seconds: float) -> None:
+        """How long ``num_passes`` draft tokens of each of ``num_sequences`` sequences took."""
+        ...
+
+
 class DraftRequest(NamedTuple):
     """A sequence that decodes, for which ``num_drafts`` tokens are to be drafted, at least one.
 
