@@ -74,7 +74,7 @@ def test_many_sequences_share_as_few_do() -> None:
     rng = np.random.default_rng(0)
     chances = rng.uniform(0.3, 0.95, 1024)
     chosen = BalancedDrafts(8, 2, times).choose(chances, np.full(1024, 8), 1024, LOADS)
-    assert 840 <= chosen.sum() <= 910
+    assert 800 <= chosen.sum() <= 950
     gains = np.sort((chances[:, None] ** np.arange(1, 9)).ravel())[::-1]
     assert np.sum([np.sum(chances**depth * (chosen >= depth)) for depth in range(1, 9)]) == pytest.approx(
         gains[: chosen.sum()].sum(), rel=1e-4

@@ -60,7 +60,7 @@ OPTIMISM = 2.0
 """Standard errors by which slopes count as smaller in a trial, which is to find out."""
 
 MOST_POINTS = 33
-"""Numbers of rows at which a given ``StepTime`` is asked; straight lines between them."""
+"""Numbers of rows at which a given ``StepTime`` is asked, most of them low; straight lines between them."""
 
 SAME_LOAD = 0.02
 """A change of the KV load that is not worth asking it again."""
@@ -285,7 +285,10 @@ class GivenTimes:
         tokens, most, loads = self._key
         if (tokens, most) != (num_tokens, most_more) or abs(kv_tokens - loads) > SAME_LOAD * loads:
             self._key = (num_tokens, most_more, kv_tokens)
-            self._rows = np.unique(np.linspace(0, most_more, min(MOST_POINTS, most_more + 1)).astype(int))
+            places = (
+                np.linspace(0, 1, MOST_POINTS) ** 2 if most_more >= MOST_POINTS else np.linspace(0, 1, most_more + 1)
+            )
+            self._rows = np.unique(np.rint(most_more * places).astype(int))
             self._times = np.array([self._step_time(num_tokens + int(rows), kv_tokens) for rows in self._rows])
         return np.interp(more, self._rows, self._times)
 
