@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -185,6 +185,34 @@ class DraftPolicy(Protocol):
 
     def observe_drafting(self, num_sequences: int, num_passes: int, seconds: float) -> None:
         """How long ``num_passes`` draft tokens of each of ``num_sequences`` sequences took."""
+        ...
+
+
+class DraftRequest(NamedTuple):
+    """A sequence that decodes, for which ``num_drafts`` tokens are to be drafted, at least one.
+
+    R-worker ``worker`` has ``num_cached`` of its tokens: all but the last. ``sampling``: what the sampler needs for the
+    next token (``SamplingRow``).
+    """
+
+    sequence_id: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    num_drafts: int
+    worker: int
+    num_cached: int
+    sampling: Any
+
+
+class Drafter(Protocol):
+    """Guesses next tokens; called between steps."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
+        """Draft tokens by sequence, at most as many as each asks for; none where there is no guess."""
+        ...
+
+    def forget(self, sequence_id: int) -> None:
+        """A sequence has ended, or lost its cache; unknown ones are ignored."""
         ...
 
 
