@@ -134,8 +134,11 @@ class PrefillPolicy(Protocol):
         """The time of the decisions that follow, prompts that have not begun, and sequences that decode."""
         ...
 
-    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
-        """Parts of a prompt of ``num_tokens`` tokens, in order; none: the S-worker is to compute it."""
+    def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
+        """Parts of the ``num_tokens`` tokens that a prompt has after a cached prefix of ``context_len``, in order.
+
+        None: the S-worker is to compute them.
+        """
         ...
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:

@@ -23,10 +23,10 @@ class Stub:
 
     hand_over_seconds: float = 0.1
 
-    def parts(self, num_tokens: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> tuple[int, ...]:
         return even(num_tokens, len(speeds))
 
-    def seconds(self, parts: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
+    def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
         each = zip(parts, speeds, strict=True)
         return tuple(i * self.hand_over_seconds + rows * 1e-3 / speed for i, (rows, speed) in enumerate(each))
 
@@ -50,9 +50,9 @@ def test_a_lone_prompt_takes_all_workers_and_many_take_one_each() -> None:
 
 def test_a_prompt_stays_on_the_s_worker_where_that_is_sooner() -> None:
     """Short ones; long ones while the workers are busy; but not while others would stand still meanwhile."""
-    policy = LeastWaiting(Stub(), lambda num_tokens: 0.05 + num_tokens * 2e-3, range(2))
+    policy = LeastWaiting(Stub(), lambda num_tokens, context_len: 0.05 + num_tokens * 2e-3, range(2))
     assert policy.assign(40) != ()
-    assert LeastWaiting(Stub(0.1), lambda num_tokens: num_tokens * 5e-4, range(2)).assign(40) == ()
+    assert LeastWaiting(Stub(0.1), lambda num_tokens, context_len: num_tokens * 5e-4, range(2)).assign(40) == ()
     policy.started(1, policy.assign(10_000))
     assert policy.assign(1000) == ()
     policy.begin_step(0.0, num_decoding=10)
