@@ -26,6 +26,7 @@ from fastdecode.settings import (
     setting,
     split_address,
 )
+from fastdecode.speculative_config import SpeculativeConfig
 from fastdecode.types import ISAS, PREFILL_METHODS
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -143,6 +144,11 @@ class EngineConfig:
     prefill_cores: str | None = setting(
         None, "of spawned prefill workers, dealt in turn, such as 4-7", WORKERS, metavar="LIST", unset="every core"
     )
+    speculative_config: dict[str, Any] = setting(
+        dict, 'draft tokens that R-workers verify over one read of the cache, such as {"method": "ngram", '
+        '"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}', BATCHING, metavar="JSON",
+        unset="none",
+    )  # fmt: skip
     pool_listen: str | None = setting(
         None, "where R-workers may join while the job runs", WORKERS, metavar="HOST:PORT", unset="nowhere"
     )
@@ -173,6 +179,7 @@ class EngineConfig:
             )
         if self.profile is not None and not Path(self.profile).is_file():
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
+        _ = self.speculative
         self._check_r_workers()
         self._check_prefill_workers()
         self._check_memory()
@@ -238,6 +245,11 @@ class EngineConfig:
     def r_worker_spec(self) -> RWorkerSpec:
         """What ``r_workers`` asks for."""
         return parse_r_workers(self.r_workers)
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """What ``speculative_config`` asks for."""
+        return SpeculativeConfig.of(self.speculative_config)
 
     @property
     def prefill_worker_spec(self) -> PrefillWorkerSpec | None:

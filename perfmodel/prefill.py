@@ -216,8 +216,8 @@ class PrefillModel:
 def chain_traffic_tokens(parts: Sequence[int], context_len: int = 0) -> int:
     """Tokens whose keys and values cross the chain's links in one layer: equations 6 and 7 for uneven parts.
 
-    Worker i sends all up to its end, so Σ_{i<p} end_i; with even parts n·(p − 1)/2, half of TSP's. All but the last pass
-    a prefix of c tokens on, c·(p − 1) more; the c tokens that the first gets from the R-worker are not counted.
+    Worker i sends all up to its end, so Σ_{i<p} end_i; with even parts n·(p − 1)/2, half of TSP's. All but the last
+    pass a prefix of c tokens on, c·(p − 1) more; the c tokens that the R-worker sends to the first are not counted.
     """
     return sum(list(itertools.accumulate(parts))[:-1]) + context_len * (len(parts) - 1)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import model_zoo
 
-from fastdecode.cluster.prefill.jobs import JobCancelledError, PromptJob
+from fastdecode.cluster.prefill.jobs import EarlyRows, JobCancelledError, PromptJob
 from fastdecode.cluster.prefill.messages import Place, Prompt
 from fastdecode.config import EngineConfig
 from fastdecode.errors import FrameError
@@ -177,6 +177,22 @@ def test_a_cancelled_job_ends_at_its_next_layer_or_wait(llama: SModel) -> None:
     threading.Timer(0.2, job.cancel).start()
     with pytest.raises(JobCancelledError):
         compute_part(llama.model, llama.layout, prompt[100:], 100, True, job.exchange)
+
+
+def test_early_rows_are_counted_and_limited() -> None:
+    """What is taken or forgotten makes room again."""
+    rows = np.zeros((2, 1, 4), np.float32)
+    early = EarlyRows(most_bytes=3 * 2 * rows.nbytes)
+    for job_id, start in ((1, 0), (2, 0), (1, 2)):
+        early.keep(job_id, 0, start, rows, rows)
+    assert early.num_bytes == 6 * rows.nbytes
+    with pytest.raises(FrameError, match="job 3, which was not announced"):
+        early.keep(3, 0, 0, rows, rows)
+    assert [start for _, start, _, _ in early.take(1)] == [0, 2]
+    assert early.num_bytes == 2 * rows.nbytes and early.take(3) == []
+    early.keep(3, 0, 0, rows, rows)
+    early.clear()
+    assert early.num_bytes == 0 and early.take(2) == []
 
 
 def test_rows_without_a_place_are_refused(llama: SModel) -> None:

@@ -21,6 +21,9 @@ KV_BYTES = 1 << 22
 LAYERS_AHEAD = 2
 """Layers of a prefix that are asked for before the layer that is computed: one comes while another is on its way."""
 
+MOST_EARLY_BYTES = 1 << 28
+"""Keys and values that are kept for prompts that were not announced yet: the worker before may have begun."""
+
 Send = Callable[[int, int, np.ndarray, np.ndarray], None]
 """Queues rows of a layer to be sent: layer, first position, k and v, [rows, num_kv_heads, …]."""
 
@@ -39,6 +42,39 @@ class LayerRows:
         self.k = np.empty((num_rows, layer.num_kv_heads, layer.key_head_dim), dtype)
         self.v = np.empty((num_rows, layer.num_kv_heads, layer.value_head_dim), dtype)
         self.filled = [0] * num_parts
+
+
+class EarlyRows:
+    """Keys and values that came before the prompt that they belong to. For any thread."""
+
+    def __init__(self, most_bytes: int = MOST_EARLY_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._rows: dict[int, list[tuple[int, int, np.ndarray, np.ndarray]]] = {}
+        self.num_bytes = 0
+
+    def keep(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+        """FrameError where all that is kept would take too many bytes."""
+        with self._lock:
+            if self.num_bytes + k.nbytes + v.nbytes > self._most_bytes:
+                raise FrameError(
+                    f"KV of job {job_id}, which was not announced, beyond {self._most_bytes:,} bytes of such"
+                )
+            self._rows.setdefault(job_id, []).append((layer, start, k, v))
+            self.num_bytes += k.nbytes + v.nbytes
+
+    def take(self, job_id: int) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
+        """Layer, first position, k and v of all that came for this job, in order; they are not kept any longer."""
+        with self._lock:
+            rows = self._rows.pop(job_id, [])
+            self.num_bytes -= sum(k.nbytes + v.nbytes for _, _, k, v in rows)
+        return rows
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._rows.clear()
+            self.num_bytes = 0
 
 
 class PromptJob:

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from fastdecode.cluster.attempts import Attempts
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import ZmqChannel
 from fastdecode.cluster.prefill.messages import (
@@ -137,6 +138,7 @@ class PrefillPool:
         self._found = PrefillOutcomes([], [], [], [])
         self._hello, self._model = b"", ""
         self._invited: set[str] = set()
+        self._attempts = Attempts()
         self._opened: queue.SimpleQueue[PrefillClient] = queue.SimpleQueue()
         self._logits = (0, np.dtype(np.float32))
 
@@ -191,7 +193,8 @@ class PrefillPool:
 
     def invite(self, address: str) -> None:
         """Open a session with the worker that listens at ``address``, in a thread of its own, so that no step waits."""
-        if address not in self.addresses and address not in self._invited and self._hello:
+        known = address in self.addresses or address in self._invited
+        if self._hello and not known and self._attempts.may_try(address):
             self._invited.add(address)
             threading.Thread(target=self._open, args=(address,), name=f"join {address}", daemon=True).start()
 
@@ -243,10 +246,12 @@ class PrefillPool:
             client.open(self._hello)
             client.opened(self._model)
             self._opened.put(client)
+            self._attempts.succeeded(address)
         except (BackendError, ConnectionError) as error:
             client.close()
+            if self._attempts.failed(address, str(error)):
+                logger.warning("a prefill worker asked to join and cannot: %s", error)
             self._invited.discard(address)
-            logger.warning("a prefill worker asked to join and cannot: %s", error)
 
     def _take_in(self) -> None:
         """Those that have joined get the next numbers."""
