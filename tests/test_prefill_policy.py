@@ -142,6 +142,26 @@ def test_a_late_prompt_still_holds_its_worker() -> None:
     assert workers_of(policy.assign(50))[0] == 0
 
 
+def test_parts_begin_after_a_prefix_and_its_attention_counts() -> None:
+    """The longer the prefix, the longer its prompt takes, and the less the last part costs more than the first."""
+    model = PrefillModel(4, MeasuredSPart((100,), (1e-3,), (0.0,)), PromptAttention(1e-6), 10.0, PrefillLink(1e9, 1e-4))
+    policy = LeastWaiting(Forecast(model, method="tsp"), lambda num_tokens, context_len: 1.0 + context_len, range(2))
+    gaps = []
+    for context in (500, 4000):
+        parts = policy.assign(1000, context)
+        assert (parts[0].start, parts[0].end, parts[1].end) == (context, parts[1].start, context + 1000)
+        rows = [part.end - part.start for part in parts]
+        policy.started(context, parts)
+        assert max(policy.backlog_seconds().values()) == pytest.approx(max(model.chain_seconds(rows, (), context)))
+        policy.ended(context, 0.0)
+        gaps.append(rows[0] - rows[1])
+    assert gaps[0] > 2 * gaps[1] > 0
+    assert model.chain_seconds((500, 500), (), 4000)[-1] > 2 * model.chain_seconds((500, 500), (), 500)[-1]
+    on_s_worker = LeastWaiting(Forecast(model), lambda num_tokens, context_len: 1e-2 * context_len, range(2))
+    assert on_s_worker.assign(1000, 1) == ()
+    assert on_s_worker.assign(1000, 400_000) != ()
+
+
 def test_lost_workers_get_nothing_and_joined_ones_do() -> None:
     policy = LeastWaiting(Stub(), workers=range(2))
     policy.lost(0)
