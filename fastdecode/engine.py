@@ -103,7 +103,7 @@ class LLMEngine:
         self._membership = Membership(self.backend, scheduler, self.r_workers, self._tell)
         method = self.config.prefill_parallel
         speculative = self.config.speculative
-        self._speculation = Speculation(make_drafter(speculative), scheduler, self._in_flight) if speculative else None
+        self.speculation = Speculation(make_drafter(speculative), scheduler, self._in_flight) if speculative else None
         self.prefills = (
             RemotePrefills(self._prefill_backend, scheduler, self.r_workers, method) if self._prefill_backend else None
         )
@@ -151,8 +151,8 @@ class LLMEngine:
                 self._membership.update()
                 if self.prefills:
                     self.prefills.update()
-            if self._speculation:
-                self._speculation.draft()
+            if self.speculation:
+                self.speculation.draft()
             step = self._begin()
             sampled = self._compute(step)
             with interrupts_deferred():
@@ -336,8 +336,8 @@ class LLMEngine:
     def _forget(self, sequence_id: int) -> None:
         """``sequence_id`` has ended, or what was cached of it is lost."""
         self._s_worker.forget(sequence_id)
-        if self._speculation:
-            self._speculation.drafter.forget(sequence_id)
+        if self.speculation:
+            self.speculation.drafter.forget(sequence_id)
 
     def _settle(self) -> None:
         """When nothing runs, tell the R-workers of the last releases, so that an idle engine holds no blocks."""

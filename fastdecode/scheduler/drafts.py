@@ -67,7 +67,8 @@ class DraftCounts:
 class Drafts:
     """Drafts take what decodes and prompts have left of a step: rows of its budget, KV load and blocks.
 
-    They preempt nothing. A sequence with k drafts has 1 + k rows in a step, over one read of its cache.
+    They preempt nothing. A sequence with k drafts has 1 + k rows in a step, over one read of its cache. The blocks that
+    they take are granted before they are drafted, since a drafter may have them cached on R-workers too.
     """
 
     def __init__(self, residents: Residents, limits: Limits, policy: DraftPolicy | None) -> None:
@@ -78,17 +79,21 @@ class Drafts:
         self._table = residents.table
         self._most = limits.num_speculative_tokens
         self._proposed: dict[int, Sequence] = {}
-        self._granted: dict[int, tuple[int, int, int]] = {}
+        self._granted: list[tuple[Sequence, int, int, int]] = []
 
     def wanted(self) -> dict[int, int]:
-        """How many draft tokens each sequence is to get, of those that decode and are to get any."""
+        """How many draft tokens each sequence is to get, of those that decode and are to get any.
+
+        Their blocks are granted, until the step that verifies them has ended.
+        """
+        self.drop()
         table, rows = self._table, self._table.rows
         if self.policy is None or not len(rows):
             return {}
         most = np.clip(table.max_tokens[rows] - table.num_outputs(rows) - 1, 0, self._most)
         acceptance = self.policy.acceptance(table.tried[rows], table.kept[rows])
         loads = table.kv_loads(len(self._residents.workers))
-        counts = self.policy.choose(acceptance, most, len(rows), loads)
+        counts = self._within_blocks(rows, self.policy.choose(acceptance, most, len(rows), loads))
         some = np.flatnonzero(counts)
         ids = table.chunks["sequence_id"][rows[some]]
         return dict(zip(ids.tolist(), counts[some].tolist(), strict=True))
@@ -96,7 +101,6 @@ class Drafts:
     def propose(self, drafts: Mapping[int, PySequence[int]]) -> None:
         """Draft tokens of sequences that decode, for the next step only; those that do not decode any more are passed
         over."""
-        self.drop()
         for sequence_id, tokens in drafts.items():
             sequence = self._residents.decoding.get(sequence_id)
             if sequence is not None and len(tokens):
@@ -105,14 +109,16 @@ class Drafts:
                 self._proposed[sequence_id] = sequence
 
     def drop(self) -> None:
-        """Forget what was proposed; blocks that were granted for a step that never ended are given back."""
-        for sequence_id, sequence in self._proposed.items():
+        """Forget what was proposed, and take back the blocks that were granted and not used."""
+        for sequence in self._proposed.values():
             if sequence.table is not None:
                 self._table.num_drafts[sequence.row] = 0
-            row, worker, num_blocks = self._granted.pop(sequence_id, (-1, -1, 0))
-            if num_blocks and (sequence.row, sequence.worker) == (row, worker):
-                self._residents.grow(np.array([row]), -num_blocks)
+        for sequence, row, worker, num_blocks in self._granted:
+            if (sequence.row, sequence.worker) == (row, worker):
+                unused = sequence.num_blocks - self._residents.workers.blocks_for(sequence.num_cached)
+                self._residents.grow(np.array([row]), -min(num_blocks, unused))
         self._proposed.clear()
+        self._granted.clear()
 
     def place(self, rows: np.ndarray, budget: int, kv_limits: np.ndarray | None) -> dict[int, list[int]]:
         """Cut the drafts of ``rows``, which decode in this step, to what is left, and return them by sequence.
@@ -127,7 +133,6 @@ class Drafts:
         if kv_limits is not None:
             loads = table.kv_loads(len(kv_limits)) + np.bincount(table.workers[rows], counts, len(kv_limits))
             counts[(loads > kv_limits)[table.workers[rows]]] = 0
-        counts = self._within_blocks(rows, counts)
         table.num_drafts[rows] = counts
         some = rows[counts > 0]
         ids, drafts = table.chunks["sequence_id"][some].tolist(), table.drafts[some].tolist()
@@ -145,23 +150,26 @@ class Drafts:
             self.counts.count(len(tokens), kept)
             if kept < len(tokens):
                 self._residents.truncate(sequence)
-        self._granted.clear()
         self.drop()
 
     def _within_blocks(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """``counts`` with the blocks they take granted; on R-workers that lack some, what fits the blocks held."""
+        """``counts`` with the blocks they take granted, where each sequence of the R-worker could still take another;
+        elsewhere what fits the blocks held."""
         table, workers = self._table, self._residents.workers
         held = table.num_blocks[rows]
-        more = np.maximum(0, -(-(table.num_cached[rows] + 1 + counts) // workers.block_size) - held)
-        needed = np.bincount(table.workers[rows], more, len(workers)).astype(int).tolist()
-        short = [not self._residents.prefix_cache.make_room(worker, count) for worker, count in enumerate(needed)]
-        lacking = np.array(short)[table.workers[rows]]
-        counts = np.where(lacking, np.minimum(counts, held * workers.block_size - table.num_cached[rows] - 1), counts)
-        more[lacking] = 0
+        more = np.maximum(0, -(-(table.num_cached[rows] + 1 + counts) // workers.block_size) - held) * (counts > 0)
+        needed = np.bincount(table.workers[rows], more, len(workers)).astype(int)
+        short = needed + workers.num_sequences > workers.available
+        lacking = short[table.workers[rows]]
+        room = np.maximum(0, held * workers.block_size - table.num_cached[rows] - 1)
+        counts, more = np.where(lacking, np.minimum(counts, room), counts), np.where(lacking, 0, more)
+        for worker in np.flatnonzero(needed * ~short).tolist():
+            self._residents.prefix_cache.make_room(worker, int(needed[worker]))
         grown = np.flatnonzero(more)
         self._residents.grow(rows[grown], more[grown])
         for row, count in zip(rows[grown].tolist(), more[grown].tolist(), strict=True):
-            self._granted[int(table.chunks["sequence_id"][row])] = (row, int(table.workers[row]), count)
+            sequence = self._residents.decoding[int(table.chunks["sequence_id"][row])]
+            self._granted.append((sequence, row, sequence.worker, count))
         return counts
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastdecode.engine import LLMEngine
-from fastdecode.protocols import DraftRequest
+from fastdecode.protocols import Drafter, DraftRequest
 
 
 class AlwaysMost:
@@ -59,6 +59,9 @@ class Clairvoyant:
         pass
 
 
-def always_draft(engine: LLMEngine) -> None:
-    """Drafts in every step, whoever is the bottleneck."""
+def always_draft(engine: LLMEngine, drafter: Drafter | None = None) -> None:
+    """Drafts in every step, whoever is the bottleneck; by ``drafter`` where one is given."""
     engine.scheduler.drafts.policy = AlwaysMost()
+    if drafter:
+        assert engine.speculation
+        engine.speculation.drafter = drafter
