@@ -70,7 +70,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
     A process of an MPI job takes its place in it here, before a model is loaded.
     """
-    if args.r_workers == "mpi":
+    if args.r_workers == "mpi" or str(getattr(args, "prefill_workers", "")).startswith("mpi:"):
         say_mended()
     check_output_files(getattr(args, "trace", None))
     check_only_vllm(vars(args))
@@ -99,6 +99,7 @@ def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
         "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
     )
     add_flags(parser, EngineConfig, ["security"])
+    parser.add_argument("--transport", default="tcp", choices=["tcp", "mpi"], help="mpi: a rank of an mpirun job (tcp)")
     parser.add_argument(
         "--join", metavar="HOST:PORT", help="ask the S-worker with this --pool-listen to take it into its running job"
     )
@@ -115,6 +116,12 @@ def check_cores(cores: list[int] | None) -> None:
     missing = sorted(set(cores or ()) - set(usable_cores()))
     if missing:
         raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
+
+
+def check_transport(transport: str, join: str | None) -> None:
+    """ConfigError where a rank of an MPI job is to join another one."""
+    if join and transport == "mpi":
+        raise ConfigError("join: an MPI job has the ranks it was started with; leave --transport away")
 
 
 def listen_address(text: str) -> tuple[str, int]:
