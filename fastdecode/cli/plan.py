@@ -19,10 +19,12 @@ from fastdecode.cli.machine_inputs import (
 from fastdecode.cli.output import check_output_files, write_json
 from fastdecode.cli.plan_lines import FORMATS, emit
 from fastdecode.cli.prefill_inputs import AUTOMATIC, add_prefill_flags, prefill_forecast
+from fastdecode.cli.speculation_inputs import add_speculation_flags, read_drafting
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuOnly, Verdict, judge
 from fastdecode.perfmodel.plan import Candidate, Plan
 from fastdecode.perfmodel.prefill_plan import PrefillPlan, plan_prefill
+from fastdecode.perfmodel.speculation import SpeculationPlan, plan_speculation
 
 
 def add_command(commands: Any) -> None:
@@ -40,6 +42,7 @@ def add_command(commands: Any) -> None:
     add_number_flags(parser.add_argument_group("or as measured"))
     _add_workload_flags(parser.add_argument_group("workload"))
     add_prefill_flags(parser.add_argument_group("prefill workers"), automatic=True)
+    add_speculation_flags(parser.add_argument_group("speculative decoding"))
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot", metavar="PNG", help="draw throughput and price against the number of R-workers")
@@ -60,14 +63,16 @@ def run(args: argparse.Namespace) -> int:
     limit = math.inf if args.latency_limit is None else args.latency_limit
     alone = inputs.server.best(limit) if inputs.server else None
     verdict = judge(plan, alone, planner.prices)
-    prefill = _prefill_plan(args, inputs, plan)
+    prefill, drafting = _prefill_plan(args, inputs, plan), read_drafting(args, inputs)
+    speculation = plan_speculation(planner, plan, drafting) if drafting else None
     if args.emit:
         print(emit(args, inputs, plan, prefill))
     else:
-        print(plan_text(inputs, plan, alone, verdict, prefill))
+        print(plan_text(inputs, plan, alone, verdict, prefill, speculation))
     if args.output_json:
         figures = plan_figures(inputs, plan, alone, verdict)
-        write_json(figures | ({"prefill": asdict(prefill)} if prefill else {}), args.output_json)
+        more = {"prefill": prefill, "speculation": speculation}
+        write_json(figures | {name: asdict(each) for name, each in more.items() if each}, args.output_json)
     if args.plot:
         from fastdecode.measure.plots import plot_plan
 
@@ -134,12 +139,17 @@ def _add_workload_flags(group: Any) -> None:
 
 
 def plan_text(
-    inputs: PlanInputs, plan: Plan, alone: GpuOnly | None, verdict: Verdict, prefill: PrefillPlan | None = None
+    inputs: PlanInputs,
+    plan: Plan,
+    alone: GpuOnly | None,
+    verdict: Verdict,
+    prefill: PrefillPlan | None = None,
+    speculation: SpeculationPlan | None = None,
 ) -> str:
     """The figures, the GPU alone, the verdict, the candidates and what all of it rests on."""
     blocks = [
         _title(inputs),
-        "\n".join((*_figures(plan), *_prefill_lines(prefill))),
+        "\n".join((*_figures(plan), *_prefill_lines(prefill), *_speculation_lines(speculation, plan))),
         _alone(inputs, alone),
         verdict.sentence,
     ]
@@ -187,6 +197,20 @@ def _prefill_lines(prefill: PrefillPlan | None) -> Iterator[str]:
     yield _line("first token", f"{waits} at that load; {free}")
     tbt, without = prefill.tbt_seconds * 1e3, prefill.tbt_without_seconds * 1e3
     yield _line("between tokens", f"{tbt:.3g} ms ({without:.3g} ms where the S-worker computes the prompts)")
+
+
+def _speculation_lines(speculation: SpeculationPlan | None, plan: Plan) -> Iterator[str]:
+    if speculation is None:
+        return
+    drafts, tokens = speculation.num_draft_tokens, speculation.tokens_per_verification
+    each = f"{drafts} of each sequence and step, of which {speculation.acceptance_rate:.0%} are accepted"
+    yield _line("draft tokens", f"{each}: {tokens:.2f} tokens per verification")
+    held = ", by their memory" if speculation.r_workers_set_by == "memory" else ""
+    fewer = f"{speculation.saved_r_workers} fewer than without{held}"
+    rate = f"{speculation.output_tokens_per_second:.0f} output tokens/s"
+    yield _line("with them", f"{speculation.num_r_workers} R-worker(s), {fewer}, suffice for {rate}")
+    most = f"{speculation.gain:.2f} x the tokens/s with {speculation.gain_draft_tokens} of each sequence"
+    yield _line("or", f"all {plan.num_r_workers} R-worker(s), for {most}")
 
 
 def _alone(inputs: PlanInputs, alone: GpuOnly | None) -> str:
