@@ -1,5 +1,5 @@
-// A sequence token by token: as floats, as the model's rows, and as bytes that are the same whatever the block size and instruction set,
-// which is how it moves between caches.
+// A sequence token by token: as floats, as the model's rows, and as bytes that are the same whatever the block size and
+// instruction set, which is how it moves between caches.
 #include <cstring>
 #include <string>
 

@@ -104,6 +104,12 @@ void write_row(DType dtype, std::uint8_t* tile, const RowPlace& place, std::int6
         std::memcpy(tile + scale_place(word, token), data + elements + word * 4, 4);
 }
 
+float half_at(const std::uint8_t* data) {
+    std::uint16_t bits;
+    std::memcpy(&bits, data, 2);
+    return Scalar::load_half(&bits);
+}
+
 float bfloat_at(const std::uint8_t* data) {
     std::uint16_t bits;
     std::memcpy(&bits, data, 2);
@@ -115,7 +121,7 @@ void dequantise(DType dtype, const std::uint8_t* row, std::int64_t dim, float* f
     const std::uint8_t* const scales = row + elements_bytes(dtype, dim);
     if (dtype == DType::float32) std::memcpy(floats, row, dim * sizeof(float));
     if (dtype == DType::float16)
-        for (std::int64_t d = 0; d < dim; ++d) floats[d] = Scalar::load_half(reinterpret_cast<const std::uint16_t*>(row) + d);
+        for (std::int64_t d = 0; d < dim; ++d) floats[d] = half_at(row + 2 * d);
     if (dtype == DType::bfloat16)
         for (std::int64_t d = 0; d < dim; ++d) floats[d] = bfloat_at(row + 2 * d);
     if (dtype == DType::int8) {

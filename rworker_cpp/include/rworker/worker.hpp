@@ -51,7 +51,8 @@ struct Statistics {
 
 class AttentionJob;
 
-/// Called from one thread, but for `store`, `read_prefix` and the checks of `cache()` before them. Every error is an Error that leaves the worker as it was.
+/// Called from one thread, but for `store`, `read_prefix` and the checks of `cache()` before them. Every error is an
+/// Error that leaves the worker as it was.
 class Worker {
   public:
     explicit Worker(WorkerConfig config);
