@@ -39,7 +39,8 @@ MODEL = Path.home() / ".cache/fastdecode/SmolLM2-135M-Instruct"
 SOURCES = ("argparse", "tarfile", "zipfile", "inspect", "logging", "typing", "subprocess", "doctest", "pdb", "socket",
            "ast", "difflib", "enum", "email.message", "http.client", "mailbox", "optparse", "pickletools", "platform",
            "shutil", "smtplib", "statistics", "tempfile", "threading", "traceback", "turtle", "unittest.mock", "uuid",
-           "calendar", "codecs", "configparser", "csv", "dataclasses", "datetime", "decimal", "dis", "fractions")  # fmt: skip
+           "calendar", "codecs", "configparser", "csv", "dataclasses", "datetime", "decimal", "dis",
+           "fractions")  # fmt: skip
 
 
 @dataclass(frozen=True)
