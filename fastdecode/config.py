@@ -130,8 +130,8 @@ class EngineConfig:
     )
     r_cores: str | None = setting(None, "such as 4-7", WORKERS, metavar="LIST", unset="every core")
     prefill_workers: str | None = setting(
-        None, "that compute prompts: spawn:N, processes here; host:port,host:port, listening ones", WORKERS,
-        metavar="SPEC", unset="none: the S-worker does",
+        None, "that compute prompts: spawn:N, processes here; host:port,host:port, listening ones; mpi:N, ranks of "
+        "this mpirun", WORKERS, metavar="SPEC", unset="none: the S-worker does",
     )  # fmt: skip
     prefill_parallel: str = setting(
         "kvr", "how they share a prompt: kvr, a chain (KV-Runahead); tsp, for comparison", WORKERS,
@@ -255,6 +255,12 @@ class EngineConfig:
     def prefill_worker_spec(self) -> PrefillWorkerSpec | None:
         """What ``prefill_workers`` asks for."""
         return None if self.prefill_workers is None else parse_prefill_workers(self.prefill_workers)
+
+    @property
+    def in_mpi_job(self) -> bool:
+        """True where R-workers or prefill workers are ranks of this process's job."""
+        prefill = self.prefill_worker_spec
+        return self.r_worker_spec.kind == "mpi" or (prefill is not None and prefill.kind == "mpi")
 
     @property
     def prefill_thread_count(self) -> int:
