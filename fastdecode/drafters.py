@@ -6,16 +6,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from fastdecode.backends import make_draft_backend
 from fastdecode.config import EngineConfig
 from fastdecode.draft_model import DraftModelDrafter
 from fastdecode.drafting import EarlyExitDrafter
 from fastdecode.errors import ConfigError, FastDecodeError
 from fastdecode.ngram import NgramDrafter
-from fastdecode.protocols import Drafter
+from fastdecode.protocols import AttentionBackend, Drafter
 from fastdecode.scheduler import Scheduler
 from fastdecode.speculative_config import SpeculativeConfig
 from fastdecode.sworker import SModel, SWorker
+from fastdecode.types import KVLayout
 
 
 def make_drafter(
@@ -25,12 +25,13 @@ def make_drafter(
     s_worker: SWorker,
     num_mini_batches: int,
     scheduler: Callable[[], Scheduler],
+    make_backend: Callable[[KVLayout], AttentionBackend],
     cleanup: ExitStack,
 ) -> Drafter:
     """What ``speculative`` asks for; ``cleanup`` frees it in the end.
 
-    ``scheduler`` returns that of the next step. ConfigError, ModelLoadError or UnsupportedModelError for a model that
-    cannot draft for this one.
+    ``scheduler`` returns that of the next step; ``make_backend`` makes the R-worker of a draft model. ConfigError,
+    ModelLoadError, UnsupportedModelError or CapacityError for a model that cannot draft for this one.
     """
     if speculative.method == "ngram":
         return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
@@ -38,7 +39,7 @@ def make_drafter(
         first = model.first_layers(speculative.num_layers)
         return EarlyExitDrafter(s_worker.beside(first, model.layout, s_worker.backend), scheduler, num_mini_batches)
     draft = load_draft_model(config, speculative, model)
-    backend = make_draft_backend(config, draft.layout, model.max_model_len)
+    backend = make_backend(draft.layout)
     cleanup.callback(backend.close)
     (info,) = backend.open(replace(draft.layout, isa=config.uniform_arithmetic))
     own = s_worker.beside(draft.model, draft.layout, backend)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastdecode.backends import check_room, kv_port, make_backend, make_prefill_backend, prepare
+from fastdecode.backends import check_room, kv_port, make_backend, make_draft_backend, make_prefill_backend, prepare
 from fastdecode.config import EngineConfig
 from fastdecode.drafters import make_drafter
 from fastdecode.engine_setup import make_scheduler, pin_s_worker
@@ -95,11 +95,18 @@ class LLMEngine:
 
     def _make_drafter(self) -> Drafter | None:
         """What drafts tokens, where any are to be."""
-        speculative, mini_batches = self.config.speculative, self.num_mini_batches
-        if speculative is None:
+        config, model = self.config, self.s_model
+        if config.speculative is None:
             return None
         return make_drafter(
-            self.config, speculative, self.s_model, self._s_worker, mini_batches, lambda: self.scheduler, self._cleanup
+            config,
+            config.speculative,
+            model,
+            self._s_worker,
+            self.num_mini_batches,
+            lambda: self.scheduler,
+            lambda layout: make_draft_backend(config, layout, model.max_model_len),
+            self._cleanup,
         )
 
     def _open_prefill_workers(self, backend: PrefillBackend) -> PrefillPolicy:
