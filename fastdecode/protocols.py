@@ -211,7 +211,10 @@ class Drafter(Protocol):
     """Guesses next tokens; called between steps."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
-        """Draft tokens by sequence, at most as many as each asks for; none where there is no guess."""
+        """Draft tokens by sequence, at most as many as each asks for; none where there is no guess.
+
+        Sequences are left out while more of their text has to be computed first.
+        """
         ...
 
     def forget(self, sequence_id: int) -> None:
