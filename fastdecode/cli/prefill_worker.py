@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.flags import (
+    PREFILL_MODEL,
     add_common_flags,
     add_flags,
     add_worker_flags,
@@ -47,7 +48,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of --prefill-workers spawn:N, which starts this
     parser.add_argument("--engine-config", type=json.loads, help=argparse.SUPPRESS)
     group = parser.add_argument_group("model, as the S-worker's")
-    add_flags(group, EngineConfig, [name for name in flag_names(MODEL) if "tokenizer" not in name])
+    add_flags(group, EngineConfig, PREFILL_MODEL)
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
