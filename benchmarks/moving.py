@@ -64,7 +64,7 @@ class SlowingMachine:
         self._after = SplitMachine(scenario.model(times), speeds=tuple((1 / times).tolist()))
         self._num_steps = 0
 
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float]) -> StepCost:
         self._num_steps += 1
         machine = self._after if self._num_steps > SLOW_FROM else self._before
         return machine.cost(num_tokens, num_output_tokens, kv_loads)

@@ -55,7 +55,7 @@ class SlowStart:
         """The machine's."""
         return self.machine.kv_bytes_per_token
 
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float]) -> StepCost:
         """Sequences are spread evenly."""
         each = int(self.tokens * num_tokens / len(kv_loads))
         return self.machine.cost(num_tokens, num_output_tokens, [load + each for load in kv_loads])

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fastdecode.cluster.attempts import Attempts
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import ZmqChannel, ZmqListener
 from fastdecode.cluster.remote import RemoteWorker
@@ -23,6 +24,9 @@ from fastdecode.types import KVLayout, RWorkerInfo
 
 ASK_SECONDS = 1.0
 """Time between two JOINs: the S-worker may not listen yet, or not have noticed that this R-worker was lost."""
+
+DISMISSED_SECONDS = 10.0
+"""One that was let go and has not asked for so long has ended: what asks later at its address is another."""
 
 MOST_ADDRESSES = 4096
 """Addresses that are remembered: JOINs cost their sender nothing, so their number must be limited here."""
@@ -48,14 +52,17 @@ class Joined:
 class JoinListener:
     """Reads the addresses that R-workers send, and connects to each in a thread of its own, so that no step waits.
 
-    An R-worker that is in the pool, or was dismissed, is not connected to again; one that was lost is. Addresses of
-    prefill workers go to ``invite_prefill_worker``, None where they are not wanted.
+    An R-worker that is in the pool is not connected to again, nor is one that was dismissed, as long as it goes on
+    asking; one that was lost is. Addresses of prefill workers go to ``invite_prefill_worker``, None where they are not
+    wanted.
     """
 
     def __init__(self, listener: ZmqListener, connect: Callable[[str], Link], block_size: int) -> None:
         """``connect`` returns the link to the R-worker at "host:port"."""
         self._listener, self._connect, self._block_size = listener, connect, block_size
         self._known: set[str] = set()
+        self._dismissed: dict[str, float] = {}
+        self._attempts = Attempts()
         self._refused: set[str] = set()
         self._opened: queue.SimpleQueue[Joined] = queue.SimpleQueue()
         self._layout: KVLayout | None = None
@@ -84,11 +91,17 @@ class JoinListener:
             except FrameError as error:
                 self._log_once(str(error))
             channel.close()
+        self._forget_silent()  # after JOINs were read that may have waited here for long
         return [self._opened.get_nowait() for _ in range(self._opened.qsize())]
 
     def forget(self, address: str) -> None:
         """Let the R-worker at ``address`` join again."""
         self._known.discard(address)
+
+    def dismissed(self, address: str) -> None:
+        """The R-worker at ``address`` was let go and has not ended: it will go on asking, and is not wanted."""
+        self._known.discard(address)
+        self._dismissed[address] = time.monotonic()
 
     def close(self) -> None:
         """Also closes R-workers that ``joined`` has not returned yet; may be called twice."""
@@ -102,8 +115,16 @@ class JoinListener:
             self._refused.add(reason)
             log.warning("refused to let an R-worker join: %s", reason)
 
+    def _forget_silent(self) -> None:
+        ended = time.monotonic() - DISMISSED_SECONDS
+        for address in [each for each, asked in self._dismissed.items() if asked < ended]:
+            del self._dismissed[address]
+
     def _connect_to(self, address: str, role: str, layout: KVLayout) -> None:
-        if address in self._known:
+        if address in self._dismissed:
+            self._dismissed[address] = time.monotonic()
+            return
+        if address in self._known or not self._attempts.may_try(address):
             return
         if not self._listener.is_guarded and not is_loopback(split_address("JOIN", address)[0]):
             raise FrameError(f"it listens at {address}, beyond this machine, and this pool has no key file")
@@ -122,9 +143,11 @@ class JoinListener:
         try:
             worker.open(layout)
             self._opened.put(Joined(worker, worker.opened()))
+            self._attempts.succeeded(address)
         except FastDecodeError as error:
             worker.close()
-            log.warning("an R-worker asked to join and cannot: %s", error)
+            if self._attempts.failed(address, str(error)):
+                log.warning("an R-worker asked to join and cannot: %s", error)
             self._known.discard(address)
 
 

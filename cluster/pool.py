@@ -60,6 +60,7 @@ class PoolBackend:
         self.join_listener: JoinListener | None = None
         self._lost: list[int] = []
         self._leaving: list[int] = []
+        self._asked_to_leave: set[str] = set()
         self._layers: tuple[LayerLayout, ...] = ()
         self._o_dtype: np.dtype = np.dtype(np.float32)
         self._rows: list[_MiniBatchRows] = []
@@ -176,7 +177,13 @@ class PoolBackend:
         return infos
 
     def dismiss(self, worker: int) -> None:
+        name = self.workers[worker].name
         self._replace(worker)
+        if self.join_listener and name in self._asked_to_leave:
+            self.join_listener.forget(name)  # its process ends; another may begin there
+        elif self.join_listener:
+            self.join_listener.dismissed(name)
+        self._asked_to_leave.discard(name)
 
     def close(self) -> None:
         if self.join_listener:
@@ -221,6 +228,7 @@ class PoolBackend:
         name = self.workers[index].name
         self._replace(index)
         self._lost.append(index)
+        self._asked_to_leave.discard(name)
         if self.join_listener:
             self.join_listener.forget(name)
         if all(isinstance(worker, LostWorker) for worker in self.workers):
@@ -250,6 +258,7 @@ class PoolBackend:
         times = self._ended(index)
         if times.leaving:
             self._leaving.append(index)
+            self._asked_to_leave.add(self.workers[index].name)
         num_blocks = self._blocks[index][0]
         self._blocks[index] = (num_blocks, min(times.blocks_free, num_blocks))
         transfer = transfer_seconds(self._submitted, times.busy_start, times.busy_end, self._arrived[index])

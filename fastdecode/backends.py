@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 from fastdecode.config import MODEL, EngineConfig, flag_names
 from fastdecode.errors import CapacityError
-from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes, usable_cores
+from fastdecode.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.protocols import AttentionBackend, PrefillBackend
-from fastdecode.settings import is_loopback, split_address
+from fastdecode.settings import PrefillWorkerSpec, RWorkerSpec, is_loopback, split_address
 from fastdecode.types import KVLayout, RWorkerInfo
 
 if TYPE_CHECKING:
@@ -40,13 +40,35 @@ def make_backend(
     return pool
 
 
+def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: int) -> AttentionBackend:
+    """An R-worker for a draft model with KV cache ``layout``, in this process and on the S-worker's cores."""
+    from fastdecode.cluster.pool import InprocBackend
+    from fastdecode.cluster.r_worker.host import RWorkerSize
+
+    cores = config.s_core_list or usable_cores()
+    sequence_bytes = (-(-max_model_len // config.block_size) + 1) * config.block_size * layout.kv_bytes_per_token
+    most = config.bytes_of("kv_cache_memory") or int(available_memory_bytes() * DRAFT_CACHE_SHARE)
+    num_bytes = max(sequence_bytes, min(config.max_num_seqs * sequence_bytes, most))
+    return InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
+
+
 def kv_port(config: EngineConfig) -> Literal["", "loopback", "any"]:
     """Where R-workers take keys and values from prefill workers; see ``KVLayout.kv_port``."""
     spec = config.prefill_worker_spec
     if spec is None:
         return ""
     joining = split_address("pool_listen", config.pool_listen, 0)[0] if config.pool_listen else "localhost"
-    return "loopback" if spec.on_this_machine and is_loopback(joining) else "any"
+    near = _is_near(spec) and _is_near(config.r_worker_spec) and is_loopback(joining)
+    return "loopback" if near else "any"
+
+
+def _is_near(spec: RWorkerSpec | PrefillWorkerSpec) -> bool:
+    """True where these workers are on this machine, and are reached over nothing but it."""
+    if spec.kind == "mpi":
+        from fastdecode.cluster.links.mpi_job import join_as_s_worker
+
+        return join_as_s_worker().is_on_one_machine
+    return all(is_loopback(split_address("workers", each)[0]) for each in spec.addresses)
 
 
 def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
@@ -54,12 +76,14 @@ def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
     spec = config.prefill_worker_spec
     if spec is None:
         return None
-    from fastdecode.cluster.prefill.connect import listening_workers, spawned_workers
+    from fastdecode.cluster.prefill.connect import listening_workers, ranked_workers, spawned_workers
     from fastdecode.cluster.wire.handshake import read_security
 
     security = read_security(config.key_file, config.security)
     if spec.kind == "tcp":
         return listening_workers(spec.addresses, security)
+    if spec.kind == "mpi":
+        return ranked_workers(security)
     cores = config.prefill_core_list or usable_cores()
     threads = config.prefill_thread_count
     names = [*flag_names(MODEL), "seed"]
@@ -110,13 +134,15 @@ def prepare(config: EngineConfig) -> None:
     """What an engine needs before it loads its model; ConfigError for what would fail after that.
 
     Checks the environment variables of R-workers on this machine. With MPI it takes this process's place in the job,
-    since R-workers should not wait for the model, and end with this process if it cannot be loaded.
+    since the other ranks should not wait for the model, and end with this process if it cannot be loaded.
     """
-    if config.r_workers == "mpi":
-        from fastdecode.cluster.links.mpi_link import join_as_s_worker
+    spec, prefill = config.r_worker_spec, config.prefill_worker_spec
+    if config.in_mpi_job:
+        from fastdecode.cluster.links.mpi_job import join_as_s_worker
 
-        join_as_s_worker()
-    elif config.r_worker_spec.on_this_machine:
+        num_ranks = prefill.count if prefill and prefill.kind == "mpi" else 0
+        join_as_s_worker().begin(spec.kind == "mpi", num_ranks, config.key_file)
+    if spec.on_this_machine:
         from fastdecode.cluster.r_worker.tuning import forced_isa, forced_read_ahead
 
         forced_isa()

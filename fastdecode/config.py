@@ -26,6 +26,7 @@ from fastdecode.settings import (
     setting,
     split_address,
 )
+from fastdecode.speculative_config import SpeculativeConfig
 from fastdecode.types import ISAS, PREFILL_METHODS
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -129,8 +130,8 @@ class EngineConfig:
     )
     r_cores: str | None = setting(None, "such as 4-7", WORKERS, metavar="LIST", unset="every core")
     prefill_workers: str | None = setting(
-        None, "that compute prompts: spawn:N, processes here; host:port,host:port, listening ones", WORKERS,
-        metavar="SPEC", unset="none: the S-worker does",
+        None, "that compute prompts: spawn:N, processes here; host:port,host:port, listening ones; mpi:N, ranks of "
+        "this mpirun", WORKERS, metavar="SPEC", unset="none: the S-worker does",
     )  # fmt: skip
     prefill_parallel: str = setting(
         "kvr", "how they share a prompt: kvr, a chain (KV-Runahead); tsp, for comparison", WORKERS,
@@ -143,6 +144,11 @@ class EngineConfig:
     prefill_cores: str | None = setting(
         None, "of spawned prefill workers, dealt in turn, such as 4-7", WORKERS, metavar="LIST", unset="every core"
     )
+    speculative_config: dict[str, Any] = setting(
+        dict, 'draft tokens that R-workers verify over one read of the cache, such as {"method": "ngram", '
+        '"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}', BATCHING, metavar="JSON",
+        unset="none",
+    )  # fmt: skip
     pool_listen: str | None = setting(
         None, "where R-workers may join while the job runs", WORKERS, metavar="HOST:PORT", unset="nowhere"
     )
@@ -173,6 +179,7 @@ class EngineConfig:
             )
         if self.profile is not None and not Path(self.profile).is_file():
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
+        _ = self.speculative
         self._check_r_workers()
         self._check_prefill_workers()
         self._check_memory()
@@ -240,9 +247,20 @@ class EngineConfig:
         return parse_r_workers(self.r_workers)
 
     @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """What ``speculative_config`` asks for."""
+        return SpeculativeConfig.of(self.speculative_config)
+
+    @property
     def prefill_worker_spec(self) -> PrefillWorkerSpec | None:
         """What ``prefill_workers`` asks for."""
         return None if self.prefill_workers is None else parse_prefill_workers(self.prefill_workers)
+
+    @property
+    def in_mpi_job(self) -> bool:
+        """True where R-workers or prefill workers are ranks of this process's job."""
+        prefill = self.prefill_worker_spec
+        return self.r_worker_spec.kind == "mpi" or (prefill is not None and prefill.kind == "mpi")
 
     @property
     def prefill_thread_count(self) -> int:

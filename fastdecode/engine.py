@@ -7,13 +7,14 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from fastdecode.backends import check_room, kv_port, make_backend, make_prefill_backend, prepare
+from fastdecode.backends import check_room, kv_port, make_backend, make_draft_backend, make_prefill_backend, prepare
 from fastdecode.config import EngineConfig
+from fastdecode.drafters import make_drafter
 from fastdecode.engine_setup import make_scheduler, pin_s_worker
 from fastdecode.errors import BackendError, RequestError, WorkerLostError, interrupts_deferred
 from fastdecode.machine import usable_cores
@@ -22,10 +23,11 @@ from fastdecode.metrics import HOST, StateClock, StepRecord, Tracer, step_record
 from fastdecode.outputs import RequestOutput
 from fastdecode.prefill_setup import make_prefill_policy
 from fastdecode.prefills import RemotePrefills
-from fastdecode.protocols import AttentionBackend, PrefillBackend, PrefillPolicy
+from fastdecode.protocols import AttentionBackend, Drafter, PrefillBackend, PrefillPolicy
 from fastdecode.request import Completion, InFlight, Request, make_request
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler import Scheduler
+from fastdecode.speculation import Speculation, num_accepted
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import SModel, SWorker, set_threads
 from fastdecode.sworker.sampling import SampledToken
@@ -85,10 +87,27 @@ class LLMEngine:
         self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
         if not self.config.enforce_eager:
             self._s_worker.capture_graphs(self.num_mini_batches, self.config.max_num_seqs)
+        self._drafter = self._make_drafter()
         scheduler = make_scheduler(self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches)
         if self._prefill_backend:
             scheduler.remote_prompts.policy = self._open_prefill_workers(self._prefill_backend)
         self.replace_scheduler(scheduler)
+
+    def _make_drafter(self) -> Drafter | None:
+        """What drafts tokens, where any are to be."""
+        config, model = self.config, self.s_model
+        if config.speculative is None:
+            return None
+        return make_drafter(
+            config,
+            config.speculative,
+            model,
+            self._s_worker,
+            self.num_mini_batches,
+            lambda: self.scheduler,
+            lambda layout: make_draft_backend(config, layout, model.max_model_len),
+            self._cleanup,
+        )
 
     def _open_prefill_workers(self, backend: PrefillBackend) -> PrefillPolicy:
         """What decides which prompts are theirs; BackendError where one has another model."""
@@ -101,6 +120,8 @@ class LLMEngine:
         self.scheduler = scheduler
         self._membership = Membership(self.backend, scheduler, self.r_workers, self._tell)
         method = self.config.prefill_parallel
+        drafter = self._drafter
+        self.speculation = Speculation(drafter, scheduler, self._in_flight, self.clock) if drafter else None
         self.prefills = (
             RemotePrefills(self._prefill_backend, scheduler, self.r_workers, method) if self._prefill_backend else None
         )
@@ -148,6 +169,8 @@ class LLMEngine:
                 self._membership.update()
                 if self.prefills:
                     self.prefills.update()
+            if self.speculation:
+                self.speculation.draft()
             step = self._begin()
             sampled = self._compute(step)
             with interrupts_deferred():
@@ -257,27 +280,30 @@ class LLMEngine:
     def _compute(self, step: ScheduledStep) -> dict[int, list[SampledToken]]:
         sampled = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
         arrived = self.prefills.logits(step.arrived) if self.prefills else {}
-        sampling = {each: self._in_flight.sampling_rows(each) for each in (*sampled, *arrived)}
+        sampling = {each: self._in_flight.sampling_rows(each, step.drafts.get(each)) for each in (*sampled, *arrived)}
         return self._s_worker.run(step, sampling, self.overlap, arrived)
 
     def _end(self, step: ScheduledStep, sampled: dict[int, list[SampledToken]]) -> list[RequestOutput]:
         """Commit the step everywhere at once, and hand out what it made."""
         report = self.backend.end_step()
-        self.scheduler.commit(step)
+        accepted = {each: num_accepted(sampled[each], tokens) for each, tokens in step.drafts.items()}
+        self.scheduler.commit(step, accepted)
+        sampled = sampled | {each: sampled[each][: 1 + count] for each, count in accepted.items()}
         self._lose(report.lost, sampled)
         self._membership.leaving(report.leaving)
-        outputs = [request.output() for request in (*self._take(sampled), *self._ended_early)]
+        grown, num_output_tokens = self._take(sampled, accepted)
+        outputs = [request.output() for request in (*grown, *self._ended_early)]
         self._ended_early.clear()
         self._settle()
         if step.num_tokens or step.arrived:
-            self._record(step, report, sum(map(len, sampled.values())))
+            self._record(step, report, num_output_tokens)
         return outputs
 
     def _lose(self, workers: Sequence[int], sampled: dict[int, list[SampledToken]]) -> None:
         """What lost R-workers held is computed again elsewhere; the tokens they had a part in are not taken."""
         for sequence in (held for worker in workers for held in self.scheduler.residents.on(worker)):
             sampled.pop(sequence.sequence_id, None)
-            self._s_worker.forget(sequence.sequence_id)
+            self._forget(sequence.sequence_id)
         for sequence in (hopeless for worker in workers for hopeless in self.scheduler.lost(worker)):
             request, completions = self._in_flight.family(sequence.sequence_id)
             for completion in completions:
@@ -287,31 +313,49 @@ class LLMEngine:
                 self._ended_early.append(request)
                 self._in_flight.remove(request.request_id)
 
-    def _take(self, sampled: dict[int, list[SampledToken]]) -> list[Request]:
-        """Append the sampled tokens, end what is finished, and return the requests that grew."""
+    def _take(self, sampled: dict[int, list[SampledToken]], drafted: Container[int] = ()) -> tuple[list[Request], int]:
+        """Append the sampled tokens and end what is finished; the requests that grew, and by how many tokens.
+
+        Those of a sequence in ``drafted`` follow each other; another's are of one place, for a completion each.
+        """
         now = self.clock.enter(HOST)
         grown: dict[str, Request] = {}
+        num_tokens = 0
         for sequence_id, tokens in sampled.items():
             request, completions = self._in_flight.family(sequence_id)
             if len(completions) > 1:
                 self.scheduler.fork_siblings(completions[0].sequence)
-            for each, token in zip(completions, tokens, strict=True):
-                each.append(token, request.params, self.s_model.eos_token_ids)
-                if each.finish_reason is not None:
-                    self._finish(each, each.finish_reason)
+            following = [tokens] if sequence_id in drafted else [[token] for token in tokens]
+            for each, its_tokens in zip(completions, following, strict=True):
+                num_tokens += self._grow(each, its_tokens, request.params)
             grown[request.request_id] = request
         for request in grown.values():
             request.token_seconds.append(now)
             if request.finished:
                 self._in_flight.remove(request.request_id)
-        return list(grown.values())
+        return list(grown.values()), num_tokens
+
+    def _grow(self, completion: Completion, tokens: list[SampledToken], params: SamplingParams) -> int:
+        """Append ``tokens`` up to one that ends ``completion``; how many that were."""
+        for count, token in enumerate(tokens, 1):
+            completion.append(token, params, self.s_model.eos_token_ids)
+            if completion.finish_reason is not None:
+                self._finish(completion, completion.finish_reason)
+                return count
+        return len(tokens)
 
     def _finish(self, completion: Completion, reason: str) -> None:
         completion.finish_reason = reason
         sequence = completion.sequence
         self._in_flight.end(completion)
         self.scheduler.finish(sequence, reason)
-        self._s_worker.forget(sequence.sequence_id)
+        self._forget(sequence.sequence_id)
+
+    def _forget(self, sequence_id: int) -> None:
+        """``sequence_id`` has ended, or what was cached of it is lost."""
+        self._s_worker.forget(sequence_id)
+        if self.speculation:
+            self.speculation.drafter.forget(sequence_id)
 
     def _settle(self) -> None:
         """When nothing runs, tell the R-workers of the last releases, so that an idle engine holds no blocks."""
@@ -333,6 +377,8 @@ class LLMEngine:
             self.tracer.add(self.clock.intervals, report)
             self.clock.intervals.clear()
         record = step_record(step, report, seconds, num_output_tokens, self.overlap)
-        self.scheduler.observe(step, record.s_seconds, record.wait_seconds, record.r_seconds)
+        drafting = (self.speculation.s_seconds, self.speculation.wait_seconds) if self.speculation else (0.0, 0.0)
+        s_seconds, wait_seconds = record.s_seconds - drafting[0], record.wait_seconds - drafting[1]
+        self.scheduler.observe(step, s_seconds, wait_seconds, record.r_seconds)
         if self.on_step:
             self.on_step(record)

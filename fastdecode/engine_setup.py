@@ -15,8 +15,9 @@ from fastdecode.perfmodel.equations import token_budget
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
-from fastdecode.protocols import StepTime
+from fastdecode.protocols import DraftPolicy, StepTime
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
+from fastdecode.scheduler.draft_policy import BalancedDrafts
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.types import ITEM_BYTES, KVLayout, RWorkerInfo
@@ -64,8 +65,16 @@ def make_scheduler(
         micro_batch_interval=config.micro_batch_interval,
         prefix_caching=config.enable_prefix_caching,
         seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
+        num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
     )
-    return Scheduler(schedule, limits)
+    return Scheduler(schedule, limits, draft_policy=_draft_policy(limits, calibrated))
+
+
+def _draft_policy(limits: Limits, calibrated: StepModel | None) -> DraftPolicy | None:
+    """What decides how many tokens are drafted; None where none are to be."""
+    if not limits.num_speculative_tokens:
+        return None
+    return BalancedDrafts(limits.num_speculative_tokens, limits.num_mini_batches, calibrated)
 
 
 def _scratch_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -134,8 +134,11 @@ class PrefillPolicy(Protocol):
         """The time of the decisions that follow, prompts that have not begun, and sequences that decode."""
         ...
 
-    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
-        """Parts of a prompt of ``num_tokens`` tokens, in order; none: the S-worker is to compute it."""
+    def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
+        """Parts of the ``num_tokens`` tokens that a prompt has after a cached prefix of ``context_len``, in order.
+
+        None: the S-worker is to compute them.
+        """
         ...
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
@@ -152,6 +155,70 @@ class PrefillPolicy(Protocol):
 
     def lost(self, worker: int) -> None:
         """Prefill worker ``worker`` is gone."""
+        ...
+
+
+class DraftPolicy(Protocol):
+    """Decides how many draft tokens each sequence verifies in the next step. Pure."""
+
+    def choose(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
+        """Draft tokens of each decoding sequence: int64 [n], from 0 to ``most``, int64 [n].
+
+        ``acceptance``: float64 [n], the probability that a draft token is accepted where those before it were.
+        ``num_tokens``: rows of the step without drafts; ``kv_loads``: float64 [num_workers], KV tokens attended.
+        """
+        ...
+
+    def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """The probability that a draft token is accepted, float64 [n], of sequences of whose drafts ``tried`` were
+        tested and ``kept`` accepted, the last ones counting most; both float64 [n]."""
+        ...
+
+    def observe(
+        self,
+        num_tokens: int,
+        num_sequences: int,
+        kv_loads: Sequence[int],
+        s_seconds: float,
+        wait_seconds: float,
+        r_seconds: Sequence[float],
+    ) -> None:
+        """How long a decode step of ``num_tokens`` rows, drafts included, of ``num_sequences`` sequences took."""
+        ...
+
+    def observe_drafting(self, num_sequences: int, num_passes: int, seconds: float) -> None:
+        """How long ``num_passes`` draft tokens of each of ``num_sequences`` sequences took."""
+        ...
+
+
+class DraftRequest(NamedTuple):
+    """A sequence that decodes, for which ``num_drafts`` tokens are to be drafted, at least one.
+
+    R-worker ``worker`` has ``num_cached`` of its tokens: all but the last. ``sampling``: what the sampler needs for the
+    next token (``SamplingRow``).
+    """
+
+    sequence_id: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    num_drafts: int
+    worker: int
+    num_cached: int
+    sampling: Any
+
+
+class Drafter(Protocol):
+    """Guesses next tokens; called between steps."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
+        """Draft tokens by sequence, at most as many as each asks for; none where there is no guess.
+
+        Sequences are left out while more of their text has to be computed first.
+        """
+        ...
+
+    def forget(self, sequence_id: int) -> None:
+        """A sequence has ended, or lost its cache; unknown ones are ignored."""
         ...
 
 

@@ -29,6 +29,14 @@ class Completion:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     grammar: Matcher | None = None
+    grammar_ahead: list[Matcher] = field(default_factory=list)
+
+    def fitting(self, draft_token_ids: list[int]) -> list[int]:
+        """As many of these as the grammar, where there is one, would let come next."""
+        if self.grammar is None:
+            return draft_token_ids
+        self.grammar_ahead = self.grammar.after(draft_token_ids)
+        return draft_token_ids[: len(self.grammar_ahead)]
 
     def append(self, sampled: SampledToken, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
         """Take the next token and decide whether it was the last."""
@@ -121,6 +129,12 @@ class Request:
         """What the sampler needs for this completion's next token; made once, as the tokens so far are one list."""
         return self._sampling_rows[completion.index]
 
+    def draft_rows(self, completion: Completion, draft_token_ids: list[int]) -> list[SamplingRow]:
+        """What it needs for the tokens that follow the first, the first two, … of ``draft_token_ids``."""
+        row, ahead = self.sampling_row(completion), completion.grammar_ahead
+        ends = range(1, len(draft_token_ids) + 1)
+        return [row.after(draft_token_ids[:end], ahead[end - 1] if ahead else None) for end in ends]
+
     def output(self) -> RequestOutput:
         """A snapshot for the user."""
         metrics = RequestMetrics(self.arrival_seconds, Grown(self.token_seconds), self.started_seconds)
@@ -208,6 +222,10 @@ class InFlight:
         request, _ = self._growing.pop(completion.sequence.sequence_id)
         request.num_growing -= 1
 
+    def completion(self, sequence_id: int) -> Completion:
+        """The one that a sequence grows."""
+        return self._growing[sequence_id][1]
+
     def family(self, sequence_id: int) -> tuple[Request, list[Completion]]:
         """The completions that a sequence's next token is for: its own, and all that still share its prompt."""
         request, completion = self._growing[sequence_id]
@@ -215,7 +233,11 @@ class InFlight:
         others = [self._growing[each.sequence_id][1] for each in siblings] if siblings else ()
         return request, [completion, *others]
 
-    def sampling_rows(self, sequence_id: int) -> list[SamplingRow]:
-        """What the sampler needs for a sequence's next token, once for each completion that it is for."""
+    def sampling_rows(self, sequence_id: int, draft_token_ids: list[int] | None = None) -> list[SamplingRow]:
+        """What the sampler needs for a sequence's next token, once for each completion that it is for.
+
+        A sequence with draft tokens has one completion, and a row for what follows each of them as well.
+        """
         request, completions = self.family(sequence_id)
-        return [request.sampling_row(completion) for completion in completions]
+        rows = [request.sampling_row(completion) for completion in completions]
+        return [*rows, *request.draft_rows(completions[0], draft_token_ids)] if draft_token_ids else rows

@@ -109,30 +109,19 @@ class RWorkerSpec:
 
 @dataclass(frozen=True)
 class PrefillWorkerSpec:
-    """``kind``: "spawn" or "tcp"; ``addresses``: "host:port" of each, for tcp."""
+    """``kind``: "spawn", "tcp" or "mpi"; ``addresses``: "host:port" of each, for tcp."""
 
     kind: str
     count: int
     addresses: tuple[str, ...] = ()
 
-    @property
-    def on_this_machine(self) -> bool:
-        """True where no address of them leaves this machine."""
-        hosts = [split_address("prefill_workers", each)[0] for each in self.addresses]
-        return self.kind == "spawn" or (self.kind == "tcp" and all(map(is_loopback, hosts)))
-
 
 def parse_prefill_workers(spec: str) -> PrefillWorkerSpec:
-    """spawn:N or host:port,host:port; ConfigError for anything else, or an address twice."""
-    if match := re.fullmatch(r"spawn:([1-9]\d{0,3})", spec):
-        return PrefillWorkerSpec("spawn", int(match.group(1)))
-    if re.fullmatch(r"mpi(:\d+)?", spec):
-        raise ConfigError(
-            "prefill_workers: mpi:N is not built yet; start `fastdecode prefill-worker --listen` on those hosts and "
-            "give their host:port, also beside --r-workers mpi"
-        )
-    if not _ADDRESSES.fullmatch(spec) or spec.startswith("spawn:"):
-        raise ConfigError(f"prefill_workers must be spawn:N or host:port,host:port, not {spec!r}")
+    """spawn:N, mpi:N or host:port,host:port; ConfigError for anything else, or an address twice."""
+    if match := re.fullmatch(r"(spawn|mpi):([1-9]\d{0,3})", spec):
+        return PrefillWorkerSpec(match.group(1), int(match.group(2)))
+    if not _ADDRESSES.fullmatch(spec) or re.match(r"(spawn|mpi):", spec):
+        raise ConfigError(f"prefill_workers must be spawn:N, mpi:N or host:port,host:port, not {spec!r}")
     addresses = _split_addresses("prefill_workers", "a prefill worker", spec)
     return PrefillWorkerSpec("tcp", len(addresses), addresses)
 

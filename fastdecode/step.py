@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ CHUNK = np.dtype(
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive new tokens of one sequence in a step: one token when it decodes, more of a prompt.
+    """Consecutive new tokens of one sequence in a step: when it decodes its last one and draft tokens, else a prompt's.
 
     ``attends``: on the R-worker that holds the sequence; otherwise on the S-worker, over its prompt scratch.
     ``samples``: its last token's logits are wanted. ``last_of_prompt``: the scratch is not needed after it.
@@ -91,13 +91,17 @@ class MiniBatch:
     @staticmethod
     def sorted(parts: Sequence[MiniBatch]) -> MiniBatch:
         """The chunks of ``parts`` as one mini-batch, by R-worker with attending ones first, else in order."""
-        chunks = joined([part.chunks for part in parts])
-        tokens = np.concatenate([part.token_ids for part in parts])
-        order = np.argsort(chunks["worker"] * 2 + ~chunks["attends"], kind="stable")
-        counts = chunks["num_rows"][order]
-        starts = (np.cumsum(chunks["num_rows"]) - chunks["num_rows"])[order]
-        rows = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(len(tokens))
-        return MiniBatch(chunks.take(order), tokens[rows])
+        both = MiniBatch(joined([part.chunks for part in parts]), np.concatenate([part.token_ids for part in parts]))
+        return both.take(np.argsort(both.chunks["worker"] * 2 + ~both.chunks["attends"], kind="stable"))
+
+    def take(self, places: np.ndarray) -> MiniBatch:
+        """The chunks at ``places``, in that order, with their tokens."""
+        chunks = self.chunks.take(places)
+        if len(self.token_ids) == len(self.chunks):  # a row each, as where nothing is drafted
+            return MiniBatch(chunks, self.token_ids.take(places))
+        counts, starts = chunks["num_rows"], np.cumsum(self.chunks["num_rows"]) - self.chunks["num_rows"]
+        rows = np.repeat(starts[places] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        return MiniBatch(chunks, self.token_ids.take(rows))
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -120,6 +124,12 @@ class MiniBatch:
         """Sequences whose last token's logits are wanted, in order."""
         return self.chunks["sequence_id"][self.chunks["samples"]].tolist()
 
+    @property
+    def num_logits(self) -> dict[int, int]:
+        """Rows of logits that each of ``sampled_ids`` gets: those of all its tokens where they are scored, else one."""
+        counts = np.where(self.chunks["scored"], self.chunks["num_rows"], 1)[self.chunks["samples"]]
+        return dict(zip(self.sampled_ids, counts.tolist(), strict=True))
+
 
 @dataclass(frozen=True)
 class PrefillPart:
@@ -132,7 +142,7 @@ class PrefillPart:
 
 @dataclass(frozen=True)
 class RemotePrefill:
-    """A prompt that prefill workers compute: its tokens, cut into consecutive ``parts``.
+    """A prompt that prefill workers compute: its tokens, cut into consecutive ``parts``, but for a cached prefix.
 
     ``job_id`` is new for every attempt: the R-worker ``r_worker`` has reserved blocks under it, and refuses rows of any
     other. ``method``: one of ``PREFILL_METHODS``.
@@ -145,6 +155,11 @@ class RemotePrefill:
     parts: tuple[PrefillPart, ...]
     method: str = "kvr"
 
+    @property
+    def context_len(self) -> int:
+        """Tokens of the prefix, which the R-worker has."""
+        return self.parts[0].start
+
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
@@ -152,7 +167,7 @@ class Prefilled:
 
     ``logits``: of its last token, [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds``: of its
     slowest part. ``sent_bytes`` of keys and values went from one prefill worker to another, ``stored_bytes`` to the
-    R-worker.
+    R-worker, and ``read_bytes`` of its prefix came from there.
     """
 
     sequence_id: int
@@ -161,6 +176,7 @@ class Prefilled:
     seconds: float
     sent_bytes: int
     stored_bytes: int
+    read_bytes: int = 0
 
 
 class PrefillOutcomes(NamedTuple):
@@ -178,7 +194,8 @@ class ScheduledStep:
 
     ``num_starts``: requests that begin in this step for the first time. ``prefills``: prompts that prefill workers are
     to compute once the R-workers have heard the controls. ``arrived``: sequences whose prompts they have computed: the
-    controls commit their keys and values, and their first token is to be sampled.
+    controls commit their keys and values, and their first token is to be sampled. ``drafts``: draft tokens that follow
+    the last token of sequences that decode, by sequence.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -186,6 +203,7 @@ class ScheduledStep:
     num_starts: int = 0
     prefills: tuple[RemotePrefill, ...] = ()
     arrived: tuple[int, ...] = ()
+    drafts: Mapping[int, list[int]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -209,7 +227,7 @@ class ScheduledStep:
 
     @property
     def is_decode(self) -> bool:
-        """True when no chunk holds prompt tokens, that is, every sequence adds one token to finished context."""
+        """True when no chunk holds prompt tokens, that is, every sequence adds new tokens to finished context."""
         return not any(len(mini_batch.prompts) for mini_batch in self.mini_batches)
 
     @property
@@ -250,8 +268,8 @@ def deal(decodes: MiniBatch, prompts: Iterable[Chunk], num_mini_batches: int) ->
     snake = np.array([*range(num_mini_batches), *reversed(range(num_mini_batches))])
     turn = snake[np.arange(len(decodes)) % len(snake)]
     places = [np.flatnonzero(turn == i) for i in range(num_mini_batches)]
-    dealt = [MiniBatch(decodes.chunks.take(place), decodes.token_ids.take(place)) for place in places]
-    rows = [len(part) for part in dealt]
+    dealt = [decodes.take(place) for place in places]
+    rows = [len(part.token_ids) for part in dealt]
     added: list[list[Chunk]] = [[] for _ in dealt]
     for chunk in sorted(prompts, key=lambda chunk: -len(chunk.token_ids)):
         smallest = rows.index(min(rows))

@@ -87,6 +87,18 @@ def default_interval_steps(in_flight: float, output_len: float) -> int:
     return max(round(output_len / INTERVALS_PER_SEQUENCE), math.ceil(output_len / in_flight), 1)
 
 
+def tokens_per_verification(num_drafts: float, acceptance_rate: float) -> float:
+    """E(k, α) = (1 - α^(k+1)) / (1 - α): the accepted ones of k draft tokens, and the one that follows them.
+
+    Each is accepted with probability α, given that all before it were: Leviathan et al., "Fast Inference from
+    Transformers via Speculative Decoding" (2023), equation 1; "All About Transformer Inference", appendix D. k + 1
+    where all are accepted.
+    """
+    if acceptance_rate >= 1.0:
+        return num_drafts + 1.0
+    return (1.0 - acceptance_rate ** (num_drafts + 1)) / (1.0 - acceptance_rate)
+
+
 def roofline_step_seconds(
     batch_size: float,
     kv_bytes_per_sequence: float,

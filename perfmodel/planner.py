@@ -68,7 +68,7 @@ class Planner:
             raise ConfigError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         interval = self._interval(in_flight)
-        exact, for_memory = self.balanced_r_workers(mini_batch_size), self._memory_r_workers(in_flight)
+        exact, for_memory = self.balanced_r_workers(mini_batch_size), self.memory_r_workers(in_flight)
         needed = max(_round_up(exact), 1)
         chosen = self.candidate(mini_batch_size, max(needed, for_memory))
         return Plan(
@@ -144,7 +144,7 @@ class Planner:
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
         """What a number of R-workers gives, whether or not it is the plan's."""
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
-        model, (tokens, kv_tokens) = self.step_model(num_r_workers), self._step(in_flight, num_r_workers)
+        model, (tokens, kv_tokens) = self.step_model(num_r_workers), self.mean_step(in_flight, num_r_workers)
         stages, seconds = model.stages(tokens, kv_tokens, in_flight), model(tokens, kv_tokens, in_flight)
         rate = in_flight / seconds
         hosts = _round_up(num_r_workers / self.r_workers_per_host)
@@ -158,11 +158,11 @@ class Planner:
             s_busy=per_stage * stages.s_part / seconds,
             r_busy=per_stage * stages.r_part / seconds,
             bottleneck=model.bottleneck(tokens, kv_tokens, in_flight),
-            fits_memory=num_r_workers >= self._memory_r_workers(in_flight),
+            fits_memory=num_r_workers >= self.memory_r_workers(in_flight),
             price_per_million_tokens=self.prices.per_million_tokens(hosts, rate),
         )
 
-    def _step(self, in_flight: float, num_r_workers: float) -> tuple[float, float]:
+    def mean_step(self, in_flight: float, num_r_workers: float) -> tuple[float, float]:
         """Rows, and cached tokens read, of the mean step: each R-worker reads a shared prefix once per mini-batch."""
         shared = self.workload.shared_prefix_len
         own = in_flight * (self.workload.mean_context - shared)
@@ -172,7 +172,7 @@ class Planner:
     def _balanced_sequence_seconds(self, mini_batch_size: int) -> float:
         workers = max(self.balanced_r_workers(mini_batch_size), 1.0)
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
-        return self.workload.output_len * self.step_model(workers)(*self._step(in_flight, workers), in_flight)
+        return self.workload.output_len * self.step_model(workers)(*self.mean_step(in_flight, workers), in_flight)
 
     def _other_stages(self, mini_batch_size: int) -> float:
         """Seconds of the slowest stage of a layer but the R-part."""
@@ -201,7 +201,7 @@ class Planner:
         peak = equations.peak_load_stabilized(in_flight, output_len, self._interval(in_flight), before)
         return _round_up(max(peak, self.workload.seq_len))
 
-    def _memory_r_workers(self, in_flight: int) -> int:
+    def memory_r_workers(self, in_flight: int) -> int:
         """Equation 9 at the schedule's peak; every R-worker holds a shared prefix of its own."""
         shared = self.workload.shared_prefix_len
         peak_context = self._load_limit(in_flight) / in_flight - shared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,22 @@ class Matcher:
     def advance(self, token_id: int) -> None:
         """Take the next token, one of those that ``logit_bias`` left."""
         self._matcher.consume_token(token_id)
+
+    def after(self, token_ids: Sequence[int]) -> list[Matcher]:
+        """Where the text would stand after the first of ``token_ids``, after the first two, and so on.
+
+        It ends before a token that may not come, and before one that completes the text.
+        """
+        matchers: list[Matcher] = []
+        ahead = self._matcher.deep_copy()
+        for token_id in token_ids:
+            if not ahead.validate_tokens([token_id]):
+                break
+            ahead.consume_token(token_id)
+            if ahead.is_stopped():
+                break
+            matchers.append(Matcher(ahead.deep_copy()))
+        return matchers
 
     @property
     def finished(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -26,7 +27,15 @@ from fastdecode.types import KVLayout
 class SWorker:
     """Owns the model, the prompt scratch and the pipeline."""
 
-    def __init__(self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend, clock: StateClock) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layout: KVLayout,
+        backend: AttentionBackend,
+        clock: StateClock,
+        cores: SharedCores | None = None,
+    ) -> None:
+        """``cores``: of another S-worker of this process, which takes turns with this one."""
         self.model = model
         self.layout = layout
         self.backend = backend
@@ -34,9 +43,14 @@ class SWorker:
         self.scratch = PromptScratch()
         self.device = next(model.parameters()).device
         self._staging = make_staging(backend, self.device)
-        self._pipeline = Pipeline(backend, clock, self._staging, SharedCores() if self.device.type == "cpu" else None)
+        self._cores = (cores or SharedCores()) if self.device.type == "cpu" else None
+        self._pipeline = Pipeline(backend, clock, self._staging, self._cores)
         self._sampler = Sampler()
         self._graphs: ModelGraphs | None = None
+
+    def beside(self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend) -> SWorker:
+        """An S-worker that computes another model between this one's steps, in the same threads and on its clock."""
+        return SWorker(model, layout, backend, self.clock, self._cores)
 
     def capture_graphs(self, num_mini_batches: int, max_num_seqs: int) -> None:
         """Compute decodes from CUDA graphs from now on, where the model runs on a GPU and can be captured."""
@@ -54,7 +68,8 @@ class SWorker:
     ) -> dict[int, list[SampledToken]]:
         """Compute ``step`` and sample: for each sequence in ``sampling`` one token per sampling row.
 
-        A prompt that grows into several sequences has several rows over the same logits. ``arrived``: logits of
+        A prompt that grows into several sequences has several rows over the same logits; a sequence with draft tokens
+        has a row for each of its logits, the next token's first. ``arrived``: logits of
         prompts that prefill workers have computed, [vocab_size] in the model's dtype, to be sampled too. The backend's
         step must have begun.
         """
@@ -64,8 +79,9 @@ class SWorker:
             logits = self._pipeline.run(forwards, overlap)
             self.clock.enter(MODEL)
             self._staging.mark()
-            ids = [sequence_id for part in step.mini_batches for sequence_id in part.sampled_ids]
-            tokens = self._sample([*ids, *arrived], [*logits, *map(self._own, arrived.values())], sampling)
+            counts = {each: n for part in step.mini_batches for each, n in part.num_logits.items()}
+            counts |= dict.fromkeys(arrived, 1)
+            tokens = self._sample(counts, [*logits, *map(self._own, arrived.values())], sampling)
             self._staging.mark()
             device_seconds = self._staging.device_seconds()
         self.clock.enter(HOST)
@@ -99,20 +115,25 @@ class SWorker:
 
     def _sample(
         self,
-        ids: Sequence[int],
+        num_logits: Mapping[int, int],
         logits: Sequence[torch.Tensor],
         sampling: Mapping[int, Sequence[SamplingRow]],
     ) -> dict[int, list[SampledToken]]:
-        """``logits``: of ``ids``, in order, [some, vocab_size] each."""
-        if not ids:
+        """``logits``: [some, vocab_size] each; ``num_logits``: how many rows of them each sequence has, in order."""
+        if not num_logits:
             return {}
-        rows = [row for sequence_id in ids for row in sampling[sequence_id]]
+        rows = [row for sequence_id in num_logits for row in sampling[sequence_id]]
         all_logits = torch.cat(list(logits)) if len(logits) > 1 else logits[0]
-        if len(rows) != len(ids):
-            origins = [i for i, sequence_id in enumerate(ids) for _ in sampling[sequence_id]]
+        if len(rows) != len(all_logits):
+            starts = itertools.accumulate(num_logits.values(), initial=0)
+            origins = [
+                start + min(place, count - 1)
+                for start, (sequence_id, count) in zip(starts, num_logits.items(), strict=False)
+                for place in range(len(sampling[sequence_id]))
+            ]
             all_logits = all_logits.index_select(0, to_device(origins, self.device))
         sampled = iter(self._sampler.sample(all_logits, rows))
-        return {sequence_id: [next(sampled) for _ in sampling[sequence_id]] for sequence_id in ids}
+        return {sequence_id: [next(sampled) for _ in sampling[sequence_id]] for sequence_id in num_logits}
 
     def _own(self, logits: np.ndarray) -> torch.Tensor:
         """Logits that came as numpy's, as [1, vocab_size] beside the model's."""

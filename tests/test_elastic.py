@@ -15,6 +15,7 @@ from helpers import model_zoo, r_workers
 from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.cluster.attempts import MOST_ADDRESSES, Attempts
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import ConfigError
 from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
@@ -177,6 +178,73 @@ def test_one_of_two_can_be_drained(folder: Path) -> None:
         assert llm.engine.scheduler.workers.present == [0, 1]
         with pytest.raises(ConfigError, match=r"there is no R-worker 2; there are \[0, 1\]"):
             llm.engine.drain_r_worker(2)
+
+
+def test_one_let_go_stays_away_until_it_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on asking, and is not wanted; once it has been silent another joins at its address."""
+    monkeypatch.setattr("fastdecode.cluster.joining.DISMISSED_SECONDS", 2.0)
+    with make_llm(folder) as llm:
+        engine = llm.engine
+        job, listener = Job(engine), engine.backend.join_listener  # type: ignore[attr-defined]
+        with r_workers.joining(pool_address(engine)) as (_, address):
+            job.step_until(lambda: num_on(engine, 1) > 3, pause_seconds=0.1)
+            engine.drain_r_worker(1)
+            job.step_until(lambda: engine.scheduler.workers.present == [0])
+            deadline = time.monotonic() + 3.5
+            job.step_until(lambda: time.monotonic() > deadline, pause_seconds=0.1)
+            assert engine.scheduler.workers.present == [0]
+        job.step_until(lambda: not listener._dismissed, pause_seconds=0.1)
+        with r_workers.joining(pool_address(engine), "--listen", f"tcp://{address}"):
+            job.step_until(lambda: len(engine.scheduler.workers.present) == 2, pause_seconds=0.1)
+        job.finish()
+
+
+def test_one_that_ended_at_its_own_wish_is_forgotten_at_once(folder: Path) -> None:
+    """As where a service manager starts it anew, with another version."""
+    with make_llm(folder) as llm:
+        engine = llm.engine
+        job, flags = Job(engine), ()
+        for _ in range(2):
+            with r_workers.joining(pool_address(engine), *flags) as (process, address):
+                job.step_until(lambda: len(engine.scheduler.workers.present) == 2, pause_seconds=0.1)
+                process.send_signal(signal.SIGTERM)
+                job.step_until(lambda: engine.scheduler.workers.present == [0])
+                assert process.wait(PATIENCE_SECONDS) == 0
+                flags = ("--listen", f"tcp://{address}")
+        job.finish()
+
+
+def test_who_is_refused_again_and_again_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And asked ever less often, as it asks every second."""
+    with make_llm(folder) as llm:
+        job, attempts = Job(llm.engine), llm.engine.backend.join_listener._attempts  # type: ignore[attr-defined]
+        with r_workers.joining(pool_address(llm.engine), "--kv-cache-memory", "1000") as (_, address):
+            job.step_until(lambda: address in attempts._failed and attempts._failed[address].seconds > 2, 0.1)
+            job.finish()
+        assert caplog.text.count("an R-worker asked to join and cannot") == 1
+
+
+def test_attempts_are_spaced_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts, now = Attempts(), [0.0]
+    monkeypatch.setattr("fastdecode.cluster.attempts.time.monotonic", lambda: now[0])
+    waits = []
+    for _ in range(7):
+        assert attempts.failed("a:1", "its version") == (not waits)
+        waits.append(next(seconds for seconds in range(100) if _may_try_after(attempts, now, seconds)))
+    assert waits == [1, 2, 4, 8, 16, 30, 30]
+    assert attempts.failed("a:1", "another reason") and attempts.failed("b:1", "its version")
+    attempts.succeeded("a:1")
+    assert attempts.may_try("a:1") and attempts.failed("a:1", "its version")
+    for number in range(2000):
+        attempts.failed(f"c:{number}", "")
+    assert len(attempts._failed) == MOST_ADDRESSES and attempts.may_try("a:1")
+
+
+def _may_try_after(attempts: Attempts, now: list[float], seconds: int) -> bool:
+    start, now[0] = now[0], now[0] + seconds
+    may = attempts.may_try("a:1")
+    now[0] = now[0] if may else start
+    return may
 
 
 def test_who_cannot_join_is_said_and_the_job_goes_on(folder: Path, key: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import model_zoo, r_workers
+from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
@@ -135,3 +136,34 @@ def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any) -> 
             assert token in ten and ten[0] in logprobs
             same.append(token == ten[0])
     assert sum(same) > 0.9 * len(same)
+
+
+@pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
+def test_every_architecture_matches_with_drafts(name: str, zoo_folder: Any) -> None:
+    """Right drafts and wrong ones, from 1 to 8 of them, over 1 to 3 mini-batches and R-workers."""
+    number = list(model_zoo.ARCHITECTURES).index(name)
+    check_drafts(name, zoo_folder(name), 1 + number % 8, num_mini_batches=1 + number % 3, r_workers=1 + number // 3 % 3)
+
+
+@pytest.mark.parametrize("num_drafts", range(1, 9))
+def test_any_number_of_drafts(num_drafts: int, zoo_folder: Any) -> None:
+    check_drafts("llama-gqa", zoo_folder("llama-gqa"), num_drafts, num_mini_batches=2, r_workers=2)
+
+
+def check_drafts(name: str, folder: Path, num_drafts: int, num_mini_batches: int, r_workers: int) -> None:
+    """Tokens equal transformers' though three in ten drafts are wrong."""
+    prompts, expected = model_zoo.prompts(name), [list(tokens) for tokens in model_zoo.reference(name).tokens]
+    drafter = Clairvoyant(dict(zip(map(tuple, prompts), expected, strict=True)), error=0.3)
+    settings = {"num_mini_batches": num_mini_batches, "r_workers": f"inproc:{r_workers}", "block_size": 16}
+    settings |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": num_drafts}}
+    with LLM(
+        str(folder), skip_tokenizer_init=True, max_model_len=512, kv_cache_memory="64MiB", s_threads=1, r_threads=1,
+        **settings,
+    ) as llm:  # fmt: skip
+        always_draft(llm.engine, drafter)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
+        counts = llm.engine.scheduler.statistics.drafts
+        assert_nothing_held(llm.engine)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert 0.2 < counts.num_accepted_tokens / counts.num_draft_tokens < 0.9
+    assert len(counts.num_accepted_tokens_per_pos) == num_drafts

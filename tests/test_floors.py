@@ -18,7 +18,7 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 
 FLOORS = [
     {"", "types", "step", "config", "protocols", "errors", "machine", "outputs", "sampling_params"}
-    | {"settings", "metrics", "structured_outputs"},
+    | {"settings", "metrics", "structured_outputs", "speculative_config"},
     {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"sworker", "cluster", "perfmodel.simulate"},
     {
@@ -30,6 +30,11 @@ FLOORS = [
         "prefills",
         "prefill_worker",
         "request",
+        "speculation",
+        "ngram",
+        "drafting",
+        "draft_model",
+        "drafters",
         "text",
     },
     {"cli", "server", "llm", "measure", "batch"},

@@ -89,6 +89,39 @@ def test_lines_are_shell_and_hold_the_job(form: str, hostfile: Path, capsys: pyt
         assert "-n 3 fastdecode" in text or "--nodes=2 --ntasks=3" in text
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("given", [["--prefill-workers", "mpi:1"], ["--prefill-workers=mpi:1"]])
+def test_the_last_slots_are_prefill_workers(
+    form: str, given: list[str], hostfile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They get the S-worker's model flags, and every rank the key, since keys and values leave their machines."""
+    more = ["--dtype=bfloat16", "--num-prompts", "4", "--enforce-eager", "--tokenizer", "t", "--", "-x"]
+    text = printed(capsys, hostfile, form, *S_COMMAND, *given, *more)
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    words = shlex.split(text.replace("\\\n", ""), comments=True)
+    model = ["--model", "a model", "--dtype=bfloat16", "--enforce-eager"]
+    if form == "ssh":
+        command = words[words.index("node-b") + 1]
+        expected = ["fastdecode", "prefill-worker", "--listen", "tcp://*:9700", "--key-file", "pool.key", *model]
+        assert shlex.split(command) == expected
+        assert text.endswith(
+            "--r-workers node.a:5580,node.a:5581 --prefill-workers node-b:9700 --key-file pool.key -- -x\n"
+        )
+        return
+    start = words.index("prefill-worker")
+    assert words[start:] == ["prefill-worker", "--transport", "mpi", *model, "--key-file", "pool.key"]
+    assert "--r-workers mpi --prefill-workers mpi:1 --key-file pool.key -- -x" in text
+    assert "fastdecode r-worker --transport mpi --key-file pool.key" in text
+    assert ("-n 2 fastdecode r-worker" in text and "-n 1 fastdecode prefill-worker" in text) or (
+        "--nodes=1 --ntasks=2 --nodelist=node.a" in text and "--nodes=1 --ntasks=1 --nodelist=node-b" in text
+    )
+
+
+def test_prefill_workers_elsewhere_are_left_as_they_are(hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, hostfile, "openmpi", *S_COMMAND, "--prefill-workers", "spawn:1")
+    assert "--prefill-workers spawn:1 --r-workers mpi" in text and "prefill-worker " not in text
+
+
 def test_what_looks_like_a_flag_stays_a_prompt(hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, hostfile, "openmpi", "--", "generate", "--max-tokens", "2", "--", "-x prompt")
     assert "fastdecode generate --max-tokens 2 --r-workers mpi -- '-x prompt' " in text
@@ -113,11 +146,18 @@ def test_root_is_told_to_open_mpi_and_nobody_else(hostfile: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
-        ("a slots=2", ["--print", "--format", "slurm"], "a must have one slot"),
+        ("a slots=2", ["--print", "--format", "slurm"], "a must have slots of one part"),
         (HOSTS, ["--format", "slurm"], "format slurm is for a shell: give --print"),
         (HOSTS, ["--print", "--threads", "0"], "threads must be from 1 to 1024, not 0"),
         (HOSTS, ["--print", "--kv-cache-memory", "banana"], "kv_cache_memory must be a positive number of bytes"),
         (HOSTS, ["--print", "generate", "--r-workers", "mpi"], "--r-workers is what launch adds"),
+        (HOSTS, ["--print", "generate", "--prefill-workers", "mpi:3"], "none is left for R-workers"),
+        (HOSTS, ["--print", "generate", "--prefill-workers"], "prefill_workers must be spawn:N, mpi:N"),
+        (
+            "a\nb slots=2",
+            ["--print", "--format", "srun", "x", "--prefill-workers=mpi:1"],
+            "b must have slots of one part",
+        ),
     ],
 )
 def test_what_cannot_work_is_said(
@@ -127,23 +167,21 @@ def test_what_cannot_work_is_said(
     assert message in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("slots", [len(usable_cores()) + 1])
-def test_it_starts_the_job(slots: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefill_workers", [[], ["--prefill-workers", "mpi:1"]], ids=["no-prefill", "prefill"])
+def test_it_starts_the_job(prefill_workers: list[str], tmp_path: Path) -> None:
     """On this machine, with more processes than cores; nothing is set for it from outside."""
+    slots = len(usable_cores()) + 1
     hosts = write(tmp_path, f"localhost slots={slots}\n")
     small = ["--max-model-len", "64", "--num-prompts", "2", "--random-input-len", "8", "--random-output-len", "4"]
-    command = [
-        r_workers.FASTDECODE,
-        "launch",
-        "--hostfile",
-        str(hosts),
-        *r_workers.SMALL,
-        "bench",
-        "throughput",
-        *small,
-    ]
+    flags = ["--hostfile", str(hosts), *r_workers.SMALL, "bench", "throughput", *small, *prefill_workers]
     job = subprocess.run(
-        command, capture_output=True, text=True, timeout=mpi_jobs.PATIENCE_SECONDS, check=False, cwd=tmp_path
+        [r_workers.FASTDECODE, "launch", *flags],
+        capture_output=True,
+        text=True,
+        timeout=mpi_jobs.PATIENCE_SECONDS,
+        check=False,
+        cwd=tmp_path,
     )
     assert job.returncode == 0, job.stdout + job.stderr
-    assert f"{slots - 1} R-worker(s) of 1 thread(s)" in job.stdout
+    assert f"{slots - 1 - bool(prefill_workers)} R-worker(s) of 1 thread(s)" in job.stdout
+    assert job.stdout.count("fastdecode prefill-worker: MPI rank") == bool(prefill_workers)

@@ -16,7 +16,9 @@ from helpers.engine_checks import assert_nothing_held
 from helpers.prefill_workers import AnyParts
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.backends import kv_port
 from fastdecode.cluster.wire.handshake import read_security
+from fastdecode.config import EngineConfig
 from fastdecode.errors import BackendError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
@@ -170,6 +172,21 @@ def test_one_joins_a_running_job(folder: Any) -> None:
             policy.sizes = (2,)
             assert generate(llm, model_zoo.prompts(NAME)) == expected()
             assert policy.workers == [1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "port"),
+    [
+        ({"prefill_workers": "spawn:1"}, "loopback"),
+        ({"prefill_workers": "127.0.0.1:1", "r_workers": "127.0.0.1:2"}, "loopback"),
+        ({"prefill_workers": "192.0.2.9:1"}, "any"),
+        ({"prefill_workers": "spawn:1", "r_workers": "192.0.2.9:1"}, "any"),
+        ({"prefill_workers": "spawn:1", "pool_listen": "192.0.2.9:1"}, "any"),
+    ],
+)
+def test_kv_ports_are_open_as_far_as_it_takes(settings: dict[str, str], port: str, tmp_path: Path) -> None:
+    assert kv_port(EngineConfig(**settings, key_file=str(tmp_path / "key"))) == port
+    assert kv_port(EngineConfig()) == ""
 
 
 def test_another_model_is_refused(folder: Any) -> None:

@@ -53,11 +53,12 @@ def runs(draw: st.DrawFn) -> Run:
         micro_batch_interval=draw(st.none() | st.integers(1, 5)),
         prefix_caching=draw(st.booleans()),
         seconds_per_moved_token=0.0,
+        num_speculative_tokens=draw(st.sampled_from([0, 1, 3, 8])),
     )
     slowness = draw(
         st.none() | st.lists(st.sampled_from([0.1, 0.3]), min_size=len(bandwidths), max_size=len(bandwidths))
     )
-    return Run(schedule, limits, jobs, seconds_per_token=tuple(slowness or ()))
+    return Run(schedule, limits, jobs, seconds_per_token=tuple(slowness or ()), drafts_seed=draw(st.integers(0, 99)))
 
 
 @st.composite
@@ -67,7 +68,7 @@ def job(draw: st.DrawFn, max_num_seqs: int) -> Job:
     shared = draw(st.integers(0, length))
     prompt = [1000 * family + i for i in range(shared)]
     prompt += [draw(st.integers(5000, 5002)) for _ in range(min(3, length - shared))]
-    most = draw(st.integers(1, 8))
+    most = draw(st.integers(1, 20))
     n = draw(st.integers(1, min(4, max_num_seqs)))
     lengths = draw(st.lists(st.integers(1, most), min_size=n, max_size=n))
     return Job(prompt or [1], most, lengths, draw(st.integers(0, 8)), draw(st.none() | st.integers(0, 12)))

@@ -1,7 +1,8 @@
 """The ranks of an MPI job: the only file that knows MPI. Importing it starts MPI.
 
-Buffers only, as bytes. The S-worker is rank 0 and every other rank is an R-worker. Two ranks exchange *words* of eight
-bytes, for which a receive is always posted and which announce the rest, and *messages*, whose sizes both ranks know.
+Buffers only, as bytes. The S-worker is rank 0, every other rank an R-worker or a prefill worker (``mpi_job.py``). Two
+ranks exchange *words* of eight bytes, for which a receive is always posted and which announce the rest, and *messages*,
+whose sizes both ranks know.
 """
 
 from __future__ import annotations
@@ -58,6 +59,17 @@ class MpiJob:
         if rank not in self._peers:
             self._peers[rank] = MpiPeer(self._world, rank, self.lock)
         return self._peers[rank]
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What each rank gives, by rank and of the same length everywhere; waits until all have called this."""
+        found = bytearray(len(mine) * self.size)
+        try:
+            request = self._world.Iallgather([mine, MPI.BYTE], [found, MPI.BYTE])
+            while not request.Test():
+                time.sleep(IDLE_NAP_SECONDS)
+        except MPI.Exception as error:
+            raise _lost(error) from error
+        return [bytes(found[i : i + len(mine)]) for i in range(0, len(found), len(mine))]
 
     def abort(self, reason: str) -> None:
         """End the whole job now, with status 1; does not return."""

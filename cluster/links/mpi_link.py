@@ -1,4 +1,4 @@
-"""R-workers as ranks of an MPI job, both ends: the link between two ranks, and how the job begins and ends.
+"""R-workers as ranks of an MPI job, both ends, and the link between two ranks; ``mpi_job.py`` has the job itself.
 
 A word announces a control frame, or q, k, v or o of a layer. Payload travels beside the words, q, k, v as one message,
 since every message costs both ends; both know its size from the step's plan and post the receive before it is sent.
@@ -6,9 +6,7 @@ since every message costs both ends; both know its size from the step's plan and
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdecode.cluster.links.link import Link, PartChannel, Spin
+from fastdecode.cluster.links.mpi_job import (
+    FRAME_FOLLOWS,
+    HANG_UP,
+    OVER,
+    S_RANK,
+    Role,
+    join_as_r_worker,
+    join_as_s_worker,
+)
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.r_worker.host import Host
 from fastdecode.cluster.r_worker.session import Session
@@ -25,34 +32,16 @@ from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import HEADER, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.payload import PayloadSlots
-from fastdecode.errors import ConfigError, FrameError
+from fastdecode.errors import FrameError
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, Progress
-
-FRAME_FOLLOWS = 1 << 63
-"""The word for a control frame. Those of a layer are mini-batch << 32 | layer."""
-
-HANG_UP = FRAME_FOLLOWS | 1
-"""The word that ends a session; answered with itself, so that no message of the session remains."""
-
-OVER = FRAME_FOLLOWS | 2
-"""The word that ends the job; answered with itself."""
 
 MESSAGE_SECONDS = 30.0
 """Most time from a word to the message that it announces."""
 
 HANG_UP_SECONDS = 5.0
 TICK_SECONDS = 0.2
-
-S_RANK = 0
-LEAVE_SECONDS = 10
-"""How long an R-worker may take to answer that the job is over."""
-
-RIGHT_LINE = (
-    "mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker --transport mpi "
-    "(`fastdecode launch --print` writes it for your hosts)"
-)
 
 _CONTROL_TAG, _PAYLOAD_TAG = 2, 3
 
@@ -212,33 +201,13 @@ class MpiBackend(PoolBackend):
     """``AttentionBackend`` over the other ranks of this job."""
 
     def __init__(self, block_size: int) -> None:
-        job, progress = join_as_s_worker()
+        rank = join_as_s_worker()
         super().__init__(
             [
-                RemoteWorker(f"rank-{rank}", partial(MpiLink, job.peer(rank), progress), block_size)
-                for rank in range(1, job.size)
+                RemoteWorker(f"rank-{each}", partial(MpiLink, rank.job.peer(each), rank.progress), block_size)
+                for each in rank.of(Role.R_WORKER)
             ]
         )
-
-
-@functools.cache
-def join_as_s_worker() -> tuple[MpiJob, Progress]:
-    """Join this process's job as its S-worker, once; when this process ends, in whatever way, so do the R-workers.
-
-    ConfigError where there is no MPI, or no other rank.
-    """
-    job = _join()
-    if job.size == 1:
-        raise ConfigError(
-            f"r_workers: mpi: this process is alone, and R-workers must be in one job with it: {RIGHT_LINE}"
-        )
-    if job.rank != S_RANK:
-        job.abort(f"two S-workers in one job, or not the first: {RIGHT_LINE}")
-    from fastdecode.cluster.links.mpi import Progress
-
-    progress = Progress()
-    atexit.register(_leave, job, progress)
-    return job, progress
 
 
 def serve_job(host: Host, on_join: Callable[[int], None], security: Security) -> None:
@@ -247,13 +216,7 @@ def serve_job(host: Host, on_join: Callable[[int], None], security: Security) ->
     ``on_join`` is called with the rank. ``security``: of its KV port. ConfigError where this process is alone; a
     failure ends the job.
     """
-    job = _join()
-    if job.size == 1:
-        raise ConfigError(
-            f"transport mpi: this process is alone, and an S-worker must be in one job with it: {RIGHT_LINE}"
-        )
-    if job.rank == S_RANK:
-        job.abort(f"the first rank is the S-worker's, and this is an R-worker: {RIGHT_LINE}")
+    job = join_as_r_worker().job
     on_join(job.rank)
     try:
         _serve(job, host, security)
@@ -269,30 +232,3 @@ def _serve(job: MpiJob, host: Host, security: Security) -> None:
         link.close()
         over = link.over
     peer.close()
-
-
-def _leave(job: MpiJob, progress: Progress) -> None:
-    """Tell the R-workers that the job is over and wait for their answers; abort the job if one does not answer."""
-    progress.stop()
-    peers = [job.peer(rank) for rank in range(1, job.size)]
-    try:
-        for peer in peers:
-            peer.send_word(OVER)
-        for peer in peers:
-            if not peer.await_word(OVER, LEAVE_SECONDS):
-                job.abort(f"R-worker rank {peer.rank} did not end within {LEAVE_SECONDS} s")
-            peer.close()
-    except ConnectionError as error:
-        job.abort(f"the job does not end: {error}")
-
-
-def _join() -> MpiJob:
-    try:
-        from fastdecode.cluster.links.mpi import MpiJob
-    except (ImportError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"mpi needs mpi4py and an MPI library: pip install 'fastdecode[mpi]', or your cluster's MPI with "
-            f"mpi4py ({reason})"
-        ) from error
-    return MpiJob()

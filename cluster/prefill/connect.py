@@ -1,4 +1,4 @@
-"""How an S-worker comes by its prefill workers: it starts processes, or connects to those that listen."""
+"""How an S-worker comes by its prefill workers: it starts processes, connects to those that listen, or has ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.tcp import connect
 from fastdecode.cluster.prefill.pool import PrefillClient, PrefillPool
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.errors import BackendError
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.links.mpi_job import SWorkerRank
 
 ANSWER = "fastdecode prefill-worker: "
 """What the line that names a prefill worker's address begins with."""
@@ -55,6 +58,20 @@ def spawned_workers(
         for index, process in enumerate(processes)
     ]
     return PrefillPool(clients, lambda: [process.address for process in processes], partial(connect, security=security))
+
+
+def ranked_workers(security: Security) -> PrefillPool:
+    """The prefill workers among the ranks of this process's MPI job, which listen once their model is loaded."""
+    from fastdecode.cluster.links.mpi_job import Role, join_as_s_worker
+
+    job = join_as_s_worker()
+    ranks = job.of(Role.PREFILL_WORKER)
+    clients = [PrefillClient(f"rank-{rank}", partial(_connect_rank, job, rank, security)) for rank in ranks]
+    return PrefillPool(clients, lambda: [job.address(rank) for rank in ranks], partial(connect, security=security))
+
+
+def _connect_rank(job: SWorkerRank, rank: int, security: Security) -> Link:
+    return connect(job.address(rank), security)
 
 
 def _connect(process: _Spawned, security: Security) -> Link:

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from fastdecode.cluster.attempts import Attempts
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import ZmqChannel
 from fastdecode.cluster.prefill.messages import (
@@ -50,6 +51,7 @@ class _Job:
     seconds: list[float] = field(default_factory=list)
     sent_bytes: int = 0
     stored_bytes: int = 0
+    read_bytes: int = 0
     logits: np.ndarray | None = None
 
 
@@ -136,6 +138,7 @@ class PrefillPool:
         self._found = PrefillOutcomes([], [], [], [])
         self._hello, self._model = b"", ""
         self._invited: set[str] = set()
+        self._attempts = Attempts()
         self._opened: queue.SimpleQueue[PrefillClient] = queue.SimpleQueue()
         self._logits = (0, np.dtype(np.float32))
 
@@ -190,7 +193,8 @@ class PrefillPool:
 
     def invite(self, address: str) -> None:
         """Open a session with the worker that listens at ``address``, in a thread of its own, so that no step waits."""
-        if address not in self.addresses and address not in self._invited and self._hello:
+        known = address in self.addresses or address in self._invited
+        if self._hello and not known and self._attempts.may_try(address):
             self._invited.add(address)
             threading.Thread(target=self._open, args=(address,), name=f"join {address}", daemon=True).start()
 
@@ -242,10 +246,12 @@ class PrefillPool:
             client.open(self._hello)
             client.opened(self._model)
             self._opened.put(client)
+            self._attempts.succeeded(address)
         except (BackendError, ConnectionError) as error:
             client.close()
+            if self._attempts.failed(address, str(error)):
+                logger.warning("a prefill worker asked to join and cannot: %s", error)
             self._invited.discard(address)
-            logger.warning("a prefill worker asked to join and cannot: %s", error)
 
     def _take_in(self) -> None:
         """Those that have joined get the next numbers."""
@@ -276,13 +282,14 @@ class PrefillPool:
         link.read_into(head)
         if logits.nbytes:
             link.read_into(logits)
-        job_id, seconds, sent_bytes, stored_bytes = PREFILLED.unpack(head)
+        job_id, seconds, sent_bytes, stored_bytes, read_bytes = PREFILLED.unpack(head)
         job = self._jobs.get(job_id)
         if job is None:
             return  # it was cancelled meanwhile
         job.seconds.append(seconds)
         job.sent_bytes += sent_bytes
         job.stored_bytes += stored_bytes
+        job.read_bytes += read_bytes
         if logits.nbytes:
             job.logits = logits
         if len(job.seconds) == len(job.prefill.parts):
@@ -296,7 +303,7 @@ class PrefillPool:
         del self._jobs[job_id]
         sequence_id, seconds = job.prefill.sequence_id, max(job.seconds)
         self._found.computed.append(
-            Prefilled(sequence_id, job_id, job.logits, seconds, job.sent_bytes, job.stored_bytes)
+            Prefilled(sequence_id, job_id, job.logits, seconds, job.sent_bytes, job.stored_bytes, job.read_bytes)
         )
 
     def _fail(self, job_id: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -27,6 +27,9 @@ from fastdecode.settings import describe_security, split_address
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
 """Settings of the scheduler, in the engine and in the simulator."""
+
+PREFILL_MODEL = tuple(name for name in flag_names(MODEL) if "tokenizer" not in name)
+"""Settings that prefill workers have as well; their seed is a common flag."""
 
 
 def add_flags(group: Any, kind: type, names: Iterable[str], **changes: dict[str, str]) -> None:
@@ -70,7 +73,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
     A process of an MPI job takes its place in it here, before a model is loaded.
     """
-    if args.r_workers == "mpi":
+    if args.r_workers == "mpi" or str(getattr(args, "prefill_workers", "")).startswith("mpi:"):
         say_mended()
     check_output_files(getattr(args, "trace", None))
     check_only_vllm(vars(args))
@@ -99,9 +102,22 @@ def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
         "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
     )
     add_flags(parser, EngineConfig, ["security"])
+    parser.add_argument("--transport", default="tcp", choices=["tcp", "mpi"], help="mpi: a rank of an mpirun job (tcp)")
     parser.add_argument(
         "--join", metavar="HOST:PORT", help="ask the S-worker with this --pool-listen to take it into its running job"
     )
+
+
+def model_words(words: Sequence[str]) -> list[str]:
+    """Of an S-worker's command the flags that its prefill workers need too: which model, and how it is loaded."""
+    known = {_flag(each.name): each for each in fields(EngineConfig) if each.name in (*PREFILL_MODEL, "seed")}
+    found: list[str] = []
+    for index, word in enumerate(words):
+        flag, assigned, _ = word.partition("=")
+        if flag in known:
+            is_switch = isinstance(known[flag].default, bool)
+            found += [word] if assigned or is_switch else words[index : index + 2]
+    return found
 
 
 def check_threads(threads: int | None) -> None:
@@ -115,6 +131,12 @@ def check_cores(cores: list[int] | None) -> None:
     missing = sorted(set(cores or ()) - set(usable_cores()))
     if missing:
         raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
+
+
+def check_transport(transport: str, join: str | None) -> None:
+    """ConfigError where a rank of an MPI job is to join another one."""
+    if join and transport == "mpi":
+        raise ConfigError("join: an MPI job has the ranks it was started with; leave --transport away")
 
 
 def listen_address(text: str) -> tuple[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import shutil
@@ -14,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.cli import launch_lines as lines
-from fastdecode.cli.flags import add_common_flags
+from fastdecode.cli.flags import add_common_flags, model_words
 from fastdecode.cli.launch_lines import HostSlots, read_hostfile, split_roles
 from fastdecode.config import MAX_THREADS
 from fastdecode.errors import ConfigError
 from fastdecode.machine import usable_cores
-from fastdecode.settings import parse_kv_cache_memory
+from fastdecode.settings import parse_kv_cache_memory, parse_prefill_workers
 
 FORMATS = ("openmpi", "mpich", "srun", "slurm", "ssh")
 
@@ -30,14 +31,20 @@ def add_command(commands: Any) -> None:
         "launch",
         help="start an S-worker and its R-workers on the hosts of a hostfile, or print the lines that would",
         description="The first slot of the first host is the S-worker's, each other slot an R-worker: one per NUMA "
-        "node is right. The S-worker's command comes last, such as: bench throughput --model …",
+        "node is right. The S-worker's command comes last, such as: bench throughput --model … Where that has "
+        "--prefill-workers mpi:N, the last N slots are prefill workers.",
     )
     parser.add_argument("--hostfile", required=True, metavar="HOSTS", help="Open MPI's: host slots=N per line")
     parser.add_argument("--print", action="store_true", help="print the lines and start nothing")
     parser.add_argument("--format", choices=FORMATS, help="(that of the mpirun that is found, else openmpi)")
     parser.add_argument("--kv-cache-memory", metavar="BYTES", help="of each R-worker (its own default)")
     parser.add_argument("--threads", type=int, metavar="N", help="of each R-worker (one per core)")
-    parser.add_argument("--key-file", default="pool.key", metavar="FILE", help="for ssh: on every host (pool.key)")
+    parser.add_argument(
+        "--key-file",
+        default="pool.key",
+        metavar="FILE",
+        help="for ssh, and with prefill workers on other hosts: on every host (pool.key)",
+    )
     add_common_flags(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="of the S-worker (bench throughput)")
     parser.set_defaults(run=run)
@@ -73,29 +80,57 @@ def _job(args: argparse.Namespace, hosts: list[HostSlots]) -> lines.JobShape:
         parse_kv_cache_memory(args.kv_cache_memory)
     if any(each.partition("=")[0] == "--r-workers" for each in command):
         raise ConfigError("launch: --r-workers is what launch adds; leave it out of the S-worker's command")
+    words, num_prefill_workers = _without_ranks(command[:end])
+    r_hosts, p_hosts = lines.take_last(r_hosts, num_prefill_workers)
     given = (("--kv-cache-memory", args.kv_cache_memory), ("--threads", args.threads))
     r_flags = "".join(f" {flag} {shlex.quote(str(value))}" for flag, value in given if value is not None)
-    rest = "".join(f" {shlex.quote(word)}" for word in command[end:])
-    return lines.JobShape(s_host, r_hosts, shlex.join(["fastdecode", *command[:end]]), r_flags, s_rest=rest)
+    return lines.JobShape(
+        s_host,
+        r_hosts,
+        shlex.join(["fastdecode", *words]),
+        r_flags,
+        s_rest=_quoted(command[end:]),
+        p_hosts=p_hosts,
+        p_flags=_quoted(model_words(words)) if p_hosts else "",
+    )
+
+
+def _without_ranks(words: list[str]) -> tuple[list[str], int]:
+    """The S-worker's command without ``--prefill-workers mpi:N``, and N; other prefill workers are left as they are."""
+    for index, word in enumerate(words):
+        flag, assigned, value = word.partition("=")
+        if flag == "--prefill-workers":
+            end = index + (1 if assigned else 2)
+            spec = parse_prefill_workers(value if assigned else "".join(words[index + 1 : end]))
+            return (words[:index] + words[end:], spec.count) if spec.kind == "mpi" else (words, 0)
+    return words, 0
+
+
+def _quoted(words: Sequence[str]) -> str:
+    return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 def _text(form: str, job: lines.JobShape, hosts: list[HostSlots], args: argparse.Namespace, mpirun: str) -> str:
     key_file = shlex.quote(args.key_file)
+    if form == "ssh":
+        guard = _security(args.command)
+        job = replace(job, r_flags=job.r_flags + guard, p_flags=job.p_flags + guard)
+        remote = [f"ssh -n {host} {shlex.quote(command)} &" for host, command in lines.ssh_commands(job, key_file)]
+        return "\n".join([*remote, lines.ssh_s_line(job, key_file)])
+    if job.p_hosts and len({job.s_host, *(host.name for host in (*job.r_hosts, *job.p_hosts))}) > 1:
+        job = replace(job, guard=f" --key-file {key_file}{_security(args.command)}")
     if form == "openmpi":
         prefix = "".join(f"{name}={value} " for name, value in needed_environment().items()) if args.print else ""
         return prefix + lines.openmpi_line(job, shlex.quote(args.hostfile), _oversubscribed(hosts), mpirun)
     if form == "mpich":
         return lines.mpich_line(job, "mpiexec" if mpirun == "mpirun" else mpirun)
-    if form in ("srun", "slurm"):
-        if job.s_host in {host.name for host in job.r_hosts}:
-            raise ConfigError(
-                f"hostfile: Slurm gives each part of a job nodes of its own: {job.s_host} must have one slot, the "
-                f"S-worker's"
-            )
-        return lines.srun_line(job) if form == "srun" else lines.slurm_script(job)
-    job = replace(job, r_flags=job.r_flags + _security(args.command))
-    remote = [f"ssh -n {host} {shlex.quote(command)} &" for host, command in lines.ssh_commands(job, key_file)]
-    return "\n".join([*remote, lines.ssh_s_line(job, key_file)])
+    parts = [{job.s_host}, {host.name for host in job.r_hosts}, {host.name for host in job.p_hosts}]
+    if twice := set.union(*(one & other for one, other in itertools.combinations(parts, 2))):
+        raise ConfigError(
+            f"hostfile: Slurm gives each part of a job nodes of its own: {min(twice)} must have slots of one part (the "
+            f"S-worker's has one slot)"
+        )
+    return lines.srun_line(job) if form == "srun" else lines.slurm_script(job)
 
 
 def _security(command: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,23 @@ def split_roles(hosts: Sequence[HostSlots]) -> tuple[str, tuple[HostSlots, ...]]
     return first.name, (*left, *others)
 
 
+def take_last(hosts: Sequence[HostSlots], count: int) -> tuple[tuple[HostSlots, ...], tuple[HostSlots, ...]]:
+    """The hosts of R-workers, and those of the last ``count`` slots, which are prefill workers'."""
+    num_slots = sum(host.slots for host in hosts)
+    if count >= num_slots:
+        raise ConfigError(
+            f"hostfile: it has {num_slots} slot(s) beside the S-worker's, and {count} are for prefill workers: none is "
+            f"left for R-workers"
+        )
+    first, last, left = [], [], num_slots - count
+    for host in hosts:
+        mine = min(host.slots, left)
+        first += [HostSlots(host.name, mine)] if mine else []
+        last += [HostSlots(host.name, host.slots - mine)] if mine < host.slots else []
+        left -= mine
+    return tuple(first), tuple(last)
+
+
 def _lines(text: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.splitlines(), 1):
         if stripped := line.partition("#")[0].strip():
@@ -74,15 +92,17 @@ def _host(line: str) -> HostSlots:
 
 S_COMMAND = "fastdecode bench throughput"
 R_COMMAND = "fastdecode r-worker"
-FIRST_PORT = 5580
+P_COMMAND = "fastdecode prefill-worker"
+FIRST_PORT, FIRST_PREFILL_PORT = 5580, 9700
 
 
 @dataclass(frozen=True)
 class JobShape:
-    """One S-worker's command, and the R-workers: one per slot, with the flags ``r_flags``.
+    """One S-worker's command, and the R-workers and prefill workers: one per slot, with ``r_flags`` and ``p_flags``.
 
-    ``named``: the hosts are real, and not for a batch system to choose. ``s_rest``: of the S-worker's command, "--" and
-    what comes after it.
+    ``named``: the hosts are real, and not for a batch system to choose. ``p_gpu``: each prefill worker takes a node
+    with a GPU. ``s_rest``: of the S-worker's command, "--" and what comes after it. ``guard``: flags of all ranks of an
+    MPI job with prefill workers, which connect over TCP.
     """
 
     s_host: str
@@ -91,6 +111,10 @@ class JobShape:
     r_flags: str = ""
     named: bool = True
     s_rest: str = ""
+    p_hosts: tuple[HostSlots, ...] = ()
+    p_flags: str = ""
+    p_gpu: bool = False
+    guard: str = ""
 
     @property
     def num_r_workers(self) -> int:
@@ -98,73 +122,110 @@ class JobShape:
         return sum(host.slots for host in self.r_hosts)
 
     @property
+    def num_prefill_workers(self) -> int:
+        """Prefill workers over all hosts."""
+        return sum(host.slots for host in self.p_hosts)
+
+    @property
     def s_line(self) -> str:
         """The S-worker's command in an MPI job."""
-        return f"{self.s_command} --r-workers mpi{self.s_rest}"
+        prefill = f" --prefill-workers mpi:{self.num_prefill_workers}" if self.p_hosts else ""
+        return f"{self.s_command} --r-workers mpi{prefill}{self.guard}{self.s_rest}"
 
     @property
     def r_line(self) -> str:
         """An R-worker's command in an MPI job."""
-        return f"{R_COMMAND} --transport mpi{self.r_flags}"
+        return f"{R_COMMAND} --transport mpi{self.r_flags}{self.guard}"
+
+    @property
+    def p_line(self) -> str:
+        """A prefill worker's command in an MPI job."""
+        return f"{P_COMMAND} --transport mpi{self.p_flags}{self.guard}"
 
 
 def openmpi_line(job: JobShape, hostfile: str, oversubscribed: bool = False, mpirun: str = "mpirun") -> str:
     """``oversubscribed``: there are more processes than cores here, so that none can be bound."""
     binding = "--map-by :oversubscribe --bind-to none" if oversubscribed else "--map-by numa --bind-to numa"
-    return f"{mpirun} --hostfile {hostfile} {binding} -n 1 {job.s_line} \\\n  : -n {job.num_r_workers} {job.r_line}"
+    return f"{mpirun} --hostfile {hostfile} {binding} {_ranks(job)}"
 
 
 def mpich_line(job: JobShape, mpiexec: str = "mpiexec") -> str:
     """MPICH's hostfiles look otherwise, so the hosts are named in the line."""
     slots = {job.s_host: 1}
-    for host in job.r_hosts:
+    for host in (*job.r_hosts, *job.p_hosts):
         slots[host.name] = slots.get(host.name, 0) + host.slots
     hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
-    return f"{mpiexec} -hosts {hosts} -bind-to numa -n 1 {job.s_line} \\\n  : -n {job.num_r_workers} {job.r_line}"
+    return f"{mpiexec} -hosts {hosts} -bind-to numa {_ranks(job)}"
+
+
+def _ranks(job: JobShape) -> str:
+    """Numbers and commands, as every mpirun takes them."""
+    prefill = f" \\\n  : -n {job.num_prefill_workers} {job.p_line}" if job.p_hosts else ""
+    return f"-n 1 {job.s_line} \\\n  : -n {job.num_r_workers} {job.r_line}{prefill}"
 
 
 def srun_line(job: JobShape) -> str:
     """A job of its own; a lost rank ends it."""
     hosts = f" --nodelist={job.s_host}" if job.named else ""
+    prefill = f" \\\n  : {_nodes(job, job.p_hosts)} --cpu-bind=ldoms {job.p_line}" if job.p_hosts else ""
     return (
         f"srun --mpi=pmix --kill-on-bad-exit=1 --nodes=1 --ntasks=1{hosts} {job.s_line} \\\n"
-        f"  : {_r_nodes(job)} --cpu-bind=ldoms {job.r_line}"
+        f"  : {_nodes(job, job.r_hosts)} --cpu-bind=ldoms {job.r_line}{prefill}"
     )
 
 
 def slurm_script(job: JobShape) -> str:
-    """A heterogeneous job: one node with the GPU, and the hosts of R-workers."""
+    """A heterogeneous job: one node with the GPU, the hosts of R-workers, and those of prefill workers."""
     hosts = f" --nodelist={job.s_host}" if job.named else ""
+    prefill = (
+        ("#SBATCH hetjob", f"#SBATCH {_nodes(job, job.p_hosts)} --exclusive{' --gpus-per-node=1' * job.p_gpu}"),
+        f" \\\n  : --het-group=2 --cpu-bind=ldoms {job.p_line}",
+    )
+    more, last = prefill if job.p_hosts else ((), "")
     lines = (
         "#!/bin/bash",
         "#SBATCH --job-name=fastdecode",
         f"#SBATCH --nodes=1 --ntasks=1{hosts} --gpus-per-node=1",
         "#SBATCH hetjob",
-        f"#SBATCH {_r_nodes(job)} --exclusive",
+        f"#SBATCH {_nodes(job, job.r_hosts)} --exclusive",
+        *more,
         f"srun --mpi=pmix --kill-on-bad-exit=1 --het-group=0 {job.s_line} \\",
-        f"  : --het-group=1 --cpu-bind=ldoms {job.r_line}",
+        f"  : --het-group=1 --cpu-bind=ldoms {job.r_line}{last}",
     )
     return "\n".join(lines)
 
 
 def ssh_commands(job: JobShape, key_file: str) -> Iterator[tuple[str, str]]:
-    """Host and command of every R-worker: over TCP they listen, one port after another, and no MPI is needed.
+    """Host and command of every R-worker and prefill worker: over TCP they listen, one port after another, and no MPI
+    is needed.
 
     Each binds itself to a NUMA node of its host, or to the whole host where it is alone there.
     """
-    for host in job.r_hosts:
-        for index in range(host.slots):
-            bind = f"numactl --cpunodebind={index} --membind={index} " if host.slots > 1 else ""
-            listen = f"--listen 'tcp://*:{FIRST_PORT + index}' --key-file {key_file}"
-            yield host.name, f"{bind}{R_COMMAND} {listen}{job.r_flags}"
+    shares = [(host, index, R_COMMAND, FIRST_PORT, job.r_flags) for host in job.r_hosts for index in range(host.slots)]
+    shares += [
+        (host, index, P_COMMAND, FIRST_PREFILL_PORT, job.p_flags) for host in job.p_hosts for index in range(host.slots)
+    ]
+    slots = Counter(host.name for host, *_ in shares)
+    nodes: Counter[str] = Counter()
+    for host, index, command, first_port, flags in shares:
+        node = nodes[host.name]
+        nodes[host.name] += 1
+        bind = f"numactl --cpunodebind={node} --membind={node} " if slots[host.name] > 1 else ""
+        listen = f"--listen 'tcp://*:{first_port + index}' --key-file {key_file}"
+        yield host.name, f"{bind}{command} {listen}{flags}"
 
 
 def ssh_s_line(job: JobShape, key_file: str) -> str:
-    """The S-worker's command for R-workers that listen."""
-    addresses = ",".join(f"{host.name}:{FIRST_PORT + index}" for host in job.r_hosts for index in range(host.slots))
-    return f"{job.s_command} --r-workers {addresses} --key-file {key_file}{job.s_rest}"
+    """The S-worker's command for R-workers and prefill workers that listen."""
+    prefill = f" --prefill-workers {_addresses(job.p_hosts, FIRST_PREFILL_PORT)}" if job.p_hosts else ""
+    r_workers = f"--r-workers {_addresses(job.r_hosts, FIRST_PORT)}{prefill}"
+    return f"{job.s_command} {r_workers} --key-file {key_file}{job.s_rest}"
 
 
-def _r_nodes(job: JobShape) -> str:
-    hosts = f" --nodelist={','.join(host.name for host in job.r_hosts)}" if job.named else ""
-    return f"--nodes={len(job.r_hosts)} --ntasks={job.num_r_workers}{hosts}"
+def _addresses(hosts: Sequence[HostSlots], first_port: int) -> str:
+    return ",".join(f"{host.name}:{first_port + index}" for host in hosts for index in range(host.slots))
+
+
+def _nodes(job: JobShape, hosts: Sequence[HostSlots]) -> str:
+    named = f" --nodelist={','.join(host.name for host in hosts)}" if job.named else ""
+    return f"--nodes={len(hosts)} --ntasks={sum(host.slots for host in hosts)}{named}"

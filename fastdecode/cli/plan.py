@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from fastdecode.cli.flags import add_common_flags
-from fastdecode.cli.launch_lines import S_COMMAND, HostSlots, JobShape, openmpi_line, slurm_script
 from fastdecode.cli.machine_inputs import (
     PlanInputs,
     add_machine_flags,
@@ -20,13 +17,14 @@ from fastdecode.cli.machine_inputs import (
     read_inputs,
 )
 from fastdecode.cli.output import check_output_files, write_json
+from fastdecode.cli.plan_lines import FORMATS, emit
 from fastdecode.cli.prefill_inputs import AUTOMATIC, add_prefill_flags, prefill_forecast
+from fastdecode.cli.speculation_inputs import add_speculation_flags, read_drafting
 from fastdecode.errors import ConfigError
-from fastdecode.perfmodel.equations import TILE_TOKENS
 from fastdecode.perfmodel.gpu_only import GpuOnly, Verdict, judge
-from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import Candidate, Plan
 from fastdecode.perfmodel.prefill_plan import PrefillPlan, plan_prefill
+from fastdecode.perfmodel.speculation import SpeculationPlan, plan_speculation
 
 
 def add_command(commands: Any) -> None:
@@ -44,6 +42,7 @@ def add_command(commands: Any) -> None:
     add_number_flags(parser.add_argument_group("or as measured"))
     _add_workload_flags(parser.add_argument_group("workload"))
     add_prefill_flags(parser.add_argument_group("prefill workers"), automatic=True)
+    add_speculation_flags(parser.add_argument_group("speculative decoding"))
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot", metavar="PNG", help="draw throughput and price against the number of R-workers")
@@ -64,15 +63,16 @@ def run(args: argparse.Namespace) -> int:
     limit = math.inf if args.latency_limit is None else args.latency_limit
     alone = inputs.server.best(limit) if inputs.server else None
     verdict = judge(plan, alone, planner.prices)
-    prefill = _prefill_plan(args, inputs, plan)
+    prefill, drafting = _prefill_plan(args, inputs, plan), read_drafting(args, inputs)
+    speculation = plan_speculation(planner, plan, drafting) if drafting else None
     if args.emit:
-        rows_per_output_token = planner.workload.rows_per_output_token
-        print(emit(args.emit, plan, _engine_flags(args), rows_per_output_token, _r_worker_flags(args, inputs)))
+        print(emit(args, inputs, plan, prefill))
     else:
-        print(plan_text(inputs, plan, alone, verdict, prefill))
+        print(plan_text(inputs, plan, alone, verdict, prefill, speculation))
     if args.output_json:
         figures = plan_figures(inputs, plan, alone, verdict)
-        write_json(figures | ({"prefill": asdict(prefill)} if prefill else {}), args.output_json)
+        more = {"prefill": prefill, "speculation": speculation}
+        write_json(figures | {name: asdict(each) for name, each in more.items() if each}, args.output_json)
     if args.plot:
         from fastdecode.measure.plots import plot_plan
 
@@ -122,25 +122,6 @@ def _mini_batch_size(args: argparse.Namespace, inputs: PlanInputs) -> int:
     return inputs.planner.knee_mini_batch()
 
 
-def _engine_flags(args: argparse.Namespace) -> str:
-    """What the plan's own inputs fix; a model known here by name alone is asked of the shell that runs the line."""
-    text = ""
-    if args.model and args.model.lower() in BUILT_IN:
-        text = f'--model "${{MODEL:?set it to a folder of {args.model}}}" '
-    elif args.model:
-        path = Path(args.model)
-        text = f"--model {shlex.quote(str(path.parent if path.name == 'config.json' else path))} "
-    return text if args.kv_cache_dtype == "auto" else f"{text}--kv-cache-dtype {args.kv_cache_dtype} "
-
-
-def _r_worker_flags(args: argparse.Namespace, inputs: PlanInputs) -> str:
-    """The memory asked for, or else what the plan took a preset to have; nothing where it counted on none."""
-    tokens, kv_bytes = inputs.planner.capacity_tokens, inputs.planner.kv_bytes_per_token
-    memory = str(round(tokens * kv_bytes)) if kv_bytes and tokens < math.inf else None
-    memory = args.kv_cache_memory or memory
-    return f" --kv-cache-memory {shlex.quote(memory)}" if memory else ""
-
-
 def _add_workload_flags(group: Any) -> None:
     group.add_argument("--seq-len", type=float, metavar="TOKENS", help="prompt + output, the mean (needed)")
     group.add_argument("--prompt-len", type=float, default=0.0, metavar="TOKENS", help="of those, the prompt's (0)")
@@ -158,12 +139,17 @@ def _add_workload_flags(group: Any) -> None:
 
 
 def plan_text(
-    inputs: PlanInputs, plan: Plan, alone: GpuOnly | None, verdict: Verdict, prefill: PrefillPlan | None = None
+    inputs: PlanInputs,
+    plan: Plan,
+    alone: GpuOnly | None,
+    verdict: Verdict,
+    prefill: PrefillPlan | None = None,
+    speculation: SpeculationPlan | None = None,
 ) -> str:
     """The figures, the GPU alone, the verdict, the candidates and what all of it rests on."""
     blocks = [
         _title(inputs),
-        "\n".join((*_figures(plan), *_prefill_lines(prefill))),
+        "\n".join((*_figures(plan), *_prefill_lines(prefill), *_speculation_lines(speculation, plan))),
         _alone(inputs, alone),
         verdict.sentence,
     ]
@@ -213,6 +199,20 @@ def _prefill_lines(prefill: PrefillPlan | None) -> Iterator[str]:
     yield _line("between tokens", f"{tbt:.3g} ms ({without:.3g} ms where the S-worker computes the prompts)")
 
 
+def _speculation_lines(speculation: SpeculationPlan | None, plan: Plan) -> Iterator[str]:
+    if speculation is None:
+        return
+    drafts, tokens = speculation.num_draft_tokens, speculation.tokens_per_verification
+    each = f"{drafts} of each sequence and step, of which {speculation.acceptance_rate:.0%} are accepted"
+    yield _line("draft tokens", f"{each}: {tokens:.2f} tokens per verification")
+    held = ", by their memory" if speculation.r_workers_set_by == "memory" else ""
+    fewer = f"{speculation.saved_r_workers} fewer than without{held}"
+    rate = f"{speculation.output_tokens_per_second:.0f} output tokens/s"
+    yield _line("with them", f"{speculation.num_r_workers} R-worker(s), {fewer}, suffice for {rate}")
+    most = f"{speculation.gain:.2f} x the tokens/s with {speculation.gain_draft_tokens} of each sequence"
+    yield _line("or", f"all {plan.num_r_workers} R-worker(s), for {most}")
+
+
 def _alone(inputs: PlanInputs, alone: GpuOnly | None) -> str:
     if alone is None:
         return ""
@@ -244,34 +244,3 @@ def _price(row: Candidate) -> str:
 
 def _line(name: str, text: str) -> str:
     return f"  {name:18s}{text}"
-
-
-FORMATS = ("hostfile", "sbatch", "mpirun")
-
-
-def emit(form: str, plan: Plan, args_text: str, rows_per_output_token: float, r_flags: str = "") -> str:
-    """Hosts are placeholders.
-
-    ``args_text``: the engine flags that the plan's own inputs fix, such as the model's; ``r_flags``: each R-worker's,
-    such as its memory, which an S-worker of an MPI job is not to be told.
-    """
-    s_command = f"{S_COMMAND} {args_text}{_flags(plan, rows_per_output_token)}"
-    job = JobShape("s-worker", tuple(_hosts(plan)), s_command, r_flags, named=False)
-    if form == "hostfile":
-        return "\n".join(map(str, (HostSlots(job.s_host, 1), *job.r_hosts)))
-    return openmpi_line(job, "hostfile") if form == "mpirun" else slurm_script(job)
-
-
-def _hosts(plan: Plan) -> Iterator[HostSlots]:
-    """R-workers are spread as evenly as they go."""
-    least, more = divmod(plan.num_r_workers, plan.num_hosts)
-    for index in range(plan.num_hosts):
-        yield HostSlots(f"r-host-{index + 1}", least + (index < more))
-
-
-def _flags(plan: Plan, rows_per_output_token: float) -> str:
-    tokens = math.ceil(plan.in_flight * rows_per_output_token / TILE_TOKENS) * TILE_TOKENS
-    return (
-        f"--schedule sls --num-mini-batches {plan.num_mini_batches} --max-num-seqs {plan.in_flight} "
-        f"--max-num-batched-tokens {tokens} --kv-load-limit {plan.kv_load_limit}"
-    )

@@ -7,21 +7,33 @@ import contextlib
 import json
 import os
 import signal
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.flags import (
+    PREFILL_MODEL,
     add_common_flags,
     add_flags,
     add_worker_flags,
     check_cores,
     check_threads,
+    check_transport,
     listen_address,
+    say_mended,
 )
 from fastdecode.config import MODEL, EngineConfig, flag_names
 from fastdecode.machine import usable_cores
-from fastdecode.settings import check_key, check_security, describe_security, parse_cores, split_address
+from fastdecode.settings import check_key, check_security, describe_security, is_loopback, parse_cores, split_address
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.links.mpi_job import PrefillRank
+    from fastdecode.cluster.wire.handshake import Security
+    from fastdecode.prefill_worker import PrefillWorker
 
 LISTEN = "tcp://127.0.0.1:5590"
+
+ANY_PORT = 9
+"""To ask for the way to a host; nothing is sent."""
 
 
 def add_command(commands: Any) -> None:
@@ -36,44 +48,100 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of --prefill-workers spawn:N, which starts this
     parser.add_argument("--engine-config", type=json.loads, help=argparse.SUPPRESS)
     group = parser.add_argument_group("model, as the S-worker's")
-    add_flags(group, EngineConfig, [name for name in flag_names(MODEL) if "tokenizer" not in name])
+    add_flags(group, EngineConfig, PREFILL_MODEL)
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
 
+@dataclass(frozen=True)
+class _Setup:
+    """What a prefill worker computes with; ``guard``: how its connections are secured, in words."""
+
+    config: EngineConfig
+    num_threads: int
+    cores: tuple[int, ...]
+    security: Security
+    guard: str
+
+    def start(self, host: str, port: int, rank: str = "") -> tuple[PrefillWorker, str]:
+        """The worker, which listens at ``host`` and ``port`` and has said so, and its address."""
+        from fastdecode.cluster.prefill.connect import ANSWER
+        from fastdecode.prefill_worker import PrefillWorker
+
+        worker = PrefillWorker(self.config, self.num_threads, self.cores, self.security)
+        address = worker.listen(host, port)
+        print(f"{ANSWER}{rank}tcp://{address} ({self.guard}), {self.num_threads} thread(s)", flush=True)
+        return worker, address
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the address and serve; SIGTERM ends the process with status 0, Ctrl-C with 130."""
-    from fastdecode.cluster.joining import Joiner, local_address
     from fastdecode.cluster.links.spawn import die_with
-    from fastdecode.cluster.prefill.connect import ANSWER
     from fastdecode.cluster.wire.handshake import read_security
-    from fastdecode.cluster.wire.messages import PREFILL_WORKER
 
+    check_transport(args.transport, args.join)
+    if args.transport == "mpi":
+        say_mended()
     if args.parent is not None:
         die_with(args.parent)
     config = _config(args)
     cores = _bind(parse_cores("cores", args.cores))
     check_threads(args.threads)
+    check_security(args.security, args.key_file)
+    guard = describe_security(args.security, args.key_file)
+    security = read_security(args.key_file, args.security)
+    setup = _Setup(config, args.threads or len(cores), cores, security, guard)
+    if args.transport == "mpi":
+        _serve_job(args, setup)
+        return 0
+    signal.signal(signal.SIGTERM, _end)
+    with contextlib.suppress(SystemExit):
+        _listen(args, setup)
+    print("fastdecode prefill-worker: ended", flush=True)
+    return 0
+
+
+def _listen(args: argparse.Namespace, setup: _Setup) -> None:
+    from fastdecode.cluster.joining import Joiner, local_address
+    from fastdecode.cluster.wire.messages import PREFILL_WORKER
+
     towards = local_address(args.join) if args.join else None
     host, port = listen_address(args.listen or (f"tcp://{towards}:0" if towards else LISTEN))
     check_key("listen", [host], args.key_file)
     if args.join:
         check_key("join", [split_address("join", args.join)[0]], args.key_file)
-    check_security(args.security, args.key_file)
-    security = read_security(args.key_file, args.security)
-    signal.signal(signal.SIGTERM, _end)
-    with contextlib.suppress(SystemExit):
-        from fastdecode.prefill_worker import PrefillWorker
+    worker, address = setup.start(host, port)
+    mine = f"{towards if host == '*' else host}:{address.rpartition(':')[2]}"
+    joiner = Joiner(args.join, mine, setup.security.secret, PREFILL_WORKER) if args.join else None
+    worker.run(lambda is_free: joiner.ask() if joiner and is_free else None)
 
-        worker = PrefillWorker(config, args.threads or len(cores), cores, security)
-        address = worker.listen(host, port)
-        guard = describe_security(args.security, args.key_file)
-        print(f"{ANSWER}tcp://{address} ({guard}), {args.threads or len(cores)} thread(s)", flush=True)
-        mine = f"{towards if host == '*' else host}:{address.rpartition(':')[2]}"
-        joiner = Joiner(args.join, mine, security.secret, PREFILL_WORKER) if args.join else None
-        worker.run(lambda is_free: joiner.ask() if joiner and is_free else None)
-    print("fastdecode prefill-worker: ended", flush=True)
-    return 0
+
+def _serve_job(args: argparse.Namespace, setup: _Setup) -> None:
+    """Listen where the other ranks reach this one, and serve until the job is over."""
+    from fastdecode.cluster.joining import local_address
+    from fastdecode.cluster.links.mpi_job import serve_as_prefill_worker
+
+    given = listen_address(args.listen) if args.listen else None
+
+    def serve(rank: PrefillRank, s_worker_host: str) -> None:
+        towards = s_worker_host if is_loopback(s_worker_host) else local_address(f"{s_worker_host}:{ANY_PORT}")
+        host, port = given or (towards, 0)
+        check_key("listen", [host], args.key_file)
+        worker, address = setup.start(host, port, f"MPI rank {rank.job.rank}, ")
+        rank.announce(towards if host == "*" else host, int(address.rpartition(":")[2]))
+        with contextlib.suppress(_JobIsOver):
+            worker.run(lambda is_free: _end_with(rank))
+
+    serve_as_prefill_worker(serve)
+
+
+class _JobIsOver(Exception):
+    """Ends the worker's loop."""
+
+
+def _end_with(rank: PrefillRank) -> None:
+    if rank.is_over:
+        raise _JobIsOver
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:

@@ -13,10 +13,10 @@ from fastdecode.cli.flags import (
     add_worker_flags,
     check_cores,
     check_threads,
+    check_transport,
     listen_address,
     say_mended,
 )
-from fastdecode.errors import ConfigError
 from fastdecode.settings import (
     check_key,
     check_security,
@@ -43,7 +43,6 @@ def add_command(commands: Any) -> None:
     )
     add_worker_flags(parser, LISTEN)
     parser.add_argument("--kv-cache-memory", metavar="BYTES", help="such as 4GiB (40%% of what is free)")
-    parser.add_argument("--transport", default="tcp", choices=["tcp", "mpi"], help="mpi: a rank of an mpirun job (tcp)")
     for name in ("--control-fd", "--memory-fd", "--parent"):  # of --r-workers spawn:N, which starts this
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     add_common_flags(parser)
@@ -52,8 +51,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was bound and serve; SIGTERM ends the process with status 0, Ctrl-C with 130."""
-    if args.join and args.transport == "mpi":
-        raise ConfigError("join: an MPI job has the ranks it was started with; leave --transport away")
+    check_transport(args.transport, args.join)
     if args.transport == "mpi":
         say_mended()
     cores, threads, kv_cache_bytes = _resources(args)

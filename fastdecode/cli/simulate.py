@@ -18,6 +18,7 @@ from fastdecode.cli.machine_inputs import add_machine_flags, add_number_flags, a
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.cli.prefill_inputs import add_prefill_flags
 from fastdecode.cli.simulate_inputs import DATASETS, SimulationInputs, read_simulation
+from fastdecode.cli.speculation_inputs import add_speculation_flags
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec
@@ -52,6 +53,7 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     add_number_flags(parser.add_argument_group("or as measured"))
     add_prefill_flags(parser.add_argument_group("prefill workers"), automatic=False)
+    add_speculation_flags(parser.add_argument_group("speculative decoding"))
     group = parser.add_argument_group("engine")
     add_flags(group, EngineConfig, SCHEDULE)
     add_pipeline_flags(group, automatic=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import numpy as np
 
 from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, named_shape, read_inputs
 from fastdecode.cli.prefill_inputs import prefill_forecast
+from fastdecode.cli.speculation_inputs import read_drafting
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.machine import SCRATCH_SHARE
@@ -20,10 +22,20 @@ from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.partition import Forecast
-from fastdecode.perfmodel.simulate import GpuMachine, Machine, PrefillFleet, SimulatedWorkload, Simulator, SplitMachine
+from fastdecode.perfmodel.simulate import (
+    GpuMachine,
+    Machine,
+    PrefillFleet,
+    SimulatedDrafter,
+    SimulatedWorkload,
+    Simulator,
+    SplitMachine,
+)
 from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
+from fastdecode.perfmodel.speculation import Drafting
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
+from fastdecode.scheduler.draft_policy import BalancedDrafts
 from fastdecode.scheduler.prefill_policy import LeastWaiting
 
 DATASETS = ("random", "trace", *SARATHI)
@@ -70,7 +82,8 @@ OF_R_WORKERS = (
 
 @dataclass(frozen=True)
 class SimulationInputs:
-    """``prefill``: predicted times of ``num_prefill_workers`` prefill workers, None where there are none."""
+    """``prefill``: predicted times of ``num_prefill_workers`` prefill workers, None where there are none; ``drafting``:
+    likewise."""
 
     machine: Machine
     limits: Limits
@@ -81,6 +94,7 @@ class SimulationInputs:
     assumptions: tuple[str, ...]
     prefill: Forecast | None = None
     num_prefill_workers: int = 0
+    drafting: Drafting | None = None
 
     def simulator(self, on_step: Callable[[StepRecord], None] | None = None) -> Simulator:
         """A new one, with a scheduler of its own."""
@@ -88,13 +102,21 @@ class SimulationInputs:
         if self.prefill:
             policy = LeastWaiting(self.prefill, self._s_seconds, range(self.num_prefill_workers))
             fleet = PrefillFleet(self.prefill, self.num_prefill_workers)
-        return Simulator(Scheduler(SCHEDULES[self.schedule], self.limits, policy), self.machine, on_step, fleet)
+        drafts, drafter = None, None
+        if self.drafting:
+            drafts = BalancedDrafts(self.drafting.num_speculative_tokens, self.limits.num_mini_batches)
+            drafter = SimulatedDrafter(self.drafting, len(self.limits.num_blocks))
+        scheduler = Scheduler(SCHEDULES[self.schedule], self.limits, policy, drafts)
+        return Simulator(scheduler, self.machine, on_step, fleet, drafter)
 
-    def _s_seconds(self, num_tokens: int) -> float:
-        """Of a prompt on the S-worker, in as many steps as its rows take."""
-        most, loads = self.limits.max_num_batched_tokens, [0] * len(self.limits.num_blocks)
-        chunks = [most] * (num_tokens // most) + [num_tokens % most] * (num_tokens % most > 0)
-        return sum(self.machine.cost(rows, 1, loads).wall_seconds for rows in chunks)
+    def _s_seconds(self, num_tokens: int, context_len: int) -> float:
+        """Of a prompt on the S-worker, in as many steps as its rows take; after a prefix its R-worker attends."""
+        most, rest = self.limits.max_num_batched_tokens, [0] * (len(self.limits.num_blocks) - 1)
+        seconds = 0.0
+        for start, end in itertools.pairwise((0, *range(most, num_tokens, most), num_tokens)):
+            attended = context_len + end if context_len else 0
+            seconds += self.machine.cost(end - start, 1, [attended, *rest]).wall_seconds
+        return seconds
 
 
 def read_simulation(args: argparse.Namespace) -> SimulationInputs:
@@ -139,6 +161,7 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     for name in OF_R_WORKERS:
         if getattr(args, name) is not None and getattr(args, name) is not False:
             raise ConfigError(f"num_r_workers is 0, the GPU alone: {name} has no place there; leave it out")
+    read_drafting(args, None)
     if args.model is None or args.gpu is None:
         raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
     shape, gpu = named_shape(args.model), find_gpu(args.gpu).times(args.tensor_parallel_size)
@@ -168,8 +191,10 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     speeds = _speeds(args.r_worker_speeds, workers)
     kv_bytes = planner.kv_bytes_per_token or 0
     per_moved = args.seconds_per_moved_token or (kv_bytes / MOVED_BYTES_PER_SECOND or math.inf)
+    drafting = read_drafting(args, inputs)
     limits = replace(
         _limits(args, workload, (blocks,) * workers, _scratch_tokens(inputs)),
+        num_speculative_tokens=drafting.num_speculative_tokens if drafting else 0,
         balanced_kv_tokens=balanced,
         idle_s_share=model.idle_s_share(args.max_num_seqs),
         bandwidths=speeds or (1.0,) * workers,
@@ -181,7 +206,7 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     if prefill:
         title += f", {num_prefill} prefill worker(s)"
     return SimulationInputs(
-        machine, limits, args.schedule, workload, rate, title, inputs.assumptions, prefill, num_prefill
+        machine, limits, args.schedule, workload, rate, title, inputs.assumptions, prefill, num_prefill, drafting
     )
 
 

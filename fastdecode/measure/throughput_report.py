@@ -58,6 +58,7 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
         },
         "prefix_cache": {"queries": run.statistics.prefix_queries, "hit_tokens": run.statistics.prefix_hit_tokens},
         "preemptions": run.statistics.preemptions,
+        "speculative": run.statistics.drafts.figures(),
         "steady": steady_figures(run.steps, _rate(output_tokens, len(run.outputs)), run.kv_load_limit),
         "lost_workers": sum(step.lost_workers for step in run.steps),
         "joined_workers": _joined_workers(run.steps),
@@ -165,6 +166,11 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
         yield (
             f"Steady: {steady['tokens_per_second']:.1f} tokens/s over {steady['seconds']:.4g} s, mean KV load "
             f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f}"
+        )
+    if (drafts := report.get("speculative")) and drafts["drafts"]:
+        yield (
+            f"Drafts: {drafts['accepted_tokens']} of {drafts['drafted_tokens']} tokens accepted "
+            f"({drafts['acceptance_rate']:.0%}), {drafts['mean_accepted_length']:.2f} of each verification"
         )
     if (joined := report.get("joined_workers")) or report.get("lost_workers"):
         yield f"R-workers: {joined} joined and {report['lost_workers']} were lost during the run"

@@ -75,13 +75,15 @@ class Residents:
     ``table`` has their progress.
     """
 
-    def __init__(self, workers: Workers, prefix_cache: PrefixCache, scratch_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, workers: Workers, prefix_cache: PrefixCache, scratch_tokens: int, max_num_seqs: int, most_drafts: int = 0
+    ) -> None:
         self.workers = workers
         self.prefix_cache = prefix_cache
         self.scratch_free = scratch_tokens
         self.prompts: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
-        self.table = SequenceTable(max_num_seqs)
+        self.table = SequenceTable(max_num_seqs, most_drafts)
         self._unborn = 0
 
     def __len__(self) -> int:
@@ -127,11 +129,19 @@ class Residents:
         if sequence.uses_scratch:
             self.scratch_free -= sequence.num_prefill
 
-    def grow(self, rows: np.ndarray) -> None:
-        """Each of these rows of the table takes one more block."""
-        self.table.num_blocks[rows] += 1
-        for worker, count in enumerate(np.bincount(self.table.workers[rows]).tolist()):
-            self.workers[worker].free -= count
+    def grow(self, rows: np.ndarray, num_blocks: np.ndarray | int = 1) -> None:
+        """Each of these rows of the table takes ``num_blocks`` more; fewer than none give some back."""
+        self.table.num_blocks[rows] += num_blocks
+        weights = np.broadcast_to(num_blocks, rows.shape)
+        for worker, count in enumerate(np.bincount(self.table.workers[rows], weights).tolist()):
+            self.workers[worker].free -= int(count)
+
+    def truncate(self, sequence: Sequence) -> None:
+        """The R-worker holds more tokens of ``sequence``, which decodes, than are cached: it is to drop the others."""
+        verb = (int(Verb.TRUNCATE), sequence.sequence_id, 0, sequence.num_cached)
+        self.workers[sequence.worker].controls.append(verb)
+        surplus = sequence.num_blocks - self.workers.blocks_for(sequence.num_cached)
+        self.grow(np.array([sequence.row]), -surplus)
 
     def send_away(self, sequence: Sequence, job_id: int) -> None:
         """Prefill workers compute the prompt of ``sequence``, which has just started, as job ``job_id``."""
@@ -172,6 +182,10 @@ class Residents:
         self.table.num_blocks[parent.row] -= has_partial * len(parent.siblings)
         self._unborn -= len(parent.siblings)
         parent.siblings = ()
+
+    def forget_unused(self, sequence: Sequence) -> None:
+        """Tokens of ``sequence`` that are cached, but not its own: drafts accepted beyond its end."""
+        self.table.num_cached[sequence.row] = min(sequence.num_cached, sequence.num_tokens)
 
     def leave(self, sequence: Sequence, keep: bool) -> None:
         """``sequence`` gives up its cache; its full blocks are retained if ``keep`` and prefix caching say so."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as PySequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
-from fastdecode.protocols import PrefillPolicy
+from fastdecode.protocols import DraftPolicy, PrefillPolicy
 from fastdecode.scheduler.admission import Admission
+from fastdecode.scheduler.drafts import DraftCounts, Drafts
 from fastdecode.scheduler.load_control import BalanceFinder
 from fastdecode.scheduler.migration import Migration, Move
 from fastdecode.scheduler.prefix import PrefixCache
@@ -33,6 +36,7 @@ class SchedulerStatistics:
     prefix_queries: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def since(self, before: SchedulerStatistics) -> SchedulerStatistics:
         """What was counted after ``before``."""
@@ -40,6 +44,7 @@ class SchedulerStatistics:
             self.prefix_queries - before.prefix_queries,
             self.prefix_hit_tokens - before.prefix_hit_tokens,
             self.preemptions - before.preemptions,
+            self.drafts.since(before.drafts),
         )
 
 
@@ -51,16 +56,26 @@ class Scheduler:
     always goes on, and all end.
     """
 
-    def __init__(self, schedule: Schedule, limits: Limits, prefill_policy: PrefillPolicy | None = None) -> None:
-        """``prefill_policy``: of the prefill workers, where there are some."""
+    def __init__(
+        self,
+        schedule: Schedule,
+        limits: Limits,
+        prefill_policy: PrefillPolicy | None = None,
+        draft_policy: DraftPolicy | None = None,
+    ) -> None:
+        """``prefill_policy``: of the prefill workers, where there are some; ``draft_policy``: where tokens are
+        drafted."""
         self.limits = limits
         self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.block_size)
         self.prefix_cache = PrefixCache(self.workers, limits.prefix_caching and not schedule.reserves_longest)
-        self.residents = Residents(self.workers, self.prefix_cache, limits.scratch_tokens, limits.max_num_seqs)
+        self.residents = Residents(
+            self.workers, self.prefix_cache, limits.scratch_tokens, limits.max_num_seqs, limits.num_speculative_tokens
+        )
         self.queue = WaitingQueue(self.prefix_cache)
         self.admission = Admission(schedule, limits, self.residents, self.queue)
         self._schedule = schedule
         self.remote_prompts = RemotePrompts(self.residents, prefill_policy)
+        self.drafts = Drafts(self.residents, limits, draft_policy)
         self._migration = Migration(self.residents, self.admission, limits.seconds_per_moved_token)
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
@@ -70,7 +85,7 @@ class Scheduler:
 
     def with_limits(self, limits: Limits) -> Scheduler:
         """A new scheduler of the same schedule."""
-        return Scheduler(self._schedule, limits, self.remote_prompts.policy)
+        return Scheduler(self._schedule, limits, self.remote_prompts.policy, self.drafts.policy)
 
     @property
     def has_unfinished(self) -> bool:
@@ -97,7 +112,9 @@ class Scheduler:
     def statistics(self) -> SchedulerStatistics:
         """What was counted since the start."""
         cache = self.prefix_cache
-        return SchedulerStatistics(cache.num_queries, cache.num_hit_tokens, self.num_preemptions)
+        return SchedulerStatistics(
+            cache.num_queries, cache.num_hit_tokens, self.num_preemptions, self.drafts.counts.copy()
+        )
 
     def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
         """How long ``step`` took: each R-worker's part of the load, moves, and the limit where none is given, follow.
@@ -109,6 +126,9 @@ class Scheduler:
             self.workers.observe(kv_loads, r_seconds)
             self.admission.load_control.follow(self.workers.speeds)
         self._migration.observe(step, s_seconds, wait_seconds, r_seconds)
+        if self.drafts.policy and step.is_decode:
+            num_sequences = sum(map(len, step.mini_batches))
+            self.drafts.policy.observe(step.num_tokens, num_sequences, kv_loads, s_seconds, wait_seconds, r_seconds)
         if self.seeks_balance and step.is_decode:
             balanced = self._balance.observe(step.num_tokens, kv_loads, s_seconds, r_seconds)
             if balanced is not None:
@@ -124,6 +144,15 @@ class Scheduler:
         self.admission.check(sequence)
         self.queue.push(sequence)
 
+    def drafts_wanted(self) -> dict[int, int]:
+        """For how many tokens each sequence that decodes is to be drafted for the next step; see :meth:`propose`."""
+        self.residents.table.refresh()
+        return self.drafts.wanted()
+
+    def propose(self, drafts: Mapping[int, PySequence[int]]) -> None:
+        """Draft tokens by sequence, at most ``num_speculative_tokens`` each; the next step verifies those that fit."""
+        self.drafts.propose(drafts)
+
     def schedule(self, now_seconds: float = 0.0) -> ScheduledStep:
         """The next step. Controls are handed over once: the caller applies them even if the step fails later.
 
@@ -137,10 +166,12 @@ class Scheduler:
         else:
             self._rows = self._decode_rows()
             chunks = self._prompt_chunks(self._most_rows() - len(self._rows))
+        drafts = self._place_drafts(chunks)
         decodes = self.residents.table.mini_batch(self._rows)
         mini_batches = deal(decodes, chunks, self.limits.num_mini_batches)
         prefills, arrived = self.remote_prompts.take()
-        return ScheduledStep(mini_batches, self.residents.take_controls(), self.admission.num_starts, prefills, arrived)
+        controls = self.residents.take_controls()
+        return ScheduledStep(mini_batches, controls, self.admission.num_starts, prefills, arrived, drafts)
 
     def controls_alone(self) -> ScheduledStep:
         """A step without rows, which only tells the R-workers what they have yet to hear."""
@@ -151,10 +182,14 @@ class Scheduler:
         self.residents.put_back(step.controls)
         self.remote_prompts.put_back(step)
 
-    def commit(self, step: ScheduledStep) -> None:
-        """The step's rows, those of the last ``schedule``, are in the caches now."""
+    def commit(self, step: ScheduledStep, accepted: Mapping[int, int] = MappingProxyType({})) -> None:
+        """The step's rows, those of the last ``schedule``, are in the caches now.
+
+        ``accepted``: how many draft tokens of each sequence are its next output tokens; none of those not listed.
+        """
         self.residents.table.advance(self._rows)
         self._rows = self._rows[:0]
+        self.drafts.settle(step.drafts, accepted)
         for mini_batch in step.mini_batches:
             for chunk in mini_batch.prompts:
                 sequence = self.residents.prompts[int(chunk["sequence_id"])]
@@ -192,6 +227,7 @@ class Scheduler:
         brings them.
         """
         if sequence in self.residents:
+            self.residents.forget_unused(sequence)
             self.residents.leave(sequence, keep=reason != "error")
             self.queue.release_followers(sequence)
             self.admission.output_lengths.finished(len(sequence.output_token_ids), was_cut=reason != "stop")
@@ -269,6 +305,13 @@ class Scheduler:
                 return rows
             self._preempt(self._victim(short[0]))
 
+    def _place_drafts(self, chunks: list[Chunk]) -> dict[int, list[int]]:
+        """The draft tokens of this step, beside its decodes and prompts."""
+        num_rows = len(self._rows) + sum(len(chunk.token_ids) for chunk in chunks)
+        strict = self._schedule.stabilizes_load and self.admission.load_control.is_strict
+        limits = self.admission.load_control.limits if strict else None
+        return self.drafts.place(self._rows, self.limits.max_num_batched_tokens - num_rows, limits)
+
     def _most_rows(self) -> int:
         """Of this step, prompts' included."""
         seats, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
@@ -319,7 +362,7 @@ class Scheduler:
                 cutter.cut(sequence)
         self.admission.begin_step()
         takes = self.remote_prompts.takes
-        while started := self.admission.start_next(lambda rows: cutter.rows_for(rows) or rows * takes(rows)):
+        while started := self.admission.start_next(lambda rows, context: cutter.rows_for(rows) or takes(rows, context)):
             if not self.remote_prompts.start(started):
                 cutter.cut(started)
         return cutter.chunks

@@ -69,6 +69,7 @@ class Limits:
     balanced_kv_tokens: int | None = None
     idle_s_share: float = 1.0
     seconds_per_moved_token: float = math.inf
+    num_speculative_tokens: int = 0
 
 
 class ChunkCutter:

@@ -98,13 +98,17 @@ class SequenceTable:
     ``chunks``: CHUNK [most rows], the next decode of each; ``workers`` and ``num_cached`` are columns of it.
     ``prompt_lens``, ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most rows]; a sequence writes its last
     token there itself, since looking it up in thousands of lists takes longer than all the rest. ``rows``: int64 [n],
-    those that decode, as of the last :meth:`refresh` ordered by R-worker and longest context first.
+    those that decode, as of the last :meth:`refresh` ordered by R-worker and longest context first. ``drafts``: int64
+    [most rows, most_drafts], draft tokens of each, of which ``num_drafts`` count. ``tried`` and ``kept``: float64, how
+    many were tested and accepted, the last ones counting most.
     """
 
-    def __init__(self, most_rows: int) -> None:
+    def __init__(self, most_rows: int, most_drafts: int = 0) -> None:
         self.chunks = np.zeros(most_rows, CHUNK)
         self.workers, self.num_cached = self.chunks["worker"], self.chunks["context_len"]
         self.prompt_lens, self.max_tokens, self.num_blocks, self.last_tokens = np.zeros((4, most_rows), np.int64)
+        self.drafts, self.num_drafts = np.zeros((most_rows, most_drafts), np.int64), np.zeros(most_rows, np.int64)
+        self.tried, self.kept = np.zeros((2, most_rows))
         self.rows = np.zeros(0, np.int64)
         self._free = list(range(most_rows))
         self._added: dict[int, None] = {}
@@ -116,6 +120,7 @@ class SequenceTable:
         self.chunks[row] = (sequence.sequence_id, worker, num_cached, 1, True, True, True, True, False)
         self.prompt_lens[row], self.max_tokens[row] = len(sequence.prompt_token_ids), sequence.max_tokens
         self.num_blocks[row] = num_blocks
+        self.num_drafts[row], self.tried[row], self.kept[row] = 0, 0.0, 0.0
         self.last_tokens[row] = sequence.output_token_ids[-1] if len(sequence.output_token_ids) else 0
         sequence.worker, sequence.table, sequence.row = worker, self, row
 
@@ -155,5 +160,10 @@ class SequenceTable:
         return loads.astype(np.float64)
 
     def mini_batch(self, rows: np.ndarray) -> MiniBatch:
-        """The next chunks of ``rows``, with their tokens."""
-        return MiniBatch(self.chunks.take(rows), self.last_tokens.take(rows))
+        """The next chunks of ``rows``, with their tokens: the last one, and drafts."""
+        chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.num_drafts[rows]
+        if not num_drafts.any():
+            return MiniBatch(chunks, last)
+        chunks["num_rows"], chunks["scored"] = 1 + num_drafts, num_drafts > 0
+        tokens = np.column_stack([last, self.drafts[rows]])
+        return MiniBatch(chunks, tokens[np.arange(tokens.shape[1]) <= num_drafts[:, None]])

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import RequestOutput
+from fastdecode.scheduler import DraftCounts
 
 if TYPE_CHECKING:
     from fastdecode.server.observer import EngineState
@@ -198,8 +199,9 @@ class Metrics:
             self._observe("e2e_request_latency_seconds", [moments[-1] - arrival])
             self._observe("request_decode_time_seconds", [moments[-1] - moments[0]])
             self._observe("request_inference_time_seconds", [moments[-1] - (started or arrival)])
-            if len(moments) > 1:
-                mean = (moments[-1] - moments[0]) / (len(moments) - 1)
+            most = max(len(each.tokens) for each in output.outputs)
+            if most > 1:
+                mean = (moments[-1] - moments[0]) / (most - 1)
                 self._observe("time_per_output_token_seconds", [mean])
                 self._observe("request_time_per_output_token_seconds", [mean])
 
@@ -230,10 +232,21 @@ class Metrics:
         yield self._counter("num_preemptions", "Sequences that were preempted", state.num_preemptions if state else 0)
         hits = state.prefix_hit_tokens if state else 0
         yield self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache", hits)
+        yield from self._draft_families(state.drafts if state else DraftCounts())
         yield self._labelled("request_success", "Sequences that ended, by reason", "finished_reason", self._ends)
         yield self._labelled("r_seconds", "Seconds in which an R-worker was busy", "r_worker", self._r_seconds)
         text = "Seconds from submit to o, less busy and queued time"
         yield self._labelled("transfer_seconds", text, "r_worker", self._transfer_seconds)
+
+    def _draft_families(self, drafts: DraftCounts) -> Iterator[Metric]:
+        """vLLM's names."""
+        yield self._counter("spec_decode_num_drafts", "Verifications of draft tokens", drafts.num_drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Draft tokens verified", drafts.num_draft_tokens)
+        accepted = drafts.num_accepted_tokens
+        yield self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted", accepted)
+        by_position = Counter({str(place): n for place, n in enumerate(drafts.num_accepted_tokens_per_pos)})
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position"
+        yield self._labelled(name, text, "position", by_position)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fastdecode.engine import LLMEngine
 from fastdecode.metrics import Event, StepRecord, Tracer
 from fastdecode.outputs import RequestOutput
+from fastdecode.scheduler import DraftCounts
 from fastdecode.server.metrics import Metrics
 
 MOST_STEPS = 1000
@@ -44,6 +45,7 @@ class EngineState:
     num_preemptions: int = 0
     prefix_hit_tokens: int = 0
     r_workers: tuple[RWorkerState, ...] = ()
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 class TimedStep(NamedTuple):
@@ -117,7 +119,7 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
     used, total = sum(each.blocks_used for each in r_workers), sum(each.num_blocks for each in r_workers)
     return EngineState(
         now, len(scheduler.residents), len(scheduler.queue), used / total if total else 0.0,
-        counted.preemptions, counted.prefix_hit_tokens, tuple(r_workers),
+        counted.preemptions, counted.prefix_hit_tokens, tuple(r_workers), counted.drafts,
     )  # fmt: skip
 
 

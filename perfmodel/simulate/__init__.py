@@ -3,12 +3,14 @@
 from fastdecode.perfmodel.simulate.machine import GpuMachine, Machine, SplitMachine, StepCost
 from fastdecode.perfmodel.simulate.prefill import PrefillFleet
 from fastdecode.perfmodel.simulate.simulator import Simulator, Slo, find_capacity
+from fastdecode.perfmodel.simulate.speculation import SimulatedDrafter
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest, SimulatedWorkload
 
 __all__ = [
     "GpuMachine",
     "Machine",
     "PrefillFleet",
+    "SimulatedDrafter",
     "SimulatedRequest",
     "SimulatedWorkload",
     "Simulator",

@@ -34,8 +34,8 @@ class Machine(Protocol):
     @property
     def seconds_per_moved_token(self) -> float: ...
 
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
-        """Of a step with ``num_tokens`` rows on the S-worker, ``num_output_tokens`` of them sampled; each R-worker
+    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float]) -> StepCost:
+        """Of a step with ``num_tokens`` rows on the S-worker, logits wanted of ``num_output_tokens``; each R-worker
         attends its part of ``kv_loads``."""
         ...
 
@@ -52,7 +52,7 @@ class SplitMachine:
     speeds: tuple[float, ...] | None = None
     seconds_per_moved_token: float = 0.0
 
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float]) -> StepCost:
         """By the model, as if every R-worker were as fast as the mean and had the busiest one's load."""
         model = self.model
         loads = np.asarray(kv_loads, np.float64)
@@ -84,7 +84,7 @@ class GpuMachine:
         """Of the cache over all layers."""
         return self.step_time.kv_bytes_per_token
 
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float]) -> StepCost:
         """By the roofline; S is what weights and arithmetic take."""
         kv_tokens = sum(kv_loads)
         wall, s_part = (self.step_time(num_tokens, tokens, num_output_tokens) for tokens in (kv_tokens, 0))

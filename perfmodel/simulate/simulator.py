@@ -18,6 +18,8 @@ from fastdecode.errors import ConfigError, PlanError
 from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.simulate.machine import Machine, StepCost
 from fastdecode.perfmodel.simulate.prefill import PrefillFleet
+from fastdecode.perfmodel.simulate.speculation import SimulatedDrafter
+from fastdecode.perfmodel.simulate.tokens import SimulatedOutput, TokenTimes
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest
 from fastdecode.scheduler import Scheduler, Sequence
 from fastdecode.step import RemotePrefill, ScheduledStep
@@ -36,12 +38,14 @@ class Simulator:
         machine: Machine,
         on_step: Callable[[StepRecord], None] | None = None,
         prefill: PrefillFleet | None = None,
+        drafter: SimulatedDrafter | None = None,
     ) -> None:
-        """``prefill``: the prefill workers of the scheduler's policy, where it has one."""
+        """``prefill``: the prefill workers of the scheduler's policy, where it has one; ``drafter``: likewise."""
         self.scheduler = scheduler
         self.machine = machine
         self.on_step = on_step
         self.prefill = prefill
+        self.drafter = drafter
         self.now_seconds = 0.0
         self.num_steps = self.num_moves = 0
         self._step_seconds = 0.0
@@ -89,6 +93,7 @@ class Simulator:
     def _step(self, next_arrival_seconds: float) -> None:
         moving_seconds = self._move()
         self._hear_of_prompts()
+        drafting_seconds = self._draft()
         step = self.scheduler.schedule(self.now_seconds)
         for prefill in step.prefills:
             self._submit(prefill)
@@ -96,23 +101,38 @@ class Simulator:
             self._wait(step, next_arrival_seconds)
             return
         self._note_starts(step)
-        kv_loads, sampled = step.kv_loads, _sampled_ids(step)
-        cost = self._cost(step, len(sampled), kv_loads)
+        sampled = _sampled_ids(step)
+        cost = self._cost(step, len(sampled) + sum(map(len, step.drafts.values())))
         self.now_seconds += cost.wall_seconds
-        self._step_seconds = cost.wall_seconds
-        self.scheduler.commit(step)
-        self._take(sampled)
+        self._step_seconds = cost.wall_seconds + drafting_seconds
+        accepted = self.drafter.accepted(step.drafts) if self.drafter else {}
+        self.scheduler.commit(step, accepted)
+        num_output_tokens = self._take(sampled, accepted)
         wait_seconds = cost.wall_seconds - cost.s_seconds - cost.host_seconds
         self.scheduler.observe(step, cost.s_seconds, wait_seconds, cost.r_seconds.tolist())
         self.num_steps += 1
         if self.on_step is not None:
-            self.on_step(self._record(step, kv_loads, cost, len(sampled), moving_seconds))
+            self.on_step(self._record(step, cost, num_output_tokens, moving_seconds + drafting_seconds))
 
-    def _cost(self, step: ScheduledStep, num_output_tokens: int, kv_loads: list[int]) -> StepCost:
+    def _draft(self) -> float:
+        """As ``Speculation.draft`` does before a step; returns the seconds it takes."""
+        wanted = self.scheduler.drafts_wanted() if self.drafter else {}
+        if self.drafter is None or not wanted:
+            return 0.0
+        self.scheduler.propose(self.drafter.propose(wanted))
+        kv_tokens = sum(self._sequences[sequence_id].num_cached for sequence_id in wanted)
+        seconds = self.drafter.seconds(wanted, kv_tokens)
+        if policy := self.scheduler.drafts.policy:
+            policy.observe_drafting(len(wanted), max(wanted.values()), seconds)
+        self.now_seconds += seconds
+        return seconds
+
+    def _cost(self, step: ScheduledStep, num_scored_rows: int) -> StepCost:
         """Nothing where a step has no rows and only samples what prefill workers computed."""
         if not step.num_tokens:
-            return StepCost(0.0, 0.0, 0.0, 0.0, np.zeros(len(kv_loads)))
-        return self.machine.cost(step.num_tokens, num_output_tokens, kv_loads)
+            return StepCost(0.0, 0.0, 0.0, 0.0, np.zeros(len(step.kv_loads)))
+        kv_loads = self.drafter.kv_loads(step) if self.drafter else step.kv_loads
+        return self.machine.cost(step.num_tokens, num_scored_rows, kv_loads)
 
     def _hear_of_prompts(self) -> None:
         for job_id in self.prefill.take(self.now_seconds) if self.prefill else ():
@@ -153,27 +173,34 @@ class Simulator:
         if request.start_seconds is None:
             request.start_seconds = self.now_seconds
 
-    def _take(self, sampled_ids: np.ndarray) -> None:
-        """One token for each sequence that was sampled; thousands are, so arrays do most of it."""
+    def _take(self, sampled_ids: np.ndarray, accepted: dict[int, int]) -> int:
+        """One token for each sequence that was sampled, and those ``accepted``; returns how many.
+
+        Thousands are sampled, so arrays do most of it.
+        """
+        before = self._tokens.total
+        self._tokens.add(accepted, self.now_seconds)
         for sequence_id in self._tokens.take(sampled_ids, self.now_seconds).tolist():
             sequence = self._sequences[sequence_id]
             was_cut = self._requests[sequence_id].output_len == sequence.max_tokens
             self.scheduler.finish(sequence, "length" if was_cut else "stop")
             self._num_finished += 1
+        return self._tokens.total - before
 
     def _record(
-        self, step: ScheduledStep, kv_loads: list[int], cost: StepCost, num_output_tokens: int, moving_seconds: float
+        self, step: ScheduledStep, cost: StepCost, num_output_tokens: int, between_seconds: float
     ) -> StepRecord:
+        kv_loads = step.kv_loads
         return StepRecord(
             is_decode=step.is_decode,
             overlapped=True,
             num_tokens=step.num_tokens,
             num_output_tokens=num_output_tokens,
             kv_loads=tuple(kv_loads),
-            wall_seconds=cost.wall_seconds + moving_seconds,
+            wall_seconds=cost.wall_seconds + between_seconds,
             s_seconds=cost.s_seconds,
             wait_seconds=cost.wall_seconds - cost.s_seconds - cost.host_seconds,
-            host_seconds=cost.host_seconds + moving_seconds,
+            host_seconds=cost.host_seconds + between_seconds,
             r_seconds=tuple(cost.r_seconds.tolist()),
             transfer_seconds=(cost.transfer_seconds,) * len(kv_loads),
             kv_bytes_read=self.machine.kv_bytes_per_token * sum(kv_loads),
@@ -186,63 +213,6 @@ def _sampled_ids(step: ScheduledStep) -> np.ndarray:
     batches = [mini_batch.chunks for mini_batch in step.mini_batches]
     arrived = np.array(step.arrived, np.int64)
     return np.concatenate([arrived, *(chunks["sequence_id"][chunks["samples"]] for chunks in batches)])
-
-
-class TokenTimes:
-    """Every request's moments side by side in one array, so that a step of thousands is a few operations."""
-
-    def __init__(self) -> None:
-        self._seconds = np.zeros(0)
-        self._starts = np.zeros(0, np.int64)
-        self._ends = np.zeros(0, np.int64)
-        self._next = np.zeros(0, np.int64)
-
-    def expect(self, output_lens: PySequence[int]) -> None:
-        """More requests, numbered on, with so many tokens each."""
-        ends = len(self._seconds) + np.cumsum(output_lens, dtype=np.int64)
-        starts = ends - np.array(output_lens, np.int64)
-        self._seconds = np.append(self._seconds, np.zeros(sum(output_lens)))
-        self._starts, self._ends = np.append(self._starts, starts), np.append(self._ends, ends)
-        self._next = np.append(self._next, starts)
-
-    def take(self, request_ids: np.ndarray, now_seconds: float) -> np.ndarray:
-        """One token for each of ``request_ids``, int64 [n], all different; returns those that have all of theirs."""
-        places = self._next[request_ids]
-        self._seconds[places] = now_seconds
-        self._next[request_ids] = places + 1
-        return request_ids[places + 1 == self._ends[request_ids]]
-
-    def count(self, request_id: int) -> int:
-        """Tokens that a request has."""
-        return int(self._next[request_id] - self._starts[request_id])
-
-    def of(self, request_id: int) -> np.ndarray:
-        """The moments of a request's tokens, float64 [tokens so far]."""
-        return self._seconds[self._starts[request_id] : self._next[request_id]]
-
-
-class SimulatedOutput(PySequence[int]):
-    """The output of a simulated sequence, as the scheduler reads it: as many zeros as tokens were counted.
-
-    A run of thousands of sequences would otherwise append to as many lists in every step.
-    """
-
-    def __init__(self, tokens: TokenTimes, request_id: int) -> None:
-        self._tokens, self._request_id = tokens, request_id
-
-    def __len__(self) -> int:
-        """Tokens so far."""
-        return self._tokens.count(self._request_id)
-
-    def __getitem__(self, place: Any) -> Any:
-        """A zero, or a new list of zeros."""
-        return ([0] * len(self))[place]
-
-    def __eq__(self, other: object) -> bool:
-        """As lists compare."""
-        return list(self) == other
-
-    __hash__ = None  # type: ignore[assignment]  # as a list's
 
 
 MOST_DOUBLINGS = 12

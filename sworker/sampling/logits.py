@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,12 @@ class SamplingRow:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     generator_seed: int = 0
     grammar: Matcher | None = None
+
+    def after(self, draft_token_ids: Sequence[int], grammar: Matcher | None = None) -> SamplingRow:
+        """The row of the token that would follow if ``draft_token_ids`` came next; ``grammar`` as it would stand."""
+        if self.plain:
+            return self
+        return replace(self, output_token_ids=[*self.output_token_ids, *draft_token_ids], grammar=grammar)
 
     @property
     def changes_logits(self) -> bool:

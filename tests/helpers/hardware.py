@@ -46,7 +46,7 @@ class PlainMachine:
     kv_bytes_per_token: int = 0
     seconds_per_moved_token: float = 0.0
 
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[int]) -> StepCost:
+    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float]) -> StepCost:
         s_part = self.per_step + num_tokens * self.per_row
         attention = sum(kv_loads) * self.per_kv_token
         return StepCost(s_part + attention, s_part, 0.0, 0.0, np.full(len(kv_loads), attention))

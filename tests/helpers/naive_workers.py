@@ -87,8 +87,10 @@ class NaiveWorkers:
             assert len(source.tokens) >= num_tokens and sequence_id not in part
             part[sequence_id] = Held(worker, source.tokens[:num_tokens], source.blocks[:full] + [object()] * (rest > 0))
         elif verb == Verb.TRUNCATE:
-            assert rest == 0
-            del part[sequence_id].tokens[num_tokens:], part[sequence_id].blocks[full:]
+            held = part[sequence_id]
+            assert len(held.tokens) >= num_tokens
+            del held.tokens[num_tokens:], held.blocks[full:]
+            held.blocks += [object()] * (rest > 0)  # its own from here on, if it was shared
         else:
             assert verb == Verb.RELEASE
             if not self.left_behind.pop((worker, sequence_id), None):

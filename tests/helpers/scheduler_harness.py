@@ -9,9 +9,10 @@ import numpy as np
 
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler, Sequence
 from fastdecode.step import Chunk, ScheduledStep
+from helpers.drafting import AlwaysMost
 from helpers.naive_workers import NaiveWorkers
 
-OUTPUT_TOKEN = 7
+OUTPUT_TOKEN, WRONG_TOKEN = 7, 8
 
 AMPLE = Limits(
     max_num_seqs=64,
@@ -56,7 +57,8 @@ class Drain:
 class Run:
     """One workload through one scheduler; without ``recounts`` only loads and starts are noted, for long runs.
 
-    ``seconds_per_token``: what the scheduler is told that each R-worker was busy; none: it is told nothing.
+    ``seconds_per_token``: what the scheduler is told that each R-worker was busy; none: it is told nothing. Where
+    ``limits`` have drafts, some of those wanted are proposed, right ones and wrong ones, by ``drafts_seed``.
     """
 
     schedule: str
@@ -64,6 +66,7 @@ class Run:
     jobs: list[Job]
     recounts: bool = True
     seconds_per_token: tuple[float, ...] = ()
+    drafts_seed: int = 0
     step_number: int = field(default=0, init=False, repr=False)
     members: list[list[Sequence]] = field(default_factory=list, init=False, repr=False)
     alive: dict[int, Sequence] = field(default_factory=dict, init=False, repr=False)
@@ -74,7 +77,9 @@ class Run:
     _started: set[int] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(SCHEDULES[self.schedule], self.limits)
+        policy = AlwaysMost() if self.limits.num_speculative_tokens else None
+        self.scheduler = Scheduler(SCHEDULES[self.schedule], self.limits, draft_policy=policy)
+        self._rng = np.random.default_rng(self.drafts_seed)
         self.naive = NaiveWorkers(self.limits.block_size)
         for number, job in enumerate(self.jobs):
             group = [Sequence(100 * number + i, job.prompt, job.max_tokens) for i in range(len(job.lengths))]
@@ -122,6 +127,7 @@ class Run:
     def step(self, fails: bool = False) -> ScheduledStep:
         """One step, checked."""
         num_preemptions = self.scheduler.num_preemptions
+        self._propose()
         step = self.scheduler.schedule()
         self.has_preempted = self.scheduler.num_preemptions > num_preemptions
         chunks = [chunk for mini_batch in step.mini_batches for chunk in mini_batch]
@@ -134,10 +140,21 @@ class Run:
         if fails:
             self.naive.unwrite(chunks)
         else:
-            self.scheduler.commit(step)
-            self._take(chunks)
+            accepted = {i: (*tokens, WRONG_TOKEN).index(WRONG_TOKEN) for i, tokens in step.drafts.items()}
+            self.scheduler.commit(step, accepted)
+            self._check_decoding_blocks()
+            self._take(chunks, accepted)
             self._observe(step)
         return step
+
+    def _propose(self) -> None:
+        wanted = self.scheduler.drafts_wanted()
+        assert all(self._decodes(self.alive[i]) and count > 0 for i, count in wanted.items())
+        most = self._rng.integers(0, 10, len(wanted)).tolist()
+        counts = {i: min(count, length) for (i, count), length in zip(wanted.items(), most, strict=True)}
+        right = {i: self._rng.random(count) < 0.7 for i, count in counts.items()}
+        tokens = {i: np.where(each, OUTPUT_TOKEN, WRONG_TOKEN).tolist() for i, each in right.items()}
+        self.scheduler.propose(tokens)
 
     def _observe(self, step: ScheduledStep) -> None:
         """R-workers that have joined are as fast as the first."""
@@ -151,7 +168,8 @@ class Run:
         self.naive.apply(step)
         self._check_order(step)
         for chunk in chunks:
-            self._check_chunk(chunk)
+            self._check_chunk(chunk, step.drafts.get(chunk.sequence_id, []))
+        assert set(step.drafts) <= {chunk.sequence_id for chunk in chunks if chunk.is_decode}
         self._check_budgets(step, chunks)
         self._check_the_head_waits_for_something(step)
         self.naive.write(chunks)
@@ -209,17 +227,18 @@ class Run:
             order = [(chunk.worker, not chunk.attends) for chunk in mini_batch]
             assert order == sorted(order)
 
-    def _check_chunk(self, chunk: Chunk) -> None:
+    def _check_chunk(self, chunk: Chunk, drafts: list[int]) -> None:
         """Right tokens after the right tokens: whatever was forked, retained or recomputed."""
         member = self.alive[chunk.sequence_id]
         held = self.naive.of(chunk)
         tokens = [*member.prompt_token_ids, *member.output_token_ids]
         end = chunk.context_len + len(chunk.token_ids)
         assert (held.worker, held.tokens) == (chunk.worker, tokens[: chunk.context_len])
-        assert list(chunk.token_ids) == tokens[chunk.context_len : end] and len(chunk.token_ids) > 0
+        assert list(chunk.token_ids) == [*tokens, *drafts][chunk.context_len : end] and len(chunk.token_ids) > 0
         if chunk.is_decode:
-            assert len(chunk.token_ids) == 1 and chunk.attends and chunk.samples and end == len(tokens)
-            assert member.output_token_ids
+            assert len(chunk.token_ids) == 1 + len(drafts) and chunk.attends and chunk.samples
+            assert end == len(tokens) + len(drafts) and chunk.scored == bool(drafts)
+            assert member.output_token_ids and len(member.output_token_ids) + len(drafts) < member.max_tokens
         else:
             assert chunk.samples == chunk.last_of_prompt == (end == len(tokens))
 
@@ -276,8 +295,15 @@ class Run:
         for used, worker in zip(self.naive.blocks_used(len(workers)), workers, strict=True):
             assert used <= worker.num_blocks - worker.free <= worker.num_blocks
 
-    def _take(self, chunks: list[Chunk]) -> None:
-        """As ``LLMEngine._take``: fork, append a token each, end what is done."""
+    def _check_decoding_blocks(self) -> None:
+        """Of what decodes exactly those that its tokens take, whatever was drafted."""
+        if not SCHEDULES[self.schedule].reserves_longest:
+            for sequence in self.scheduler.residents.decoding.values():
+                extra = len(sequence.siblings) * (sequence.num_cached % self.limits.block_size > 0)  # until they fork
+                assert sequence.num_blocks == self.scheduler.workers.blocks_for(sequence.num_cached) + extra
+
+    def _take(self, chunks: list[Chunk], accepted: dict[int, int]) -> None:
+        """As ``LLMEngine._take``: fork, append a token each, or those accepted and one more, end what is done."""
         for chunk in chunks:
             if not chunk.samples:
                 continue
@@ -285,11 +311,17 @@ class Run:
             grown = [parent, *parent.siblings]
             self.scheduler.fork_siblings(parent)
             for member in grown:
-                member.append(OUTPUT_TOKEN)
-                number, index = divmod(member.sequence_id, 100)
-                if len(member.output_token_ids) == self.jobs[number].lengths[index]:
-                    cut = len(member.output_token_ids) == member.max_tokens
-                    self._finish(member, "length" if cut else "stop")
+                for _ in range(1 + accepted.get(member.sequence_id, 0)):
+                    self._append(member)
+
+    def _append(self, member: Sequence) -> None:
+        if member.sequence_id not in self.alive:
+            return  # it ended before all that was accepted
+        member.append(OUTPUT_TOKEN)
+        number, index = divmod(member.sequence_id, 100)
+        if len(member.output_token_ids) == self.jobs[number].lengths[index]:
+            cut = len(member.output_token_ids) == member.max_tokens
+            self._finish(member, "length" if cut else "stop")
 
     def _finish(self, member: Sequence, reason: str) -> None:
         if self.alive.pop(member.sequence_id, None):

@@ -219,6 +219,24 @@ def test_an_emitted_model_is_one_that_an_engine_loads(tmp_path: Path, capsys: py
         assert f"--model {shape} " in capsys.readouterr().out
 
 
+def test_emitted_prefill_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each on a host of its own, with the S-worker's model; all ranks with a key."""
+    flags = [*NAMES, *PROMPTS, "--num-prefill-workers", "3"]
+    text = {}
+    for form in ("hostfile", "sbatch", "mpirun"):
+        assert main(["plan", *flags, "--emit", form]) == 0
+        text[form] = capsys.readouterr().out
+        assert subprocess.run(["bash", "-n"], input=text[form], text=True, check=False).returncode == 0
+    hosts = [f"prefill-host-{number} slots=1" for number in (1, 2, 3)]
+    assert text["hostfile"].splitlines()[-3:] == hosts
+    command = 'fastdecode prefill-worker --transport mpi --model "${MODEL:?set it to a folder of llama-7b}" --key-file'
+    assert f": -n 3 {command} pool.key" in text["mpirun"]
+    assert "#SBATCH --nodes=3 --ntasks=3 --exclusive --gpus-per-node=1\n" in text["sbatch"]
+    assert f"--het-group=2 --cpu-bind=ldoms {command} pool.key" in text["sbatch"]
+    for form in ("sbatch", "mpirun"):
+        assert "--r-workers mpi --prefill-workers mpi:3 --key-file pool.key" in text[form]
+
+
 @pytest.mark.parametrize("form", ["sbatch", "mpirun"])
 def test_emitted_r_workers_get_the_memory_that_was_planned_with(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     """And the S-worker gets none, which it would refuse: as asked for, else what the preset was taken to have."""

@@ -1,0 +1,252 @@
+"""How an MPI job begins and ends: who is who among its ranks, and where its prefill workers listen.
+
+The first rank is the S-worker; each other says whether it is an R-worker or a prefill worker, in any order. An R-worker
+is reached over MPI. A prefill worker is not: the S-worker tells it that the job begins, it loads its model, listens for
+TCP connections, answers with its address, and is from then on what one that was started with ``--listen`` is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import ipaddress
+import socket
+import struct
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from fastdecode.cluster.r_worker.host import host_id, own_address
+from fastdecode.errors import BackendError, ConfigError, FastDecodeError
+from fastdecode.settings import check_key
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, Progress
+
+FRAME_FOLLOWS = 1 << 63
+"""The word for a control frame. Those of a layer are mini-batch << 32 | layer."""
+
+HANG_UP = FRAME_FOLLOWS | 1
+"""The word that ends a session; answered with itself, so that no message of the session remains."""
+
+OVER = FRAME_FOLLOWS | 2
+"""The word that ends the job; answered with itself."""
+
+S_RANK = 0
+LEAVE_SECONDS = 10
+"""How long a rank may take to answer that the job is over."""
+
+LISTEN_SECONDS = 300.0
+"""How long a prefill worker may take to load its model and listen."""
+
+TICK_SECONDS = 0.2
+LOOPBACK = "127.0.0.1"
+
+RIGHT_LINE = (
+    "mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker --transport mpi "
+    "(`fastdecode launch --print` writes it for your hosts)"
+)
+PREFILL_LINE = (
+    "mpirun -n 1 fastdecode bench throughput --r-workers mpi --prefill-workers mpi:2 … : -n 4 fastdecode r-worker "
+    "--transport mpi : -n 2 fastdecode prefill-worker --transport mpi … (docs/operating.md)"
+)
+
+
+class Role(IntEnum):
+    """What a rank is."""
+
+    S_WORKER = 1
+    R_WORKER = 2
+    PREFILL_WORKER = 3
+
+
+_ENTRY = struct.Struct("=B8s")
+"""What every rank says to all: its role, and a number of its machine."""
+
+_NAMES = {Role.S_WORKER: "S-worker", Role.R_WORKER: "R-worker", Role.PREFILL_WORKER: "prefill worker"}
+_COMMANDS = {Role.R_WORKER: "fastdecode r-worker", Role.PREFILL_WORKER: "fastdecode prefill-worker"}
+_PORT_BITS = 16
+
+
+class Ranks:
+    """This process's job, and what each of its ranks is: ``roles``, by rank."""
+
+    def __init__(self, job: MpiJob, role: Role) -> None:
+        """Waits until all ranks have come."""
+        self.job = job
+        machine = hashlib.sha256(f"{host_id()} {socket.gethostname()}".encode()).digest()[:8]  # containers differ
+        entries = [_ENTRY.unpack(each) for each in job.gather(_ENTRY.pack(role, machine))]
+        self.roles = tuple(Role(each) for each, _ in entries)
+        self.is_on_one_machine = len({machine for _, machine in entries}) == 1
+
+    def of(self, role: Role) -> list[int]:
+        """The ranks that have this role."""
+        return [rank for rank, each in enumerate(self.roles) if each is role]
+
+
+class SWorkerRank(Ranks):
+    """The S-worker's place in its job. ``progress``: its communication thread."""
+
+    def __init__(self, job: MpiJob) -> None:
+        from fastdecode.cluster.links.mpi import Progress
+
+        super().__init__(job, Role.S_WORKER)
+        self.progress: Progress = Progress()
+        self._has_begun = False
+        self._addresses: dict[int, str] = {}
+
+    def begin(self, wants_r_workers: bool, num_prefill_workers: int, key_file: str | None = None) -> None:
+        """Check that the job's ranks are those that are wanted, and have its prefill workers load their models.
+
+        ConfigError for others. Later calls may want fewer: an engine of a job need not use all of its ranks.
+        """
+        self._check(Role.R_WORKER, "r_workers: mpi", None if wants_r_workers else 0)
+        self._check(Role.PREFILL_WORKER, f"prefill_workers: mpi:{num_prefill_workers}", num_prefill_workers)
+        if self._has_begun:
+            return
+        host = LOOPBACK if self.is_on_one_machine else own_address()
+        if num_prefill_workers:
+            check_key("prefill_workers: mpi over several machines", [host], key_file)
+        for rank in self.of(Role.PREFILL_WORKER):
+            self.job.peer(rank).send_word(int(ipaddress.IPv4Address(host)))
+        self._has_begun = True
+
+    def _check(self, role: Role, setting: str, wanted: int | None) -> None:
+        """``wanted``: how many there should be; None: at least one."""
+        found, command = len(self.of(role)), _COMMANDS[role]
+        if wanted is None and not found:
+            raise ConfigError(f"{setting}: no rank of this job is an R-worker: {RIGHT_LINE}")
+        if wanted and wanted != found:
+            raise ConfigError(f"{setting}: this job has {found} rank(s) of `{command}`: {PREFILL_LINE}")
+        if wanted == 0 and found and not self._has_begun:
+            flag = "--r-workers mpi" if role is Role.R_WORKER else f"--prefill-workers mpi:{found}"
+            raise ConfigError(f"this job has {found} rank(s) of `{command}`, and the S-worker does not say {flag}")
+
+    def address(self, rank: int) -> str:
+        """Where the prefill worker ``rank`` listens, "host:port"; waits for it. BackendError when it takes too long."""
+        peer, deadline = self.job.peer(rank), time.monotonic() + LISTEN_SECONDS
+        while rank not in self._addresses:
+            if peer.word_is_there(TICK_SECONDS):
+                host, port = divmod(peer.take_word(), 1 << _PORT_BITS)
+                self._addresses[rank] = f"{ipaddress.IPv4Address(host)}:{port}"
+            elif time.monotonic() > deadline:
+                raise BackendError(f"prefill worker rank-{rank} did not listen within {LISTEN_SECONDS:g} s")
+        return self._addresses[rank]
+
+    def leave(self) -> None:
+        """Tell all ranks that the job is over and wait for their answers; abort the job if one does not answer."""
+        self.progress.stop()
+        peers = [self.job.peer(rank) for rank in range(1, self.job.size)]
+        try:
+            for peer in peers:
+                peer.send_word(OVER)
+            for peer in peers:
+                if not peer.await_word(OVER, LEAVE_SECONDS):
+                    name = _NAMES[self.roles[peer.rank]]
+                    self.job.abort(f"{name} rank {peer.rank} did not end within {LEAVE_SECONDS} s")
+                peer.close()
+        except ConnectionError as error:
+            self.job.abort(f"the job does not end: {error}")
+
+
+class PrefillRank(Ranks):
+    """A prefill worker's place in its job."""
+
+    def __init__(self, job: MpiJob) -> None:
+        super().__init__(job, Role.PREFILL_WORKER)
+        self._peer: MpiPeer = job.peer(S_RANK)
+        self._is_over = False
+
+    def s_worker_host(self) -> str | None:
+        """Wait for the job to begin: the S-worker's address towards other machines, loopback where all ranks are on
+        one; None where the job is over without having begun."""
+        while not self._peer.word_is_there(TICK_SECONDS):
+            pass
+        word = self._peer.take_word()
+        self._is_over = word == OVER
+        return None if self._is_over else str(ipaddress.IPv4Address(word))
+
+    def announce(self, host: str, port: int) -> None:
+        """Tell the S-worker where this prefill worker listens."""
+        word = int(ipaddress.IPv4Address(host)) << _PORT_BITS | port
+        self._peer.wait([self._peer.send_word(word)], LEAVE_SECONDS)
+
+    @property
+    def is_over(self) -> bool:
+        """True once the S-worker has said that the job is over."""
+        if not self._is_over and self._peer.word_is_there(0.0):
+            self._is_over = self._peer.take_word() == OVER
+        return self._is_over
+
+    def leave(self) -> None:
+        """Answer that the job is over: now MPI may end."""
+        self._peer.wait([self._peer.send_word(OVER)], LEAVE_SECONDS)
+        self._peer.close()
+
+
+@functools.cache
+def join_as_s_worker() -> SWorkerRank:
+    """Join this process's job as its S-worker, once; when this process ends, in whatever way, so do the other ranks.
+
+    ConfigError where there is no MPI, or no other rank.
+    """
+    job = _join()
+    if job.size == 1:
+        raise ConfigError(
+            f"mpi: this process is alone, and R-workers and prefill workers must be in one job with it: {RIGHT_LINE}"
+        )
+    if job.rank != S_RANK:
+        job.abort(f"two S-workers in one job, or not the first: {RIGHT_LINE}")
+    rank = SWorkerRank(job)
+    atexit.register(rank.leave)
+    return rank
+
+
+def join_as_r_worker() -> Ranks:
+    """Join this process's job as an R-worker; ConfigError where this process is alone."""
+    return Ranks(_join_behind(Role.R_WORKER, RIGHT_LINE), Role.R_WORKER)
+
+
+def serve_as_prefill_worker(serve: Callable[[PrefillRank, str], None]) -> None:
+    """Join this process's job as a prefill worker, and call ``serve(rank, s_worker_host)`` once it begins.
+
+    ``serve`` announces its address, and returns when the job is over. ConfigError where this process is alone; a
+    failure ends the job.
+    """
+    rank = PrefillRank(_join_behind(Role.PREFILL_WORKER, PREFILL_LINE))
+    try:
+        host = rank.s_worker_host()
+        if host is not None:
+            serve(rank, host)
+        rank.leave()
+    except FastDecodeError as error:
+        rank.job.abort(f"this prefill worker: {error}")
+    except BaseException as error:
+        rank.job.abort(f"this prefill worker failed: {type(error).__name__}: {error}")
+
+
+def _join_behind(role: Role, right_line: str) -> MpiJob:
+    """The job of a rank that is not the first."""
+    job = _join()
+    if job.size == 1:
+        raise ConfigError(
+            f"transport mpi: this process is alone, and an S-worker must be in one job with it: {right_line}"
+        )
+    if job.rank == S_RANK:
+        a = "an" if role is Role.R_WORKER else "a"
+        job.abort(f"the first rank is the S-worker's, and this is {a} {_NAMES[role]}: {right_line}")
+    return job
+
+
+def _join() -> MpiJob:
+    try:
+        from fastdecode.cluster.links.mpi import MpiJob
+    except (ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"mpi needs mpi4py and an MPI library: pip install 'fastdecode[mpi]', or your cluster's MPI with "
+            f"mpi4py ({reason})"
+        ) from error
+    return MpiJob()
