@@ -24,19 +24,22 @@ inline void with_count(int count, F f) {
     f.template operator()<Most>();
 }
 
+template <class L, DType D>
+constexpr int kMostRows = is_quantized(D) ? L::code_rows : L::float_rows;
+
 /// The fewest groups of rows that fit the registers.
-template <class L>
+template <class L, DType D>
 inline int row_groups(int rows) {
-    return (rows + L::max_rows - 1) / L::max_rows;
+    return (rows + kMostRows<L, D> - 1) / kMostRows<L, D>;
 }
 
-/// Calls f with 1..L::max_rows as a compile-time constant, until `rows` are done: as evenly as can be, since a last row
-/// by itself would load all lines for little work.
-template <class L, class F>
+/// Calls f with the size of a group as a compile-time constant and its first row, until `rows` are done: as evenly as
+/// can be, since a last row by itself would load all lines for little work.
+template <class L, DType D, class F>
 inline void for_row_groups(int rows, F f) {
-    for (int row = 0, left = row_groups<L>(rows); left > 0; --left) {
+    for (int row = 0, left = row_groups<L, D>(rows); left > 0; --left) {
         const int count = (rows - row + left - 1) / left;
-        with_count<L::max_rows>(count, [&]<int R>() { f.template operator()<R>(row); });
+        with_count<kMostRows<L, D>>(count, [&]<int R>() { f.template operator()<R>(row); });
         row += count;
     }
 }
@@ -136,13 +139,13 @@ struct RowBlock {
         const Range worked_on = is_quantized(D) ? whole_tiles(seen) : round_out(seen, L::width);
         find_tiles(chunk, seen, tiles);
         const Coming coming = coming_after(chunk);
-        Ahead ahead(coming, row_groups<L>(rows));
-        for_row_groups<L>(rows, [&]<int R>(int r) {
+        Ahead ahead(coming, row_groups<L, D>(rows));
+        for_row_groups<L, D>(rows, [&]<int R>(int r) {
             score_rows<L, D, R>(tiles, seen, ahead, queries + r * query_stride, query_stride, key_lines, args.scale,
                                 scores + r * kChunkTokens);
         });
         with_constant_range(worked_on, [&](Range range) { soften(chunk, range); });
-        for_row_groups<L>(rows, [&]<int R>(int r) {
+        for_row_groups<L, D>(rows, [&]<int R>(int r) {
             add_value_rows<L, D, R>(tiles, seen, ahead, scores + r * kChunkTokens, sums.keep + r, outputs + r,
                                     padded_dim);
         });
