@@ -66,9 +66,9 @@ class Run:
         engine.scheduler.remote_prompts.policy = self.policy
         self.llm.generate([{"prompt_token_ids": prompt[: args.hit_len]}], FIRST, use_tqdm=False)
         engine.scheduler.remote_prompts.policy = policy
-        before = engine.scheduler.statistics().prefix_hit_tokens
+        before = engine.scheduler.statistics.prefix_hit_tokens
         (output,) = self.llm.generate([{"prompt_token_ids": prompt}], FIRST, use_tqdm=False)
-        assert engine.scheduler.statistics().prefix_hit_tokens - before == args.hit_len
+        assert engine.scheduler.statistics.prefix_hit_tokens - before == args.hit_len
         return output.metrics.token_seconds[0] - output.metrics.arrival_seconds
 
 
