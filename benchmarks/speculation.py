@@ -36,11 +36,7 @@ from fastdecode.protocols import DraftPolicy
 from fastdecode.sampling_params import SamplingParams
 
 MODEL = Path.home() / ".cache/fastdecode/SmolLM2-135M-Instruct"
-SOURCES = ("argparse", "tarfile", "zipfile", "inspect", "logging", "typing", "subprocess", "doctest", "pdb", "socket",
-           "ast", "difflib", "enum", "email.message", "http.client", "mailbox", "optparse", "pickletools", "platform",
-           "shutil", "smtplib", "statistics", "tempfile", "threading", "traceback", "turtle", "unittest.mock", "uuid",
-           "calendar", "codecs", "configparser", "csv", "dataclasses", "datetime", "decimal", "dis",
-           "fractions")  # fmt: skip
+LEAST_SOURCE_BYTES = 40_000
 
 
 @dataclass(frozen=True)
@@ -231,8 +227,9 @@ def _chat(tokenizer: Any, text: str) -> list[int]:
 
 
 def _code(count: int) -> list[str]:
-    """Pieces of modules, each from another line on."""
-    texts = [inspect.getsource(__import__(name, fromlist=["_"])) for name in SOURCES]
+    """Pieces of the standard library's large modules, each from another line on."""
+    files = sorted(Path(inspect.__file__).parent.glob("*.py"))
+    texts = [each.read_text() for each in files if each.stat().st_size > LEAST_SOURCE_BYTES]
     places = [(texts[i % len(texts)], i // len(texts)) for i in range(count)]
     return [text[text.index("\n", min(20000 * part + 3000, len(text) // 2)) + 1 :] for text, part in places]
 

@@ -1,4 +1,4 @@
-"""Speculative decoding where it could go wrong: distributions, losses, preemption, moves, grammars, figures."""
+"""Speculative decoding where it could go wrong: distributions, losses, preemption, moves, grammars."""
 
 from __future__ import annotations
 
