@@ -232,9 +232,9 @@ def forecast(case: Case, args: argparse.Namespace) -> str:
         rig.engine.close()
     pair = [simulated(rig, steps, each) for each in (None, tally)]
     gains = [a / b for a, b in zip(plain, drafted, strict=True)]
-    measured, predicted = float(np.median(gains)), pair[0] / pair[1]
+    measured, predicted = float(np.median(plain) / np.median(drafted)), pair[0] / pair[1]
     s_ms, r_ms = (1e3 * float(np.median([f(step) for step in usual])) for f in (_s_seconds, _r_seconds))
-    rows = sum(step.num_tokens for step in records) / sum(_sequences(records, case))
+    rows = sum(step.num_output_tokens for step in records) / sum(step.num_tokens for step in records)
     cells = (
         case.name, f"{case.sequences} x {case.context_len}", f"{s_ms:.1f}, {r_ms:.1f}",
         f"{tally.rate:.2f} +- {tally.spread:.2f}", f"{tally.found:.2f}", f"{rows:.2f}",
@@ -253,21 +253,16 @@ def _r_seconds(step: StepRecord) -> float:
     return max(step.r_seconds)
 
 
-def _sequences(records: list[StepRecord], case: Case) -> list[int]:
-    """Of each step, at least; the last ones have fewer."""
-    return [min(case.sequences, step.num_tokens) for step in records]
-
-
 def main() -> None:
     """Print a row per configuration."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="0,1,2,3", help="configurations, by number (0,1,2,3)")
-    parser.add_argument("--output-len", type=int, default=96, help="tokens of each sequence (96)")
-    parser.add_argument("--rounds", type=int, default=2, help="A B A B (2)")
+    parser.add_argument("--output-len", type=int, default=48, help="tokens of each sequence (48)")
+    parser.add_argument("--rounds", type=int, default=3, help="A B A B … (3)")
     parser.add_argument("--hidden", type=int, default=1024, help="(1024)")
     args = parser.parse_args()
     print(
-        "| text | sequences | S, R ms | acceptance | found | rows | without s, simulated | with s, simulated "
+        "| text | sequences | S, R ms | acceptance | found | tokens of a row | without s, simulated | with s, simulated "
         "| gain | predicted | error |\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for index in args.only.split(","):
