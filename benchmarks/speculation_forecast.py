@@ -53,6 +53,7 @@ class Case:
     """One configuration; ``repeats``, how often the first token comes, are dealt to the sequences in turn."""
 
     name: str
+    hidden: int
     group: int
     sequences: int
     context_len: int
@@ -60,11 +61,12 @@ class Case:
 
 
 CASES = (
-    Case("R-bound, MHA, even text", 1, 64, 2048, (0.9,)),
-    Case("R-bound, MHA, mixed text", 1, 48, 2048, (0.99, 0.9, 0.7, 0.5)),
-    Case("groups of 4, mixed text", 4, 64, 3500, (0.99, 0.9, 0.7)),
-    Case("S-bound, groups of 4, mixed text", 4, 64, 512, (0.99, 0.9, 0.7)),
+    Case("R = 5 S, MHA, even text", 512, 1, 64, 2048, (0.9,)),
+    Case("R = 2 S, MHA, mixed text", 1024, 1, 48, 2048, (0.99, 0.9, 0.7, 0.5)),
+    Case("R = 2 S, groups of 4, mixed text", 512, 4, 64, 3500, (0.99, 0.9, 0.7)),
+    Case("S = 5 R, groups of 4, mixed text", 1024, 4, 64, 512, (0.99, 0.9, 0.7)),
 )
+"""R and S of steps without drafts, about."""
 
 
 @dataclass
@@ -107,7 +109,7 @@ class Rig:
     def __init__(self, case: Case, args: argparse.Namespace) -> None:
         self.case, self.output_len = case, args.output_len
         config = EngineConfig(
-            model=llama_folder(args.hidden, LAYERS, VOCABULARY, case.group),
+            model=llama_folder(case.hidden, LAYERS, VOCABULARY, case.group, heads=16),
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
@@ -259,10 +261,9 @@ def main() -> None:
     parser.add_argument("--only", default="0,1,2,3", help="configurations, by number (0,1,2,3)")
     parser.add_argument("--output-len", type=int, default=48, help="tokens of each sequence (48)")
     parser.add_argument("--rounds", type=int, default=3, help="A B A B … (3)")
-    parser.add_argument("--hidden", type=int, default=1024, help="(1024)")
     args = parser.parse_args()
     print(
-        "| text | sequences | S, R ms | acceptance | found | tokens of a row | without s, simulated | with s, simulated "
+        "| text | sequences | S, R ms | acceptance | found | tokens of a row | without, simulated s | with, simulated "
         "| gain | predicted | error |\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for index in args.only.split(","):
