@@ -45,9 +45,9 @@ class AllOrNothing:
     def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
         """See ``PrefillPolicy``."""
 
-    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
+    def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
         """See ``PrefillPolicy``."""
-        return (PrefillPart(0, 0, num_tokens),) if num_tokens >= self.least else ()
+        return (PrefillPart(0, context_len, context_len + num_tokens),) if num_tokens >= self.least else ()
 
     started = ended = joined = lost = lambda self, *told, **more: None
 

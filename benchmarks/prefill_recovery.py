@@ -30,10 +30,11 @@ class RandomChains:
     def __init__(self, draws: random.Random) -> None:
         self.workers, self.num_started, self._draws = [0, 1, 2], 0, draws
 
-    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
+    def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
         """See ``PrefillPolicy``."""
         chosen = self._draws.sample(self.workers, min(len(self.workers), self._draws.choice((2, 3))))
-        bounds = [0, *sorted(self._draws.sample(range(1, num_tokens), len(chosen) - 1)), num_tokens]
+        cuts = [0, *sorted(self._draws.sample(range(1, num_tokens), len(chosen) - 1)), num_tokens]
+        bounds = [context_len + cut for cut in cuts]
         return tuple(PrefillPart(worker, bounds[i], bounds[i + 1]) for i, worker in enumerate(chosen))
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The way of keys and values from a prefill worker into an R-worker's cache, through the R-worker's KV port."""
+"""The way of keys and values between a prefill worker and an R-worker's cache, through the R-worker's KV port."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES,
 from fastdecode.errors import FrameError
 
 PIECE_BYTES = 1 << 19
-"""Of keys and values in one frame, about: an R-worker stores it in a fraction of a millisecond."""
+"""Of keys and values in one frame, about: an R-worker stores or reads it in a fraction of a millisecond."""
 
 MOST_IN_FLIGHT = 16
-"""Frames that wait for their answers: with more, ``store`` waits. This bounds the memory that a slow R-worker costs."""
+"""Frames that wait for their answers: with more, calls wait. This bounds the memory that a slow R-worker costs."""
 
 ANSWER_SECONDS = 30.0
 """Most time to an answer; an R-worker whose host is gone is noticed sooner, by its heartbeats."""
@@ -28,7 +28,7 @@ TICK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Stored:
-    """The outcome of one call of ``KvFeed.store``; ``refusal`` says why it failed, "" where it did not."""
+    """The outcome of one call of ``KvFeed.store`` or ``read``; ``refusal`` says why it failed, "" where it did not."""
 
     job_id: int
     layer: int
@@ -38,9 +38,10 @@ class Stored:
 
 
 @dataclass
-class _Store:
-    """A call of ``store``, whose frames have ``pieces_left`` answers to come."""
+class _Call:
+    """Of ``store`` or ``read``; ``pieces_left`` of its frames have answers to come."""
 
+    kind: Kind
     job_id: int
     layer: int
     start: int
@@ -51,16 +52,26 @@ class _Store:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A frame that waits for its answer, with the arrays that libzmq still reads."""
+    """A frame that waits for its answer, with the arrays that libzmq still reads, or that the answer fills."""
 
-    store: _Store
+    call: _Call
     start: int
     k: np.ndarray
     v: np.ndarray
 
+    @property
+    def rows(self) -> bytes:
+        """What a KV frame of it begins with."""
+        return KV_ROWS.pack(self.call.job_id, self.start, len(self.k))
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """Bytes of the parts of such a frame."""
+        return KV_ROWS.size, self.k.nbytes, self.v.nbytes
+
 
 class KvFeed:
-    """Stores rows at the KV port of one R-worker; used from one thread.
+    """Stores rows at the KV port of one R-worker, and reads prefixes there; used from one thread.
 
     Every method raises ConnectionError, saying why, once the R-worker is gone.
     """
@@ -87,18 +98,17 @@ class KvFeed:
         as on the wire, and unchanged until then: large ones are not copied. Waits while MOST_IN_FLIGHT frames are
         unanswered.
         """
-        _check_rows(k, v)
-        most = max(1, PIECE_BYTES * len(k) // (k.nbytes + v.nbytes))
-        begins = range(0, len(k), most)
-        store = _Store(job_id, layer, start, len(k), len(begins))
-        for begin in begins:
-            while len(self._in_flight) >= MOST_IN_FLIGHT:
-                self._hear(TICK_SECONDS)
-            rows = slice(begin, begin + most)
-            self._send(_Piece(store, start + begin, k[rows], v[rows]))
+        self._call(Kind.KV, job_id, layer, start, k, v)
+
+    def read(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+        """Ask for rows that the sequence of the job had when it was reserved, to be written to ``k`` and ``v``.
+
+        They are as for ``store``; ``poll`` tells once they are filled.
+        """
+        self._call(Kind.READ, job_id, layer, start, k, v)
 
     def poll(self, timeout_seconds: float) -> list[Stored]:
-        """Outcomes since the last call, in the order of ``store``; empty when none came in time."""
+        """Outcomes since the last call, in the order of the calls; empty when none came in time."""
         deadline = time.monotonic() + timeout_seconds
         while self._in_flight and self._hear(0.0):
             pass
@@ -111,12 +121,24 @@ class KvFeed:
         """May be called twice."""
         self._channel.close()
 
+    def _call(self, kind: Kind, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+        """In pieces."""
+        _check_rows(k, v)
+        most = max(1, PIECE_BYTES * len(k) // (k.nbytes + v.nbytes))
+        begins = range(0, len(k), most)
+        call = _Call(kind, job_id, layer, start, len(k), len(begins))
+        for begin in begins:
+            while len(self._in_flight) >= MOST_IN_FLIGHT:
+                self._hear(TICK_SECONDS)
+            rows = slice(begin, begin + most)
+            self._send(_Piece(call, start + begin, k[rows], v[rows]))
+
     def _send(self, piece: _Piece) -> None:
         if not self._in_flight:
             self._heard = time.monotonic()
         self._in_flight.append(piece)
-        record = KV_ROWS.pack(piece.store.job_id, piece.start, len(piece.k))
-        self._conversation.send(Kind.KV, record, piece.k, piece.v, layer=piece.store.layer)
+        payload = (piece.k, piece.v) if piece.call.kind is Kind.KV else ()
+        self._conversation.send(piece.call.kind, piece.rows, *payload, layer=piece.call.layer)
 
     def _hear(self, timeout_seconds: float) -> bool:
         """Take the next answer, if one comes in time; the R-worker answers in the order of the frames."""
@@ -137,26 +159,38 @@ class KvFeed:
         if not self._in_flight:
             raise FrameError(f"it sent a {frame.kind.name} frame, and nothing was asked")
         piece = self._in_flight.popleft()
-        store = piece.store
+        call, expected = piece.call, Kind.STORED if piece.call.kind is Kind.KV else Kind.KV
         if frame.kind is Kind.REFUSED:
-            store.refusal = decode_refusal(self._conversation.body(frame, MAX_JSON_BYTES))[1]
-        elif frame.kind is not Kind.STORED:
-            raise FrameError(f"it sent a {frame.kind.name} frame, and STORED was to come")
+            call.refusal = decode_refusal(self._conversation.body(frame, MAX_JSON_BYTES))[1]
+        elif frame.kind is not expected:
+            raise FrameError(f"it sent a {frame.kind.name} frame, and {expected.name} was to come")
+        elif expected is Kind.KV:
+            self._fill(piece, frame)
         elif self._conversation.body(frame, KV_STORED.size) != _stored(piece):
             raise FrameError("it sent a STORED frame for other rows")
-        store.pieces_left -= 1
-        if store.pieces_left == 0:
-            self._done.append(Stored(store.job_id, store.layer, store.start, store.num_rows, store.refusal))
+        call.pieces_left -= 1
+        if call.pieces_left == 0:
+            self._done.append(Stored(call.job_id, call.layer, call.start, call.num_rows, call.refusal))
+
+    def _fill(self, piece: _Piece, frame: Frame) -> None:
+        rows = bytearray(KV_ROWS.size)
+        if frame.lengths != piece.lengths or frame.layer != piece.call.layer:
+            raise FrameError(f"it sent a KV frame of layer {frame.layer} with parts of {frame.lengths} bytes")
+        self._conversation.read_into(rows)
+        if rows != piece.rows:
+            raise FrameError("it sent a KV frame of other rows")
+        self._conversation.read_into(piece.k)
+        self._conversation.read_into(piece.v)
 
 
 def _stored(piece: _Piece) -> bytes:
-    return KV_STORED.pack(piece.store.job_id, piece.store.layer, piece.start, len(piece.k))
+    return KV_STORED.pack(piece.call.job_id, piece.call.layer, piece.start, len(piece.k))
 
 
 def _check_rows(k: np.ndarray, v: np.ndarray) -> None:
     """ValueError unless both are C-contiguous, of three dimensions, and as many rows, at least one."""
     if k.ndim != 3 or v.ndim != 3 or not 0 < len(k) == len(v) or not (k.flags.c_contiguous and v.flags.c_contiguous):
         raise ValueError(
-            f"store: k and v must be C-contiguous [num_rows, num_kv_heads, head_dim] of the same rows, not "
+            f"k and v must be C-contiguous [num_rows, num_kv_heads, head_dim] of the same rows, not "
             f"{k.shape} and {v.shape}"
         )

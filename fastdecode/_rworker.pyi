@@ -226,7 +226,7 @@ class RWorker:
     def check_store(self, job_id: int, layer: int, start: int, num_rows: int) -> None:
         """KeyError for a job that is not under way, ValueError for rows that it does not wait for.
 
-        From any thread, while another takes steps; so is ``store``.
+        From any thread, while another takes steps; so are ``store`` and ``read_prefix``.
         """
 
     def store(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
@@ -235,6 +235,13 @@ class RWorker:
         ``k`` [num_rows, num_kv_heads, key_head_dim], ``v`` [num_rows, num_kv_heads, value_head_dim], in the model's
         dtype. Rows come in any order, each once. Errors as of ``check_store``, and ValueError for other arrays; a
         KeyError may also come midway, when a control releases the sequence meanwhile.
+        """
+
+    def read_prefix(self, job_id: int, layer: int, start: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """k and v, shaped and typed as for ``store``, of tokens that an incoming sequence had when it was reserved:
+        those of the prefix that it was forked from, dequantised.
+
+        KeyError for a job that is not under way, at once or midway, ValueError for other rows.
         """
 
     def statistics(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fastdecode.config import MODEL, EngineConfig, flag_names
 from fastdecode.errors import CapacityError
-from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes, usable_cores
+from fastdecode.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.protocols import AttentionBackend, PrefillBackend
 from fastdecode.settings import PrefillWorkerSpec, RWorkerSpec, is_loopback, split_address
 from fastdecode.types import KVLayout, RWorkerInfo
@@ -38,6 +38,18 @@ def make_backend(
             listener.invite_prefill_worker = prefill_workers.invite
         pool.accept_joins(listener)
     return pool
+
+
+def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: int) -> AttentionBackend:
+    """An R-worker for a draft model with KV cache ``layout``, in this process and on the S-worker's cores."""
+    from fastdecode.cluster.pool import InprocBackend
+    from fastdecode.cluster.r_worker.host import RWorkerSize
+
+    cores = config.s_core_list or usable_cores()
+    sequence_bytes = (-(-max_model_len // config.block_size) + 1) * config.block_size * layout.kv_bytes_per_token
+    most = config.bytes_of("kv_cache_memory") or int(available_memory_bytes() * DRAFT_CACHE_SHARE)
+    num_bytes = max(sequence_bytes, min(config.max_num_seqs * sequence_bytes, most))
+    return InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
 
 
 def kv_port(config: EngineConfig) -> Literal["", "loopback", "any"]:

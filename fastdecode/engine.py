@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastdecode.backends import check_room, kv_port, make_backend, make_prefill_backend, prepare
+from fastdecode.backends import check_room, kv_port, make_backend, make_draft_backend, make_prefill_backend, prepare
 from fastdecode.config import EngineConfig
+from fastdecode.drafters import make_drafter
 from fastdecode.engine_setup import make_scheduler, pin_s_worker
 from fastdecode.errors import BackendError, RequestError, WorkerLostError, interrupts_deferred
 from fastdecode.machine import usable_cores
@@ -22,11 +23,11 @@ from fastdecode.metrics import HOST, StateClock, StepRecord, Tracer, step_record
 from fastdecode.outputs import RequestOutput
 from fastdecode.prefill_setup import make_prefill_policy
 from fastdecode.prefills import RemotePrefills
-from fastdecode.protocols import AttentionBackend, PrefillBackend, PrefillPolicy
+from fastdecode.protocols import AttentionBackend, Drafter, PrefillBackend, PrefillPolicy
 from fastdecode.request import Completion, InFlight, Request, make_request
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler import Scheduler
-from fastdecode.speculation import Speculation, make_drafter, num_accepted
+from fastdecode.speculation import Speculation, num_accepted
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import SModel, SWorker, set_threads
 from fastdecode.sworker.sampling import SampledToken
@@ -86,10 +87,27 @@ class LLMEngine:
         self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
         if not self.config.enforce_eager:
             self._s_worker.capture_graphs(self.num_mini_batches, self.config.max_num_seqs)
+        self._drafter = self._make_drafter()
         scheduler = make_scheduler(self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches)
         if self._prefill_backend:
             scheduler.remote_prompts.policy = self._open_prefill_workers(self._prefill_backend)
         self.replace_scheduler(scheduler)
+
+    def _make_drafter(self) -> Drafter | None:
+        """What drafts tokens, where any are to be."""
+        config, model = self.config, self.s_model
+        if config.speculative is None:
+            return None
+        return make_drafter(
+            config,
+            config.speculative,
+            model,
+            self._s_worker,
+            self.num_mini_batches,
+            lambda: self.scheduler,
+            lambda layout: make_draft_backend(config, layout, model.max_model_len),
+            self._cleanup,
+        )
 
     def _open_prefill_workers(self, backend: PrefillBackend) -> PrefillPolicy:
         """What decides which prompts are theirs; BackendError where one has another model."""
@@ -102,8 +120,8 @@ class LLMEngine:
         self.scheduler = scheduler
         self._membership = Membership(self.backend, scheduler, self.r_workers, self._tell)
         method = self.config.prefill_parallel
-        speculative = self.config.speculative
-        self.speculation = Speculation(make_drafter(speculative), scheduler, self._in_flight) if speculative else None
+        drafter = self._drafter
+        self.speculation = Speculation(drafter, scheduler, self._in_flight, self.clock) if drafter else None
         self.prefills = (
             RemotePrefills(self._prefill_backend, scheduler, self.r_workers, method) if self._prefill_backend else None
         )
@@ -359,6 +377,8 @@ class LLMEngine:
             self.tracer.add(self.clock.intervals, report)
             self.clock.intervals.clear()
         record = step_record(step, report, seconds, num_output_tokens, self.overlap)
-        self.scheduler.observe(step, record.s_seconds, record.wait_seconds, record.r_seconds)
+        drafting = (self.speculation.s_seconds, self.speculation.wait_seconds) if self.speculation else (0.0, 0.0)
+        s_seconds, wait_seconds = record.s_seconds - drafting[0], record.wait_seconds - drafting[1]
+        self.scheduler.observe(step, s_seconds, wait_seconds, record.r_seconds)
         if self.on_step:
             self.on_step(record)

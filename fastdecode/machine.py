@@ -13,6 +13,9 @@ KV_CACHE_SHARE = 0.40
 SCRATCH_SHARE = 1 / 8
 """Part of the free memory that prompts in progress may take on the S-worker by default."""
 
+DRAFT_CACHE_SHARE = 1 / 8
+"""Part of the free memory that the KV cache of a draft model may take."""
+
 MOST_RANKS = 2
 """Open MPI binds every rank of a job of at most so many to one core, and those of larger jobs to a NUMA node."""
 

@@ -56,6 +56,6 @@ def _with_threads(model: PrefillModel, config: EngineConfig) -> PrefillModel:
     return model.times(slower)
 
 
-def _s_seconds(model: PrefillModel) -> Callable[[int], float]:
-    """Of a prompt on the S-worker."""
-    return lambda num_tokens: model.alone_seconds(num_tokens)
+def _s_seconds(model: PrefillModel) -> Callable[[int, int], float]:
+    """Of a prompt on the S-worker; over a prefix the R-worker attends, which is taken to be as fast."""
+    return lambda num_tokens, context_len: model.alone_seconds(num_tokens, context_len=context_len)

@@ -62,7 +62,8 @@ class RemotePrefills:
     def hand_out(self, prefills: Sequence[RemotePrefill]) -> None:
         """The R-workers have reserved blocks for these."""
         for each in prefills:
-            self._backend.submit(replace(each, method=self.method), self._r_workers[each.r_worker])
+            method = "kvr" if each.context_len else self.method  # those that gather all have no way to a prefix
+            self._backend.submit(replace(each, method=method), self._r_workers[each.r_worker])
 
     def logits(self, sequence_ids: Sequence[int]) -> dict[int, np.ndarray]:
         """Of prompts that have arrived; those that nobody asks for are dropped."""

@@ -134,8 +134,11 @@ class PrefillPolicy(Protocol):
         """The time of the decisions that follow, prompts that have not begun, and sequences that decode."""
         ...
 
-    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
-        """Parts of a prompt of ``num_tokens`` tokens, in order; none: the S-worker is to compute it."""
+    def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
+        """Parts of the ``num_tokens`` tokens that a prompt has after a cached prefix of ``context_len``, in order.
+
+        None: the S-worker is to compute them.
+        """
         ...
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
@@ -208,7 +211,10 @@ class Drafter(Protocol):
     """Guesses next tokens; called between steps."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
-        """Draft tokens by sequence, at most as many as each asks for; none where there is no guess."""
+        """Draft tokens by sequence, at most as many as each asks for; none where there is no guess.
+
+        Sequences are left out while more of their text has to be computed first.
+        """
         ...
 
     def forget(self, sequence_id: int) -> None:

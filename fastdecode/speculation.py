@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 
-from fastdecode.ngram import NgramDrafter
+from fastdecode.metrics import MODEL, WAIT, StateClock
 from fastdecode.protocols import Drafter, DraftRequest
 from fastdecode.request import InFlight
 from fastdecode.scheduler import Scheduler
-from fastdecode.speculative_config import SpeculativeConfig
 from fastdecode.sworker.sampling import SampledToken
 
 
@@ -19,24 +18,31 @@ class Speculation:
     log-probabilities are those of decoding without drafts. For a drafter that names one token this is rejection
     sampling (Leviathan et al., 2023; Chen et al., 2023): token d is accepted with the probability p(d) that the model
     gives it, and otherwise another x is drawn with p(x) / (1 - p(d)).
+
+    ``s_seconds``, ``wait_seconds``: model code and waiting for R-workers while the last drafts were made.
     """
 
-    def __init__(self, drafter: Drafter, scheduler: Scheduler, in_flight: InFlight) -> None:
+    def __init__(self, drafter: Drafter, scheduler: Scheduler, in_flight: InFlight, clock: StateClock) -> None:
         self.drafter = drafter
+        self.s_seconds = self.wait_seconds = 0.0
+        self._clock = clock
         self._scheduler = scheduler
         self._in_flight = in_flight
 
     def draft(self) -> None:
         """To be called before every step."""
+        self.s_seconds = self.wait_seconds = 0.0
         wanted = self._scheduler.drafts_wanted()
         if not wanted:
             return
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self._clock.snapshot()
         proposed = self.drafter.propose([self._request(*each) for each in wanted.items()])
         drafts = {each: self._in_flight.completion(each).fitting(tokens) for each, tokens in proposed.items() if tokens}
         self._scheduler.propose(drafts)
+        after = self._clock.snapshot()
+        self.s_seconds, self.wait_seconds = (after[state] - before[state] for state in (MODEL, WAIT))
         policy = self._scheduler.drafts.policy
-        if policy:
+        if policy and len(proposed) == len(wanted):  # else some of the time went to prompts
             policy.observe_drafting(len(wanted), max(wanted.values()), time.perf_counter() - start)
 
     def _request(self, sequence_id: int, num_drafts: int) -> DraftRequest:
@@ -51,11 +57,6 @@ class Speculation:
             sequence.num_cached,
             self._in_flight.sampling_rows(sequence_id)[0],
         )
-
-
-def make_drafter(config: SpeculativeConfig) -> Drafter:
-    """The drafter that ``config`` asks for."""
-    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
 
 
 def num_accepted(sampled: list[SampledToken], draft_token_ids: list[int]) -> int:

@@ -142,7 +142,7 @@ class PrefillPart:
 
 @dataclass(frozen=True)
 class RemotePrefill:
-    """A prompt that prefill workers compute: its tokens, cut into consecutive ``parts``.
+    """A prompt that prefill workers compute: its tokens, cut into consecutive ``parts``, but for a cached prefix.
 
     ``job_id`` is new for every attempt: the R-worker ``r_worker`` has reserved blocks under it, and refuses rows of any
     other. ``method``: one of ``PREFILL_METHODS``.
@@ -155,6 +155,11 @@ class RemotePrefill:
     parts: tuple[PrefillPart, ...]
     method: str = "kvr"
 
+    @property
+    def context_len(self) -> int:
+        """Tokens of the prefix, which the R-worker has."""
+        return self.parts[0].start
+
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
@@ -162,7 +167,7 @@ class Prefilled:
 
     ``logits``: of its last token, [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds``: of its
     slowest part. ``sent_bytes`` of keys and values went from one prefill worker to another, ``stored_bytes`` to the
-    R-worker.
+    R-worker, and ``read_bytes`` of its prefix came from there.
     """
 
     sequence_id: int
@@ -171,6 +176,7 @@ class Prefilled:
     seconds: float
     sent_bytes: int
     stored_bytes: int
+    read_bytes: int = 0
 
 
 class PrefillOutcomes(NamedTuple):

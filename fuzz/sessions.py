@@ -35,7 +35,7 @@ LAYOUTS = (
 BLOCK_SIZE = 16
 CACHE_BYTES = 1 << 18
 HOST = Host(RWorkerSize(CACHE_BYTES, 1), "scalar", 1.0, "boot", (0,))
-IDS = (0, 1, 2, 3, 4, 5, -1, 1 << 62, -(1 << 63))
+IDS = (0, 1, 2, 3, 4, 5, 9, -1, 1 << 62, -(1 << 63))
 NUMBERS = (0, 1, 15, 16, 17, 40, 512, 1 << 20, (1 << 63) - 1, -1, -(1 << 63))
 MOST_FRAMES = 40
 HELLOS = {layout: messages.encode_hello(Hello("fuzzer", layout, BLOCK_SIZE)) for layout in LAYOUTS}
@@ -377,9 +377,15 @@ class FuzzPort(port.Port):
 
 
 class KvPortRun:
-    """A KV port of an R-worker that waits for the rows of some sequences; frames of two peers, most of them right."""
+    """A KV port of an R-worker that waits for the rows of some sequences, one of which has others from before.
 
-    JOBS = ((1, 40), (2, 17), (3, 1))
+    Frames of two peers, most of them right.
+    """
+
+    JOBS = ((1, 0, 40), (2, 0, 17), (3, 0, 1), (4, 19, 40))
+    """Each with what it has from before, a beginning of SOURCE, and its end."""
+
+    SOURCE, SOURCE_TOKENS = 9, 20
 
     def __init__(self, data: bytes) -> None:
         self._provider = atheris.FuzzedDataProvider(data)
@@ -388,19 +394,22 @@ class KvPortRun:
         self._port = FuzzPort(kv_port.RowStore(self._worker, self._layout))
         self._missing = {
             (job, layer, token)
-            for job, end in self.JOBS
+            for job, begin, end in self.JOBS
             for layer in range(len(self._layout.layers))
-            for token in range(end)
+            for token in range(begin, end)
         }
         self._numbers = [0, 0]
 
     def run(self) -> None:
         """A frame is stored or refused as a set of rows says it should be, and jobs can be committed once whole."""
-        self._control(*((Verb.RESERVE, job, job, end) for job, end in self.JOBS))
+        data = np.zeros(self.SOURCE_TOKENS * self._layout.kv_bytes_per_token, np.uint8)
+        self._worker.import_(self.SOURCE, self.SOURCE_TOKENS, data)
+        self._control(*((Verb.FORK, job, self.SOURCE, begin) for job, begin, _ in self.JOBS if begin))
+        self._control(*((Verb.RESERVE, job, job, end) for job, _, end in self.JOBS))
         for _ in range(MOST_FRAMES):
             if self._provider.remaining_bytes():
                 self._frame()
-        for job, end in self.JOBS:
+        for job, _, end in self.JOBS:
             is_whole = not any(missing[0] == job for missing in self._missing)
             try:
                 self._control((Verb.COMMIT, job, job, end))
@@ -424,22 +433,27 @@ class KvPortRun:
         sizes = [max(0, min(count, 40)) * spec.num_kv_heads * d for d in (spec.key_head_dim, spec.value_head_dim)]
         parts = [messages.KV_ROWS.pack(job, start, count)]
         parts += [bytes([7]) * (size * WIRE_DTYPE[self._layout.model_dtype].itemsize) for size in sizes]
-        is_right = bool(rows) and rows <= self._missing
-        fields = {"kind": Kind.KV, "epoch": 5, "sequence": self._numbers[peer], "mini_batch": 0, "layer": layer}
+        is_right, kind = bool(rows) and rows <= self._missing, Kind.KV
+        if provider.ConsumeIntInRange(0, 3) == 0:
+            kind, parts = Kind.READ, parts[:1]
+            context = {known: begin for known, begin, _ in self.JOBS}.get(job, 0)
+            is_right = layer < len(self._layout.layers) and 0 <= start < context and 0 < count <= context - start
+        fields = {"kind": kind, "epoch": 5, "sequence": self._numbers[peer], "mini_batch": 0, "layer": layer}
         bend = provider.ConsumeIntInRange(0, 60)
-        if bend < 3:
+        if bend < len(parts):
             parts[bend], is_right = parts[bend] + b"x", False
         elif bend == 3:
-            parts, is_right = parts[: provider.ConsumeIntInRange(0, 2)], False
+            parts, is_right = parts[: provider.ConsumeIntInRange(0, len(parts) - 1)], False
         elif bend == 4:
             fields["epoch"], is_right = provider.PickValueInList([0, 4, (1 << 64) - 1]), False
         elif bend == 5:
-            fields["kind"], is_right = provider.PickValueInList([*set(Kind) - {Kind.KV}, 99]), False
+            fields["kind"], is_right = provider.PickValueInList([*set(Kind) - {Kind.KV, Kind.READ}, 99]), False
         lengths = [len(part) for part in parts] + [0] * (3 - len(parts))
         answers = self._port.take(bytes([peer]), [HEADER.pack(MAGIC, VERSION, *fields.values(), *lengths), *parts])
-        if answers != [Kind.STORED if is_right else Kind.REFUSED]:
+        answer = Kind.STORED if kind is Kind.KV else Kind.KV
+        if answers != [answer if is_right else Kind.REFUSED]:
             raise RuntimeError(f"{answers}, and the frame was {'right' if is_right else 'wrong'}")
-        self._missing -= rows if is_right else set()
+        self._missing -= rows if is_right and kind is Kind.KV else set()
         self._numbers[peer] += 1
 
     def _control(self, *controls: tuple[int, int, int, int]) -> None:

@@ -41,13 +41,15 @@ def of_fractions(num_tokens: int, fractions: Sequence[float]) -> Parts:
     return _of_cuts(num_tokens, _in_order(ends[:-1], num_tokens))
 
 
-def closed_form(model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float] = ()) -> Parts:
+def closed_form(
+    model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
+) -> Parts:
     """Parts that end together by the model, without a search.
 
-    A layer of everything up to token e takes W(e) = a·e + b·e²/2, with a of the products and b of a pair, and a part
-    the difference of two of these. Worker i can begin its first attention d_i later than the first, once the keys and
-    values of all before have come, and all end at F = d_i + L·w_i / s_i; Σ w_i = W(n) gives F, and each cut is where
-    W reaches the sum of the w before it.
+    A layer of the first e tokens after a prefix of c takes W(e) = a'·e + b·e²/2 with a' = a + b·c, a of the products
+    and b of a pair, and a part the difference of two of these. Worker i can begin its first attention d_i later than
+    the first, once the keys and values of all before have come, and all end at F = d_i + L·w_i / s_i; Σ w_i = W(n)
+    gives F, and each cut is where W reaches the sum of the w before it.
     """
     speeds = list(speeds) or [1.0] * num_workers
     attention = model.attention
@@ -55,7 +57,8 @@ def closed_form(model: PrefillModel, num_tokens: int, num_workers: int, speeds: 
     per_row = model.s_part.layer_seconds(rows) / rows + attention.row_seconds
     per_pair = attention.pair_seconds
     per_row += per_pair * (rows if attention.masked_square else min(attention.tile_rows, rows)) / 2  # not causal
-    delays = _delays(model, num_tokens, num_workers, speeds)
+    per_row += per_pair * context_len
+    delays = _delays(model, num_tokens, num_workers, speeds, context_len)
     work = model.num_layers * (per_row * num_tokens + per_pair * num_tokens**2 / 2)
     end_seconds = (work + sum(s * d for s, d in zip(speeds, delays, strict=True))) / sum(speeds)
     shares = [max(s * (end_seconds - d), 0.0) for s, d in zip(speeds, delays, strict=True)]
@@ -65,25 +68,28 @@ def closed_form(model: PrefillModel, num_tokens: int, num_workers: int, speeds: 
     return _of_cuts(num_tokens, _in_order(cuts, num_tokens))
 
 
-def balanced(model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float] = ()) -> Parts:
+def balanced(
+    model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
+) -> Parts:
     """As :func:`closed_form`, by bisection of F over the model's own seconds: tiles, masks and fixed costs included."""
     speeds = list(speeds) or [1.0] * num_workers
-    delays = _delays(model, num_tokens, num_workers, speeds)
+    delays = _delays(model, num_tokens, num_workers, speeds, context_len)
 
     def filled(end_seconds: float) -> Parts:
         """As many tokens to each worker as it computes until then; the last one takes what is left."""
-        context, parts = 0, []
+        done, parts = 0, []
         for speed, delay in zip(speeds[:-1], delays, strict=False):
             layer = (end_seconds - delay) / model.num_layers
-            parts.append(_most_rows(model, context, layer, speed, num_tokens - context))
-            context += parts[-1]
-        return (*parts, num_tokens - context)
+            parts.append(_most_rows(model, context_len + done, layer, speed, num_tokens - done))
+            done += parts[-1]
+        return (*parts, num_tokens - done)
 
-    low, high = 0.0, model.alone_seconds(num_tokens, min(speeds)) + delays[-1]
+    low, high = 0.0, model.alone_seconds(num_tokens, min(speeds), context_len) + delays[-1]
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         parts = filled(middle)
-        last = delays[-1] + model.num_layers * model.part_seconds(parts[-1], num_tokens - parts[-1], speeds[-1]).all
+        before = context_len + num_tokens - parts[-1]
+        last = delays[-1] + model.num_layers * model.part_seconds(parts[-1], before, speeds[-1]).all
         low, high = (low, middle) if last <= middle else (middle, high)
     return _of_cuts(num_tokens, _in_order(list(itertools.accumulate(filled(high)))[:-1], num_tokens))
 
@@ -93,13 +99,15 @@ def _most_rows(model: PrefillModel, context: int, layer_seconds: float, speed: f
     return bisect_right(range(1, most + 1), layer_seconds, key=lambda n: model.part_seconds(n, context, speed).all)
 
 
-def _delays(model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float]) -> list[float]:
+def _delays(
+    model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float], context_len: int
+) -> list[float]:
     """By how much the first attention of each worker waits longer than that of the first one."""
     rows = max(num_tokens // num_workers, 1)
     before = [model.part_seconds(rows, 0, speed).before for speed in speeds]
     ready = [before[0]]
     for worker in range(1, num_workers):
-        sent = model.link.latency_seconds + model.link.seconds(worker * rows * model.kv_bytes)
+        sent = model.link.latency_seconds + model.link.seconds((context_len + worker * rows) * model.kv_bytes)
         ready.append(max(before[worker], ready[-1] + sent))
     return [each - before[0] for each in ready]
 
@@ -241,23 +249,26 @@ class Forecast:
     """A prompt's parts and its time by them: what the scheduler's policy asks of the model.
 
     Parts come from ``table`` where it knows so many workers and they are equally fast, else from the closed form.
-    ``method``: "kvr", or "tsp" with even parts.
+    ``method``: "kvr", or "tsp" with even parts. After a cached prefix of ``context_len`` tokens, of which the table
+    knows nothing, it is the closed form of a chain.
     """
 
     model: PrefillModel
     table: PartitionTable = NO_TABLE
     method: str = "kvr"
 
-    def parts(self, num_tokens: int, speeds: Sequence[float]) -> Parts:
+    def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> Parts:
         """Tokens of each worker, in order."""
+        if context_len:
+            return closed_form(self.model, num_tokens, len(speeds), speeds, context_len)
         if self.method == "tsp":
             return even(num_tokens, len(speeds))
         if self.table.knows(len(speeds)) and max(speeds) < ALIKE * min(speeds):
             return self.table.parts(num_tokens, len(speeds))
         return closed_form(self.model, num_tokens, len(speeds), speeds)
 
-    def seconds(self, parts: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
+    def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
         """When each worker is done; the last has the first token."""
-        if self.method == "tsp":
+        if self.method == "tsp" and not context_len:
             return (self.model.tsp_seconds(parts, speeds),) * len(parts)
-        return self.model.chain_seconds(parts, speeds)
+        return self.model.chain_seconds(parts, speeds, context_len)

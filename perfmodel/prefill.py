@@ -137,7 +137,9 @@ class PrefillModel:
         before = self.before_share * products
         return PartSeconds(before, self.attention.seconds(rows, context) / speed, products - before)
 
-    def chain_seconds(self, parts: Sequence[int], speeds: Sequence[float] = ()) -> tuple[float, ...]:
+    def chain_seconds(
+        self, parts: Sequence[int], speeds: Sequence[float] = (), context_len: int = 0
+    ) -> tuple[float, ...]:
         """When each worker of the chain is done, in seconds from the prompt's arrival; the last has the first token.
 
         ::
@@ -149,12 +151,16 @@ class PrefillModel:
             worker 2  |qkv 0|  wait                   |attention 0|…
 
         A worker hands layer l on when it has those of the parts before and its own (section 4.2, figure 5); the link
-        takes one layer after the other, while the worker computes.
+        takes one layer after the other, while the worker computes. A prefix of ``context_len`` tokens comes to worker 0
+        over such a link as well.
         """
         arrivals = [0.0] * self.num_layers
+        if context_len:
+            arrivals = self._arrivals(arrivals, self.link.seconds(context_len * self.kv_bytes))
         done = []
         speeds = speeds or (1.0,) * len(parts)
-        for rows, end, speed in zip(parts, itertools.accumulate(parts), speeds, strict=True):
+        ends = [context_len + end for end in itertools.accumulate(parts)]
+        for rows, end, speed in zip(parts, ends, speeds, strict=True):
             part = self.part_seconds(rows, end - rows, speed)
             free, sends = 0.0, []
             for arrival in arrivals:
@@ -194,9 +200,9 @@ class PrefillModel:
         )
         return replace(self, s_part=SlowerSPart(self.s_part, factor), attention=attention)
 
-    def alone_seconds(self, num_tokens: int, speed: float = 1.0) -> float:
-        """One worker with the whole prompt."""
-        return self.chain_seconds((num_tokens,), (speed,))[-1]
+    def alone_seconds(self, num_tokens: int, speed: float = 1.0, context_len: int = 0) -> float:
+        """One worker with the whole prompt, or with what comes after a prefix."""
+        return self.chain_seconds((num_tokens,), (speed,), context_len)[-1]
 
     def _arrivals(self, sends: Sequence[float], busy_seconds: float) -> list[float]:
         """When the next worker has what was handed to the link at ``sends``, layer by layer."""
@@ -207,12 +213,13 @@ class PrefillModel:
         return arrivals
 
 
-def chain_traffic_tokens(parts: Sequence[int]) -> int:
+def chain_traffic_tokens(parts: Sequence[int], context_len: int = 0) -> int:
     """Tokens whose keys and values cross the chain's links in one layer: equations 6 and 7 for uneven parts.
 
-    Worker i sends all up to its end, so Σ_{i<p} end_i; with even parts n·(p − 1)/2, half of TSP's.
+    Worker i sends all up to its end, so Σ_{i<p} end_i; with even parts n·(p − 1)/2, half of TSP's. All but the last
+    pass a prefix of c tokens on, c·(p − 1) more; the c tokens that the R-worker sends to the first are not counted.
     """
-    return sum(list(itertools.accumulate(parts))[:-1])
+    return sum(list(itertools.accumulate(parts))[:-1]) + context_len * (len(parts) - 1)
 
 
 def tsp_traffic_tokens(parts: Sequence[int]) -> int:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError, RequestError, UnsupportedModelError
+from fastdecode.errors import ConfigError, ModelLoadError, RequestError, UnsupportedModelError
 from fastdecode.machine import available_memory_bytes
 from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.sworker.early_exit import first_layers
 from fastdecode.sworker.fused import FusedRows
 from fastdecode.sworker.grammar import Grammars
 from fastdecode.sworker.loader import (
@@ -78,6 +79,20 @@ class SModel:
     def shape(self) -> ModelShape:
         """Its sizes; UnsupportedModelError for a model that the performance model's equations do not know."""
         return model_shape(self._config, self._hf_config)
+
+    def first_layers(self, num_layers: int) -> torch.nn.Module:
+        """Its first layers, norm and head as a model that shares its weights; see ``early_exit.first_layers``."""
+        return first_layers(self.model, self._hf_config, self.layout, num_layers)
+
+    def shares_tokenizer(self, config: EngineConfig) -> bool:
+        """Whether the model that ``config`` names has the same tokens, as far as it and this one have a tokenizer."""
+        if self.tokenizer is None:
+            return True
+        try:
+            other = HFTokenizer(config)
+        except ModelLoadError:
+            return True
+        return other.backend.get_vocab() == self.tokenizer.backend.get_vocab()
 
     def free_memory_bytes(self) -> int:
         """Memory still free where the model is."""

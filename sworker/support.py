@@ -114,6 +114,13 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
     return KVLayout(layers, model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
 
 
+def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[LayerLayout, ...]:
+    """What the attention calls of a forward say, in order; UnsupportedModelError where it fails."""
+    recorder = _Recorder(hf_config)
+    _forward(model, recorder)
+    return tuple(recorder.layers[index] for index in sorted(recorder.layers))
+
+
 def _forward(model: torch.nn.Module, recorder: _Recorder) -> torch.Tensor:
     """Logits [rows, vocab] of the probe row, its attention answered by ``recorder``."""
     device = next(model.parameters()).device

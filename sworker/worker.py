@@ -27,7 +27,15 @@ from fastdecode.types import KVLayout
 class SWorker:
     """Owns the model, the prompt scratch and the pipeline."""
 
-    def __init__(self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend, clock: StateClock) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layout: KVLayout,
+        backend: AttentionBackend,
+        clock: StateClock,
+        cores: SharedCores | None = None,
+    ) -> None:
+        """``cores``: of another S-worker of this process, which takes turns with this one."""
         self.model = model
         self.layout = layout
         self.backend = backend
@@ -35,9 +43,14 @@ class SWorker:
         self.scratch = PromptScratch()
         self.device = next(model.parameters()).device
         self._staging = make_staging(backend, self.device)
-        self._pipeline = Pipeline(backend, clock, self._staging, SharedCores() if self.device.type == "cpu" else None)
+        self._cores = (cores or SharedCores()) if self.device.type == "cpu" else None
+        self._pipeline = Pipeline(backend, clock, self._staging, self._cores)
         self._sampler = Sampler()
         self._graphs: ModelGraphs | None = None
+
+    def beside(self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend) -> SWorker:
+        """An S-worker that computes another model between this one's steps, in the same threads and on its clock."""
+        return SWorker(model, layout, backend, self.clock, self._cores)
 
     def capture_graphs(self, num_mini_batches: int, max_num_seqs: int) -> None:
         """Compute decodes from CUDA graphs from now on, where the model runs on a GPU and can be captured."""

@@ -21,18 +21,29 @@ from helpers.sessions import frame, make_key
 
 from fastdecode.cluster.kv_feed import MOST_IN_FLIGHT, KvFeed, Stored
 from fastdecode.cluster.links.mpi_link import MpiBackend
-from fastdecode.cluster.links.port import Port
+from fastdecode.cluster.links.port import Port, Reader
 from fastdecode.cluster.links.spawn import SpawnBackend
 from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.links.zeromq import ZmqChannel
 from fastdecode.cluster.pool import InprocBackend, PoolBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.r_worker.kv_port import NICENESS
-from fastdecode.cluster.wire.frames import Kind
+from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security, read_security
 from fastdecode.cluster.wire.messages import KV_ROWS, decode_refusal
 from fastdecode.errors import BackendError
-from fastdecode.types import CONTROL, KV_BITS, SPAN, KVLayout, RWorkerInfo, StepPlan, Verb, WorkerPlan, to_wire
+from fastdecode.types import (
+    CONTROL,
+    KV_BITS,
+    SPAN,
+    KVLayout,
+    RWorkerInfo,
+    StepPlan,
+    Verb,
+    WorkerPlan,
+    from_wire,
+    to_wire,
+)
 
 LENGTH, JOB, PATIENCE_SECONDS = 70, 7, 30.0
 LAYOUT = replace(contract.LAYOUT, kv_port="loopback")
@@ -128,11 +139,12 @@ def test_stored_rows_are_appended_rows(
         backend = makers[kind]()
         opened.callback(backend.close)
         info = backend.open(replace(LAYOUT, model_dtype=model_dtype, kv_dtype=kv_dtype))[0]
-        one, other = feed_of(info, opened), feed_of(info, opened)
+        one, other, reader = (feed_of(info, opened) for _ in range(3))
         step(backend, model_dtype, [(1, 0, LENGTH, 0)])
         step(backend, model_dtype, [(9, 0, 3, 1)], [(Verb.FORK, 3, 1, 21), (Verb.RESERVE, 3, 8, LENGTH)])
         step(backend, model_dtype, [(9, 3, 1, 1)], [(Verb.RESERVE, 2, JOB, LENGTH)])
         for layer in range(len(contract.LAYERS)):
+            check_prefix(reader, layer, model_dtype, kv_dtype)
             for feed, job_id, start, end in ((one, 7, 33, 70), (one, 8, 21, 40), (other, 8, 40, 70), (other, 7, 0, 33)):
                 feed.store(job_id, layer, start, *rows(model_dtype, layer, start, end)[1:])
             step(backend, model_dtype, [(9, 4 + layer, 1, 1)])
@@ -145,6 +157,82 @@ def test_stored_rows_are_appended_rows(
         step(backend, model_dtype, [(2, LENGTH, 1, 1)], [(Verb.RELEASE, each, 0, 0) for each in (1, 3, 9)])
         step(backend, model_dtype, [], [(Verb.RELEASE, 2, 0, 0)])
         assert backend.blocks_used == 0
+
+
+ROUNDING = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "int8": 1.2e-2, "int4": 0.2}
+"""Of each dtype, as a part of the largest element of a row."""
+
+
+def check_prefix(feed: KvFeed, layer: int, model_dtype: str, kv_dtype: str) -> None:
+    """The 21 tokens that job 8 has from before are those that sequence 1 appended, in the model's dtype."""
+    wanted = rows(model_dtype, layer, 0, 21)[1:]
+    found = [np.empty_like(each) for each in wanted]
+    feed.read(8, layer, 0, *(each[:5] for each in found))
+    feed.read(8, layer, 5, *(each[5:] for each in found))
+    assert [stored.refusal for stored in answers(feed, 2)] == ["", ""]
+    for ours, theirs in zip(found, wanted, strict=True):
+        if kv_dtype == model_dtype:
+            np.testing.assert_array_equal(ours, theirs)
+        near, exact = (from_wire(each, model_dtype).astype(np.float64) for each in (ours, theirs))
+        assert np.abs(near - exact).max() <= max(ROUNDING[kv_dtype], ROUNDING[model_dtype]) * np.abs(exact).max()
+
+
+def test_what_is_no_prefix_is_not_read(open_one: Callable[..., tuple[PoolBackend, RWorkerInfo]]) -> None:
+    """Each with its reason; those beside them are read, also while the rows after them come."""
+    backend, info = open_one()
+    k, v = (np.empty_like(part) for part in rows("float32", 0, 0, 4)[1:])
+    many = tuple(np.empty((9000, *part.shape[1:]), part.dtype) for part in (k, v))
+    reads = [
+        (99, 0, 0, k, v, "job 99 is unknown"),
+        (8, 3, 0, k, v, "layer is 3; there are 3"),
+        (8, 0, 18, k, v, "4 rows from 18 on; those of tokens [0, 21) were there before"),
+        (8, 0, -1, k, v, "4 rows from -1 on"),
+        (8, 0, 1 << 62, k, v, "rows from 4611686018427387904 on"),
+        (JOB, 0, 0, k, v, "those of tokens [0, 0) were there before"),
+        (8, 0, 0, *many, "rows from"),
+        (8, 0, 17, k, v, ""),
+    ]
+    with ExitStack() as opened:
+        feed = feed_of(info, opened)
+        step(backend, "float32", [(1, 0, LENGTH, 0)])
+        forked = [(Verb.FORK, 3, 1, 21), (Verb.RESERVE, 3, 8, LENGTH), (Verb.RESERVE, 2, JOB, LENGTH)]
+        step(backend, "float32", [], forked)
+        for token, (*asked, _) in enumerate(reads, 21):
+            feed.read(*asked)
+            feed.store(8, 0, token, *rows("float32", 0, token, token + 1)[1:])
+        found = [each for each in answers(feed, 2 * len(reads)) if each.num_rows != 1]
+        for read, (*_, reason) in zip(found, reads, strict=True):
+            assert bool(read.refusal) == bool(reason)
+            assert reason in read.refusal
+        np.testing.assert_array_equal(k, rows("float32", 0, 17, 21)[1])
+        np.testing.assert_array_equal(v, rows("float32", 0, 17, 21)[2])
+        step(backend, "float32", [], [(Verb.RELEASE, 3, 0, 0)])
+        feed.read(8, 0, 0, k, v)
+        assert "job 8 is unknown" in answers(feed, 1)[0].refusal
+
+
+@pytest.mark.parametrize("how", ["other rows", "other layer", "other lengths", "STORED"])
+def test_an_answer_to_another_question_ends_the_feed(how: str) -> None:
+    """Nothing of it is taken for the rows asked for."""
+    k, v = (np.full_like(part, 7) for part in rows("float32", 0, 0, 4)[1:])
+
+    def answer(port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        job_id, start, count = reader.record(KV_ROWS)
+        kind = Kind.STORED if how == "STORED" else Kind.KV
+        parts = (k, v[:1]) if how == "other lengths" else (k, v)
+        record = KV_ROWS.pack(job_id, start + (how == "other rows"), count)
+        port.send(identity, kind, record, *parts, layer=frame.layer + (how == "other layer"))
+
+    port = Port("127.0.0.1", 0, Security(), answer)
+    into = np.zeros_like(k), np.zeros_like(v)
+    with ExitStack() as opened:
+        opened.callback(port.close)
+        feed = KvFeed(port.address, port.epoch, Security())
+        opened.callback(feed.close)
+        feed.read(8, 0, 0, *into)
+        with pytest.raises(ConnectionError, match=r"it sent a"):
+            answers(feed, 1)
+    assert not into[0].any() and not into[1].any()
 
 
 def test_the_fake_backend_knows_jobs() -> None:
@@ -243,7 +331,10 @@ def test_a_release_ends_stores(open_one: Callable[..., tuple[PoolBackend, RWorke
         assert backend.blocks_used == 0
 
 
-@pytest.mark.parametrize("how", ["epoch", "zero epoch", "replayed", "kind", "truncated", "no parts", "garbage"])
+HOW = ["epoch", "zero epoch", "replayed", "kind", "truncated", "no parts", "garbage"]
+
+
+@pytest.mark.parametrize("how", [*HOW, "read: truncated", "read: too many", "read: payload", "read: no rows"])
 def test_malformed_frames(open_one: Callable[..., tuple[PoolBackend, RWorkerInfo]], how: str) -> None:
     """They are refused, without the epoch being told, and a proper feed is served as before."""
     backend, info = open_one()
@@ -259,6 +350,10 @@ def test_malformed_frames(open_one: Callable[..., tuple[PoolBackend, RWorkerInfo
         "truncated": [frame(Kind.KV, record[:-1], k, v, epoch=info.kv_epoch)],
         "no parts": [[good[0]]],
         "garbage": [[b"GET / HTTP/1.1"]],
+        "read: truncated": [frame(Kind.READ, record[:-1], epoch=info.kv_epoch)],
+        "read: too many": [frame(Kind.READ, KV_ROWS.pack(JOB, 0, 1 << 40), epoch=info.kv_epoch)],
+        "read: payload": [frame(Kind.READ, record, k, v, epoch=info.kv_epoch)],
+        "read: no rows": [frame(Kind.READ, KV_ROWS.pack(JOB, 0, 0), epoch=info.kv_epoch)],
     }
     with ExitStack() as opened:
         channel = ZmqChannel(info.kv_address, None)

@@ -7,7 +7,7 @@ processes and sockets is in test_prefill_workers.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,10 +16,11 @@ import pytest
 import torch
 from helpers import model_zoo
 
-from fastdecode.cluster.prefill.jobs import EarlyRows, JobCancelledError, PromptJob
-from fastdecode.cluster.prefill.messages import Place, Prompt
+from fastdecode.cluster.prefill.jobs import LAYERS_AHEAD, EarlyRows, JobCancelledError, PromptJob
+from fastdecode.cluster.prefill.messages import Place, Prompt, decode_prompt, encode
 from fastdecode.config import EngineConfig
 from fastdecode.errors import FrameError
+from fastdecode.perfmodel.prefill import chain_traffic_tokens
 from fastdecode.sworker import SModel
 from fastdecode.sworker.prefill import reference_attention
 from fastdecode.sworker.prefill_part import compute_part, part_attention
@@ -31,9 +32,20 @@ EVEN = (0, 50, 100, 150, 200)
 
 
 class Chain:
-    """All parts of one prompt; ``stored`` has what went to the R-worker: k and v by layer and first position."""
+    """All parts of one prompt; ``stored`` has what went to the R-worker: k and v by layer and first position.
 
-    def __init__(self, layout: KVLayout, tokens: Sequence[int], bounds: Sequence[int], method: str = "kvr") -> None:
+    ``before``: a chain that has stored the tokens before ``bounds[0]``.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        tokens: Sequence[int],
+        bounds: Sequence[int],
+        method: str = "kvr",
+        before: Chain | None = None,
+    ) -> None:
+        self._before, self.asked = before, []
         self.stored: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self.jobs: list[PromptJob] = []
         count = len(bounds) - 1
@@ -43,7 +55,7 @@ class Chain:
             prompt = Prompt(1, method, part, tuple(bounds), PLACE if has_next else None, PLACE)
             own = np.array(tokens[prompt.start : prompt.end], np.int64)
             send_on = self._sender((part + 1) % count) if has_next else None
-            self.jobs.append(PromptJob(prompt, own, layout, send_on, self._store))
+            self.jobs.append(PromptJob(prompt, own, layout, send_on, self._store, self._read if before else None))
 
     def _sender(self, receiver: int):
         def send(layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
@@ -53,6 +65,14 @@ class Chain:
             job.filled(layer, start, len(k))
 
         return send
+
+    def _read(self, layer: int, k: np.ndarray, v: np.ndarray, when_read: Callable[[], None]) -> None:
+        """A moment later, in another thread."""
+        assert self._before is not None
+        for place, rows in zip((k, v), self._before.rows(layer), strict=True):
+            place[...] = rows[: len(place)]
+        self.asked.append(layer)
+        threading.Timer(0.001, when_read).start()
 
     def _store(self, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
         self.stored[layer, start] = k.copy(), v.copy()
@@ -169,6 +189,51 @@ def test_traffic_is_that_of_the_formulas(llama: SModel) -> None:
         run(llama, chain)
         assert sum(job.sent_bytes for job in chain.jobs) == rows * row_bytes
         assert sum(job.stored_bytes for job in chain.jobs) == 200 * row_bytes
+
+
+@pytest.mark.parametrize("bounds", [(16, 200), (199, 200), (96, 97, 98, 200), (128, 150, 170, 190, 200)], ids=str)
+def test_parts_after_a_prefix(llama: SModel, bounds: tuple[int, ...]) -> None:
+    """The logits, the rows and the traffic; the first worker alone asks for the prefix, each layer once and ahead."""
+    prompt = model_zoo.prompts("llama-gqa")[0]
+    whole = Chain(llama.layout, prompt, (0, 200))
+    expected = run(llama, whole)
+    chain = Chain(llama.layout, prompt, bounds, before=whole)
+    for job in chain.jobs:
+        job.begin()
+    assert chain.asked == list(range(min(LAYERS_AHEAD, len(llama.layout.layers))))
+    np.testing.assert_allclose(run(llama, chain), expected, rtol=1e-4, atol=1e-4)
+    assert chain.asked == list(range(len(llama.layout.layers)))
+    for layer in range(len(llama.layout.layers)):
+        for ours, theirs in zip(chain.rows(layer), whole.rows(layer), strict=True):
+            np.testing.assert_allclose(ours, theirs[bounds[0] :], rtol=2e-4, atol=2e-4)
+    row_bytes = sum(layer.kv_bytes_per_token("float32") for layer in llama.layout.layers)
+    rows = np.diff(bounds).tolist()
+    assert sum(job.sent_bytes for job in chain.jobs) == chain_traffic_tokens(rows, bounds[0]) * row_bytes
+    assert [job.read_bytes for job in chain.jobs] == [bounds[0] * row_bytes, *[0] * (len(rows) - 1)]
+    assert sum(job.stored_bytes for job in chain.jobs) == (200 - bounds[0]) * row_bytes
+
+
+def test_a_prefix_comes_from_the_r_worker_alone(llama: SModel) -> None:
+    prompt = model_zoo.prompts("llama-gqa")[0]
+    first, second = Chain(llama.layout, prompt, (32, 100, 200), before=Chain(llama.layout, prompt, (0, 200))).jobs
+    with pytest.raises(FrameError, match="its prefix comes from the R-worker"):
+        first.place_for(0, 0, 10)
+    second.place_for(0, 0, 32)
+    for layer, start, num_rows in ((0, 0, 33), (0, 31, 1), (0, 33, 1), (0, 100, 1)):
+        with pytest.raises(FrameError):
+            second.place_for(layer, start, num_rows)
+
+
+def test_a_prompt_that_gathers_all_has_no_prefix() -> None:
+    def decoded(method: str, bounds: tuple[int, ...]) -> Prompt:
+        body = encode(Prompt(1, method, 0, bounds, None, PLACE))
+        return decode_prompt(body, np.zeros(abs(bounds[1] - bounds[0]), np.int64), 100, 10)
+
+    assert decoded("kvr", (8, 20)).context_len == 8
+    assert decoded("tsp", (0, 20)).context_len == 0
+    for method, bounds in (("tsp", (8, 20)), ("kvr", (20, 8)), ("kvr", (90, 101)), ("kvr", (-1, 20)), ("kvr", (8, 8))):
+        with pytest.raises(FrameError, match="PROMPT"):
+            decoded(method, bounds)
 
 
 def test_a_cancelled_job_ends_at_its_next_layer_or_wait(llama: SModel) -> None:

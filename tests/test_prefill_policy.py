@@ -23,10 +23,10 @@ class Stub:
 
     hand_over_seconds: float = 0.1
 
-    def parts(self, num_tokens: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> tuple[int, ...]:
         return even(num_tokens, len(speeds))
 
-    def seconds(self, parts: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
+    def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
         each = zip(parts, speeds, strict=True)
         return tuple(i * self.hand_over_seconds + rows * 1e-3 / speed for i, (rows, speed) in enumerate(each))
 
@@ -50,9 +50,9 @@ def test_a_lone_prompt_takes_all_workers_and_many_take_one_each() -> None:
 
 def test_a_prompt_stays_on_the_s_worker_where_that_is_sooner() -> None:
     """Short ones; long ones while the workers are busy; but not while others would stand still meanwhile."""
-    policy = LeastWaiting(Stub(), lambda num_tokens: 0.05 + num_tokens * 2e-3, range(2))
+    policy = LeastWaiting(Stub(), lambda num_tokens, context_len: 0.05 + num_tokens * 2e-3, range(2))
     assert policy.assign(40) != ()
-    assert LeastWaiting(Stub(0.1), lambda num_tokens: num_tokens * 5e-4, range(2)).assign(40) == ()
+    assert LeastWaiting(Stub(0.1), lambda num_tokens, context_len: num_tokens * 5e-4, range(2)).assign(40) == ()
     policy.started(1, policy.assign(10_000))
     assert policy.assign(1000) == ()
     policy.begin_step(0.0, num_decoding=10)
@@ -140,6 +140,26 @@ def test_a_late_prompt_still_holds_its_worker() -> None:
     policy.begin_step(5.0)
     assert policy.backlog_seconds() == pytest.approx({0: 0.0, 1: 0.3})
     assert workers_of(policy.assign(50))[0] == 0
+
+
+def test_parts_begin_after_a_prefix_and_its_attention_counts() -> None:
+    """The longer the prefix, the longer its prompt takes, and the less the last part costs more than the first."""
+    model = PrefillModel(4, MeasuredSPart((100,), (1e-3,), (0.0,)), PromptAttention(1e-6), 10.0, PrefillLink(1e9, 1e-4))
+    policy = LeastWaiting(Forecast(model, method="tsp"), lambda num_tokens, context_len: 1.0 + context_len, range(2))
+    gaps = []
+    for context in (500, 4000):
+        parts = policy.assign(1000, context)
+        assert (parts[0].start, parts[0].end, parts[1].end) == (context, parts[1].start, context + 1000)
+        rows = [part.end - part.start for part in parts]
+        policy.started(context, parts)
+        assert max(policy.backlog_seconds().values()) == pytest.approx(max(model.chain_seconds(rows, (), context)))
+        policy.ended(context, 0.0)
+        gaps.append(rows[0] - rows[1])
+    assert gaps[0] > 2 * gaps[1] > 0
+    assert model.chain_seconds((500, 500), (), 4000)[-1] > 2 * model.chain_seconds((500, 500), (), 500)[-1]
+    on_s_worker = LeastWaiting(Forecast(model), lambda num_tokens, context_len: 1e-2 * context_len, range(2))
+    assert on_s_worker.assign(1000, 1) == ()
+    assert on_s_worker.assign(1000, 400_000) != ()
 
 
 def test_lost_workers_get_nothing_and_joined_ones_do() -> None:

@@ -25,9 +25,9 @@ class TwoWorkers:
     def begin_step(self, now_seconds: float, num_waiting: int, num_decoding: int) -> None:
         self.calls.append(("step", num_waiting, num_decoding))
 
-    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
-        half = num_tokens // 2
-        return (PrefillPart(0, 0, half), PrefillPart(1, half, num_tokens)) if num_tokens >= LEAST else ()
+    def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
+        start, middle, end = context_len, context_len + num_tokens // 2, context_len + num_tokens
+        return (PrefillPart(0, start, middle), PrefillPart(1, middle, end)) if num_tokens >= LEAST else ()
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
         self.calls.append(("started", job_id))
@@ -148,7 +148,9 @@ def test_a_step_that_is_taken_back_is_planned_again() -> None:
     assert (last.arrived, verbs(last)) == ((1,), verbs(arriving))
 
 
-def test_a_prompt_that_goes_on_from_a_prefix_stays_with_the_s_worker() -> None:
+@pytest.mark.parametrize("what", ["computed", "failed", "evicted", "aborted", "too short"])
+def test_a_prompt_goes_on_from_a_prefix(what: str) -> None:
+    """Its parts begin after it, and its blocks are the chain's, whatever becomes of the chain and of the job."""
     scheduler = make()
     first = Sequence(1, list(range(160)), 2)
     scheduler.add(first)
@@ -156,10 +158,35 @@ def test_a_prompt_that_goes_on_from_a_prefix_stays_with_the_s_worker() -> None:
     scheduler.prefilled(prefill.job_id)
     step(scheduler)
     scheduler.finish(first, "length")
-    scheduler.add(Sequence(2, [*range(128), *range(500, 580)], 4))
+    second = Sequence(2, [*range(128), *range(500, 510 if what == "too short" else 580)], 4)
+    scheduler.add(second)
     planned = step(scheduler)
-    assert planned.prefills == ()
-    assert planned.mini_batches[0].chunks["context_len"].tolist() == [128]
+    if what == "too short":
+        assert planned.prefills == ()
+        assert planned.mini_batches[0].chunks["context_len"].tolist() == [128]
+        return
+    (prefill,) = planned.prefills
+    assert [(part.worker, part.start, part.end) for part in prefill.parts] == [(0, 128, 168), (1, 168, 208)]
+    assert (prefill.context_len, prefill.token_ids) == (128, tuple(second.prompt_token_ids))
+    *_, fork, reserve = verbs(planned)
+    assert (fork[0], fork[1], fork[3]) == ("FORK", 2, 128)
+    assert reserve == ("RESERVE", 2, prefill.job_id, 208)
+    if what == "evicted":
+        scheduler.reset_prefix_cache()
+    if what == "failed":
+        scheduler.prefill_failed(prefill.job_id)
+        planned = step(scheduler)
+        assert ("RELEASE", 2, 0, 0) in verbs(planned)
+        (prefill,) = planned.prefills
+        assert prefill.context_len == 128
+    if what != "aborted":
+        assert scheduler.prefilled(prefill.job_id)
+        assert step(scheduler).arrived == (2,)
+        assert second.num_cached == 208
+    scheduler.finish(second, "abort")
+    scheduler.reset_prefix_cache()
+    step(scheduler)
+    assert scheduler.workers[0].free == scheduler.workers[0].num_blocks
 
 
 def test_siblings_fork_from_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -17,11 +18,17 @@ TICK_SECONDS = 0.2
 KV_BYTES = 1 << 22
 """Most bytes of keys in one KV frame: many are under way at once, and a decode step waits for at most one."""
 
+LAYERS_AHEAD = 2
+"""Layers of a prefix that are asked for before the layer that is computed: one comes while another is on its way."""
+
 MOST_EARLY_BYTES = 1 << 28
 """Keys and values that are kept for prompts that were not announced yet: the worker before may have begun."""
 
 Send = Callable[[int, int, np.ndarray, np.ndarray], None]
 """Queues rows of a layer to be sent: layer, first position, k and v, [rows, num_kv_heads, …]."""
+
+Read = Callable[[int, np.ndarray, np.ndarray, Callable[[], None]], None]
+"""Queues a prefix to be read from the R-worker: layer, where its k and v go, and what is called once they are there."""
 
 
 class JobCancelledError(FastDecodeError):
@@ -74,20 +81,39 @@ class PromptJob:
     """One part of a prompt that this worker computes; the port's thread fills in what other workers send.
 
     KV-Runahead: a worker needs the parts before its own, which the worker before it sends, and sends all up to its end
-    on. Tensor/sequence parallel: it needs all parts, which go round in a ring, each as often as there are others.
+    on. A prefix is a part before the first, which the first worker reads from the R-worker. Tensor/sequence parallel:
+    it needs all parts, which go round in a ring, each as often as there are others.
     """
 
     def __init__(
-        self, prompt: Prompt, token_ids: np.ndarray, layout: KVLayout, send_on: Send | None, store: Send
+        self,
+        prompt: Prompt,
+        token_ids: np.ndarray,
+        layout: KVLayout,
+        send_on: Send | None,
+        store: Send,
+        read: Read | None = None,
     ) -> None:
-        """``send_on``: to the next worker, None where there is none; ``store``: to the sequence's R-worker."""
+        """``send_on``: to the next worker, None where there is none; ``store``: to the sequence's R-worker; ``read``:
+        from there, needed by the first worker after a prefix."""
         self.prompt, self.token_ids = prompt, token_ids
+        self._bounds = (0, *prompt.bounds) if prompt.context_len else prompt.bounds
+        self._own = prompt.part + len(self._bounds) - len(prompt.bounds)
+        self._read = read if prompt.context_len and prompt.part == 0 else None
         self.is_cancelled = False
         self._layout, self._send_on, self._store = layout, send_on, store
         self._changed = threading.Condition()
         self._layers: dict[int, LayerRows] = {}
         self._num_done = 0
-        self.sent_bytes = self.stored_bytes = 0
+        self.sent_bytes = self.stored_bytes = self.read_bytes = 0
+
+    def begin(self) -> None:
+        """Ask for the first layers of the prefix, if that is this worker's to do, before it is computed.
+
+        ConnectionError where the R-worker is gone.
+        """
+        for layer in range(LAYERS_AHEAD):
+            self._read_prefix(layer)
 
     def cancel(self) -> None:
         """Have the computation end at its next layer, or at once where it waits."""
@@ -97,12 +123,14 @@ class PromptJob:
 
     def place_for(self, layer: int, start: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Where k and v of ``num_rows`` rows from another worker go; FrameError where they have no place."""
+        if self._read and start < self.prompt.start:
+            raise FrameError(f"KV of job {self.prompt.job_id}: its prefix comes from the R-worker")
         part = self._part_of(start)
         with self._changed:
             rows = self._rows(layer) if self._num_done <= layer < len(self._layout.layers) else None
-            expected = -1 if rows is None else self.prompt.bounds[part] + rows.filled[part]
-            end = self.prompt.bounds[part + 1]
-        if rows is None or part == self.prompt.part or start != expected or not 0 < num_rows <= end - start:
+            expected = -1 if rows is None else self._bounds[part] + rows.filled[part]
+            end = self._bounds[part + 1]
+        if rows is None or part == self._own or start != expected or not 0 < num_rows <= end - start:
             raise FrameError(
                 f"KV of job {self.prompt.job_id}, layer {layer}: {num_rows} rows from position {start} have no place"
             )
@@ -127,7 +155,8 @@ class PromptJob:
         with self._changed:
             rows = self._rows(layer)
         rows.k[prompt.start : prompt.end], rows.v[prompt.start : prompt.end] = k, v
-        self._send(self._store, layer, rows, prompt.part)
+        self._read_prefix(layer + LAYERS_AHEAD)
+        self._send(self._store, layer, rows, self._own)
         self.stored_bytes += k.nbytes + v.nbytes
         if prompt.method == "tsp":
             self._go_round(layer, rows)
@@ -140,8 +169,8 @@ class PromptJob:
 
     def _hand_on(self, layer: int, rows: LayerRows) -> None:
         """The chain: own rows first, since they are here, then those before them as they come."""
-        self._pass(layer, rows, self.prompt.part)
-        for part in range(self.prompt.part):
+        self._pass(layer, rows, self._own)
+        for part in range(self._own):
             self._await(rows, part)
             self._pass(layer, rows, part)
 
@@ -155,13 +184,21 @@ class PromptJob:
             if step < count - 1:
                 self._pass(layer, rows, part)
 
+    def _read_prefix(self, layer: int) -> None:
+        if self._read is None or layer >= len(self._layout.layers):
+            return
+        with self._changed:
+            rows, count = self._rows(layer), self.prompt.context_len
+        self._read(layer, rows.k[:count], rows.v[:count], partial(self.filled, layer, 0, count))
+        self.read_bytes += rows.k[:count].nbytes + rows.v[:count].nbytes
+
     def _pass(self, layer: int, rows: LayerRows, part: int) -> None:
         if self._send_on is not None:
             self.sent_bytes += self._send(self._send_on, layer, rows, part)
 
     def _send(self, send: Send, layer: int, rows: LayerRows, part: int) -> int:
         """In pieces; returns their bytes."""
-        first, end = self.prompt.bounds[part : part + 2]
+        first, end = self._bounds[part : part + 2]
         step = max(1, KV_BYTES // max(1, rows.k[:1].nbytes))
         for start in range(first, end, step):
             piece = slice(start, min(end, start + step))
@@ -169,7 +206,7 @@ class PromptJob:
         return rows.k[first:end].nbytes + rows.v[first:end].nbytes
 
     def _await(self, rows: LayerRows, part: int) -> None:
-        wanted = self.prompt.bounds[part + 1] - self.prompt.bounds[part]
+        wanted = self._bounds[part + 1] - self._bounds[part]
         with self._changed:
             while rows.filled[part] < wanted:
                 if self.is_cancelled:
@@ -178,13 +215,13 @@ class PromptJob:
 
     def _rows(self, layer: int) -> LayerRows:
         if layer not in self._layers:
-            num_rows = self.prompt.bounds[-1] if self.prompt.method == "tsp" else self.prompt.end
+            num_rows = self._bounds[-1] if self.prompt.method == "tsp" else self.prompt.end
             dtype = WIRE_DTYPE[self._layout.model_dtype]
-            self._layers[layer] = LayerRows(self._layout.layers[layer], num_rows, self.prompt.num_parts, dtype)
+            self._layers[layer] = LayerRows(self._layout.layers[layer], num_rows, len(self._bounds) - 1, dtype)
         return self._layers[layer]
 
     def _part_of(self, start: int) -> int:
         """The part in which position ``start`` lies; FrameError for a position beyond the prompt."""
-        if not 0 <= start < self.prompt.bounds[-1]:
+        if not 0 <= start < self._bounds[-1]:
             raise FrameError(f"KV of job {self.prompt.job_id}: position {start} is beyond its prompt")
-        return int(np.searchsorted(self.prompt.bounds, start, side="right")) - 1
+        return int(np.searchsorted(self._bounds, start, side="right")) - 1

@@ -20,9 +20,9 @@ from fastdecode.types import PREFILL_METHODS
 MAX_PARTS = 1 << 12
 """Prefill workers that share one prompt."""
 
-PREFILLED = struct.Struct("<qdqq")
+PREFILLED = struct.Struct("<qdqqq")
 """The first part of PREFILLED: job id, seconds that the part took, and bytes of keys and values that went to other
-prefill workers and to the R-worker; the second part is the last row's logits, or empty."""
+prefill workers and to the R-worker, and came from it; the second part is the last row's logits, or empty."""
 
 JOB = struct.Struct("<q")
 """The body of CANCEL."""
@@ -59,6 +59,7 @@ class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of a prompt: part ``part`` has the tokens from position ``bounds[part]`` to ``bounds[part + 1]``.
 
+    Tokens before ``bounds[0]`` are a prefix that the R-worker has.
     ``next``: where its keys and values go on to, None at the end of a chain. The tokens are the frame's second part.
     """
 
@@ -68,6 +69,11 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bounds: Annotated[tuple[Position, ...], Meta(min_length=2, max_length=MAX_PARTS + 1)]
     next: Place | None
     r_worker: Place
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of the prefix."""
+        return self.bounds[0]
 
     @property
     def start(self) -> int:
@@ -122,8 +128,10 @@ def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: in
     the part's."""
     prompt = decode_json("PROMPT", data, Prompt)
     bounds = np.array(prompt.bounds)
-    if bounds[0] != 0 or not (np.diff(bounds) > 0).all() or bounds[-1] > max_model_len:
-        raise FrameError(f"PROMPT: bounds must ascend from 0 to {max_model_len} at most, not {list(prompt.bounds)[:8]}")
+    if not (np.diff(bounds) > 0).all() or bounds[-1] > max_model_len:
+        raise FrameError(f"PROMPT: bounds must ascend to {max_model_len} at most, not {list(prompt.bounds)[:8]}")
+    if prompt.context_len and prompt.method != "kvr":
+        raise FrameError(f"PROMPT: after a prefix the method is kvr, not {prompt.method}")
     if prompt.part >= prompt.num_parts:
         raise FrameError(f"PROMPT: part {prompt.part} of {prompt.num_parts}")
     if len(tokens) != prompt.end - prompt.start:

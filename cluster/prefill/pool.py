@@ -51,6 +51,7 @@ class _Job:
     seconds: list[float] = field(default_factory=list)
     sent_bytes: int = 0
     stored_bytes: int = 0
+    read_bytes: int = 0
     logits: np.ndarray | None = None
 
 
@@ -281,13 +282,14 @@ class PrefillPool:
         link.read_into(head)
         if logits.nbytes:
             link.read_into(logits)
-        job_id, seconds, sent_bytes, stored_bytes = PREFILLED.unpack(head)
+        job_id, seconds, sent_bytes, stored_bytes, read_bytes = PREFILLED.unpack(head)
         job = self._jobs.get(job_id)
         if job is None:
             return  # it was cancelled meanwhile
         job.seconds.append(seconds)
         job.sent_bytes += sent_bytes
         job.stored_bytes += stored_bytes
+        job.read_bytes += read_bytes
         if logits.nbytes:
             job.logits = logits
         if len(job.seconds) == len(job.prefill.parts):
@@ -301,7 +303,7 @@ class PrefillPool:
         del self._jobs[job_id]
         sequence_id, seconds = job.prefill.sequence_id, max(job.seconds)
         self._found.computed.append(
-            Prefilled(sequence_id, job_id, job.logits, seconds, job.sent_bytes, job.stored_bytes)
+            Prefilled(sequence_id, job_id, job.logits, seconds, job.sent_bytes, job.stored_bytes, job.read_bytes)
         )
 
     def _fail(self, job_id: int) -> None:

@@ -1,11 +1,11 @@
-"""Threads of a prefill worker that send keys and values, one for each place they go to, while the model computes."""
+"""Threads of a prefill worker that send keys and values, or read them, one for each place, while the model computes."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 import numpy as np
@@ -30,6 +30,9 @@ OnFailure = Callable[[list[int], Place, str, bool], None]
 Rows = tuple[int, int, int, np.ndarray, np.ndarray]
 """Job, layer, first position, k and v."""
 
+Reading = tuple[int, int, tuple[np.ndarray, np.ndarray], Callable[[], None]]
+"""Job, layer, where its k and v go, and what is called once they are there."""
+
 log = logging.getLogger("fastdecode.prefill_worker")
 
 
@@ -39,7 +42,7 @@ class Sender:
     def __init__(self, place: Place, security: Security, on_failure: OnFailure) -> None:
         self.place = place
         self._security, self._on_failure = security, on_failure
-        self._queue: queue.SimpleQueue[Rows | tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Rows | Reading | tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._is_closed, self._reason = False, ""
         threading.Thread(target=self._run, name=f"send to {place.address}", daemon=True).start()
 
@@ -50,12 +53,17 @@ class Sender:
         """
         self._put((job_id, layer, start, k, v))
 
+    @property
+    def has_ended(self) -> bool:
+        """True once it has failed."""
+        return bool(self._reason)
+
     def close(self) -> None:
         """Drop what is queued; may be called twice."""
         self._is_closed = True
         self._queue.put(None)
 
-    def _put(self, item: Rows | tuple[int, Callable[[], None]]) -> None:
+    def _put(self, item: Rows | Reading | tuple[int, Callable[[], None]]) -> None:
         if self._reason:
             raise ConnectionError(f"{self.place.address}: {self._reason}")
         self._queue.put(item)
@@ -118,7 +126,7 @@ class StoreSender(Sender):
                     jobs[job_id] = None
                     under_way[job_id] += 1
                     feed.store(job_id, layer, start, k, v)
-                elif item is not None:
+                elif item is not None and len(item) == 2:
                     waiting[item[0]] = item[1]
                 for stored in feed.poll(0.0):
                     under_way[stored.job_id] -= 1
@@ -132,8 +140,41 @@ class StoreSender(Sender):
         finally:
             feed.close()
 
-    def _next(self, is_busy: bool) -> Rows | tuple[int, Callable[[], None]] | None:
+    def _next(self, is_busy: bool) -> Rows | Reading | tuple[int, Callable[[], None]] | None:
         try:
             return self._queue.get(timeout=POLL_SECONDS if is_busy else None)
         except queue.Empty:
             return None
+
+
+class PrefixReader(Sender):
+    """From the R-worker that holds the sequence, which sends what the sequence has from before the prompt's parts."""
+
+    def read(self, job_id: int, layer: int, k: np.ndarray, v: np.ndarray, when_read: Callable[[], None]) -> None:
+        """Have the thread fill ``k`` and ``v`` [context_len, num_kv_heads, …] and then call ``when_read``.
+
+        ConnectionError once the thread has ended.
+        """
+        self._put((job_id, layer, (k, v), when_read))
+
+    def _serve(self, jobs: dict[int, None]) -> None:
+        waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        feed = KvFeed(self.place.address, self.place.epoch, self._security)
+        try:
+            while not self._is_closed:
+                item = self._queue.get() if self._queue.qsize() or not waiting else None
+                if item is not None and len(item) == 4:
+                    job_id, layer, (k, v), when_read = item
+                    waiting.append((job_id, when_read))
+                    jobs[job_id] = None
+                    feed.read(job_id, layer, 0, k, v)
+                for found in feed.poll(0.0 if item else POLL_SECONDS):
+                    job_id, when_read = waiting.popleft()
+                    if found.refusal:
+                        self._on_failure([job_id], self.place, found.refusal, False)
+                    else:
+                        when_read()
+                if not waiting:
+                    jobs.clear()
+        finally:
+            feed.close()

@@ -24,7 +24,7 @@ from fastdecode.cluster.prefill.messages import (
     decode_prompt,
     encode,
 )
-from fastdecode.cluster.prefill.senders import ChainSender, Sender, StoreSender
+from fastdecode.cluster.prefill.senders import ChainSender, PrefixReader, Sender, StoreSender
 from fastdecode.cluster.r_worker.host import host_id
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
@@ -71,7 +71,7 @@ class PrefillServer:
         self._jobs: dict[int, PromptJob] = {}
         self._early = EarlyRows()
         self._ended: OrderedDict[int, None] = OrderedDict()
-        self._senders: dict[tuple[str, int], Any] = {}
+        self._senders: dict[tuple[type[Sender], str, int], Any] = {}
         self._handlers: dict[Kind, Callable[[Port, bytes, Frame, Reader], None]] = {
             Kind.HELLO: self._open,
             Kind.PROMPT: self._prompt,
@@ -96,7 +96,7 @@ class PrefillServer:
         """The part is computed: once the R-worker has all of it, tell the S-worker."""
         if job.is_cancelled:
             return
-        counts = PREFILLED.pack(job.prompt.job_id, seconds, job.sent_bytes, job.stored_bytes)
+        counts = PREFILLED.pack(job.prompt.job_id, seconds, job.sent_bytes, job.stored_bytes, job.read_bytes)
         parts = (counts, b"" if logits is None else logits)
         self._sender(StoreSender, job.prompt.r_worker).when_stored(
             job.prompt.job_id, partial(self._report, job, Kind.PREFILLED, *parts)
@@ -171,12 +171,18 @@ class PrefillServer:
             raise FrameError(f"PROMPT: job {prompt.job_id} is here already, or one of {MOST_JOBS:,} that wait")
         send_on = partial(self._sender(ChainSender, prompt.next).send, prompt.job_id) if prompt.next else None
         store = partial(self._sender(StoreSender, prompt.r_worker).send, prompt.job_id)
-        job = PromptJob(prompt, tokens, self.model.layout, send_on, store)
+        reads = prompt.context_len and not prompt.part
+        read = partial(self._sender(PrefixReader, prompt.r_worker).read, prompt.job_id) if reads else None
+        job = PromptJob(prompt, tokens, self.model.layout, send_on, store, read)
         for layer, start, k, v in self._early.take(prompt.job_id):
             for place, rows in zip(job.place_for(layer, start, len(k)), (k, v), strict=True):
                 place[...] = rows
             job.filled(layer, start, len(k))
         self._jobs[prompt.job_id] = job
+        try:
+            job.begin()
+        except ConnectionError as error:
+            self.fail(job, str(error))
         self._queue.put(job)
 
     def _kv(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
@@ -241,14 +247,14 @@ class PrefillServer:
 
     def _sender(self, kind: type[AnySender], place: Place) -> AnySender:
         """The thread that sends to ``place``, begun with the first rows for it."""
-        key = (place.address, place.epoch)
+        key = (kind, place.address, place.epoch)
         if key not in self._senders:
             self._senders[key] = kind(place, self._security, self._cannot_send)
         return self._senders[key]
 
     def _cannot_send(self, job_ids: list[int], place: Place, reason: str, is_lost: bool) -> None:
-        """These jobs cannot send to ``place``; where it ``is_lost``, a later job tries anew."""
-        if is_lost:
-            self._senders.pop((place.address, place.epoch), None)
+        """These jobs cannot send to ``place``, or read from there; where it ``is_lost``, a later job tries anew."""
+        for key in [key for key, sender in list(self._senders.items()) if is_lost and sender.has_ended]:
+            self._senders.pop(key, None)
         for job in [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]:
             self.fail(job, f"{place.address}: {reason}")

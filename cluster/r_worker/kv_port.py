@@ -1,4 +1,4 @@
-"""An R-worker's KV port: prefill workers store keys and values there, while the session's steps go on beside it."""
+"""An R-worker's KV port: prefill workers store keys and values there, and read prefixes, beside the session's steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,28 @@ NICENESS = 10
 """Beside threads that attend or wait for the next layer on the same core, the port's get about a tenth of it: rows come
 in bursts of some 10 ms per layer of a prompt, and a step must not last so much longer."""
 
+MOST_READ_BYTES = 1 << 21
+"""Of keys and values that one READ asks for: what others send waits no longer than that takes."""
+
 
 class RowStore:
-    """What a KV port does with a frame: the rows of a KV frame go to a sequence that is incoming, and STORED back."""
+    """What a KV port does with a frame: the rows of a KV frame go to a sequence that is incoming, and STORED back; READ
+    is answered with a KV frame of what the sequence has from before."""
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout) -> None:
         self._worker, self._layers, self._dtype = worker, layout.layers, WIRE_DTYPE[layout.model_dtype]
 
     def __call__(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        """See ``Handler``. Rows that nothing waits for are refused before they are read."""
-        if frame.kind is not Kind.KV:
+        """See ``Handler``."""
+        if frame.kind is Kind.READ:
+            self._read(port, identity, frame, reader)
+        elif frame.kind is Kind.KV:
+            self._store(port, identity, frame, reader)
+        else:
             raise FrameError(f"a {frame.kind.name} frame, which has no place at a KV port")
+
+    def _store(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        """Rows that nothing waits for are refused before they are read."""
         job_id, start, num_rows = reader.record(KV_ROWS)
         self._worker.check_store(job_id, frame.layer, start, num_rows)
         layer = self._layers[frame.layer]
@@ -34,6 +45,19 @@ class RowStore:
         v = reader.array((num_rows, layer.num_kv_heads, layer.value_head_dim), self._dtype)
         self._worker.store(job_id, frame.layer, start, k, v)
         port.send(identity, Kind.STORED, KV_STORED.pack(job_id, frame.layer, start, num_rows))
+
+    def _read(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        if any(frame.lengths[1:]):
+            raise FrameError(f"a READ frame with parts of {frame.lengths} bytes")
+        job_id, start, num_rows = reader.record(KV_ROWS)
+        if frame.layer >= len(self._layers):
+            raise FrameError(f"READ: layer is {frame.layer}; there are {len(self._layers)}")
+        layer = self._layers[frame.layer]
+        row_bytes = layer.num_kv_heads * (layer.key_head_dim + layer.value_head_dim) * self._dtype.itemsize
+        if not 0 < num_rows <= max(1, MOST_READ_BYTES // row_bytes):
+            raise FrameError(f"READ: {num_rows} rows; of {row_bytes:,} bytes each, {MOST_READ_BYTES:,} at most")
+        k, v = self._worker.read_prefix(job_id, frame.layer, start, num_rows)
+        port.send(identity, Kind.KV, KV_ROWS.pack(job_id, start, num_rows), k, v, layer=frame.layer)
 
 
 class KvPort:

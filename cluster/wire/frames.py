@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 4
+VERSION = 5
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -59,12 +59,13 @@ class Kind(IntEnum):
     CHALLENGED = 22  # R: its nonce and its proof
     PROOF = 23  # S: its proof
     PROVEN = 24  # R: HELLO may come
-    KV = 25  # prefill worker, to a port: job, first token, rows; k and v of these rows of a layer
+    KV = 25  # prefill worker, to a port, or R, asked for a prefix: job, first token, rows; k and v of a layer
     STORED = 26  # R, from its KV port: job, layer, first token, rows
     PROMPT = 27  # S, to a prefill worker: a part of a prompt (JSON), and its tokens
     PREFILLED = 28  # P (a prefill worker): its part is computed and stored; seconds, bytes sent, logits
     FAILED = 29  # P: why a part was not computed (JSON)
     CANCEL = 30  # S: a job that is not wanted any more
+    READ = 31  # prefill worker, to a KV port: job, first token, rows of a layer of a prefix, which come as KV
 
 
 _KINDS = frozenset(Kind)

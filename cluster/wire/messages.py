@@ -46,7 +46,7 @@ IMPORT = struct.Struct("<qqq")
 """The body of IMPORT: sequence id, tokens, bytes."""
 
 KV_ROWS = struct.Struct("<qqq")
-"""The first part of KV: job id, first token, rows; the layer is in the header."""
+"""The first part of KV, and the body of READ: job id, first token, rows; the layer is in the header."""
 
 KV_STORED = struct.Struct("<qqqq")
 """The body of STORED: job id, layer, first token, rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -108,11 +109,14 @@ class SimulationInputs:
         scheduler = Scheduler(SCHEDULES[self.schedule], self.limits, policy, drafts)
         return Simulator(scheduler, self.machine, on_step, fleet, drafter)
 
-    def _s_seconds(self, num_tokens: int) -> float:
-        """Of a prompt on the S-worker, in as many steps as its rows take."""
-        most, loads = self.limits.max_num_batched_tokens, [0] * len(self.limits.num_blocks)
-        chunks = [most] * (num_tokens // most) + [num_tokens % most] * (num_tokens % most > 0)
-        return sum(self.machine.cost(rows, 1, loads).wall_seconds for rows in chunks)
+    def _s_seconds(self, num_tokens: int, context_len: int) -> float:
+        """Of a prompt on the S-worker, in as many steps as its rows take; after a prefix its R-worker attends."""
+        most, rest = self.limits.max_num_batched_tokens, [0] * (len(self.limits.num_blocks) - 1)
+        seconds = 0.0
+        for start, end in itertools.pairwise((0, *range(most, num_tokens, most), num_tokens)):
+            attended = context_len + end if context_len else 0
+            seconds += self.machine.cost(end - start, 1, [attended, *rest]).wall_seconds
+        return seconds
 
 
 def read_simulation(args: argparse.Namespace) -> SimulationInputs:

@@ -59,9 +59,10 @@ class GivenParts:
     def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
         """Nothing depends on the time."""
 
-    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
+    def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
         """The first that is left."""
-        return self.parts[0] if self.parts and self.parts[0][-1].end == num_tokens else ()
+        bounds = (context_len, context_len + num_tokens)
+        return self.parts[0] if self.parts and (self.parts[0][0].start, self.parts[0][-1].end) == bounds else ()
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
         """The next prompt gets the next parts."""

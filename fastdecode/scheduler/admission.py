@@ -94,10 +94,11 @@ class Admission:
                 None if head is None or (head.may_stop and not self.output_lengths.is_known) else self._outlook,
             )
 
-    def start_next(self, rows_for: Callable[[int], int]) -> Sequence | None:
+    def start_next(self, would_begin: Callable[[int, int], int | bool]) -> Sequence | None:
         """Start the head of the queue and return it; None when it has to wait.
 
-        ``rows_for``: how many of so many prompt tokens this step would compute.
+        ``would_begin``: whether this step would compute some of so many prompt tokens after a cached prefix of so many,
+        or prefill workers would.
         """
         sequence = self._queue.head()
         if sequence is None or not self._is_open or not self._has_seats(sequence):
@@ -106,13 +107,13 @@ class Admission:
         if self._schedule.stabilizes_load and not self.load_control.affords(alone):
             return None
         hits = self._residents.prefix_cache.hits(sequence)
-        if not hits and not rows_for(alone.num_left):
+        if not hits and not would_begin(alone.num_left, 0):
             return None
         for index in self._best_first(sequence, alone, hits):
             hit = hits.get(index)
             there = self._newcomer(sequence, index, hit)
             has_room = self._has_room(sequence, self._workers[index], hit)
-            if has_room and rows_for(there.num_left) and self._may_start(there):
+            if has_room and would_begin(there.num_left, there.num_prefill - there.num_left) and self._may_start(there):
                 self._start(sequence, there, hit)
                 return sequence
         return None

@@ -24,13 +24,14 @@ MOST_KNOWN = 4096
 
 
 class PrefillForecast(Protocol):
-    """Predicted times. ``speeds``: of each worker of a chain, in order; 1 is as predicted."""
+    """Predicted times. ``speeds``: of each worker of a chain, in order; 1 is as predicted. ``context_len``: tokens of a
+    cached prefix, to which the prompt's own attend."""
 
-    def parts(self, num_tokens: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> tuple[int, ...]:
         """Tokens of each worker, none 0."""
         ...
 
-    def seconds(self, parts: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
+    def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
         """When each is done, from the prompt's start; the last is the time to its first token."""
         ...
 
@@ -68,19 +69,20 @@ class LeastWaiting:
     workers now: in the long run a queue leaves as it is found.
 
     Times are predicted (``forecast``) and corrected by what prompts took; a worker's jobs run in the order they are
-    handed out. ``s_seconds``: of a prompt of so many tokens on the S-worker, infinite where it is never to compute one.
+    handed out. ``s_seconds``: of a prompt on the S-worker, so many tokens after a cached prefix of so many; infinite
+    where it is never to compute one.
     """
 
     def __init__(
         self,
         forecast: PrefillForecast,
-        s_seconds: Callable[[int], float] = lambda num_tokens: float("inf"),
+        s_seconds: Callable[[int, int], float] = lambda num_tokens, context_len: float("inf"),
         workers: Iterable[int] = (),
     ) -> None:
         self._forecast, self._s_seconds = forecast, s_seconds
         self._pace = dict.fromkeys(workers, 1.0)
         self._jobs: dict[int, _Job] = {}
-        self._known: dict[tuple[int, tuple[float, ...]], tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._known: dict[tuple[int, int, tuple[float, ...]], tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._idle_since: dict[int, float] = {}
         self._now = 0.0
         self._num_waiting = self._num_decoding = 0
@@ -89,17 +91,17 @@ class LeastWaiting:
         """``num_waiting``: prompts that have not begun; ``num_decoding``: sequences that get a token in each step."""
         self._now, self._num_waiting, self._num_decoding = now_seconds, num_waiting, num_decoding
 
-    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
-        """Parts of a prompt of ``num_tokens`` tokens, in order; none: the S-worker is to compute it."""
-        on_s_worker = _Option((), self._s_seconds(num_tokens) * (1 + self._num_decoding))
-        options = [on_s_worker, *self._chains(num_tokens)]
+    def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
+        """See ``PrefillPolicy``."""
+        on_s_worker = _Option((), self._s_seconds(num_tokens, context_len) * (1 + self._num_decoding))
+        options = [on_s_worker, *self._chains(num_tokens, context_len)]
         return min(options, key=lambda option: option.waited_seconds).parts
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
         """A prompt went to prefill workers as ``assign`` said."""
         paces = tuple(self._pace.get(part.worker, 1.0) for part in parts)
         rows = [part.end - part.start for part in parts]
-        seconds = self._forecast.seconds(rows, [_speed(pace) for pace in paces])
+        seconds = self._forecast.seconds(rows, [_speed(pace) for pace in paces], parts[0].start)
         self._jobs[job_id] = _Job(parts, seconds, paces, self._now)
         self._num_waiting = max(self._num_waiting - 1, 0)
 
@@ -129,7 +131,7 @@ class LeastWaiting:
         """Until each worker is free, as predicted."""
         return {worker: max(free - self._now, 0.0) for worker, free in self._free()[0].items()}
 
-    def _chains(self, num_tokens: int) -> Iterator[_Option]:
+    def _chains(self, num_tokens: int, context_len: int) -> Iterator[_Option]:
         """Of every number of workers, those that are free at nearly the same time: neighbours in that order."""
         free, num_queued = self._free()
         waiting = max(self._num_waiting - 1, num_queued)
@@ -137,20 +139,24 @@ class LeastWaiting:
         for size in range(1, min(len(order), num_tokens) + 1):
             for first in range(len(order) - size + 1):
                 chosen = order[first : first + size]
-                rows, seconds = self._predict(num_tokens, tuple(_speed(self._pace[worker]) for worker in chosen))
+                speeds = tuple(_speed(self._pace[worker]) for worker in chosen)
+                rows, seconds = self._predict(num_tokens, context_len, speeds)
                 start = free[chosen[-1]]
                 taken = sum(start + end - free[worker] for worker, end in zip(chosen, seconds, strict=True))
                 waited = start - self._now + seconds[-1] + waiting * taken / len(order)
-                yield _Option(_parts(chosen, rows), waited)
+                yield _Option(_parts(chosen, rows, context_len), waited)
 
-    def _predict(self, num_tokens: int, speeds: tuple[float, ...]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    def _predict(
+        self, num_tokens: int, context_len: int, speeds: tuple[float, ...]
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """The best parts and their seconds. Equal workers have equal answers, so few are ever new."""
-        if (num_tokens, speeds) not in self._known:
+        asked = num_tokens, context_len, speeds
+        if asked not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            rows = self._forecast.parts(num_tokens, speeds)
-            self._known[num_tokens, speeds] = rows, self._forecast.seconds(rows, speeds)
-        return self._known[num_tokens, speeds]
+            rows = self._forecast.parts(num_tokens, speeds, context_len)
+            self._known[asked] = rows, self._forecast.seconds(rows, speeds, context_len)
+        return self._known[asked]
 
     def _free(self) -> tuple[dict[int, float], int]:
         """When each worker is free, from now on, and how many prompts wait for theirs."""
@@ -174,6 +180,6 @@ def _speed(pace: float) -> float:
     return max(round(1 / pace / PACE_STEP), 1) * PACE_STEP
 
 
-def _parts(workers: Sequence[int], rows: Sequence[int]) -> tuple[PrefillPart, ...]:
-    ends = itertools.accumulate(rows)
+def _parts(workers: Sequence[int], rows: Sequence[int], start: int) -> tuple[PrefillPart, ...]:
+    ends = (start + end for end in itertools.accumulate(rows))
     return tuple(PrefillPart(worker, end - n, end) for worker, n, end in zip(workers, rows, ends, strict=True))

@@ -42,17 +42,19 @@ class RemotePrompts:
         if self.policy:
             self.policy.begin_step(now_seconds, num_waiting, len(self._residents.decoding))
 
-    def takes(self, num_tokens: int) -> bool:
-        """Whether prefill workers would compute a prompt of so many tokens."""
-        return self.policy is not None and bool(self.policy.assign(num_tokens))
+    def takes(self, num_tokens: int, context_len: int) -> bool:
+        """Whether prefill workers would compute so many tokens of a prompt after a cached prefix of ``context_len``."""
+        return self.policy is not None and bool(self.policy.assign(num_tokens, context_len))
 
     def start(self, sequence: Sequence) -> bool:
         """Have prefill workers compute the prompt of ``sequence``, which has just started; False: the S-worker is to.
 
-        A prompt that goes on from a kept prefix attends over it on the R-worker, step by step.
+        Of one that goes on from a kept prefix, which they read from the R-worker, they compute the rest.
         """
-        parts = self.policy.assign(sequence.num_prefill) if self.policy and not sequence.num_cached else ()
-        if not parts or self.policy is None:
+        if self.policy is None:
+            return False
+        parts = self.policy.assign(sequence.num_prefill - sequence.num_cached, sequence.num_cached)
+        if not parts:
             return False
         job_id = next(self._job_ids)
         self._residents.send_away(sequence, job_id)

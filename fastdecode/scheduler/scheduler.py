@@ -362,7 +362,7 @@ class Scheduler:
                 cutter.cut(sequence)
         self.admission.begin_step()
         takes = self.remote_prompts.takes
-        while started := self.admission.start_next(lambda rows: cutter.rows_for(rows) or rows * takes(rows)):
+        while started := self.admission.start_next(lambda rows, context: cutter.rows_for(rows) or takes(rows, context)):
             if not self.remote_prompts.start(started):
                 cutter.cut(started)
         return cutter.chunks

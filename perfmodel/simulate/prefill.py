@@ -24,7 +24,8 @@ class PrefillFleet:
         """Begin a prompt once all its workers are free."""
         rows = [part.end - part.start for part in prefill.parts]
         start = max(now_seconds, *(self._free[part.worker] for part in prefill.parts))
-        for part, seconds in zip(prefill.parts, self.forecast.seconds(rows, [1.0] * len(rows)), strict=True):
+        ends = self.forecast.seconds(rows, [1.0] * len(rows), prefill.context_len)
+        for part, seconds in zip(prefill.parts, ends, strict=True):
             self._free[part.worker] = start + seconds
             self.busy_seconds += seconds
         self.num_prompts += 1

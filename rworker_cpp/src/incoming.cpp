@@ -11,7 +11,7 @@
 namespace rworker {
 namespace {
 
-constexpr std::int64_t kSliceBytes = 1 << 18;  // stored in about 0.1 ms, for which controls may have to wait
+constexpr std::int64_t kSliceBytes = 1 << 18;  // stored or read in about 0.1 ms, for which controls may have to wait
 
 /// The bits of tokens [begin, end) of a tile that starts with token `first`.
 std::uint16_t token_bits(std::int64_t first, std::int64_t begin, std::int64_t end) {
@@ -72,6 +72,21 @@ void Incoming::check(std::int64_t layer, std::int64_t start, std::int64_t num_ro
         if (arrived_[key_of(layer, tile - skipped)] & token_bits(tile * kTileTokens, start, end))
             throw Error("store: some of the rows " + token_range(start, end) + " of layer " + std::to_string(layer) +
                         " came before");
+}
+
+void Incoming::check_read(std::int64_t layer, std::int64_t start, std::int64_t num_rows) const {
+    if (layer < 0 || layer >= num_layers_)
+        throw Error("read: layer is " + std::to_string(layer) + "; there are " + std::to_string(num_layers_));
+    if (start < 0 || start >= begin_ || num_rows < 1 || num_rows > begin_ - start)
+        throw Error("read: " + std::to_string(num_rows) + " rows from " + std::to_string(start) +
+                    " on; those of tokens " + token_range(0, begin_) + " were there before");
+}
+
+std::int64_t Incoming::length_seen(std::int64_t layer) const {
+    const std::int64_t tile = begin_ / kTileTokens;
+    const auto [first, last] = tokens_of(tile);
+    const std::uint16_t all = token_bits(tile * kTileTokens, first, last);
+    return (arrived_[key_of(layer, 0)] & all) == all ? end_ : begin_;
 }
 
 std::pair<std::int64_t, std::int64_t> Incoming::tokens_of(std::int64_t tile) const {
@@ -145,7 +160,7 @@ void KVCache::commit(const Control& control) {
 const Incoming& KVCache::incoming(std::int64_t job_id) const {
     const auto found = incoming_.find(job_id);
     if (found == incoming_.end())
-        throw UnknownSequence("store: " + job_name(job_id) + " is unknown; it was never reserved, or is over");
+        throw UnknownSequence(job_name(job_id) + " is unknown; it was never reserved, or is over");
     return found->second;
 }
 
@@ -159,14 +174,38 @@ void KVCache::check_store(std::int64_t job_id, std::int64_t layer, std::int64_t 
     incoming(job_id).check(layer, start, num_rows);
 }
 
+void KVCache::check_read(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const {
+    const std::lock_guard<std::mutex> lock(incoming_mutex_);
+    incoming(job_id).check_read(layer, start, num_rows);
+}
+
+/// Rows of which one slice is stored or read at a time.
+std::int64_t KVCache::slice_rows(std::int64_t layer, DType dtype) const {
+    const RowBytes bytes(layers_[layer], dtype);
+    return std::max<std::int64_t>(kSliceBytes / (bytes.keys + bytes.values), kTileTokens);
+}
+
+std::lock_guard<std::mutex> KVCache::let_controls_go_first() const {
+    while (controls_waiting_.load() > 0) std::this_thread::yield();
+    return std::lock_guard<std::mutex>(incoming_mutex_);
+}
+
+void KVCache::read_prefix(std::int64_t job_id, std::int64_t layer, const OutgoingRows& rows) const {
+    check_read(job_id, layer, rows.start, rows.num_rows);
+    const std::int64_t most = slice_rows(layer, rows.dtype);
+    for (std::int64_t start = rows.start; start < rows.end(); start += most) {
+        const std::lock_guard<std::mutex> lock = let_controls_go_first();
+        read_slice(incoming(job_id), layer, rows, start, std::min(start + most, rows.end()));
+    }
+}
+
 void KVCache::store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, AppendKernel append) {
     check_store(job_id, layer, rows.start, rows.num_rows);
     const RowBytes bytes(layers_[layer], rows.dtype);
-    const std::int64_t most = std::max<std::int64_t>(kSliceBytes / (bytes.keys + bytes.values), kTileTokens);
+    const std::int64_t most = slice_rows(layer, rows.dtype);
     for (std::int64_t start = rows.start; start < rows.end();) {
         const std::int64_t end = std::min((start + most) / kTileTokens * kTileTokens, rows.end());
-        while (controls_waiting_.load() > 0) std::this_thread::yield();
-        const std::lock_guard<std::mutex> lock(incoming_mutex_);
+        const std::lock_guard<std::mutex> lock = let_controls_go_first();
         incoming(job_id).check(layer, start, end - start);  // the job may have ended meanwhile
         store_slice(incoming_.at(job_id), layer, part_of(rows, bytes, start, end), append);
         start = end;

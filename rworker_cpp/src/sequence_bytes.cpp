@@ -1,5 +1,5 @@
-// A sequence token by token: as floats, and as bytes that are the same whatever the block size and instruction set,
-// which is how it moves between caches.
+// A sequence token by token: as floats, as the model's rows, and as bytes that are the same whatever the block size and
+// instruction set, which is how it moves between caches.
 #include <cstring>
 #include <string>
 
@@ -48,6 +48,23 @@ void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* k
         for (std::int64_t dim = 0; dim < spec.value_dim; ++dim)
             values[row * spec.value_dim + dim] = load_value(dtype_, at.value_tile, at.token, dim, spec.value_dim);
     });
+}
+
+/// Rows [start, end) of `rows`, which reach beyond them.
+void KVCache::read_slice(const Incoming& job, std::int64_t layer, const OutgoingRows& rows, std::int64_t start,
+                         std::int64_t end) const {
+    const LayerSpec& spec = layers_[layer];
+    const TokenCodec codec(dtype_, spec);
+    const std::int64_t length = job.length_seen(layer), item = item_bytes(rows.dtype);
+    for (std::int64_t head = 0; head < spec.num_kv_heads; ++head) {
+        const HeadView head_view = view(layer, head, job.blocks().data());
+        for (std::int64_t position = start; position < end; ++position) {
+            const TokenPlace place = place_of(head_view, position, length);
+            const std::int64_t row = (position - rows.start) * spec.num_kv_heads + head;
+            codec.read_key_as(rows.dtype, place, static_cast<std::uint8_t*>(rows.keys) + row * spec.key_dim * item);
+            codec.read_value_as(rows.dtype, place, static_cast<std::uint8_t*>(rows.values) + row * spec.value_dim * item);
+        }
+    }
 }
 
 /// Calls f(codec, where the token lies, where its key and its value lie in `bytes`) for all tokens of all layers.

@@ -2,6 +2,8 @@
 // sequences take steps meanwhile.
 #include <algorithm>
 #include <atomic>
+#include <bit>
+#include <cmath>
 #include <thread>
 #include <vector>
 
@@ -59,8 +61,23 @@ std::vector<std::uint8_t> exported(const Worker& worker, std::int64_t sequence_i
     return bytes;
 }
 
+/// What the prefix of an incoming sequence should read as: the oracle's floats.
+void check_prefix(const Worker& worker, std::int64_t job_id, std::int64_t source_id, std::int64_t context) {
+    const std::int64_t length = worker.cache().sequence(source_id).length;
+    std::vector<float> keys(length * kKvHeads * kKeyDim), values(length * kKvHeads * kValueDim);
+    for (std::int64_t layer = 0; layer < kLayers; ++layer) {
+        worker.cache().read_tokens(source_id, layer, keys.data(), values.data());
+        for (const std::int64_t start : {std::int64_t(0), context / 3, context - 1}) {
+            std::vector<float> k((context - start) * kKvHeads * kKeyDim), v((context - start) * kKvHeads * kValueDim);
+            worker.read_prefix(job_id, layer, {k.data(), v.data(), start, context - start, DType::float32});
+            CHECK(std::equal(k.begin(), k.end(), keys.begin() + start * kKvHeads * kKeyDim));
+            CHECK(std::equal(v.begin(), v.end(), values.begin() + start * kKvHeads * kValueDim));
+        }
+    }
+}
+
 /// Sequence 1 is appended; sequence 2, a fork of its first `context` tokens, is stored in pieces cut at `cuts`, the last
-/// piece first. Then both grow by a row.
+/// piece first, and reads its prefix before each. Then both grow by a row.
 void check_stored(DType kv_dtype, const std::string& isa, std::int64_t context, std::int64_t end,
                   std::vector<std::int64_t> cuts) {
     Worker worker = make_worker(kv_dtype, isa);
@@ -71,9 +88,12 @@ void check_stored(DType kv_dtype, const std::string& isa, std::int64_t context, 
     if (context > 0) control(worker, {{Verb::fork, 2, 1, context}, {Verb::reserve, 2, 7, end}});
     if (context == 0) control(worker, {{Verb::reserve, 2, 7, end}});
     cuts.insert(cuts.begin(), context), cuts.push_back(end);
-    for (std::size_t i = cuts.size() - 1; i > 0; --i)
+    for (std::size_t i = cuts.size() - 1; i > 0; --i) {
+        if (context > 0) check_prefix(worker, 7, 1, context);
         for (std::int64_t layer = 0; layer < kLayers; ++layer)
             worker.store(7, layer, data[layer].rows(cuts[i - 1], cuts[i]));
+    }
+    if (context > 0) check_prefix(worker, 7, 1, context);
     control(worker, {{Verb::commit, 2, 7, end}});
     CHECK(exported(worker, 1) == exported(worker, 2));
     for (const std::int64_t id : {1, 2}) append(worker, id, data, end, end + 1);
@@ -125,6 +145,89 @@ void test_what_is_refused() {
     control(worker, {{Verb::release, 2, 0, 0}});
     CHECK_THROWS(worker.store(8, 0, data.rows(0, 40)), UnknownSequence);
     CHECK(worker.statistics().blocks_free == 2 && worker.cache().sequence(1).length == 50);
+    control(worker, {{Verb::fork, 3, 1, 40}, {Verb::reserve, 3, 9, 60}});
+    for (const std::int64_t layer : {-1, 2}) CHECK_THROWS(worker.cache().check_read(9, layer, 0, 40), Error);
+    CHECK_THROWS(worker.cache().check_read(8, 0, 0, 40), UnknownSequence);
+    CHECK_THROWS(worker.cache().check_read(9, 0, -1, 2), Error);
+    CHECK_THROWS(worker.cache().check_read(9, 0, 0, 41), Error);
+    CHECK_THROWS(worker.cache().check_read(9, 0, 40, 1), Error);
+    CHECK_THROWS(worker.cache().check_read(9, 0, 39, 0), Error);
+    CHECK_THROWS(worker.cache().check_read(9, 0, 39, INT64_MAX), Error);
+    worker.cache().check_read(9, 0, 39, 1);
+    control(worker, {{Verb::release, 3, 0, 0}});
+    CHECK_THROWS(worker.cache().check_read(9, 0, 0, 40), UnknownSequence);
+}
+
+float half(std::uint16_t bits) {
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const float magnitude = exponent ? std::ldexp(float(1024 + mantissa), exponent - 25) : std::ldexp(float(mantissa), -24);
+    return bits & 0x8000 ? -magnitude : magnitude;
+}
+
+/// 16-bit models: stored bits as they are, and codes rounded to nearest even.
+void test_prefix_in_the_models_dtype() {
+    for (const DType model : {DType::float16, DType::bfloat16})
+        for (const DType stored : {DType::float32, DType::float16, DType::bfloat16, DType::int8, DType::int4}) {
+            Worker worker = make_worker(stored);
+            append(worker, 1, {Data(100, 1), Data(100, 2)}, 0, 100);
+            control(worker, {{Verb::fork, 2, 1, 40}, {Verb::reserve, 2, 7, 100}});
+            std::vector<float> keys(100 * kKvHeads * kKeyDim), values(100 * kKvHeads * kValueDim);
+            worker.cache().read_tokens(1, 1, keys.data(), values.data());
+            std::vector<std::uint16_t> k(40 * kKvHeads * kKeyDim), v(40 * kKvHeads * kValueDim);
+            worker.read_prefix(7, 1, {k.data(), v.data(), 0, 40, model});
+            const auto near = [&](std::uint16_t bits, float wanted) {
+                const float found =
+                    model == DType::float16 ? half(bits) : std::bit_cast<float>(std::uint32_t(bits) << 16);
+                const float step = std::ldexp(std::fabs(wanted), model == DType::float16 ? -11 : -8);
+                return std::fabs(found - wanted) <= step + 1e-7f && (model != stored || found == wanted);
+            };
+            for (std::size_t i = 0; i < k.size(); ++i) CHECK(near(k[i], keys[i]));
+            for (std::size_t i = 0; i < v.size(); ++i) CHECK(near(v[i], values[i]));
+        }
+}
+
+/// One thread reads prefix after prefix, and every third sequence is released meanwhile; the other takes steps, lets the
+/// source of the prefixes go, and has its blocks written anew once no sequence holds them.
+void test_reads_beside_steps() {
+    constexpr std::int64_t jobs = 30, context = 96, tokens = 130;
+    Worker worker = make_worker(DType::bfloat16, "auto", 40);
+    std::atomic<std::int64_t> reserved = 0, read = 0;
+    std::atomic<bool> is_right = true;
+    const auto value_of = [](std::int64_t job) { return float(job % 100 + 1); };  // exact in bfloat16
+    std::thread prefill([&] {
+        std::vector<float> k(context * kKvHeads * kKeyDim), v(context * kKvHeads * kValueDim);
+        for (std::int64_t job = 0; job < jobs; ++job) {
+            while (reserved.load() <= job) std::this_thread::yield();
+            try {
+                for (std::int64_t round = 0; round < 4; ++round)
+                    for (std::int64_t layer = 0; layer < kLayers; ++layer) {
+                        worker.read_prefix(job, layer, {k.data(), v.data(), 0, context, DType::float32});
+                        for (const std::vector<float>* rows : {&k, &v})
+                            for (const float x : *rows)
+                                if (x != value_of(job)) is_right = false;
+                    }
+            } catch (const UnknownSequence&) {  // released
+            }
+            read.store(job + 1);
+        }
+    });
+    for (std::int64_t job = 0; job < jobs; ++job) {
+        Data same(tokens, 0);
+        for (std::vector<float>* rows : {&same.keys, &same.values}) std::fill(rows->begin(), rows->end(), value_of(job));
+        append(worker, 1, {same, same}, 0, context + 5);
+        control(worker, {{Verb::fork, 2, 1, context}, {Verb::reserve, 2, job, tokens}});
+        reserved.fetch_add(1);
+        control(worker, {{Verb::release, 1, 0, 0}});
+        append(worker, 3, {same, same}, 0, tokens);
+        while (job % 3 != 2 && read.load() <= job) {
+            control(worker, {{Verb::truncate, 3, 0, tokens - 1}});
+            append(worker, 3, {same, same}, tokens - 1, tokens);
+        }
+        control(worker, {{Verb::release, 2, 0, 0}, {Verb::release, 3, 0, 0}});
+    }
+    prefill.join();
+    CHECK(is_right);
+    CHECK(worker.statistics().blocks_used == 0);
 }
 
 /// One thread stores sequence after sequence, and every third is released meanwhile; the other takes steps.
@@ -179,4 +282,6 @@ void run_incoming_tests() {
     test_stored_is_appended();
     test_what_is_refused();
     test_stores_beside_steps();
+    test_prefix_in_the_models_dtype();
+    test_reads_beside_steps();
 }

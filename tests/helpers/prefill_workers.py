@@ -83,14 +83,14 @@ class AnyParts:
     def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
         """See ``PrefillPolicy``."""
 
-    def assign(self, num_tokens: int) -> tuple[PrefillPart, ...]:
+    def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
         """See ``PrefillPolicy``."""
         if num_tokens < self.least or not self.workers:
             return ()
         most = min(len(self.workers), num_tokens)
         size = min(most, self._random.choice(self.sizes)) if self.sizes else self._random.randint(1, most)
         cuts = sorted(self._random.sample(range(1, num_tokens), size - 1))
-        bounds = [0, *cuts, num_tokens]
+        bounds = [context_len + cut for cut in (0, *cuts, num_tokens)]
         chosen = self._random.sample(self.workers, size)
         return tuple(PrefillPart(chosen[i], bounds[i], bounds[i + 1]) for i in range(size))
 

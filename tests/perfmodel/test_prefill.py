@@ -33,14 +33,17 @@ def model(**more: Any) -> PrefillModel:
 parts_of_prompts = st.lists(st.integers(1, 500), min_size=1, max_size=5).map(tuple)
 
 
-def defined_seconds(prefill: PrefillModel, parts: tuple[int, ...], speeds: tuple[float, ...]) -> float:
-    """The last worker's end by recursion over (worker, layer), as the docstring's picture has it."""
-    ends = [sum(parts[: worker + 1]) for worker in range(len(parts))]
+def defined_seconds(prefill: PrefillModel, parts: tuple[int, ...], speeds: tuple[float, ...], context: int) -> float:
+    """The last worker's end by recursion over (worker, layer), as the docstring's picture has it; worker -1 has the
+    prefix."""
+    ends = [context + sum(parts[: worker + 1]) for worker in range(len(parts))] + [context]
 
     @functools.cache
     def has(worker: int, layer: int) -> float:
+        if worker < 0:
+            return 0.0
         own = done(worker, layer - 1) + seconds(worker).before
-        return max(own, crossed(worker - 1, layer) + prefill.link.latency_seconds) if worker else own
+        return max(own, crossed(worker - 1, layer) + prefill.link.latency_seconds) if worker or context else own
 
     @functools.cache
     def crossed(worker: int, layer: int) -> float:
@@ -58,12 +61,15 @@ def defined_seconds(prefill: PrefillModel, parts: tuple[int, ...], speeds: tuple
     return prefill.job_seconds + done(last, prefill.num_layers - 1) + prefill.s_part.head_seconds(1) / speeds[last]
 
 
-@given(parts_of_prompts, st.data())
-def test_a_chain_takes_as_long_as_its_definition_says(parts: tuple[int, ...], data: st.DataObject) -> None:
+@given(parts_of_prompts, st.sampled_from((0, 0, 1, 700)), st.data())
+def test_a_chain_takes_as_long_as_its_definition_says(
+    parts: tuple[int, ...], context: int, data: st.DataObject
+) -> None:
     speeds = tuple(data.draw(st.floats(0.25, 4)) for _ in parts)
     link = PrefillLink(data.draw(st.floats(1e6, 1e12)), data.draw(st.floats(0, 0.1)))
     prefill = model(link=link, job_seconds=0.25, attention=PromptAttention(1e-6, 64, call_seconds=1e-4))
-    assert prefill.chain_seconds(parts, speeds)[-1] == pytest.approx(defined_seconds(prefill, parts, speeds))
+    wanted = defined_seconds(prefill, parts, speeds, context)
+    assert prefill.chain_seconds(parts, speeds, context)[-1] == pytest.approx(wanted)
 
 
 def test_one_worker_computes_everything_in_turn() -> None:
@@ -79,6 +85,9 @@ def test_two_workers_by_hand() -> None:
     prefill = PrefillModel(3, flat, PromptAttention(1e-12), 1.0, PrefillLink(100 / 3, 0.5), before_share=0.5)
     # Worker 0 has k, v of layers 0, 1, 2 at 1, 3, 5; they have crossed at 4.5, 7.5, 10.5; then attention and 1 more.
     assert prefill.chain_seconds((100, 100)) == pytest.approx((6.0, 11.5))
+    # A prefix of 50 tokens takes 1.5 a layer: it is there at 2, 3.5, 5, and worker 0 attends at 2, 4, 6. What it passes
+    # on takes 4.5 a layer, and is there at 7, 11.5, 16.
+    assert prefill.chain_seconds((100, 100), context_len=50) == pytest.approx((7.0, 17.0))
     # TSP: 1 before, 3.5 round the ring, 1 after, three times.
     assert prefill.tsp_seconds((100, 100)) == pytest.approx(16.5)
 
@@ -90,6 +99,7 @@ def test_counts_of_the_papers_example() -> None:
     assert 2 * chain_traffic_tokens((4, 3, 2)) == 22
     assert whole_squares.square_seconds(3, 9) == 27
     assert 2 * tsp_traffic_tokens((3, 3, 3)) == 36
+    assert chain_traffic_tokens((4, 3, 2), context_len=10) == 14 + 17
 
 
 @given(st.integers(1, 64), st.integers(1, 8))

@@ -28,6 +28,7 @@ from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler import Sequence as ScheduledSequence
 from fastdecode.scheduler.prefill_policy import LeastWaiting
+from fastdecode.step import PrefillPart, RemotePrefill
 
 
 def simulate(
@@ -253,6 +254,15 @@ def test_prompts_on_prefill_workers_by_hand() -> None:
     assert first.start_seconds == 0.0 and second.start_seconds == pytest.approx(3.0)
     assert sum(step.num_output_tokens for step in steps) == 6
     assert all(step.is_decode for step in steps)
+
+
+def test_a_fleet_counts_the_prefix_of_a_prompt() -> None:
+    model = PrefillModel(2, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttention(1e-3), 1.0)
+    fleet = PrefillFleet(Forecast(model), 2)
+    parts = (PrefillPart(0, 100, 130), PrefillPart(1, 130, 150))
+    fleet.submit(RemotePrefill(1, 1, 0, tuple(range(150)), parts), 5.0)
+    assert fleet.next_seconds == pytest.approx(5.0 + model.chain_seconds((30, 20), (), 100)[-1])
+    assert fleet.next_seconds > 5.0 + 2 * 50 * 100 * 1e-3 / 2
 
 
 def test_many_prompts_go_side_by_side() -> None:

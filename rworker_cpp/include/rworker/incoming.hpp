@@ -20,6 +20,15 @@ struct IncomingRows {
     std::int64_t end() const { return start + num_rows; }
 };
 
+/// Where rows of one layer go, in the same order.
+struct OutgoingRows {
+    void *keys, *values;
+    std::int64_t start, num_rows;
+    DType dtype;
+
+    std::int64_t end() const { return start + num_rows; }
+};
+
 using AppendKernel = void (*)(const AppendArgs&);
 
 /// Tokens [begin, end) of a sequence, which come in any order and from several prefill workers at once.
@@ -38,6 +47,10 @@ class Incoming {
 
     /// Error unless these rows belong here and none of them came before.
     void check(std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
+    /// Error unless these rows are of the tokens before `begin`, which the sequence had when it was reserved.
+    void check_read(std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
+    /// How long the sequence is, as the tile shows in which `begin` lies: it is written once all of it has come.
+    std::int64_t length_seen(std::int64_t layer) const;
     /// The tokens of a tile that are incoming: [first, second).
     std::pair<std::int64_t, std::int64_t> tokens_of(std::int64_t tile) const;
     /// These rows have come.

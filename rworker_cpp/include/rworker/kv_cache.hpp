@@ -57,12 +57,16 @@ class KVCache {
     const Sequence& whole_sequence(std::int64_t sequence_id) const;
     std::vector<std::int64_t> sequence_ids() const;  // ascending
 
-    /// Error, or UnknownSequence for the job, unless these rows of an incoming sequence may be stored. Like `store` and
-    /// `num_incoming`, and nothing else of this class, it may be called from another thread at any time.
+    /// Error, or UnknownSequence for the job, unless these rows of an incoming sequence may be stored. Like the other
+    /// methods up to `num_incoming`, and nothing else of this class, it may be called from another thread at any time.
     void check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
     /// Store rows of an incoming sequence as `append` does; in any order, each row once. Controls that open, commit or
     /// release incoming sequences wait for a slice of it at most, and may end it with an UnknownSequence.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, AppendKernel append);
+    /// The same for reading what an incoming sequence has from before: tokens of the one it was forked from.
+    void check_read(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
+    /// Read such rows, dequantised. Controls wait and end it as they do a `store`.
+    void read_prefix(std::int64_t job_id, std::int64_t layer, const OutgoingRows& rows) const;
     std::int64_t num_incoming() const;
 
     HeadView view(std::int64_t layer, std::int64_t kv_head, const std::int32_t* blocks) const;
@@ -88,6 +92,10 @@ class KVCache {
     void commit(const Control& control);
     std::unique_lock<std::mutex> lock_incoming(std::span<const Control> controls);
     const Incoming& incoming(std::int64_t job_id) const;
+    std::int64_t slice_rows(std::int64_t layer, DType dtype) const;
+    std::lock_guard<std::mutex> let_controls_go_first() const;
+    void read_slice(const Incoming& job, std::int64_t layer, const OutgoingRows& rows, std::int64_t start,
+                    std::int64_t end) const;
     void store_slice(Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const;
     void stage(Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const;
     void write_rows(const Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const;

@@ -51,7 +51,8 @@ struct Statistics {
 
 class AttentionJob;
 
-/// Called from one thread, but for `store` and `cache().check_store`. Every error is an Error that leaves the worker as it was.
+/// Called from one thread, but for `store`, `read_prefix` and the checks of `cache()` before them. Every error is an
+/// Error that leaves the worker as it was.
 class Worker {
   public:
     explicit Worker(WorkerConfig config);
@@ -90,6 +91,10 @@ class Worker {
     /// Rows of an incoming sequence, [num_rows, num_kv_heads, key_dim or value_dim] in the model's dtype; see KVCache.
     /// May be called from any thread while others take steps.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows);
+    /// Rows that an incoming sequence has from before, in `rows.dtype`.
+    void read_prefix(std::int64_t job_id, std::int64_t layer, const OutgoingRows& rows) const {
+        cache_.read_prefix(job_id, layer, rows);
+    }
     Statistics statistics() const;
 
   private:
