@@ -47,9 +47,10 @@ class SpeculativeConfig:
         known = {"method", "num_speculative_tokens", *_OF_METHOD[method]}
         if unknown := sorted(set(settings) - known):
             elsewhere = {each.name for each in fields(SpeculativeConfig)} & set(unknown)
-            what = f"is not for method {method}" if elsewhere else "is unknown"
+            what = "is not for it" if elsewhere else "is unknown"
             raise ConfigError(
-                f"speculative_config: {unknown[0]!r} {what}, which takes {', '.join(sorted(known - {'method'}))}"
+                f"speculative_config: method {method} takes {', '.join(sorted(known - {'method'}))}; "
+                f"{unknown[0]!r} {what}"
             )
         count = _whole(settings, "num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
         if method == "ngram":
@@ -71,7 +72,9 @@ class SpeculativeConfig:
 
 
 def _whole(settings: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    value = settings.get(name)
+    if name not in settings:
+        raise ConfigError(f"speculative_config: {name} is missing, a whole number from {least} to {most}")
+    value = settings[name]
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"speculative_config: {name} must be a whole number from {least} to {most}, not {value!r}")
     return value

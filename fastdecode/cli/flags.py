@@ -176,9 +176,9 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}; it was {text!r:.80}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError('must be a JSON object such as {"num_hidden_layers": 4}')
+        raise argparse.ArgumentTypeError(f'must be a JSON object such as {{"name": "value"}}, not {text!r:.80}')
     return value
 
 
