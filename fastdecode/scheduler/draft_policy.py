@@ -9,7 +9,7 @@ import numpy as np
 
 from fastdecode.protocols import StepTime
 
-FIRST_STEPS = 8
+FIRST_STEPS = 4
 """Decode steps that are seen before anything is drafted: the first are slower, and say little."""
 
 LEVEL_RATE = 1 / 16
@@ -163,12 +163,12 @@ class BalancedDrafts:
         self._most_drafts = most_drafts
         self._overlaps = num_mini_batches > 1
         self._given = GivenTimes(step_time) if step_time else None
-        self._s_part, self._r_part = RowCost(S_SLOPE, 1.0), RowCost(R_SLOPE, 2 * R_SLOPE)
+        self._s_part, self._r_part = RowCost(S_SLOPE, 1.0), RowCost(R_SLOPE, R_SLOPE)
         self._drafting = RowCost(S_SLOPE, 1.0)
         self._overlap = self._exposed = 0.0
         self._num_steps = 0
         self._pooled = PRIOR
-        self._wait = FIRST_STEPS
+        self._wait = LEAST_TRIAL_STEPS if step_time else 1
         self._wanted, self._filled = 0, 1.0
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
