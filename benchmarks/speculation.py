@@ -8,8 +8,11 @@ how S and R time grew, and the ideal (1 + a) / max(S growth, R growth).
 edit, summary: the chat model (``make model``), which is to rewrite a piece of Python's standard library, or to sum up a
 piece of its manual; bfloat16, grouped heads. mha: edit with every KV head written out for each query head, which gives
 the same texts from a cache three times as large. s-bound: edit with short prompts, where R-workers wait. random:
-random weights and prompts at temperature 1, R-bound, where no text repeats. Marks: edit, summary and mha 1.4 where
+random weights and caches at temperature 1, R-bound, where no text repeats. Marks: edit, summary and mha 1.4 where
 R time is at least twice S time, and 0.8 of the ideal; s-bound 0.98; random 0.97.
+
+Only ``--distinct`` prompts are computed (8). The other sequences get copies of their keys and values in blocks of their
+own, so that what is read is what as many prompts would have R-workers read.
 """
 
 from __future__ import annotations
@@ -31,9 +34,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
+from fastdecode.measure.decode_rig import RandomPrompts
 from fastdecode.metrics import StepRecord
+from fastdecode.outputs import RequestOutput
 from fastdecode.protocols import DraftPolicy
 from fastdecode.sampling_params import SamplingParams
+from fastdecode.step import MiniBatch, ScheduledStep
+from fastdecode.sworker import SWorker
+from fastdecode.sworker.sampling import SampledToken
 
 MODEL = Path.home() / ".cache/fastdecode/SmolLM2-135M-Instruct"
 LEAST_SOURCE_BYTES = 40_000
@@ -83,7 +91,7 @@ def main() -> None:
     parser.add_argument("--lookup", default="4,1", help="prompt_lookup_max,prompt_lookup_min")
     parser.add_argument("--rounds", type=int, default=5, help="of steps with drafts and without")
     parser.add_argument("--steps", type=int, default=12, help="of each in a round")
-    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--distinct", type=int, default=8, help="prompts that are computed")
     args = parser.parse_args()
     for name in args.cases or CASES:
         run(name, CASES[name], args)
@@ -94,17 +102,17 @@ def run(name: str, case: Case, args: argparse.Namespace) -> None:
     context_len, count = args.context_len or case.context_len, args.sequences or case.num_sequences
     with tempfile.TemporaryDirectory() as folder:
         model, settings = _model(case.model, Path(folder))
-        prompts = _prompts(case, context_len, count)
+        prompts = _prompts(case, context_len, min(count, args.distinct))
         most, least = map(int, args.lookup.split(","))
         speculative = {"method": "ngram", "num_speculative_tokens": args.drafts or case.drafts}
         config = EngineConfig(
             model=str(model),
             max_num_seqs=count,
             max_num_batched_tokens=2048,
-            kv_cache_dtype=args.kv_cache_dtype,
             kv_cache_memory="14GiB",
             enable_prefix_caching=False,
-            schedule="stall-free",
+            schedule="prefill-first",
+            prefill_scratch="4GiB",
             r_workers="spawn:1",
             s_cores="0",
             r_cores="1",
@@ -114,24 +122,79 @@ def run(name: str, case: Case, args: argparse.Namespace) -> None:
         )
         engine = LLMEngine(config)
         try:
-            _compare(name, engine, prompts, case, args)
+            policy = Switched(engine.scheduler.drafts.policy)
+            engine.scheduler.drafts.policy = policy
+            policy.on = False
+            _fill(engine, prompts, count, case)
+            _compare(name, engine, policy, count, args)
         finally:
             engine.close()
 
 
-def _compare(name: str, engine: LLMEngine, prompts: list[list[int]], case: Case, args: argparse.Namespace) -> None:
-    policy = Switched(engine.scheduler.drafts.policy)
-    engine.scheduler.drafts.policy = policy
+@dataclass(frozen=True)
+class Prompt:
+    """Keys and values of each layer, [tokens, heads, dim] each, and the token that follows."""
+
+    layers: list[tuple[np.ndarray, np.ndarray]]
+    next_token: int
+
+
+class Filled(RandomPrompts):
+    """Sends what was computed of ``prompts`` in place of what the model computes, by the sequences' numbers in turn."""
+
+    prompts: list[Prompt]
+
+    def run(self, step: ScheduledStep, sampling: Any, *more: Any) -> dict[int, list[SampledToken]]:
+        return {i: [SampledToken(self._of(i).next_token)] for i in super().run(step, sampling, *more)}
+
+    def _fill(self, index: int, mini_batch: MiniBatch, rng: np.random.Generator) -> None:
+        spans = [(self._of(i), slice(start, start + count)) for i, _, start, count, *_ in mini_batch.chunks.tolist()]
+        for number, layer in enumerate(self.layout.layers):
+            k, v = (np.concatenate([each.layers[number][which][rows] for each, rows in spans]) for which in (0, 1))
+            q = np.zeros((0, layer.num_heads, layer.key_head_dim), k.dtype)
+            self.backend.submit(index, number, q, k, v)
+            self.backend.collect(index)
+
+    def _of(self, sequence_id: int) -> Prompt:
+        return self.prompts[sequence_id % len(self.prompts)]
+
+
+def _fill(engine: LLMEngine, tokens: list[list[int]], count: int, case: Case) -> None:
+    """``count`` sequences that are about to decode."""
+    known = [_compute(engine, each) for each in tokens] if case.model != "random" else []
+
+    def make_s_worker(*parts: Any) -> SWorker:
+        worker = Filled(*parts) if known else RandomPrompts(*parts)
+        worker.prompts = known
+        return worker
+
+    for number in range(count):
+        params = SamplingParams(temperature=case.temperature, seed=number, max_tokens=2048, ignore_eos=True)
+        engine.add_request(str(number), tokens[number % len(tokens)], params)
+    with engine.computed_by(make_s_worker):
+        while len(engine.scheduler.residents.decoding) < count:
+            engine.step()
+
+
+def _compute(engine: LLMEngine, tokens: list[int]) -> Prompt:
+    engine.add_request("one", tokens, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    outputs: list[RequestOutput] = []
+    while not outputs:
+        outputs = engine.step()
+    (sequence,) = engine.scheduler.residents.decoding.values()
+    rows, layers = engine.backend.export(0, sequence.sequence_id).view(np.uint16), []
+    for layer in engine.s_model.layout.layers:
+        size = len(tokens) * layer.kv_elements_per_token
+        heads = rows[:size].reshape(len(tokens), 2 * layer.num_kv_heads, layer.key_head_dim)
+        layers.append((heads[:, : layer.num_kv_heads], heads[:, layer.num_kv_heads :]))
+        rows = rows[size:]
+    engine.abort_request("one")
+    return Prompt(layers, outputs[0].outputs[0].token_ids[0])
+
+
+def _compare(name: str, engine: LLMEngine, policy: Switched, count: int, args: argparse.Namespace) -> None:
     records: list[StepRecord] = []
     engine.on_step = records.append
-    policy.on = False
-    for number, prompt in enumerate(prompts):
-        params = SamplingParams(
-            temperature=case.temperature, seed=number, max_tokens=2048, ignore_eos=True, detokenize=False
-        )
-        engine.add_request(str(number), prompt, params)
-    while not records or not records[-1].is_decode or records[-1].num_output_tokens < len(prompts):
-        engine.step()
     policy.on = True
     for _ in range(4 * args.steps):  # what is measured is how it goes once slopes and acceptance are known
         engine.step()
@@ -143,10 +206,10 @@ def _compare(name: str, engine: LLMEngine, prompts: list[list[int]], case: Case,
         for _ in range(args.steps):
             engine.step()
         phases[policy.on].append(list(records))
-    _print(name, engine, phases, engine.scheduler.statistics.drafts.since(before), len(prompts))
+    _print(name, phases, engine.scheduler.statistics.drafts.since(before), count)
 
 
-def _print(name: str, engine: LLMEngine, phases: dict[bool, list[list[StepRecord]]], drafts: Any, count: int) -> None:
+def _print(name: str, phases: dict[bool, list[list[StepRecord]]], drafts: Any, count: int) -> None:
     rate = {on: [_sum(part, "num_output_tokens") / _sum(part, "wall_seconds") for part in phases[on]] for on in phases}
     ratios = [a / b for a, b in zip(rate[True], rate[False], strict=True)]
     s, r, host, wall = (

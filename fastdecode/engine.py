@@ -154,6 +154,8 @@ class LLMEngine:
             for completion in request.completions if request else ():
                 if completion.finish_reason is None:
                     self._finish(completion, "abort")
+        if self.prefills:
+            self.prefills.cancel_unwanted()
         self._settle()
 
     def has_unfinished_requests(self) -> bool:
@@ -183,11 +185,13 @@ class LLMEngine:
         return outputs
 
     def look_around(self) -> None:
-        """For an engine that has nothing to do: count R-workers in that have come, and out that are gone.
+        """For an engine that has nothing to do: count workers in that have come, and out that are gone.
 
         WorkerLostError when none is left.
         """
         if not self.has_unfinished_requests():
+            if self.prefills:
+                self.prefills.update()
             self._membership.update()
             self._tell()
 

@@ -11,6 +11,11 @@ from fastdecode.protocols import DraftRequest
 LOOK_BACK = 64
 """Tokens by which earlier places are told apart: the one that agrees with the end furthest back is taken."""
 
+FEW = 32
+"""Places that are compared that far: the last ones, where more than so many agree in ``CLOSE`` tokens."""
+
+CLOSE = 8
+
 
 class NgramDrafter:
     """Looks in each sequence's own prompt and output."""
@@ -65,16 +70,26 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
     to the end goes on in a circle. Empty where fewer than ``least`` agree anywhere.
     """
     places = np.flatnonzero(tokens[:-1] == tokens[-1])
-    agreeing = 1
-    while len(places) > 1 or agreeing < least:
+    agreeing, look_back = 1, max(most, LOOK_BACK)
+    while len(places) > FEW and agreeing < max(least, CLOSE):
         longer = places[places >= agreeing]
-        if len(longer):
-            longer = longer[tokens[longer - agreeing] == tokens[-1 - agreeing]]
-        if not len(longer) or agreeing >= max(most, LOOK_BACK):
+        longer = longer[tokens[longer - agreeing] == tokens[-1 - agreeing]]
+        if not len(longer):
             break
         places, agreeing = longer, agreeing + 1
-    if agreeing < least or not len(places):
+    if not len(places):
         return []
-    start = int(places[-1]) + 1
+    furthest = _agreeing(tokens, places[-FEW:], min(look_back, len(tokens)))
+    if furthest.max() < least:
+        return []
+    start = int(places[-FEW:][len(furthest) - 1 - furthest[::-1].argmax()]) + 1
     period = len(tokens) - start
     return tokens[start + np.arange(count) % period].tolist()
+
+
+def _agreeing(tokens: np.ndarray, places: np.ndarray, look_back: int) -> np.ndarray:
+    """How many tokens up to each of ``places`` are those up to the end, at most ``look_back``: int64 [len(places)]."""
+    back = np.arange(look_back)
+    at = places[:, None] - back
+    same = (tokens[np.maximum(at, 0)] == tokens[-1 - back]) & (at >= 0)
+    return np.where(same.all(axis=1), look_back, same.argmin(axis=1))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fastdecode.config import EngineConfig
 from fastdecode.engine_setup import profile_steps, s_thread_count
 from fastdecode.perfmodel.partition import Forecast
-from fastdecode.perfmodel.prefill import PrefillModel, PromptAttention
+from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel, PromptAttention
 from fastdecode.perfmodel.prefill_rates import MANY_ROWS, TILE_ROWS, measured_forecast
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.stages import MeasuredSPart
@@ -20,6 +21,10 @@ from fastdecode.types import ITEM_BYTES, RWorkerInfo
 TIMED_TOKENS = 256
 """Of the prompts that are timed at the start, on the S-worker."""
 
+UNMEASURED_LINK = PrefillLink(1e9)
+"""Of keys and values to prefill workers, where no profile knows better: so that few tokens after a long prefix stay
+with the S-worker, whose R-worker has that prefix."""
+
 
 def make_prefill_policy(
     config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo], num_workers: int
@@ -30,7 +35,8 @@ def make_prefill_policy(
     if profile and profile.prefill:
         forecast = measured_forecast(profile, num_workers, config.prefill_parallel)
     else:
-        forecast = Forecast(_with_threads(here, config), method=config.prefill_parallel)
+        linked = replace(_with_threads(here, config), link=UNMEASURED_LINK)
+        forecast = Forecast(linked, method=config.prefill_parallel)
     return LeastWaiting(forecast, _s_seconds(here), range(num_workers))
 
 

@@ -55,8 +55,12 @@ class RemotePrefills:
                 prompts.policy.lost(worker)
         for job_id in outcomes.failed:
             self._scheduler.prefill_failed(job_id, now)
+        self.cancel_unwanted()
+
+    def cancel_unwanted(self) -> None:
+        """Have prefill workers give up prompts that the scheduler does not wait for any more, within a layer."""
         for job_id in self._backend.jobs:
-            if job_id not in prompts:
+            if job_id not in self._scheduler.remote_prompts:
                 self._backend.cancel(job_id)
 
     def hand_out(self, prefills: Sequence[RemotePrefill]) -> None:

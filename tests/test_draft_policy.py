@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.scheduler.draft_policy import LEAST_GAIN, PRIOR, BalancedDrafts, RowCost
+from fastdecode.scheduler.draft_policy import FIRST_STEPS, LEAST_GAIN, PRIOR, BalancedDrafts, RowCost
 
 CHANCES = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4)
 LOADS = np.array([1000.0])
@@ -183,7 +183,7 @@ def test_a_sequence_whose_drafts_were_rejected_is_tried_again() -> None:
 
 def test_nothing_is_drafted_before_some_steps_were_seen() -> None:
     policy = BalancedDrafts(4, 1)
-    for _ in range(7):
+    for _ in range(FIRST_STEPS - 1):
         assert not policy.choose(np.full(4, 1.0), np.full(4, 4), 4, LOADS).any()
         policy.observe(4, 4, [1000], 0.1, 1.0, [1.0])
     policy.observe(4, 4, [1000], 0.1, 1.0, [1.0])

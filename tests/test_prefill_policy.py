@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -160,6 +160,17 @@ def test_parts_begin_after_a_prefix_and_its_attention_counts() -> None:
     on_s_worker = LeastWaiting(Forecast(model), lambda num_tokens, context_len: 1e-2 * context_len, range(2))
     assert on_s_worker.assign(1000, 1) == ()
     assert on_s_worker.assign(1000, 400_000) != ()
+
+
+@pytest.mark.parametrize("num_decoding", [0, 8])
+def test_few_tokens_after_a_long_prefix_stay_with_the_s_worker(num_decoding: int) -> None:
+    """Its R-worker has the prefix, which would take 8 · 16 ms to a prefill worker; 2,000 tokens are worth that."""
+    here = PrefillModel(8, MeasuredSPart((1, 1000), (2e-4, 0.2), (0.0, 0.0)), PromptAttention(1e-9), 2048.0)
+    forecast = Forecast(replace(here, link=PrefillLink(1e9)))
+    policy = LeastWaiting(forecast, lambda n, context: here.alone_seconds(n, context_len=context), range(2))
+    policy.begin_step(0.0, num_decoding=num_decoding)
+    assert policy.assign(5, 8000) == ()
+    assert len(policy.assign(2000, 8000)) == 2
 
 
 def test_lost_workers_get_nothing_and_joined_ones_do() -> None:

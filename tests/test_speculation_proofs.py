@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import torch
 from helpers import model_zoo, r_workers
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
+from helpers.servers import MODEL, metrics, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -236,3 +240,34 @@ def test_drafts_keep_to_grammars(form: StructuredOutputsParams) -> None:
     assert found[0] == found[1]
     drafts = llm.engine.scheduler.statistics.drafts
     assert drafts.num_accepted_tokens > 0 or (form.schema and drafts.num_draft_tokens > 0)
+
+
+def test_a_server_streams_what_it_would_without(tmp_path: Path) -> None:
+    """Several tokens at a time in one event, with their log-probabilities; counts by vLLM's names."""
+    prompts = [f"def f{number}(x):\n    return x\n\n" * 4 for number in range(8)]
+    with LLM(max_model_len=256, kv_cache_memory="64MiB", s_threads=1, r_threads=1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, logprobs=1)
+        wanted = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    with serving(tmp_path, "--served-model-name", MODEL, "--speculative-config", json.dumps(config)) as server:
+        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            found = list(threads.map(lambda prompt: _streamed(api, prompt), prompts))
+        counts = metrics(server)
+    assert [text for text, _ in found] == [each.text for each in wanted]
+    values = [[places[t].logprob for t, places in zip(each.token_ids, each.logprobs, strict=True)] for each in wanted]
+    assert [logprobs for _, logprobs in found] == values
+    drafted, accepted = (
+        counts[f'fastdecode:spec_decode_num_{name}_tokens_total{{model_name="{MODEL}"}}']
+        for name in ("draft", "accepted")
+    )
+    assert 0 <= accepted <= drafted
+
+
+def _streamed(api: openai.OpenAI, prompt: str) -> tuple[str, list[float]]:
+    more = {"ignore_eos": True}
+    events = api.completions.create(
+        model=MODEL, prompt=prompt, stream=True, temperature=0, max_tokens=80, logprobs=1, extra_body=more
+    )
+    choices = [event.choices[0] for event in events]
+    return "".join(each.text for each in choices), [v for each in choices for v in each.logprobs.token_logprobs]

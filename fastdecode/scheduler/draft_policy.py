@@ -9,7 +9,7 @@ import numpy as np
 
 from fastdecode.protocols import StepTime
 
-FIRST_STEPS = 8
+FIRST_STEPS = 4
 """Decode steps that are seen before anything is drafted: the first are slower, and say little."""
 
 LEVEL_RATE = 1 / 16
@@ -34,24 +34,24 @@ R_SLOPE = 0.25
 PRIOR = 0.5
 """Acceptance before any draft was tested: n-grams of code reach 0.6 to 0.8, of prose 0.3."""
 
-PRIOR_WEIGHT = 4.0
-"""Tests of its own after which a sequence counts as much as all others together: one or two verifications."""
+PRIOR_WEIGHT = 2.0
+"""Tests of its own after which a sequence counts as much as all others together: one verification."""
 
-POOL_WEIGHT = 8.0
+POOL_WEIGHT = 4.0
 """Tests of all sequences after which they count as much as ``PRIOR``."""
 
 LEAST_GAIN = 0.02
 """Below it no drafts: the forecast is no better, and drafts cost the host a little."""
 
-TRIAL_STEPS = 64
-"""Calls between trials while drafts pay: a sequence whose text begins to repeat is noticed within two or three seconds,
-and where nothing is accepted a trial costs at most one S-part more in 64."""
+TRIAL_COST = 0.005
+"""Of all time, what trials take: they come as often as they are cheap."""
 
-MOST_TRIAL_STEPS = 256
-"""While they do not."""
+LEAST_TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
+"""From one trial to the next: text that begins to repeat is to be noticed soon, and where no drafts would pay, a change
+of the machine at last."""
 
 TRIAL_ROWS = 0.25
-"""More rows, at most, in a trial where the S-worker is the bottleneck: with ``TRIAL_STEPS``, 0.4 % of its time."""
+"""More rows, at most, in a trial where the S-worker is the bottleneck."""
 
 FREE_ROWS = 4
 """More rows that a trial may always have: a step of a few rows takes as long as one of 16."""
@@ -163,12 +163,12 @@ class BalancedDrafts:
         self._most_drafts = most_drafts
         self._overlaps = num_mini_batches > 1
         self._given = GivenTimes(step_time) if step_time else None
-        self._s_part, self._r_part = RowCost(S_SLOPE, 1.0), RowCost(R_SLOPE, 2 * R_SLOPE)
+        self._s_part, self._r_part = RowCost(S_SLOPE, 1.0), RowCost(R_SLOPE, R_SLOPE)
         self._drafting = RowCost(S_SLOPE, 1.0)
         self._overlap = self._exposed = 0.0
         self._num_steps = 0
         self._pooled = PRIOR
-        self._wait = self._interval = FIRST_STEPS
+        self._wait = LEAST_TRIAL_STEPS if step_time else 1
         self._wanted, self._filled = 0, 1.0
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -224,8 +224,13 @@ class BalancedDrafts:
         budget, usual = None, int(self._best(acceptance, most, num_tokens, kv_loads).sum())
         if self._given is None and self._s_part.level >= self._r_part.level * kv_loads.sum():
             budget = usual + max(FREE_ROWS, math.ceil(TRIAL_ROWS * (num_tokens + usual)))
-        self._wait = self._interval = TRIAL_STEPS if usual else min(2 * self._interval, MOST_TRIAL_STEPS)
-        return self._best(hopeful, few, num_tokens, kv_loads, OPTIMISM, budget)
+        chosen = self._best(hopeful, few, num_tokens, kv_loads, OPTIMISM, budget)
+        more = np.array([usual, max(usual, int(chosen.sum()))])
+        before, after = self._seconds(num_tokens, self._filled * more, max(1, int(more.max())), kv_loads).tolist()
+        after += float(self._drafting.at(np.array([np.count_nonzero(chosen)]))[0]) * (usual == 0)
+        steps = (after - before) / max(before, LEAST_SECONDS) / TRIAL_COST if chosen.any() else math.inf
+        self._wait = int(min(max(steps, LEAST_TRIAL_STEPS), MOST_TRIAL_STEPS))
+        return chosen
 
     def _best(
         self,
@@ -261,7 +266,7 @@ class BalancedDrafts:
         return np.bincount(order[: _best_count(rates, total)] // width, minlength=num_sequences)
 
     def _seconds(
-        self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray, optimism: float
+        self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray, optimism: float = 0.0
     ) -> np.ndarray:
         """Of a step with ``more`` rows than ``num_tokens``, float64 [...], none above ``most_more``."""
         if self._given:

@@ -14,19 +14,22 @@ class SimulatedDrafter:
     """Proposes what the scheduler wants, and draws how much of it is accepted.
 
     Each sequence's acceptance is drawn once, from a beta distribution with the mean of ``drafting`` and standard
-    deviation ``spread``.
+    deviation ``spread``. Nothing is proposed for one in 1 - ``found`` of all wants, as where n-grams find nothing.
     """
 
-    def __init__(self, drafting: Drafting, num_r_workers: int, spread: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, drafting: Drafting, num_r_workers: int, spread: float = 0.0, found: float = 1.0, seed: int = 0
+    ) -> None:
         self.drafting = drafting
         self._num_r_workers = num_r_workers
-        self._spread = spread
+        self._spread, self._found = spread, found
         self._rng = np.random.default_rng(seed)
         self._acceptance: dict[int, float] = {}
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """So many tokens for each sequence; which ones has no effect."""
-        return {sequence_id: [0] * count for sequence_id, count in wanted.items()}
+        """So many tokens for each sequence, or none; which ones has no effect."""
+        found = self._rng.random(len(wanted)) < self._found
+        return {each: [0] * count for (each, count), is_found in zip(wanted.items(), found, strict=True) if is_found}
 
     def seconds(self, wanted: Mapping[int, int], kv_tokens: float) -> float:
         """Of drafting for sequences with ``kv_tokens`` in all."""

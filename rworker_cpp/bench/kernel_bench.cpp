@@ -1,6 +1,6 @@
 // One thread's attend kernel in GB/s of keys and values and in cached tokens/s, beside a plain read of the same pieces
 // in the same order, in thread CPU time: what a kernel can do even where neighbours share the cores.
-// Usage: kernel_bench [isa [dtype [group [head_dim [read_ahead [alibi]]]]]]
+// Usage: kernel_bench [isa [dtype [group [head_dim [read_ahead [alibi|plain [q_len]]]]]]]
 #include <algorithm>
 #include <cstdio>
 #include <ctime>
@@ -40,7 +40,7 @@ double best_seconds(const std::function<void()>& call, int repeats) {
 class FilledCache {
   public:
     FilledCache(const Kernels& kernels, DType dtype, int group, int head_dim, ReadAhead read_ahead, bool alibi,
-                std::int64_t num_sequences)
+                int q_len, std::int64_t num_sequences)
         : kernels_(kernels),
           read_ahead_(read_ahead),
           dtype_(dtype),
@@ -48,10 +48,11 @@ class FilledCache {
           layout_(layer_, dtype, kBlockSize, 0),
           arena_(layout_.block_bytes * kBlocksEach * num_sequences),
           blocks_(kBlocksEach * num_sequences),
-          queries_(group * head_dim, 0.01f),
+          queries_(q_len * group * head_dim, 0.01f),
           slopes_(alibi ? group : 0, 0.01f),
-          partials_(group * partial_floats(head_dim)),
+          partials_((q_len + 1) * group * partial_floats(head_dim)),
           scratch_(scratch_floats(head_dim, head_dim)) {
+        for (int i = 0; i < q_len; ++i) tokens_.push_back({kContext - q_len + i, i, 0, i});
         std::iota(blocks_.begin(), blocks_.end(), 0);
         std::shuffle(blocks_.begin(), blocks_.end(), std::mt19937(1));
         const std::vector<float> rows(kContext * head_dim, 0.5f);
@@ -73,7 +74,7 @@ class FilledCache {
     }
     std::int64_t read_bytes() const { return std::int64_t(pages_.size()) * page_bytes_; }
 
-    /// The last token's rows to all of it, split by split.
+    /// The last tokens' rows to all of it, split by split.
     void attend_all() {
         for (std::int64_t i = 0; i < std::int64_t(blocks_.size()) / kBlocksEach; ++i)
             for (std::int64_t begin = 0; begin < kContext; begin += kSplitTokens) attend(i, begin);
@@ -93,16 +94,15 @@ class FilledCache {
     }
 
     void attend(std::int64_t sequence, std::int64_t begin) {
-        const TokenRow token{kContext - 1, 0, 0, 0};
         const std::int64_t following = sequence * kContext + begin + kSplitTokens;
         const NextTokens next{view(following % std::int64_t(blocks_.size() * kBlockSize) / kContext),
                             following % kContext, kContext};
         kernels_.attend[int(dtype_)]({.view = view(sequence),
                                       .dtype = DType::float32,
                                       .queries = queries_.data(),
-                                      .tokens = &token,
-                                      .num_tokens = 1,
-                                      .token_stride = 0,
+                                      .tokens = tokens_.data(),
+                                      .num_tokens = std::int64_t(tokens_.size()),
+                                      .token_stride = layer_.num_heads * layer_.key_dim,
                                       .group = int(layer_.group()),
                                       .split = begin / kSplitTokens,
                                       .end = begin + kSplitTokens,
@@ -113,7 +113,7 @@ class FilledCache {
                                       .key_dim = int(layer_.key_dim),
                                       .value_dim = int(layer_.value_dim),
                                       .partials = partials_.data(),
-                                      .partial_stride = 0,
+                                      .partial_stride = layer_.num_heads * partial_floats(layer_.value_dim),
                                       .next = &next,
                                       .read_ahead = read_ahead_,
                                       .scratch = scratch_.data()});
@@ -126,6 +126,7 @@ class FilledCache {
     LayerLayout layout_;
     Arena arena_;
     std::vector<std::int32_t> blocks_;
+    std::vector<TokenRow> tokens_;
     std::vector<float> queries_, slopes_, partials_, scratch_;
     std::vector<const std::uint8_t*> pages_;
     std::int64_t page_bytes_ = 0;
@@ -137,9 +138,9 @@ struct Rates {
     double scattered, attend;
 };
 
-Rates rates(const Kernels& kernels, DType dtype, int group, int head_dim, ReadAhead read_ahead, bool alibi,
+Rates rates(const Kernels& kernels, DType dtype, int group, int head_dim, ReadAhead read_ahead, bool alibi, int q_len,
             std::int64_t num_sequences, int repeats) {
-    FilledCache cache(kernels, dtype, group, head_dim, read_ahead, alibi, num_sequences);
+    FilledCache cache(kernels, dtype, group, head_dim, read_ahead, alibi, q_len, num_sequences);
     double read = 1e9, attend = 1e9;
     for (int i = 0; i < repeats; ++i) {
         read = std::min(read, best_seconds([&] { cache.read_all(); }, 1));
@@ -166,18 +167,20 @@ int main(int argc, char** argv) {
     const int head_dim = argc > 4 ? std::stoi(argv[4]) : 128;
     const ReadAhead read_ahead = parse_read_ahead(argc > 5 ? argv[5] : "run");
     const bool alibi = argc > 6 && std::string(argv[6]) == "alibi";
+    const int q_len = argc > 7 ? std::stoi(argv[7]) : 1;
     for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::int8, DType::int4})
         for (const int group : {1, 2, 3, 4, 7, 8, 16, 32}) {
             if (argc > 2 && names[int(dtype)] != std::string(argv[2])) continue;
             if (argc > 3 && std::string(argv[3]) != "all" && group != std::stoi(argv[3])) continue;
             const std::int64_t bytes = token_bytes({group, 1, head_dim, head_dim, 0.09f, 0, 0.0f, {}}, dtype);
             const Rates memory =
-                rates(kernels, dtype, group, head_dim, read_ahead, alibi, (256 << 20) / (kContext * bytes), 7);
+                rates(kernels, dtype, group, head_dim, read_ahead, alibi, q_len, (256 << 20) / (kContext * bytes), 7);
             const double gb_per_s = memory.attend * double(bytes) / 1e9;
-            const double cache = rates(kernels, dtype, group, head_dim, read_ahead, alibi, 1, 199).attend;
+            const double cache = rates(kernels, dtype, group, head_dim, read_ahead, alibi, q_len, 1, 199).attend;
             std::printf("%-8s group %2d   memory %5.1f GB/s, %4.2f of %5.1f scattered, %6.1f Mtokens/s   cache %5.1f "
-                        "GB/s %6.1f Mtokens/s\n",
+                        "GB/s %6.1f Mtokens/s, %6.1f G multiply-adds/s\n",
                         names[int(dtype)], group, gb_per_s, gb_per_s / memory.scattered, memory.scattered,
-                        memory.attend / 1e6, cache * double(bytes) / 1e9, cache / 1e6);
+                        memory.attend / 1e6, cache * double(bytes) / 1e9, cache / 1e6,
+                        cache * double(2 * head_dim * group * q_len) / 1e9);
         }
 }

@@ -9,7 +9,7 @@ import pytest
 
 from fastdecode import _rworker
 
-from .harness import Harness, Layer, Rows, random_rows
+from .harness import FORK, Harness, Layer, Rows, random_rows
 
 ISAS = _rworker.supported_isas()
 LAYERS = {
@@ -20,6 +20,8 @@ LAYERS = {
 }
 DTYPES = [(dtype, dtype) for dtype in ("float32", "float16", "bfloat16")] + [("bfloat16", "int8"), ("float32", "int4")]
 """Of model and cache."""
+VERIFIED = range(2, 10)
+"""Rows of a verification: a sequence's last token and its draft tokens."""
 PROMPTS = [1, 17, 64, 130, 511, 512, 700, 1100]
 
 
@@ -68,6 +70,34 @@ def test_chunked_equals_row_by_row(context: int, name: str, dtype: str, kv_dtype
         results.append(np.concatenate(parts))
     np.testing.assert_array_equal(results[0], results[1])
     np.testing.assert_array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_verified_rows_equal_rows_alone(name: str, dtype: str, kv_dtype: str, isa: str) -> None:
+    """Spans of 2 to 9 rows, over borders of chunks and splits, beside each other or forked from one prefix."""
+    layer, options = LAYERS[name], {"model_dtype": dtype, "kv_dtype": kv_dtype, "isa": isa}
+    for context in (60, 506, 1022):
+        rng = np.random.default_rng(context)
+        prompt, rows = random_rows(rng, layer, context), random_rows(rng, layer, max(VERIFIED))
+        alone = Harness(layer, options)
+        alone.step({0: prompt}, append_only=(0,))
+        want = np.concatenate([alone.step({0: first_rows(rows, 1, begin=i)})[0] for i in range(max(VERIFIED))])
+        together = Harness(layer, {**options, "num_threads": 2})
+        forks = [(FORK, q_len, 0, context) for q_len in VERIFIED] if context > 1000 else []
+        filled = (0,) if forks else tuple(VERIFIED)
+        together.step(dict.fromkeys(filled, prompt), append_only=filled)
+        together.lengths |= dict.fromkeys(VERIFIED, context)
+        got = together.step({q_len: first_rows(rows, q_len) for q_len in VERIFIED}, controls=forks)
+        for q_len in VERIFIED:
+            np.testing.assert_array_equal(got[q_len], want[:q_len])
+
+
+def first_rows(rows: Rows, count: int, begin: int = 0) -> Rows:
+    """``count`` of the rows, from row ``begin`` on."""
+    part = slice(begin, begin + count)
+    return Rows(rows.q[part], rows.k[part], rows.v[part])
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -52,7 +52,7 @@ struct AppendArgs {
 
 /// Floats of a thread's scratch before those of the keys of an unfilled tile.
 constexpr int64_t open_tile_offset(int64_t key_dim) {
-    return kBlockRows * ((key_dim + 15) / 16 * 16 + kChunkTokens + 1);
+    return kBlockRows * ((key_dim + 15) / 16 * 16 + kChunkTokens);
 }
 
 /// Where a kernel of tile registers keeps what, in floats from a multiple of 64 bytes on. Its chunks are longer, so

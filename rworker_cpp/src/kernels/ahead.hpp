@@ -34,18 +34,14 @@ struct Coming {
 /// R-worker starts.
 class Ahead {
   public:
-    explicit Ahead(const Coming& coming) : coming_(&coming) { begin_run(); }
+    /// As many groups of rows pass over the chunk one after another: each asks for its share, all along its way.
+    Ahead(const Coming& coming, int num_groups) : coming_(&coming), every_(num_groups) { begin_run(); }
 
-    /// Asks for nothing: of the rows that pass over a chunk the first have asked already.
-    static Ahead idle(const Coming& coming) {
-        Ahead ahead(coming);
-        ahead.stay();
-        return ahead;
-    }
-
-    /// As many lines as `Bytes` bytes take, on average.
+    /// As many lines as `Bytes` bytes take, on average; of one group's.
     template <int Bytes>
     [[gnu::always_inline]] void ask() {
+        if (--until_ > 0) return;
+        until_ = every_;
         RWORKER_UNROLL
         for (int i = 0; i < Bytes / kCacheLineBytes; ++i) next_line();
         if constexpr (Bytes % kCacheLineBytes != 0) {
@@ -88,7 +84,7 @@ class Ahead {
 
     const Coming* coming_;
     const uint8_t* at_;
-    int step_ = kCacheLineBytes, left_, run_ = 0, owed_ = 0;
+    int step_ = kCacheLineBytes, left_, run_ = 0, owed_ = 0, every_, until_ = 1;
 };
 
 }  // namespace

@@ -4,90 +4,44 @@
 // same order whatever the register blocking, and a chunk in which it sees nothing leaves it as it was.
 #pragma once
 
-#include "kernels/math.hpp"
 #include "kernels/merge.hpp"
-#include "kernels/products.hpp"
 #include "kernels/scores_int.hpp"
+#include "kernels/softmax.hpp"
 #include "kernels/transpose.hpp"
 #include "kernels/values_int.hpp"
 
 namespace {
 
 using rworker::AttendArgs;
-using rworker::kBlockRows;
 using rworker::ReadAhead;
 using rworker::TokenRow;
 
-template <class L>
-inline void cap_scores(float* scores, Range tokens, float soft_cap) {
-    const auto cap = L::set1(soft_cap);
-    for (int t = tokens.begin; t < tokens.end; t += L::width)
-        L::store(scores + t, L::mul(cap, tanh<L>(L::div(L::load(scores + t), cap))));
+/// Calls f with `count`, 1 to Most, as a compile-time constant.
+template <int Most, class F>
+inline void with_count(int count, F f) {
+    if constexpr (Most > 1)
+        if (count < Most) return with_count<Most - 1>(count, f);
+    f.template operator()<Most>();
 }
 
-/// ALiBi: adds slope * (position of the key - position of the query), which lies `first` for the chunk's first key and
-/// is a whole number, exact in a float. So the scores that weigh most, of keys nearby, lose least by rounding.
-template <class L>
-inline void add_slope(float* scores, Range tokens, float slope, float first) {
-    for (int t = tokens.begin; t < tokens.end; t += L::width) {
-        const auto distance = L::add(L::iota(), L::set1(first + float(t)));
-        L::store(scores + t, L::fma(L::set1(slope), distance, L::load(scores + t)));
-    }
+template <class L, DType D>
+constexpr int kMostRows = is_quantized(D) ? L::code_rows : L::float_rows;
+
+/// The fewest groups of rows that fit the registers.
+template <class L, DType D>
+inline int row_groups(int rows) {
+    return (rows + kMostRows<L, D> - 1) / kMostRows<L, D>;
 }
 
-/// -inf for the scores of `tokens` outside `seen`.
-template <class L>
-inline void hide_unseen(float* scores, Range tokens, Range seen) {
-    const auto begin = L::set1(float(seen.begin)), end = L::set1(float(seen.end)), minus_inf = L::set1(-kInfinity);
-    for (int t = tokens.begin; t < tokens.end; t += L::width) {
-        const auto token = L::add(L::iota(), L::set1(float(t)));
-        const auto before_end = L::if_less(token, end, L::load(scores + t), minus_inf);
-        L::store(scores + t, L::if_less(token, begin, minus_inf, before_end));
-    }
-}
-
-/// Scores of one row to weights exp(score - max), 0 for what it does not see; returns the factor for its old output.
-/// Only `worked_on`, whole vectors that all rows together touch, is set: no other weight is used, and zeros add
-/// nothing.
-template <class L>
-float soften(float* scores, Range worked_on, Range seen, float& max, float& sum) {
-    using vec = typename L::vec;
-    if (seen.begin > worked_on.begin || seen.end < worked_on.end) hide_unseen<L>(scores, worked_on, seen);
-    vec top = L::set1(-kInfinity);
-    for (int t = worked_on.begin; t < worked_on.end; t += L::width) top = L::max(top, L::load(scores + t));
-    const float chunk_max = L::reduce_max(top), new_max = max > chunk_max ? max : chunk_max;
-    const float base = new_max == -kInfinity ? 0.0f : new_max;  // -inf - -inf would be NaN
-    const float keep = exp_nonpositive_one<L>(max - base);
-    vec total = L::set1(0.0f);
-    for (int t = worked_on.begin; t < worked_on.end; t += L::width) {
-        const vec weight = exp_nonpositive<L>(L::sub(L::load(scores + t), L::set1(base)));
-        L::store(scores + t, weight);
-        total = L::add(total, weight);
-    }
-    max = new_max;
-    sum = sum * keep + L::reduce_add(total);
-    return keep;
-}
-
-/// Factors of dot products. Queries are packed before they are scaled: those of a bfloat16 model lose nothing.
-template <class L>
-inline void pack_all_pairs(float* floats, int count) {
-    for (int i = 0; i < count; i += L::width) L::pack_pairs(floats + i);
-}
-
-template <class L>
-inline void scale_scores(float* scores, float scale) {
-    for (int t = 0; t < kChunkTokens; t += L::width) L::store(scores + t, L::mul(L::load(scores + t), L::set1(scale)));
-}
-
-/// Calls f with 1..L::max_rows as a compile-time constant, until `rows` are done.
-template <class L, int Rows = L::max_rows, class F>
+/// Calls f with the size of a group as a compile-time constant and its first row, until `rows` are done: as evenly as
+/// can be, since a last row by itself would load all lines for little work.
+template <class L, DType D, class F>
 inline void for_row_groups(int rows, F f) {
-    int row = 0;
-    for (; row + Rows <= rows; row += Rows) f.template operator()<Rows>(row);
-    if constexpr (Rows > 1)
-        if (row < rows)
-            for_row_groups<L, Rows - 1>(rows - row, [&]<int R>(int r) { f.template operator()<R>(row + r); });
+    for (int row = 0, left = row_groups<L, D>(rows); left > 0; --left) {
+        const int count = (rows - row + left - 1) / left;
+        with_count<kMostRows<L, D>>(count, [&]<int R>() { f.template operator()<R>(row); });
+        row += count;
+    }
 }
 
 /// Up to kBlockRows query rows, widened and scaled, over all chunks of the split.
@@ -103,7 +57,7 @@ struct RowBlock {
     const int key_lines = (args.key_dim + S::pack - 1) / S::pack;
     float* const queries = args.scratch;
     float* const scores = queries + kBlockRows * query_stride;
-    float* const keep = scores + kBlockRows * kChunkTokens;
+    RowSums<L> sums;
     float* outputs[kBlockRows];
     int64_t ends[kBlockRows];  // one past the last token a row sees
     int64_t begin = args.end, end = 0;
@@ -125,7 +79,7 @@ struct RowBlock {
             const int64_t query = token.payload_row * args.token_stride + head * args.key_dim;
             widen_row<L>(args.dtype, element(args.dtype, args.queries, query), args.key_dim,
                          S::pair_dot ? 1.0f : args.scale, queries + r * query_stride);
-            if constexpr (S::pair_dot) pack_all_pairs<L>(queries + r * query_stride, query_stride);
+            if constexpr (S::pair_dot) L::pack_pairs(queries + r * query_stride, query_stride);
             if constexpr (is_quantized(D)) quantize_query<L, D>(queries + r * query_stride, query_stride);
             ends[r] = token.position + 1;
             begin = begin_of(r) < begin ? begin_of(r) : begin;
@@ -133,10 +87,9 @@ struct RowBlock {
             const Partial partial(args.partials + (token.partials + args.split) * args.partial_stride +
                                   head * row_floats);
             outputs[r] = partial.output;
-            *partial.max = -kInfinity;
-            *partial.sum = 0.0f;
             for (int d = 0; d < padded_dim; d += L::width) L::store(partial.output + d, L::set1(0.0f));
         }
+        sums.clear(rows);
         const int64_t split_begin = args.split * rworker::kSplitTokens;
         begin = begin > split_begin ? begin : split_begin;
         end = end < args.end ? end : args.end;
@@ -146,6 +99,10 @@ struct RowBlock {
         prepare();
         for (int64_t chunk = begin / kChunkTokens * kChunkTokens; chunk < end; chunk += kChunkTokens)
             attend_chunk(chunk, clip(begin, end, chunk));
+        for (int r = 0; r < rows; ++r) {
+            const auto partial = Partial<float>::of_output(outputs[r]);
+            *partial.max = sums.max[r], *partial.sum = sums.sum[r];
+        }
     }
 
     /// As many tiles as this chunk has, a chunk further on: of this call, and past its end of the one that comes after
@@ -182,23 +139,30 @@ struct RowBlock {
         const Range worked_on = is_quantized(D) ? whole_tiles(seen) : round_out(seen, L::width);
         find_tiles(chunk, seen, tiles);
         const Coming coming = coming_after(chunk);
-        Ahead ahead(coming), idle = Ahead::idle(coming);
-        for_row_groups<L>(rows, [&]<int R>(int r) {
-            score_rows<L, D, R>(tiles, seen, r == 0 ? ahead : idle, queries + r * query_stride, query_stride, key_lines,
+        Ahead ahead(coming, row_groups<L, D>(rows));
+        for_row_groups<L, D>(rows, [&]<int R>(int r) {
+            score_rows<L, D, R>(tiles, seen, ahead, queries + r * query_stride, query_stride, key_lines, args.scale,
                                 scores + r * kChunkTokens);
         });
-        for (int r = 0; r < rows; ++r) {
-            if constexpr (S::pair_dot) scale_scores<L>(scores + r * kChunkTokens, args.scale);
-            if (args.soft_cap != 0.0f || args.alibi_slopes) bend_scores(r, chunk, worked_on);
-            const auto partial = Partial<float>::of_output(outputs[r]);
-            keep[r] = soften<L>(scores + r * kChunkTokens, worked_on, clip(begin_of(r), ends[r], chunk), *partial.max,
-                                *partial.sum);
-            if constexpr (S::pair_dot) pack_all_pairs<L>(scores + r * kChunkTokens, kChunkTokens);
-        }
-        for_row_groups<L>(rows, [&]<int R>(int r) {
-            add_value_rows<L, D, R>(tiles, seen, r == 0 ? ahead : idle, scores + r * kChunkTokens, keep + r,
-                                    outputs + r, padded_dim);
+        with_constant_range(worked_on, [&](Range range) { soften(chunk, range); });
+        for_row_groups<L, D>(rows, [&]<int R>(int r) {
+            add_value_rows<L, D, R>(tiles, seen, ahead, scores + r * kChunkTokens, sums.keep + r, outputs + r,
+                                    padded_dim);
         });
+    }
+
+    [[gnu::always_inline]] void soften(int64_t chunk, Range worked_on) {
+        const bool bent = args.soft_cap != 0.0f || args.alibi_slopes;
+        for (int r = 0; r < rows; ++r) {
+            if (bent) bend_scores(r, chunk, worked_on);
+            sums.find_top(r, scores + r * kChunkTokens, worked_on, clip(begin_of(r), ends[r], chunk));
+        }
+        sums.renew_maxima(rows);
+        for (int r = 0; r < rows; ++r) {
+            sums.weigh_row(r, scores + r * kChunkTokens, worked_on);
+            if constexpr (S::pair_dot) L::pack_pairs(scores + r * kChunkTokens, kChunkTokens);
+        }
+        sums.renew_sums(rows);
     }
 
     /// A soft cap, then ALiBi; apart from the loop, so that layers without them pay nothing.

@@ -10,8 +10,8 @@ struct Avx2 {
     using vec = __m256;
     static constexpr int width = 8;
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
-    static constexpr int max_rows = 4;
-    static constexpr int accumulators = 8;
+    static constexpr int float_rows = 4, code_rows = 4;
+    static constexpr int float_sums = 8, code_sums = 8;
 
     static vec set1(float x) { return _mm256_set1_ps(x); }
     static vec load(const float* p) { return _mm256_loadu_ps(p); }

@@ -10,8 +10,8 @@ struct Avx512 {
     using vec = __m512;
     static constexpr int width = 16;
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
-    static constexpr int max_rows = 8;
-    static constexpr int accumulators = 16;
+    static constexpr int float_rows = 6, code_rows = 8;
+    static constexpr int float_sums = 24, code_sums = 16;
 
     static vec set1(float x) { return _mm512_set1_ps(x); }
     static vec load(const float* p) { return _mm512_loadu_ps(p); }

@@ -10,12 +10,12 @@ struct Avx512Bf16 : Avx512 {
 
     static vec add_pair_dot(vec sum, ivec a, ivec b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
-    /// floats[2i] = the bits of (floats[2i], floats[2i + 1]) rounded to bfloat16, the first in the low half.
-    static void pack_pairs(float* floats) {
-        const __m512i bits = rounded_bfloats(load(floats));
-        const __m512i low = _mm512_srli_epi64(_mm512_slli_epi64(bits, 32), 48);  // of two lanes the first
-        const __m512i high = _mm512_and_si512(_mm512_srli_epi64(bits, 32), _mm512_set1_epi64(0xffff0000));
-        _mm512_storeu_si512(floats, _mm512_or_si512(low, high));
+    /// The first half of floats[0..count) = all of them as pairs of bfloat16; count % 16 == 0.
+    static void pack_pairs(float* floats, int count) {
+        for (int i = 0; i < count; i += 2 * width) {
+            const vec second = i + width < count ? load(floats + i + width) : set1(0.0f);
+            _mm512_storeu_si512(floats + i / 2, (__m512i)_mm512_cvtne2ps_pbh(second, load(floats + i)));
+        }
     }
 };
 

@@ -9,8 +9,8 @@ struct Scalar {
     using vec = float;
     static constexpr int width = 1;
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
-    static constexpr int max_rows = 2;       // query rows that share a key line
-    static constexpr int accumulators = 16;  // vectors that fit the registers beside the operands
+    static constexpr int float_rows = 2, code_rows = 2;   // query rows that share a line, of floats or of codes
+    static constexpr int float_sums = 16, code_sums = 16;  // vectors that fit the registers beside the operands
 
     static vec set1(float x) { return x; }
     static vec load(const float* p) { return *p; }

@@ -26,7 +26,8 @@ inline Range round_out(Range seen, int count) {
 inline Range whole_tiles(Range seen) { return round_out(seen, kTileTokens); }
 
 /// sum[row][v] += factors[row][part] * line[v][part]: one line of the cache for all rows, whether keys (a line is a dim
-/// of 16 tokens) or values (a token of some dims). Whichever is fewer, factors or lines, stays in registers.
+/// of 16 tokens) or values (a token of some dims). Whichever is fewer, factors or lines, stays in registers. Factors of
+/// pairs lie in pairs.
 template <class L, class S, int Rows, int Vectors, int From, int To, class Address>
 [[gnu::always_inline]] inline void add_line(Address address, const float* factors, int stride,
                                             typename L::vec (&sum)[Rows][Vectors]) {
@@ -75,7 +76,7 @@ template <class L, class S, int Rows, int Vectors, int From, int To, class Addre
 /// A function of its own: inlined among its siblings, compilers let sums spill.
 template <class L, DType D, int Rows, int Vectors>
 [[gnu::noinline]] void score_tiles(const Tile* tiles, Ahead& shared, const float* queries, int query_stride, int lines,
-                                   float* scores) {
+                                   float scale, float* scores) {
     using S = Stored<L, D>;
     constexpr int tile_vectors = kTileTokens / L::width, num_tiles = (Vectors + tile_vectors - 1) / tile_vectors;
     constexpr int line_bytes = kTileTokens * S::lane_bytes;
@@ -94,35 +95,37 @@ template <class L, DType D, int Rows, int Vectors>
             [&](int v) {
                 return tiles[v / tile_vectors].keys + line * line_bytes + v % tile_vectors * L::width * S::lane_bytes;
             },
-            queries + line * S::pack, query_stride, sum);
+            queries + line * (S::pair_dot ? 1 : S::pack), query_stride, sum);
     }
     shared = ahead;
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            L::store(scores + r * kChunkTokens + v * L::width, sum[r][v]);
+            L::store(scores + r * kChunkTokens + v * L::width,
+                     S::pair_dot ? L::mul(sum[r][v], L::set1(scale)) : sum[r][v]);
         }
     }
 }
 
-/// Scores of `Rows` queries with the tiles of a chunk that `seen` touches.
+/// Scores of `Rows` queries with the tiles of a chunk that `seen` touches. Queries are scaled before, but for packed
+/// ones: so those of a bfloat16 model lose nothing.
 template <class L, DType D, int Rows>
 void score_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* queries, int query_stride, int lines,
-                float* scores) {
-    constexpr int tile_vectors = kTileTokens / L::width, fit = L::accumulators / (Rows * tile_vectors);
+                float scale, float* scores) {
+    constexpr int tile_vectors = kTileTokens / L::width, fit = L::float_sums / (Rows * tile_vectors);
     constexpr int together = fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
     int tile = seen.begin / kTileTokens;
     // The last tile may be seen no further than its first vector.
-    const int end = (seen.end + kTileTokens - 1 - L::width) / kTileTokens;
+    const int end = (seen.end + kTileTokens - 1 - (tile_vectors > 1 ? L::width : 0)) / kTileTokens;
     for (; tile + together <= end; tile += together)
-        score_tiles<L, D, Rows, together * tile_vectors>(tiles + tile, ahead, queries, query_stride, lines,
+        score_tiles<L, D, Rows, together * tile_vectors>(tiles + tile, ahead, queries, query_stride, lines, scale,
                                                          scores + tile * kTileTokens);
     for (; tile < end; ++tile)
-        score_tiles<L, D, Rows, tile_vectors>(tiles + tile, ahead, queries, query_stride, lines,
+        score_tiles<L, D, Rows, tile_vectors>(tiles + tile, ahead, queries, query_stride, lines, scale,
                                               scores + tile * kTileTokens);
     if (tile * kTileTokens < seen.end)
-        score_tiles<L, D, Rows, 1>(tiles + tile, ahead, queries, query_stride, lines,
+        score_tiles<L, D, Rows, 1>(tiles + tile, ahead, queries, query_stride, lines, scale,
                                    scores + tile * kTileTokens);
 }
 
@@ -158,7 +161,7 @@ template <class L, DType D, int Rows, int Vectors>
         }
         for (; t + least <= end; t += pack, line += line_bytes) {
             ahead.ask<step_bytes>();
-            add_line<L, S, Rows, Vectors, 0, pack>(address, weights + t, kChunkTokens, sum);
+            add_line<L, S, Rows, Vectors, 0, pack>(address, weights + (S::pair_dot ? t / pack : t), kChunkTokens, sum);
         }
         if (!S::pair_dot && pack == 2 && t < end)
             add_line<L, S, Rows, Vectors, 0, 1>(address, weights + t, kChunkTokens, sum), ++t;
@@ -177,8 +180,8 @@ template <class L, DType D, int Rows>
 void add_value_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* weights, const float* keep,
                     float* const* outputs, int padded_dim) {
     constexpr int least = kTileTokens / L::width;  // vectors in 16 dims
-    constexpr int fit = L::accumulators / Rows < 8 ? L::accumulators / Rows : 8;
-    constexpr int together = fit > least ? fit / least * least : least;
+    constexpr int fit = L::float_sums / Rows;
+    constexpr int together = least > 8 || fit < 2 * least ? least : fit >= 8 ? 8 : fit >= 4 ? 4 : 2;
     int lane = 0;
     for (; lane + together * L::width <= padded_dim; lane += together * L::width)
         add_values<L, D, Rows, together>(tiles, seen, ahead, weights, keep, lane, outputs, padded_dim);

@@ -9,7 +9,7 @@ namespace {
 /// Vectors of one row group that share the registers: a power of two, at least 1.
 template <class L, DType D, int Rows>
 constexpr int vectors_together(int most) {
-    const int fit = L::accumulators / (Rows * (D == DType::int8 ? 1 : 2));  // int4 sums come in two halves
+    const int fit = L::code_sums / (Rows * (D == DType::int8 ? 1 : 2));  // int4 sums come in two halves
     int vectors = most;
     while (vectors > 1 && vectors > fit) vectors /= 2;
     return vectors;

@@ -24,9 +24,10 @@ struct KeyLines {
     }
 };
 
+// A function of its own, as score_tiles.
 template <class L, int Rows, int Vectors>
-inline void score_int8(const Tile* tiles, int first, const float* queries, int stride, int lines, Ahead& shared,
-                       float* scores) {
+[[gnu::noinline]] void score_int8(const Tile* tiles, int first, const float* queries, int stride, int lines,
+                                  Ahead& shared, float* scores) {
     const KeyLines<L, Vectors> keys(tiles, first);
     Ahead ahead = shared;  // in registers
     Sums<L, DType::int8, Rows, Vectors> sums;
@@ -58,8 +59,8 @@ inline void score_int8(const Tile* tiles, int first, const float* queries, int s
 }
 
 template <class L, int Rows, int Vectors>
-inline void score_int4(const Tile* tiles, int first, const float* queries, int stride, int lines, Ahead& shared,
-                       float* scores) {
+[[gnu::noinline]] void score_int4(const Tile* tiles, int first, const float* queries, int stride, int lines,
+                                  Ahead& shared, float* scores) {
     constexpr int group_lines = kGroupDims / 8;
     const KeyLines<L, Vectors> keys(tiles, first);
     Ahead ahead = shared;  // in registers
@@ -105,7 +106,7 @@ inline void score_vectors(const Tile* tiles, int first, const float* queries, in
 template <class L, DType D, int Rows>
     requires(is_quantized(D))
 void score_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* queries, int query_stride, int lines,
-                float* scores) {
+                float /*scale*/, float* scores) {
     constexpr int together = vectors_together<L, D, Rows>(4);
     int vector = seen.begin / kTileTokens * (kTileTokens / L::width);
     const int end = (seen.end + L::width - 1) / L::width;

@@ -29,8 +29,9 @@ template <class L>
 }
 
 template <class L, int Rows, int Vectors>
-inline void add_int8_values(const Tile* tiles, Range tokens, const PairWeights* weights, const float* keep, int lane,
-                            float* const* outputs, int padded_dim, Ahead& ahead) {
+[[gnu::noinline]] void add_int8_values(const Tile* tiles, Range tokens, const PairWeights* weights,
+                                       const float* keep, int lane, float* const* outputs, int padded_dim,
+                                       Ahead& ahead) {
     Sums<L, DType::int8, Rows, Vectors> sums;
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
@@ -54,8 +55,9 @@ inline void add_int8_values(const Tile* tiles, Range tokens, const PairWeights* 
 }
 
 template <class L, int Rows, int Vectors>
-inline void add_int4_values(const Tile* tiles, Range tokens, const HalfWeights* weights, const float* keep, int lane,
-                            float* const* outputs, int padded_dim, Ahead& ahead) {
+[[gnu::noinline]] void add_int4_values(const Tile* tiles, Range tokens, const HalfWeights* weights,
+                                       const float* keep, int lane, float* const* outputs, int padded_dim,
+                                       Ahead& ahead) {
     Sums<L, DType::int4, Rows, Vectors> sums;
     sums.clear();
     for_value_lines<8, Vectors * L::width * 4>(tiles, tokens, groups_of(padded_dim) * kHeaderLineBytes, lane,

@@ -1,0 +1,101 @@
+// Online softmax of the rows that pass over a chunk. What waits for a row's own result, such as its largest score, is
+// done for all rows before anything that needs it, so that rows fill each other's waits.
+#pragma once
+
+#include "kernels/math.hpp"
+#include "kernels/products.hpp"
+
+namespace {
+
+using rworker::kBlockRows;
+
+template <class L>
+inline void cap_scores(float* scores, Range tokens, float soft_cap) {
+    const auto cap = L::set1(soft_cap);
+    for (int t = tokens.begin; t < tokens.end; t += L::width)
+        L::store(scores + t, L::mul(cap, tanh<L>(L::div(L::load(scores + t), cap))));
+}
+
+/// ALiBi: adds slope * (position of the key - position of the query), which lies `first` for the chunk's first key and
+/// is a whole number, exact in a float. So the scores that weigh most, of keys nearby, lose least by rounding.
+template <class L>
+inline void add_slope(float* scores, Range tokens, float slope, float first) {
+    for (int t = tokens.begin; t < tokens.end; t += L::width) {
+        const auto distance = L::add(L::iota(), L::set1(first + float(t)));
+        L::store(scores + t, L::fma(L::set1(slope), distance, L::load(scores + t)));
+    }
+}
+
+/// -inf for the scores of `tokens` outside `seen`.
+template <class L>
+inline void hide_unseen(float* scores, Range tokens, Range seen) {
+    const auto begin = L::set1(float(seen.begin)), end = L::set1(float(seen.end)), minus_inf = L::set1(-kInfinity);
+    for (int t = tokens.begin; t < tokens.end; t += L::width) {
+        const auto token = L::add(L::iota(), L::set1(float(t)));
+        const auto before_end = L::if_less(token, end, L::load(scores + t), minus_inf);
+        L::store(scores + t, L::if_less(token, begin, minus_inf, before_end));
+    }
+}
+
+/// Calls f(worked_on), and where that is all of a chunk with a constant, whose loops are unrolled.
+template <class F>
+[[gnu::always_inline]] inline void with_constant_range(Range worked_on, F f) {
+    if (worked_on.begin == 0 && worked_on.end == kChunkTokens) return f(Range{0, kChunkTokens});
+    f(worked_on);
+}
+
+/// What the rows of a block have seen so far, and what the chunk at hand makes of it. Each value is a row's.
+template <class L>
+struct RowSums {
+    alignas(64) float max[kBlockRows], sum[kBlockRows], top[kBlockRows], base[kBlockRows], keep[kBlockRows],
+        added[kBlockRows];
+
+    void clear(int rows) {
+        for (int r = 0; r < padded(rows); r += L::width) {
+            L::store(max + r, L::set1(-kInfinity)), L::store(top + r, L::set1(-kInfinity));
+            L::store(sum + r, L::set1(0.0f)), L::store(added + r, L::set1(0.0f));
+        }
+    }
+
+    /// The largest score of a row: the chunk's part in `top`. What is not `seen` is -inf then.
+    [[gnu::always_inline]] void find_top(int row, float* scores, Range worked_on, Range seen) {
+        if (seen.begin > worked_on.begin || seen.end < worked_on.end) hide_unseen<L>(scores, worked_on, seen);
+        auto largest = L::set1(-kInfinity);
+        RWORKER_UNROLL
+        for (int t = worked_on.begin; t < worked_on.end; t += L::width) largest = L::max(largest, L::load(scores + t));
+        top[row] = L::reduce_max(largest);
+    }
+
+    /// New maxima, what scores are lessened by (-inf - -inf would be NaN), and the factors for older outputs.
+    void renew_maxima(int rows) {
+        for (int r = 0; r < padded(rows); r += L::width) {
+            const auto old = L::load(max + r), largest = L::max(old, L::load(top + r));
+            const auto from = L::if_less(largest, L::set1(-__FLT_MAX__), L::set1(0.0f), largest);
+            L::store(max + r, largest), L::store(base + r, from);
+            L::store(keep + r, exp_nonpositive<L>(L::sub(old, from)));
+        }
+    }
+
+    /// Scores of a row to weights exp(score - max), 0 for what it does not see. Only `worked_on`, whole vectors that
+    /// all rows together touch, is set: no other weight is used, and zeros add nothing.
+    [[gnu::always_inline]] void weigh_row(int row, float* scores, Range worked_on) {
+        auto total = L::set1(0.0f);
+        RWORKER_UNROLL
+        for (int t = worked_on.begin; t < worked_on.end; t += L::width) {
+            const auto weight = exp_nonpositive<L>(L::sub(L::load(scores + t), L::set1(base[row])));
+            L::store(scores + t, weight);
+            total = L::add(total, weight);
+        }
+        added[row] = L::reduce_add(total);
+    }
+
+    void renew_sums(int rows) {
+        for (int r = 0; r < padded(rows); r += L::width)
+            L::store(sum + r, L::add(L::mul(L::load(sum + r), L::load(keep + r)), L::load(added + r)));
+    }
+
+  private:
+    static int padded(int rows) { return (rows + L::width - 1) / L::width * L::width; }
+};
+
+}  // namespace
