@@ -45,12 +45,15 @@ class FilledCache:
         self._out = np.empty_like(self._q)
         self._spans = self._table((i, length - shape.q_len, shape.q_len, 1) for i, length in enumerate(lengths))
 
-    def call(self) -> tuple[float, float]:
-        """Seconds to plan a step, and of the layer: its submit and wait."""
+    def call(self, q_len: int | None = None) -> tuple[float, float]:
+        """Seconds to plan a step, and of the layer: its submit and wait. ``q_len``: new tokens, if not the shape's."""
+        q_len = self.shape.q_len if q_len is None else q_len
+        spans, rows = self._spans.copy(), len(self.lengths) * q_len
+        spans[:, 2] = q_len
         start = time.perf_counter()
-        self.worker.begin_step(NO_CONTROLS, [self._spans])
+        self.worker.begin_step(NO_CONTROLS, [spans])
         planned = time.perf_counter()
-        self.worker.submit(0, 0, self._q, self._k, self._v, self._out)
+        self.worker.submit(0, 0, self._q[:rows], self._k[:rows], self._v[:rows], self._out[:rows])
         self.worker.wait(0)
         done = time.perf_counter()
         self.worker.abandon_step()

@@ -90,7 +90,11 @@ void WorkList::add_units(std::int32_t span, std::int64_t split, std::int64_t fir
     const std::int64_t bytes = (end - begin) * token_bytes_;
     if (num_tokens > 0) bytes_read += bytes * layer_.num_kv_heads;
     std::int64_t most = std::max<std::int64_t>(num_tokens, 1);
-    if (committed(spans[span], split)) most = std::max<std::int64_t>(kBlockRows / layer_.group(), 1);
+    if (num_tokens > 0 && committed(spans[span], split)) {
+        const std::int64_t fit = std::max<std::int64_t>(kBlockRows / layer_.group(), 1);
+        const std::int64_t parts = (num_tokens + fit - 1) / fit;
+        most = (num_tokens + parts - 1) / parts;  // evenly: few tokens by themselves would read as much as many
+    }
     for (std::int64_t done = 0; done == 0 || done < num_tokens; done += most) {
         const std::int64_t count = std::min(most, num_tokens - done);
         const std::int64_t multiply_adds = count * layer_.group() * (end - begin) * (layer_.key_dim + layer_.value_dim);
