@@ -60,8 +60,8 @@ class Case:
 
 
 CASES = {
-    "edit": Case("chat", "edit", 4096, 64),
-    "summary": Case("chat", "summary", 4096, 64),
+    "edit": Case("chat", "edit", 4800, 64),
+    "summary": Case("chat", "summary", 4800, 64),
     "mha": Case("mha", "edit", 2048, 64),
     "s-bound": Case("chat", "edit", 160, 64),
     "random": Case("random", "random", 2048, 48, temperature=1.0),

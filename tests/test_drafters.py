@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from helpers.engine_checks import assert_nothing_held
 from fastdecode import LLM, SamplingParams
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.config import DEMO_MODEL
-from fastdecode.draft_model import DraftModelDrafter
+from fastdecode.draft_model import DraftCache, DraftModelDrafter
 from fastdecode.drafting import EarlyExitDrafter
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import ConfigError, FastDecodeError
@@ -110,16 +111,17 @@ def test_the_first_layer_drafts_as_a_model_of_one_layer(name: str, folder: Any) 
     """Both methods draft the same, on every architecture, and change no token."""
     number = model_zoo.ARCHITECTURES.index(name)
     settings = {"num_mini_batches": 1 + number % 3, "r_workers": f"inproc:{1 + number // 3 % 3}"}
-    prompts, num_drafts = model_zoo.prompts(name), 1 + number % 4
-    mine, counts = run(folder(name), prompts, GREEDY, early_exit(num_drafts), **settings)
-    assert tokens_of(mine) == expected(name)
-    theirs, same = run(folder(name), prompts, GREEDY, draft_model(num_drafts, folder(name, 1)), **settings)
-    assert tokens_of(theirs) == expected(name)
+    prompts, num_drafts = model_zoo.prompts(name)[1::2], 1 + number % 4
+    params, wanted = replace(GREEDY, max_tokens=16), expected(name, 16)[1::2]
+    mine, counts = run(folder(name), prompts, params, early_exit(num_drafts), **settings)
+    assert tokens_of(mine) == wanted
+    theirs, same = run(folder(name), prompts, params, draft_model(num_drafts, folder(name, 1)), **settings)
+    assert tokens_of(theirs) == wanted
     assert counts == same and counts.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("num_drafts", [1, 3, 8])
+@pytest.mark.parametrize("num_drafts", [1, 8])
 def test_a_draft_model_like_the_target_is_always_right(num_drafts: int, sampling: str, folder: Any) -> None:
     """At any temperature: its tokens are drawn with the same numbers."""
     params, prompts = SAMPLINGS[sampling], model_zoo.prompts(NAME)
@@ -143,7 +145,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("num_drafts", [2, 5])
+@pytest.mark.parametrize("num_drafts", [3])
 def test_first_layers_that_say_all_are_always_right(num_drafts: int, sampling: str, shallow: str) -> None:
     params, prompts = SAMPLINGS[sampling], model_zoo.prompts(NAME)
     wanted, _ = run(shallow, prompts, params)
@@ -155,9 +157,9 @@ def test_first_layers_that_say_all_are_always_right(num_drafts: int, sampling: s
 
 SHORT_OF_ROOM: dict[str, dict[str, Any]] = {
     "small budget": {"max_num_batched_tokens": 24, "max_num_seqs": 16},
-    "preemption": {"kv_cache_memory": "1MiB", "max_model_len": 272},
+    "preemption": {"kv_cache_memory": "384KiB", "max_model_len": 272, "schedule": "stall-free"},
     "wide spread": {"r_workers": "inproc:3", "num_mini_batches": 2, "schedule": "prefill-first"},
-    "quantised": {"kv_cache_dtype": "bfloat16"},
+    "rounded": {"kv_cache_dtype": "bfloat16"},
 }
 
 
@@ -165,13 +167,35 @@ SHORT_OF_ROOM: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variation", SHORT_OF_ROOM)
 def test_same_tokens_however_little_room_there_is(variation: str, method: str, folder: Any) -> None:
     """Preempted sequences, draft prompts in parts, and a draft cache that some sequences must leave."""
-    settings = SHORT_OF_ROOM[variation]
+    settings, params = SHORT_OF_ROOM[variation], replace(GREEDY, max_tokens=64)
     prompts = model_zoo.prompts(NAME) + [[*model_zoo.prompts(NAME)[0][:64], 7, number] for number in range(4)]
-    wanted, _ = run(folder(NAME), prompts, **settings)
-    speculative = early_exit(4) if method == "early_exit" else draft_model(4, folder(NAME))
-    outputs, counts = run(folder(NAME), prompts, GREEDY, speculative, **settings)
-    assert outputs == wanted
-    assert counts.num_draft_tokens > 0
+    speculative = early_exit(4, 2) if method == "early_exit" else draft_model(4, folder(NAME))
+    with make_llm(folder(NAME), speculative, **settings) as llm:
+        tokens = finish(llm.engine, prompts, params=params)
+        statistics = llm.engine.scheduler.statistics
+        assert_idle(llm.engine)
+    same_cache = {name: settings[name] for name in settings if name == "kv_cache_dtype"}
+    assert tokens == tokens_of(run(folder(NAME), prompts, params, **same_cache)[0])
+    assert statistics.drafts.num_accepted_tokens > 0
+    assert (statistics.preemptions > 0) == (variation == "preemption")
+    assert statistics.prefix_hit_tokens > 0 or variation == "rounded"
+
+
+@pytest.mark.parametrize("num_blocks", [15, 24, 40])
+def test_a_draft_cache_that_is_too_small(num_blocks: int, folder: Any) -> None:
+    """Some sequences go without drafts, the blocks suffice, and what is drafted is right nevertheless."""
+    prompts = model_zoo.prompts(NAME)
+    with make_llm(folder(NAME), draft_model(4, folder(NAME)), max_num_batched_tokens=64, max_num_seqs=8) as llm:
+        drafter = drafter_of(llm.engine)
+        assert isinstance(drafter, DraftModelDrafter) and isinstance(drafter._s_worker.backend, PoolBackend)
+        backend, drafter._cache = drafter._s_worker.backend, DraftCache(num_blocks, 16)
+        used = []
+        llm.engine.on_step = lambda record: used.append(backend.blocks_used)
+        assert finish(llm.engine, prompts) == expected(NAME)
+        counts = llm.engine.scheduler.statistics.drafts
+        assert_idle(llm.engine)
+    assert num_blocks - 3 <= max(used) <= num_blocks
+    assert 0 < counts.num_accepted_tokens == counts.num_draft_tokens < 8 * 19
 
 
 @pytest.fixture(params=["early_exit", "draft_model"])
@@ -207,11 +231,13 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield interrupt
 
 
-def finish(engine: LLMEngine, prompts: list[list[int]], patient: bool = False) -> list[list[int]]:
+def finish(
+    engine: LLMEngine, prompts: list[list[int]], patient: bool = False, params: SamplingParams = GREEDY
+) -> list[list[int]]:
     """Tokens of all prompts; with ``patient`` though a step fails."""
     tokens = {}
     for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), prompt, GREEDY)
+        engine.add_request(str(number), prompt, params)
     while engine.has_unfinished_requests():
         try:
             for output in engine.step():
@@ -222,7 +248,7 @@ def finish(engine: LLMEngine, prompts: list[list[int]], patient: bool = False) -
     return [tokens[number] for number in range(len(prompts))]
 
 
-@pytest.mark.parametrize("number", [1, 6, 20])
+@pytest.mark.parametrize("number", [1, 12])
 def test_an_r_worker_killed_while_drafts_are_made(
     number: int, speculative: dict[str, Any], folder: Any, interrupted: Any
 ) -> None:
@@ -236,7 +262,7 @@ def test_an_r_worker_killed_while_drafts_are_made(
         assert_idle(llm.engine)
 
 
-@pytest.mark.parametrize("number", [1, 2, 9])
+@pytest.mark.parametrize("number", [2, 9])
 def test_drafting_that_fails_half_way(number: int, speculative: dict[str, Any], folder: Any, interrupted: Any) -> None:
     def fail() -> None:
         raise ArithmeticError("a pass failed")

@@ -22,6 +22,9 @@ SLOPE_MEMORY = 2.0
 """Squared relative changes of the rows that a slope rests on: two doublings, or 32 trials of a quarter. Steps with the
 same rows say nothing of it, and so it is not forgotten while rows stay the same."""
 
+LEAST_CHANGE = 0.05
+"""Of the rows: what a smaller one does is lost in noise."""
+
 SLOPE_PRIOR_WEIGHT = 0.05
 """Of the slope taken beforehand, in the same unit: less than one trial of a quarter."""
 
@@ -51,7 +54,7 @@ LEAST_TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
 of the machine at last."""
 
 TRIAL_ROWS = 0.25
-"""More rows, at most, in a trial where the S-worker is the bottleneck."""
+"""More rows, at most, in a trial where the S-worker is the bottleneck; elsewhere twice as many."""
 
 FREE_ROWS = 4
 """More rows that a trial may always have: a step of a few rows takes as long as one of 16."""
@@ -141,7 +144,10 @@ class RowCost:
         self._noise += rate * (((value - expected) / self.level) ** 2 - self._noise)
         kept = min(1.0, SLOPE_MEMORY * self.rows**2 / max(self._squares, 1e-9))
         kept *= SLOPE_MEMORY / (SLOPE_MEMORY + relative**2)
-        self._products = kept * self._products + change * (value - self.level)
+        if abs(relative) < LEAST_CHANGE:
+            return value
+        most = change * self.level / self.rows  # what rows can explain; the rest is drift
+        self._products = kept * self._products + change * min(max(value - self.level, min(0.0, most)), max(0.0, most))
         self._squares = kept * self._squares + change * change
         return value
 
@@ -221,9 +227,10 @@ class BalancedDrafts:
         """As if nothing were known of sequences with low acceptance, and slopes were small; sets the next trial."""
         low = acceptance < PRIOR
         hopeful, few = np.where(low, PRIOR, acceptance), np.where(low, np.minimum(most, 1), most)
-        budget, usual = None, int(self._best(acceptance, most, num_tokens, kv_loads).sum())
-        if self._given is None and self._s_part.level >= self._r_part.level * kv_loads.sum():
-            budget = usual + max(FREE_ROWS, math.ceil(TRIAL_ROWS * (num_tokens + usual)))
+        usual = int(self._best(acceptance, most, num_tokens, kv_loads).sum())
+        s_bound = self._given is None and self._s_part.level >= self._r_part.level * kv_loads.sum()
+        rows = num_tokens + usual
+        budget = usual + max(FREE_ROWS, math.ceil(TRIAL_ROWS * rows) if s_bound else rows)
         chosen = self._best(hopeful, few, num_tokens, kv_loads, OPTIMISM, budget)
         more = np.array([usual, max(usual, int(chosen.sum()))])
         before, after = self._seconds(num_tokens, self._filled * more, max(1, int(more.max())), kv_loads).tolist()

@@ -296,11 +296,12 @@ class Run:
             assert used <= worker.num_blocks - worker.free <= worker.num_blocks
 
     def _check_decoding_blocks(self) -> None:
-        """Of what decodes exactly those that its tokens take, whatever was drafted."""
+        """Of what decodes those that its tokens take, whatever was drafted, or, after a move, the next one too."""
         if not SCHEDULES[self.schedule].reserves_longest:
             for sequence in self.scheduler.residents.decoding.values():
                 extra = len(sequence.siblings) * (sequence.num_cached % self.limits.block_size > 0)  # until they fork
-                assert sequence.num_blocks == self.scheduler.workers.blocks_for(sequence.num_cached) + extra
+                least, most = map(self.scheduler.workers.blocks_for, (sequence.num_cached, sequence.num_cached + 1))
+                assert least + extra <= sequence.num_blocks <= most + extra
 
     def _take(self, chunks: list[Chunk], accepted: dict[int, int]) -> None:
         """As ``LLMEngine._take``: fork, append a token each, or those accepted and one more, end what is done."""

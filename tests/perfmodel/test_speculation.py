@@ -119,7 +119,8 @@ def test_fewer_r_workers_suffice() -> None:
 
 
 def test_rows_of_grouped_queries_cost_more() -> None:
-    assert [row_share(group) for group in (1, 4, 64)] == [0.04, 0.16, 1.0]
+    """Five rows of groups of 4 take 2.64 times as long as one, as was measured; of one head each hardly longer."""
+    assert [row_share(group) for group in (1, 4, 64)] == [0.04, pytest.approx(0.41), 1.0]
 
 
 def test_a_plan_says_how_many_fewer_suffice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
