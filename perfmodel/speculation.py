@@ -32,7 +32,8 @@ LOOKUP_SECONDS = 15e-6
 class DraftCost:
     """Seconds of drafting: ``sequence_seconds`` for each sequence and step, and of one pass for each token.
 
-    A pass takes ``num_layers`` layers and the head of ``s_part``, and as many calls of ``r_part``; None: none.
+    A pass takes ``num_layers`` layers and the head of ``s_part``, and as many calls of ``r_part``; None: none. One that
+    attends on R-workers computes the rows of the passes before it again, since those leave nothing there.
     """
 
     sequence_seconds: float = 0.0
@@ -42,13 +43,14 @@ class DraftCost:
 
     def seconds(self, num_sequences: int, num_passes: int, kv_tokens: float, num_r_workers: float) -> float:
         """``num_passes`` tokens each of ``num_sequences`` sequences, which have ``kv_tokens`` in all."""
-        seconds = 0.0
-        if self.s_part:
-            seconds += self.num_layers * self.s_part.layer_seconds(num_sequences)
-            seconds += self.s_part.head_seconds(num_sequences)
-        if self.r_part:
-            seconds += self.num_layers * self.r_part.seconds(kv_tokens / num_r_workers, num_sequences / num_r_workers)
-        return num_passes * seconds + self.sequence_seconds * num_sequences
+        seconds = self.sequence_seconds * num_sequences
+        for number in range(1, num_passes + 1):
+            rows = num_sequences * (number if self.r_part else 1)
+            if self.s_part:
+                seconds += self.num_layers * self.s_part.layer_seconds(rows) + self.s_part.head_seconds(num_sequences)
+            if self.r_part:
+                seconds += self.num_layers * self.r_part.seconds(kv_tokens / num_r_workers, rows / num_r_workers)
+        return seconds
 
 
 @dataclass(frozen=True)
