@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -84,12 +85,11 @@ class DraftCache:
         """
         held = self._held[sequence_id]
         more = max(0, -(-num_tokens // self.block_size) - held.num_blocks)
-        victims = [each for each in self._held if each not in in_use]
-        victims += reversed(after) if held.num_cached else ()
-        for victim in victims:
-            if more <= self.free:
-                break
-            self.drop(victim)
+        if more > self.free:
+            victims = [each for each in self._held if each not in in_use]
+            victims += reversed(after) if held.num_cached else ()
+            for victim in itertools.takewhile(lambda _: more > self.free, victims):
+                self.drop(victim)
         if more > self.free:
             return False
         self.free -= more
@@ -141,7 +141,7 @@ class DraftModelDrafter:
             start = self._cache.use(each).num_cached
             tokens = each.tokens(start, min(budget, each.num_tokens - start))
             most = each.num_tokens + each.request.num_drafts - 1
-            if tokens and self._cache.reserve(each.sequence_id, most, ids, ids[place + 1 :]):
+            if tokens and self._cache.reserve(each.sequence_id, most, missing, ids[place + 1 :]):
                 budget -= len(tokens)
                 parts.append((each, tokens))
                 whole += [each] if start + len(tokens) == each.num_tokens else []
@@ -152,7 +152,8 @@ class DraftModelDrafter:
     def _pass(self, parts: Sequence[tuple[Draft, list[int]]], growing: Sequence[Draft]) -> None:
         """One step of the draft model: the tokens of ``parts`` are cached then, and each of ``growing`` grows."""
         cache, backend = self._cache, self._s_worker.backend
-        chunks = [cache.chunk(each, tokens, each in growing) for each, tokens in parts]
+        sampled = {each.sequence_id for each in growing}
+        chunks = [cache.chunk(each, tokens, each.sequence_id in sampled) for each, tokens in parts]
         step = ScheduledStep((MiniBatch.of(chunks),), (tuple(cache.controls),))
         try:
             with interrupts_deferred():

@@ -195,7 +195,8 @@ def join_as_s_worker() -> SWorkerRank:
     job = _join()
     if job.size == 1:
         raise ConfigError(
-            f"mpi: this process is alone, and R-workers and prefill workers must be in one job with it: {RIGHT_LINE}"
+            f"mpi: this process is alone, and R-workers and prefill workers must be in one job with it: {RIGHT_LINE}; "
+            f"with prefill workers: {PREFILL_LINE}"
         )
     if job.rank != S_RANK:
         job.abort(f"two S-workers in one job, or not the first: {RIGHT_LINE}")

@@ -44,6 +44,7 @@ class Sender:
         self._security, self._on_failure = security, on_failure
         self._queue: queue.SimpleQueue[Rows | Reading | tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._is_closed, self._reason = False, ""
+        self._lock = threading.Lock()
         threading.Thread(target=self._run, name=f"send to {place.address}", daemon=True).start()
 
     def send(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
@@ -64,9 +65,10 @@ class Sender:
         self._queue.put(None)
 
     def _put(self, item: Rows | Reading | tuple[int, Callable[[], None]]) -> None:
-        if self._reason:
-            raise ConnectionError(f"{self.place.address}: {self._reason}")
-        self._queue.put(item)
+        with self._lock:  # nothing may be queued after the thread has emptied the queue
+            if self._reason:
+                raise ConnectionError(f"{self.place.address}: {self._reason}")
+            self._queue.put(item)
 
     def _run(self) -> None:
         jobs: dict[int, None] = {}
@@ -74,7 +76,8 @@ class Sender:
             self._serve(jobs)
         except Exception as error:  # whatever it is, the jobs must not wait for ever
             known = isinstance(error, ConnectionError | BackendError)
-            self._reason = str(error) or type(error).__name__
+            with self._lock:
+                self._reason = str(error) or type(error).__name__
             while not self._queue.empty():
                 if item := self._queue.get():
                     jobs[item[0]] = None

@@ -203,14 +203,21 @@ def _speculation_lines(speculation: SpeculationPlan | None, plan: Plan) -> Itera
     if speculation is None:
         return
     drafts, tokens = speculation.num_draft_tokens, speculation.tokens_per_verification
-    each = f"{drafts} of each sequence and step, of which {speculation.acceptance_rate:.0%} are accepted"
-    yield _line("draft tokens", f"{each}: {tokens:.2f} tokens per verification")
-    held = ", by their memory" if speculation.r_workers_set_by == "memory" else ""
-    fewer = f"{speculation.saved_r_workers} fewer than without{held}"
-    rate = f"{speculation.output_tokens_per_second:.0f} output tokens/s"
-    yield _line("with them", f"{speculation.num_r_workers} R-worker(s), {fewer}, suffice for {rate}")
-    most = f"{speculation.gain:.2f} x the tokens/s with {speculation.gain_draft_tokens} of each sequence"
-    yield _line("or", f"all {plan.num_r_workers} R-worker(s), for {most}")
+    accepted = f"{speculation.acceptance_rate:.0%} are accepted"
+    if drafts:
+        each = f"{drafts} of each sequence and step, of which {accepted}"
+        yield _line("draft tokens", f"{each}: {tokens:.2f} tokens per verification")
+        held = ", by their memory" if speculation.r_workers_set_by == "memory" else ""
+        fewer = f"{speculation.saved_r_workers} fewer than without{held}"
+        rate = f"{speculation.output_tokens_per_second:.0f} output tokens/s"
+        yield _line("with them", f"{speculation.num_r_workers} R-worker(s), {fewer}, suffice for {rate}")
+    else:
+        yield _line("draft tokens", f"where {accepted}, they save no R-worker")
+    if speculation.gain_draft_tokens:
+        most = f"{speculation.gain:.2f} x the tokens/s with {speculation.gain_draft_tokens} of each sequence"
+        yield _line("or", f"all {plan.num_r_workers} R-worker(s), for {most}")
+    else:
+        yield _line("", f"with all {plan.num_r_workers} R-worker(s) they add no tokens/s")
 
 
 def _alone(inputs: PlanInputs, alone: GpuOnly | None) -> str:

@@ -135,6 +135,14 @@ def test_a_plan_says_how_many_fewer_suffice(tmp_path: Path, capsys: pytest.Captu
     assert f"{drafts['num_r_workers']} R-worker(s), {drafts['saved_r_workers']} fewer than without" in text
 
 
+def test_a_plan_says_where_drafts_bring_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--seq-len", "4096", "--mini-batch-size", "64", "--speculative-config", NGRAM, "--acceptance-rate", "0"]
+    assert main(["plan", *NAMES, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "where 0% are accepted, they save no R-worker" in text and "they add no tokens/s" in text
+    assert "fewer than without" not in text
+
+
 @pytest.mark.parametrize(
     "config",
     [
