@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.scheduler.draft_policy import FIRST_STEPS, LEAST_GAIN, PRIOR, BalancedDrafts, RowCost
+from fastdecode.scheduler.draft_costs import RowCost
+from fastdecode.scheduler.draft_policy import FIRST_STEPS, LEAST_GAIN, PRIOR, BalancedDrafts
 
 CHANCES = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4)
 LOADS = np.array([1000.0])
