@@ -70,7 +70,7 @@ class RemotePrefills:
             self._backend.submit(replace(each, method=method), self._r_workers[each.r_worker])
 
     def logits(self, sequence_ids: Sequence[int]) -> dict[int, np.ndarray]:
-        """Of prompts that have arrived; those that nobody asks for are dropped."""
+        """Of prompts that have arrived; all others that were kept are dropped."""
         found = {sequence_id: self._logits[sequence_id] for sequence_id in sequence_ids}
         self._logits.clear()
         return found

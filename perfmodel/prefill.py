@@ -175,7 +175,7 @@ class PrefillModel:
     def tsp_seconds(self, parts: Sequence[int], speeds: Sequence[float] = ()) -> float:
         """Tensor/sequence parallel: every layer all workers gather all keys and values round a ring, and wait for it.
 
-        Nobody's attention leaves out what causality hides (section 4.1, figure 4).
+        Each worker's attention computes what causality hides as well (section 4.1, figure 4).
         """
         speeds, num_tokens = list(speeds) or [1.0] * len(parts), sum(parts)
         workers = list(zip(parts, speeds, strict=True))

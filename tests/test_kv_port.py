@@ -1,4 +1,4 @@
-"""KV ports: rows that prefill workers store are those that steps append, whoever asks for what meanwhile."""
+"""KV ports: rows that prefill workers store are those that steps append, whatever else is asked for meanwhile."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class PrefillPool:
         self._jobs[prefill.job_id] = _Job(prefill)
         bounds = (*(part.start for part in prefill.parts), prefill.parts[-1].end)
         tokens = np.array(prefill.token_ids, np.int64)
-        for index in reversed(range(len(prefill.parts))):  # whoever receives first is told first
+        for index in reversed(range(len(prefill.parts))):  # the receiver is told before the sender
             part = prefill.parts[index]
             if prefill.job_id not in self._jobs:
                 return  # a worker was found lost

@@ -60,7 +60,7 @@ class Clairvoyant:
 
 
 def always_draft(engine: LLMEngine, drafter: Drafter | None = None) -> None:
-    """Drafts in every step, whoever is the bottleneck; by ``drafter`` where one is given."""
+    """Drafts in every step, whatever is the bottleneck; by ``drafter`` where one is given."""
     engine.scheduler.drafts.policy = AlwaysMost()
     if drafter:
         assert engine.speculation
