@@ -132,7 +132,8 @@ def _forward(model: torch.nn.Module, recorder: _Recorder) -> torch.Tensor:
     except UnsupportedModelError:
         raise
     except Exception as error:
-        refuse(recorder.hf_config, f"fails in a forward over packed rows ({str(error).splitlines()[0]})")
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        refuse(recorder.hf_config, f"fails in a forward over packed rows ({reason})")
 
 
 class _Recorder:

@@ -67,6 +67,18 @@ def test_every_architecture_matches_generate(name: str, folder: Any) -> None:
                 assert len(policy.started_jobs) == len(model_zoo.prompts(name))
 
 
+def test_a_draft_policy_beside_prefill_workers(folder: Any) -> None:
+    """The first steps have no row: they sample the first tokens of prompts that prefill workers computed."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with (
+        prefill_workers.threads(folder(), 2) as addresses,
+        make_llm(folder(), addresses, speculative_config=ngram) as llm,
+    ):
+        policy = AnyParts([0, 1])
+        for prompt, tokens in zip(model_zoo.prompts(NAME)[:2], expected(), strict=False):
+            assert generate(llm, [prompt], policy) == [tokens]
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("kind", ["inproc:2", "spawn:2", "tcp"])
 def test_every_kind_of_r_worker(kind: str, kv_cache_dtype: str, folder: Any) -> None:

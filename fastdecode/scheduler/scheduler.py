@@ -126,10 +126,11 @@ class Scheduler:
             self.workers.observe(kv_loads, r_seconds)
             self.admission.load_control.follow(self.workers.speeds)
         self._migration.observe(step, s_seconds, wait_seconds, r_seconds)
-        if self.drafts.policy and step.is_decode:
+        decodes = step.is_decode and step.num_tokens > 0  # a step may only sample first tokens of arrived prompts
+        if self.drafts.policy and decodes:
             num_sequences = sum(map(len, step.mini_batches))
             self.drafts.policy.observe(step.num_tokens, num_sequences, kv_loads, s_seconds, wait_seconds, r_seconds)
-        if self.seeks_balance and step.is_decode:
+        if self.seeks_balance and decodes:
             balanced = self._balance.observe(step.num_tokens, kv_loads, s_seconds, r_seconds)
             if balanced is not None:
                 self.balance_at(balanced)
