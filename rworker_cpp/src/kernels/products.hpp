@@ -102,8 +102,8 @@ template <class L, DType D, int Rows, int Vectors>
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            L::store(scores + r * kChunkTokens + v * L::width,
-                     S::pair_dot ? L::mul(sum[r][v], L::set1(scale)) : sum[r][v]);
+            if constexpr (S::pair_dot) sum[r][v] = L::mul(sum[r][v], L::set1(scale));
+            L::store(scores + r * kChunkTokens + v * L::width, sum[r][v]);
         }
     }
 }
