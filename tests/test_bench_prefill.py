@@ -11,8 +11,9 @@ import pytest
 from helpers import model_zoo
 from helpers.hardware import profile
 
-from fastdecode.cli.calibrate import prefill_lines
+from fastdecode.cli.calibrate import prefill_lines, without_prefill_workers
 from fastdecode.cli.main import main
+from fastdecode.config import EngineConfig
 from fastdecode.measure.plots import plot_prefill
 from fastdecode.measure.prefill_bench import ALONE, METHODS, PrefillBench, num_measurements, report, table_lines
 from fastdecode.measure.prefill_calibrator import PrefillCalibration, calibrate_prefill
@@ -80,6 +81,12 @@ def test_calibration_finds_rates_speeds_and_parts() -> None:
     text = "\n".join(prefill_lines(found))
     assert "Best parts of 4096 tokens" in text and "2 at once" in text and "speeds: 1, 1, 0.5" in text
     assert runner.num_runs < 120
+
+
+def test_the_other_workers_are_measured_without_prefill_workers() -> None:
+    """Whatever was said of these."""
+    config = EngineConfig(prefill_workers="spawn:2", prefill_threads=1, prefill_cores="0")
+    assert without_prefill_workers(config) == EngineConfig()
 
 
 def test_rows_stand_beside_predictions_and_formulas(tmp_path: Path) -> None:

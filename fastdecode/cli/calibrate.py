@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     links, on_gpu = _links(config), bool(device_name(config))
     plan = quick_plan(shape, kv_dtype, links, on_gpu) if args.quick else full_plan(shape, links, on_gpu)
     with progress_bar(plan.num_measurements, "it") as bar:
-        profile = Calibrator(replace(config, prefill_workers=None), shape, plan, bar.update).run()
+        profile = Calibrator(without_prefill_workers(config), shape, plan, bar.update).run()
     if args.prefill:
         profile = _with_prefill(profile, config, lengths, args.quick)
     Path(args.output).write_text(write_profile(profile))
@@ -73,6 +73,11 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     print(f"Profile of {profile.machine.host}: {args.output}")
     return 0
+
+
+def without_prefill_workers(config: EngineConfig) -> EngineConfig:
+    """The same with the S-worker and R-workers alone."""
+    return replace(config, prefill_workers=None, prefill_threads=None, prefill_cores=None)
 
 
 def _with_prefill(profile: HardwareProfile, config: EngineConfig, lengths: list[int], quick: bool) -> HardwareProfile:
