@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from fastdecode.errors import interrupts_deferred
 from fastdecode.protocols import DraftRequest
 from fastdecode.scheduler import Scheduler
+from fastdecode.scheduler.sequence import text_tokens
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep, deal
 from fastdecode.sworker import SWorker
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
@@ -47,10 +48,7 @@ class Draft:
 
     def tokens(self, start: int, count: int) -> list[int]:
         """``count`` tokens of prompt and output from position ``start``, without drafts."""
-        prompt, output = self.request.prompt_token_ids, self.request.output_token_ids
-        first = max(0, start - len(prompt))
-        head = list(prompt[start : start + count])
-        return head + list(output[first : first + count - len(head)])
+        return text_tokens(self.request.prompt_token_ids, self.request.output_token_ids, start, count)
 
     @property
     def sampling_row(self) -> SamplingRow:

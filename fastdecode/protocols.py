@@ -199,8 +199,8 @@ class DraftRequest(NamedTuple):
     """
 
     sequence_id: int
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
     num_drafts: int
     worker: int
     num_cached: int

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from helpers import mpi_jobs, r_workers
 from helpers.processes import TESTS, alive, script
@@ -58,22 +56,10 @@ def test_a_killed_rank_ends_the_job(mpi_segments: Path) -> None:
         time.sleep(1000)
     """)
     command = mpi_jobs.command((1, s_worker), (2, mpi_jobs.R_WORKER))
-    job = subprocess.Popen(
-        command, env=mpi_jobs.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        while job.stdout and "in a step" not in job.stdout.readline():
-            assert job.poll() is None
-        others = [each.pid for each in psutil.Process(job.pid).children(recursive=True)]
-        victim = max(pid for pid in others if "r-worker" in psutil.Process(pid).cmdline())
-        os.kill(victim, signal.SIGKILL)
-        output = "".join(job.communicate(timeout=mpi_jobs.PATIENCE_SECONDS))
-    finally:
-        job.kill()
-        job.communicate()
+    job = mpi_jobs.kill_a_rank(command, "in a step", "r-worker")
     assert job.returncode != 0
-    assert "rank 2" in output
-    while any(alive(pid) for pid in others):  # mpirun may end before those it has told to end
+    assert "rank 2" in job.output
+    while any(alive(pid) for pid in job.process_ids):  # mpirun may end before those it has told to end
         time.sleep(0.01)
     assert list(mpi_segments.iterdir()) == []
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 from helpers import model_zoo, mpi_jobs, r_workers
 from helpers.processes import script
@@ -142,20 +139,8 @@ def test_a_killed_prefill_worker_ends_the_job(folder: Path) -> None:
     """As a killed R-worker does: mpirun ends the others."""
     flags = ["--model", str(folder), "--device", "cpu", "--skip-tokenizer-init", "--prefill-workers", "mpi:1"]
     command = mpi_jobs.command((1, [*SPAWNED, *flags]), (1, prefill_worker(str(folder))))
-    job = subprocess.Popen(
-        command, env=mpi_jobs.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        while job.stdout and "MPI rank 1, tcp://" not in job.stdout.readline():
-            assert job.poll() is None
-        others = [each.pid for each in psutil.Process(job.pid).children(recursive=True)]
-        victim = max(pid for pid in others if "prefill-worker" in psutil.Process(pid).cmdline())
-        os.kill(victim, signal.SIGKILL)
-        output = "".join(job.communicate(timeout=mpi_jobs.PATIENCE_SECONDS))
-    finally:
-        job.kill()
-        job.communicate()
-    assert job.returncode != 0 and "rank 1" in output
+    job = mpi_jobs.kill_a_rank(command, "MPI rank 1, tcp://", "prefill-worker")
+    assert job.returncode != 0 and "rank 1" in job.output
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,15 @@ class Sequence:
 
     def tokens(self, start: int, count: int) -> list[int]:
         """``count`` tokens of prompt + output from position ``start``."""
-        num_prompt = len(self.prompt_token_ids)
-        if start >= num_prompt:
-            return self.output_token_ids[start - num_prompt : start - num_prompt + count]
-        head = self.prompt_token_ids[start : start + count]
-        return head + self.output_token_ids[: count - len(head)]
+        return text_tokens(self.prompt_token_ids, self.output_token_ids, start, count)
+
+
+def text_tokens(prompt: list[int], output: list[int], start: int, count: int) -> list[int]:
+    """``count`` tokens of ``prompt`` and ``output``, one after the other, from position ``start``."""
+    if start >= len(prompt):
+        return output[start - len(prompt) : start - len(prompt) + count]
+    head = prompt[start : start + count]
+    return head + output[: count - len(head)]
 
 
 class SequenceTable:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from fastdecode.cli.launch import find_mpiexec, needed_environment
 from helpers import r_workers
@@ -43,3 +47,28 @@ def run(*segments: tuple[int, Sequence[str]], **more: str) -> subprocess.Complet
         timeout=PATIENCE_SECONDS,
         check=False,
     )
+
+
+@dataclass(frozen=True)
+class KilledJob:
+    """A job of which a rank was killed: what it said from then on, and the processes it had, mpirun apart."""
+
+    returncode: int
+    output: str
+    process_ids: list[int]
+
+
+def kill_a_rank(words: Sequence[str], ready: str, victim: str) -> KilledJob:
+    """Run mpirun as ``words`` say, and once it prints a line with ``ready``, ``kill -9`` the last rank with ``victim``
+    among its words."""
+    job = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        while job.stdout and ready not in job.stdout.readline():
+            assert job.poll() is None
+        others = [each.pid for each in psutil.Process(job.pid).children(recursive=True)]
+        os.kill(max(pid for pid in others if victim in psutil.Process(pid).cmdline()), signal.SIGKILL)
+        output = "".join(job.communicate(timeout=PATIENCE_SECONDS))
+    finally:
+        job.kill()
+        job.communicate()
+    return KilledJob(job.returncode, output, others)
