@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -69,6 +70,21 @@ def test_a_killed_worker_leaves_the_others_going(caplog: pytest.LogCaptureFixtur
     assert "R-worker spawn-1 is lost: its process was killed by SIGKILL" in caplog.text
     for each in (reference, backend):
         each.close()
+
+
+def test_close_leaves_no_descriptor() -> None:
+    """Nor waits for the garbage collector: thousands of engines may live one after the other in one process."""
+    gc.disable()
+    try:
+        before = set(os.listdir("/proc/self/fd"))
+        backend = contract.spawn()
+        backend.open(contract.LAYOUT)
+        contract.run(backend, contract.FIRST)
+        assert set(os.listdir("/proc/self/fd")) != before
+        backend.close()
+        assert set(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
 
 
 def test_a_stopped_worker_is_waited_for() -> None:
