@@ -231,7 +231,7 @@ def test_prompts_attend_on_r_workers_that_share_the_cores(
     layout = replace(LAYOUT, kv_dtype=kv_dtype)
     model = SimpleNamespace(layout=layout, on_gpu=on_gpu, free_memory_bytes=lambda: 25600)
     workers = [replace(worker(8), own_cores=own_cores)]
-    assert engine_setup._scratch_tokens(EngineConfig(**settings), model, workers) == expected  # type: ignore[arg-type]
+    assert engine_setup.prompt_tokens(EngineConfig(**settings), model, workers) == expected  # type: ignore[arg-type]
 
 
 def test_default_memory_is_shared_among_the_workers() -> None:

@@ -128,7 +128,7 @@ def test_plain_layers_take_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 def test_chunks_over_the_scratch_equal_the_whole_prompt() -> None:
     layers = [replace(LAYER, num_kv_heads=2), replace(LAYER, num_kv_heads=2, window=9, value_head_dim=8)]
     prompts = {sequence: [rows(40 + sequence, 40 + sequence, layer) for layer in layers] for sequence in (3, 8)}
-    scratch = PromptScratch()
+    scratch = PromptScratch(LAYOUT)
     for start, stop in ((0, 5), (5, 6), (6, 30), (30, 40)):
         for sequence, (index, layer) in ((s, pair) for s in prompts for pair in enumerate(layers)):
             q, k, v = prompts[sequence][index]
@@ -141,7 +141,7 @@ def test_chunks_over_the_scratch_equal_the_whole_prompt() -> None:
 
 def test_scratch_writes_a_repeated_chunk_over_and_forgets() -> None:
     """A step that failed is computed again, at the same place."""
-    scratch = PromptScratch()
+    scratch = PromptScratch(LAYOUT)
     _, k, v = rows(10, 10, LAYER)
     scratch.extend(1, 0, 0, k[:6], v[:6])
     scratch.extend(1, 0, 6, torch.full_like(k[6:], float("nan")), v[6:])
