@@ -18,7 +18,7 @@ from fastdecode.protocols import AttentionBackend
 from fastdecode.step import MiniBatch
 from fastdecode.sworker.packing import PromptRows
 from fastdecode.sworker.staging import from_numpy, to_numpy
-from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, Verb, WorkerPlan
+from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, SpanMode, StepPlan, Verb, WorkerPlan
 
 TILE_ROWS = 256
 """Rows of a later chunk that attend together: to the keys before them and, masked, to each other's."""
@@ -149,6 +149,11 @@ class PromptAttention(Protocol):
         """Free what is kept of a sequence, if anything."""
         ...
 
+    @property
+    def num_sequences(self) -> int:
+        """Prompts in progress."""
+        ...
+
 
 class PromptCache:
     """``PromptAttention`` by an R-worker of the S-worker's own process and cores."""
@@ -198,11 +203,15 @@ class PromptCache:
             self._kept.remove(sequence_id)
             self._unwanted.append(sequence_id)
 
+    @property
+    def num_sequences(self) -> int:
+        return len(self._kept)
+
 
 def _spans(mini_batch: MiniBatch) -> np.ndarray:
     """The chunks that attend on the S-worker, as SPAN records that attend there."""
     chunks = mini_batch.chunks[~mini_batch.chunks["attends"]]
-    spans = np.ones(len(chunks), SPAN)
+    spans = np.full(len(chunks), SpanMode.ATTEND, SPAN)
     for name in ("sequence_id", "context_len", "num_rows"):
         spans[name] = chunks[name]
     return spans
