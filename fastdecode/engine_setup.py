@@ -46,8 +46,8 @@ def make_scheduler(
     num_mini_batches: int,
     scratch_tokens: int,
 ) -> Scheduler:
-    """The scheduler that ``config`` asks for, with prompts of ``scratch_tokens`` on the S-worker at a time; where it names a time between tokens, a profile says what steps take, or
-    some are timed for it."""
+    """The scheduler that ``config`` asks for, with prompts of ``scratch_tokens`` on the S-worker at a time; where it
+    names a time between tokens, a profile says what steps take, or some are timed for it."""
     schedule = SCHEDULES[config.schedule]
     budget = config.max_num_batched_tokens
     calibrated = live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None

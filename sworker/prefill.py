@@ -247,9 +247,7 @@ class PromptScratch:
     def abandon_step(self) -> None:
         """Nothing to do: rows that are computed again overwrite these."""
 
-    def _attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PromptRows
-    ) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PromptRows) -> torch.Tensor:
         if rows.context_len or not rows.last_of_prompt:
             k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
         return prompt_attention(q, k, v, self._layers[layer])

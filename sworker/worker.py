@@ -122,9 +122,7 @@ class SWorker:
     def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:
         """From CUDA graphs where they fit, else by the model's own code."""
         captured = self._graphs and self._graphs.forward(mini_batch, packed, self._staging)
-        return captured or MiniBatchForward(
-            mini_batch, packed, self.model, self.backend, self.prompts, self._staging
-        )
+        return captured or MiniBatchForward(mini_batch, packed, self.model, self.backend, self.prompts, self._staging)
 
     def _sample(
         self,

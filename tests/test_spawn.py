@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.errors import BackendError
 
 PATIENCE_SECONDS = 60
+DESCRIPTORS = Path("/proc/self/fd")
 
 HOLD = """
     import time
@@ -76,13 +78,13 @@ def test_close_leaves_no_descriptor() -> None:
     """Nor waits for the garbage collector: thousands of engines may live one after the other in one process."""
     gc.disable()
     try:
-        before = set(os.listdir("/proc/self/fd"))
+        before = set(DESCRIPTORS.iterdir())
         backend = contract.spawn()
         backend.open(contract.LAYOUT)
         contract.run(backend, contract.FIRST)
-        assert set(os.listdir("/proc/self/fd")) != before
+        assert set(DESCRIPTORS.iterdir()) != before
         backend.close()
-        assert set(os.listdir("/proc/self/fd")) == before
+        assert set(DESCRIPTORS.iterdir()) == before
     finally:
         gc.enable()
 
