@@ -61,17 +61,15 @@ def make_prompt_backend(
     It attends in the arithmetic of ``r_workers`` where they have one in common that this processor has too: then it
     makes no difference to a token where it was computed.
     """
-    from fastdecode import _rworker
     from fastdecode.cluster.pool import InprocBackend
-    from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes
+    from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, has_isa
 
     cores = config.s_core_list or usable_cores()
     num_blocks = -(-num_tokens // config.block_size) + config.max_num_seqs  # the last one of each is partly empty
     num_bytes = num_blocks * block_bytes(layout, config.block_size)
     backend = InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
     isa, *others = {worker.isa for worker in r_workers}
-    common = not others and isa in _rworker.supported_isas()
-    backend.open(replace(layout, isa=isa if common else "auto", kv_port=""))
+    backend.open(replace(layout, isa=isa if has_isa(isa) and not others else "auto", kv_port=""))
     return backend
 
 

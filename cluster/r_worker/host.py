@@ -132,6 +132,11 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
     return worker
 
 
+def has_isa(isa: str) -> bool:
+    """Whether this processor has ``isa``, one of ``ISAS``."""
+    return isa in _rworker.supported_isas()
+
+
 def block_bytes(layout: KVLayout, block_size: int) -> int:
     """Bytes that a block of ``block_size`` tokens takes, over all layers."""
     return _rworker.block_bytes([_layer_tuple(layer) for layer in layout.layers], layout.kv_dtype, block_size)
