@@ -121,7 +121,7 @@ class SequenceTable:
     def open(self, sequence: Sequence, worker: int, num_cached: int, num_blocks: int) -> None:
         """``sequence`` holds ``num_blocks`` blocks on R-worker ``worker`` from now on."""
         row = self._free.pop()
-        self.chunks[row] = (sequence.sequence_id, worker, num_cached, 1, True, True, True, True, False)
+        self.chunks[row] = (sequence.sequence_id, worker, num_cached, 1, True, True, True, True, False, 0)
         self.prompt_lens[row], self.max_tokens[row] = len(sequence.prompt_token_ids), sequence.max_tokens
         self.num_blocks[row] = num_blocks
         self.num_drafts[row], self.tried[row], self.kept[row] = 0, 0.0, 0.0
