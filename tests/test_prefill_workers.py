@@ -82,8 +82,8 @@ def test_a_draft_policy_beside_prefill_workers(folder: Any) -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("kind", ["inproc:2", "spawn:2", "tcp"])
 def test_every_kind_of_r_worker(kind: str, kv_cache_dtype: str, folder: Any) -> None:
-    """The cache that prefill workers fill is the one that the S-worker would have filled, or with a quantised cache, over
-    which the S-worker would have attended, the one that one of them fills alone."""
+    """The cache that prefill workers fill is the one that the S-worker would have filled; or that one of them alone
+    would have, where it is quantised: the S-worker would have attended over it."""
     prompts = model_zoo.prompts(NAME)
     with prefill_workers.threads(folder(), 2) as addresses, r_workers.listening() as (_, address):
         spec = address if kind == "tcp" else kind
