@@ -127,6 +127,13 @@ def _workers(transport: str) -> Iterator[tuple[str, list[int]]]:
     if transport == "spawn":
         yield "spawn:3", []
         return
+    with listening_workers() as found:
+        yield found
+
+
+@contextlib.contextmanager
+def listening_workers() -> Iterator[tuple[str, list[int]]]:
+    """Three R-workers over TCP: the ``r_workers`` setting, and their process ids."""
     command = [*R_WORKER, "--listen", "tcp://127.0.0.1:0"]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     try:
