@@ -105,6 +105,11 @@ def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
 
         return TcpBackend(spec.addresses, config.block_size, config.key_file, config.security)
 
+    if spec.kind == "join":
+        from fastdecode.cluster.links.tcp import JoiningBackend
+
+        return JoiningBackend(spec.count)
+
     if spec.kind == "mpi":
         from fastdecode.cluster.links.mpi_link import MpiBackend
 

@@ -58,6 +58,8 @@ BAD: list[tuple[str, Any]] = [
     ("prefill_scratch", ""),
     ("prefill_scratch", "99999TiB"),
     ("r_workers", ""),
+    ("r_workers", "join:0"),
+    ("r_workers", "join:2"),
     ("r_workers", "inproc:0"),
     ("r_workers", "inproc:two"),
     ("r_workers", "spawn:0"),

@@ -51,8 +51,9 @@ class Host:
 def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: int | None) -> Host:
     """Bind this process to ``cores`` and measure its read bandwidth.
 
-    None means all cores, one thread per core, and KV_CACHE_SHARE of the free memory. ConfigError or CapacityError for
-    what this machine does not have, BackendError for kernels that it gets wrong.
+    None means all cores, one thread per core, and KV_CACHE_SHARE of the free memory. Where the cgroup has a quota of
+    processor time, threads are not pinned: all containers of a host would be on its first cores. ConfigError or
+    CapacityError for what this machine does not have, BackendError for kernels that it gets wrong.
     """
     tuned = tuning()
     if cores is not None:
@@ -65,7 +66,8 @@ def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: 
             f"of this machine's {total_memory_bytes() / 2**30:.2f} GiB"
         )
     threads = num_threads or len(bound)
-    size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, bound)
+    pinned = () if len(bound) < len(os.sched_getaffinity(0)) else bound  # a quota says how much, not which cores
+    size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, pinned)
     check_isa(tuned.isa)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
     return Host(size, tuned, bandwidth, host_id(), bound)
