@@ -5,6 +5,8 @@ blocks), KeyError (an unknown sequence), TypeError (an argument of another type)
 cache or buffer of that size); whatever raised one has changed nothing.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -160,9 +162,9 @@ class RWorker:
 
         ``controls``: int64 [n, 4], columns of ``fastdecode.types.CONTROL``, applied in order. ``mini_batches``: int64
         [m, 4] each, columns of ``fastdecode.types.SPAN``, in the order READ, ATTEND, PARTIAL, APPEND. A sequence may
-        appear once in a step, and one with context_len 0 that is unknown is opened; READ spans, of sequences of 512 * 2^n
-        tokens, may name one several times. KeyError for any other unknown sequence; ValueError for a bad control or
-        span, and when the blocks do not suffice.
+        appear once in a step, and one with context_len 0 that is unknown is opened; READ spans, of sequences of
+        512 * 2^n tokens, may name one several times. KeyError for any other unknown sequence; ValueError for a bad
+        control or span, and when the blocks do not suffice.
         """
 
     def submit(
@@ -178,12 +180,12 @@ class RWorker:
         """Start one layer of one mini-batch and return at once; jobs run in the order of submission.
 
         C-contiguous, in the model's dtype (float32, or uint16 bits): ``q`` [rows of all but APPEND spans, num_heads,
-        Dk], ``k`` [rows of all but READ spans, num_kv_heads, Dk], ``v`` [those rows, num_kv_heads, Dv], ``out`` [rows of
-        ATTEND spans, num_heads, Dv], written. ``partials`` float32 [n, num_heads, 2 + Dv], written: (max, sum, output
-        before division) of each row of READ spans, and of each row and node of PARTIAL spans, of which a span whose
-        last row sees n splits of 512 tokens has as many as n has bits that are 1. May be None where there are none. The
-        arrays are kept, and must be left alone, until ``wait``. ValueError for arrays of another kind, with no step
-        open, and for a layer submitted before or while this mini-batch is still to be waited for.
+        Dk], ``k`` [rows of all but READ spans, num_kv_heads, Dk], ``v`` [those rows, num_kv_heads, Dv], ``out`` [rows
+        of ATTEND spans, num_heads, Dv], written. ``partials`` float32 [n, num_heads, 2 + Dv], written: (max, sum,
+        output before division) of each row of READ spans, and of each row and node of PARTIAL spans, of which a span
+        whose last row sees n splits of 512 tokens has as many as n has bits that are 1. May be None where there are
+        none. The arrays are kept, and must be left alone, until ``wait``. ValueError for arrays of another kind, with
+        no step open, and for a layer submitted before or while this mini-batch is still to be waited for.
         """
 
     def run(
