@@ -5,8 +5,8 @@
 R-workers are processes of one thread, pinned to the cores in turn. The first number of workers holds the sequence as a
 whole, the others in ranges of ``--kv-shard-tokens`` dealt in turn. All are open at once and take turns, round by round,
 with a measurement of what one core and all cores read, so that what the machine does meanwhile hits all alike. R time
-of a step is the sum over its layers of the time from the first R-worker's start to the last one's end. The gain is that of the first
-number of workers over the others'; the last column divides it by the gain in read rate.
+of a step is the sum over its layers of the time from the first R-worker's start to the last one's end. The gain is that
+of the first number of workers over the others'; the last columns divide it by the gain in read rate.
 """
 
 from __future__ import annotations
