@@ -110,8 +110,7 @@ class EngineConfig:
     )  # fmt: skip
     prefill_scratch: int | str | None = setting(
         None, "KV of prompts in progress on the S-worker", BATCHING, metavar="BYTES",
-        unset="an eighth of what is free; none where R-workers that store KV in the model's dtype share its cores: "
-        "prompts attend on them then",
+        unset="an eighth of what is free; none where R-workers share its cores: prompts attend on them then",
     )  # fmt: skip
     profile: str | None = setting(
         None, "what `fastdecode calibrate` measured here: gives the load limit and step times", BATCHING,

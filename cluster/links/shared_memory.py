@@ -114,6 +114,9 @@ class SharedMemoryLink(Link):
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+        self._memory = np.zeros(0, np.uint8)
+        if self._slots:  # its views hold the mapping, and with it a descriptor of its own
+            self._slots.place(self._memory)
 
 
 class StreamChannel(PartChannel):

@@ -112,16 +112,15 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
     tuned, forced = tuning(), forced_isa()
     if "auto" not in (forced, layout.isa) and forced != layout.isa:
         raise ValueError(f"the S-worker asks for {layout.isa} arithmetic, and FASTDECODE_ISA is {forced} here")
-    layers = [_layer_tuple(layer) for layer in layout.layers]
-    block_bytes = _rworker.block_bytes(layers, layout.kv_dtype, block_size)
-    num_blocks = size.kv_cache_bytes // block_bytes
+    num_bytes = block_bytes(layout, block_size)
+    num_blocks = size.kv_cache_bytes // num_bytes
     if num_blocks < 1:
         raise CapacityError(
             f"a KV cache of {size.kv_cache_bytes:,} bytes per R-worker holds not even one block of "
-            f"{block_size} tokens, which takes {block_bytes:,} bytes; give more --kv-cache-memory"
+            f"{block_size} tokens, which takes {num_bytes:,} bytes; give more --kv-cache-memory"
         )
     worker = _rworker.RWorker(
-        layers=layers,
+        layers=[_layer_tuple(layer) for layer in layout.layers],
         model_dtype=layout.model_dtype,
         kv_dtype=layout.kv_dtype,
         block_size=block_size,
@@ -133,6 +132,16 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
     )
     check_isa(worker.isa)
     return worker
+
+
+def has_isa(isa: str) -> bool:
+    """Whether this processor has ``isa``, one of ``ISAS``."""
+    return isa in _rworker.supported_isas()
+
+
+def block_bytes(layout: KVLayout, block_size: int) -> int:
+    """Bytes that a block of ``block_size`` tokens takes, over all layers."""
+    return _rworker.block_bytes([_layer_tuple(layer) for layer in layout.layers], layout.kv_dtype, block_size)
 
 
 def begin_step(worker: _rworker.RWorker, plan: WorkerPlan) -> None:
