@@ -56,7 +56,7 @@ class Both:
         """The tokens of ``rows``, as a whole and in ranges that end at ``ends``; ids of closed ones are 100, 101, …"""
         begin = 0
         for i, end in enumerate([*ends, len(rows.k)]):
-            part, last = cut(rows, begin, end), end == len(rows.k)
+            part, last = cut(rows, begin, end), i == len(ends)
             spans = [(WHOLE, begin, end - begin, APPEND)]
             if len(part.k):
                 # As schedulers do: the tail grows, then becomes a range of another id.
@@ -76,7 +76,8 @@ class Both:
         merged = np.zeros_like(o)
         first, parts = 0, []
         for start, end in zip(starts, [*self.ends, self.length + count], strict=True):
-            widths = [end // SPLIT - start // SPLIT] if end in self.ends else widths_of(-(-(end - start) // SPLIT))
+            closed = end in self.ends
+            widths = [end // SPLIT - start // SPLIT] if closed else widths_of(-(-(end - start) // SPLIT))
             for i, width in enumerate(widths):
                 parts.append((0, first + i, len(widths), start // SPLIT + sum(widths[:i]), width))
             first += count * len(widths)
