@@ -86,9 +86,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     print(
-        "| KV dtype | R-workers | R ms p10 | p50 | p90 | gain p50 | read gain p50 | gain / read gain p10 | p50 | p90 |"
+        "| KV dtype | R-workers | R ms p10 | p50 | p90 | GB/s | gain | read gain | gain / read gain p10 | p50 | p90 |"
     )
-    print("|" + "---|" * 10)
+    print("|" + "---|" * 11)
     for kv_dtype in args.kv_dtypes.split(","):
         _measure(args, kv_dtype)
 
