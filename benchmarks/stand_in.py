@@ -70,4 +70,4 @@ class StandInBackend(InstantBackend):
 
 def _attended(spans: np.ndarray) -> int:
     """Cached tokens that a mini-batch's SPAN records attend on one R-worker."""
-    return int(((spans["context_len"] + spans["num_rows"]) * (spans["attends"] > 0)).sum())
+    return int(((spans["context_len"] + spans["num_rows"]) * (spans["mode"] > 0)).sum())

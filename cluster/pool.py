@@ -89,6 +89,8 @@ class PoolBackend:
         return infos
 
     def begin_step(self, plan: StepPlan) -> None:
+        if any(len(gathers) for gathers in plan.gathers):
+            raise BackendError("begin_step: no R-worker attends to a part of a sequence yet")
         num_mini_batches = len(plan.workers[0].mini_batches)
         self._rows = [self._mini_batch_rows(plan, mini_batch) for mini_batch in range(num_mini_batches)]
         self._submitted = np.zeros((num_mini_batches, len(self._layers)))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastdecode.types import CONTROL, SPAN, StepPlan, WorkerPlan
+from fastdecode.types import CONTROL, GATHER, SPAN, SpanMode, StepPlan, WorkerPlan
 
 CHUNK = np.dtype(
     [
@@ -22,9 +22,20 @@ CHUNK = np.dtype(
         ("last_of_prompt", "?"),
         ("is_decode", "?"),
         ("scored", "?"),
+        ("base", "<i8"),
+        ("cache_id", "<i8"),
     ]
 )
 """A :class:`Chunk` without its tokens, as a record: thousands of decodes are planned as one array."""
+
+READ = np.dtype([("chunk", "<i8"), ("worker", "<i8"), ("range_id", "<i8"), ("start", "<i8")])
+"""A closed range that a chunk attends to: ``chunk`` is its index in the mini-batch, ``start`` the range's first token.
+
+On R-worker ``worker`` the range is the sequence ``range_id``. It ends where the chunk's next range starts, or at the
+chunk's ``base``.
+"""
+
+NO_READS = np.zeros(0, READ)
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,10 @@ class Chunk:
 
     ``attends``: on the R-worker that holds the sequence; otherwise on the S-worker, over its prompt scratch.
     ``samples``: its last token's logits are wanted. ``last_of_prompt``: the scratch is not needed after it.
-    ``is_decode``: no prompt token is among them. ``scored``: the logits of all its tokens are wanted.
+    ``is_decode``: no prompt token is among them. ``scored``: the logits of all its tokens are wanted. ``base``: tokens
+    before the range that the chunk's own worker holds, the tail; a chunk ends where its range does. ``reads``: worker,
+    range id and start of the closed ranges before it, in order; those that no layer's window reaches may be missing.
+    ``cache_id``: what the worker calls the sequence that the rows are appended to; None: ``sequence_id``.
     """
 
     sequence_id: int
@@ -45,6 +59,9 @@ class Chunk:
     last_of_prompt: bool = True
     is_decode: bool = True
     scored: bool = False
+    base: int = 0
+    cache_id: int | None = None
+    reads: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def record(self) -> tuple[int | bool, ...]:
@@ -59,6 +76,8 @@ class Chunk:
             self.last_of_prompt,
             self.is_decode,
             self.scored,
+            self.base,
+            self.sequence_id if self.cache_id is None else self.cache_id,
         )
 
 
@@ -74,34 +93,53 @@ def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 class MiniBatch:
     """The chunks that one forward of the model computes, one after the other.
 
-    ``chunks``: CHUNK [num_chunks], sorted by R-worker, attending ones first, so that a worker's payload is one slice
-    of the rows. ``token_ids``: int64 [num_rows], in the same order.
+    ``chunks``: CHUNK [num_chunks], sorted by R-worker, attending ones first, and of these the ones without closed
+    ranges, so that a worker's payload is one slice of the rows. ``token_ids``: int64 [num_rows], in the same order.
+    ``reads``: READ [num_reads], the closed ranges of all chunks, by chunk and in range order; empty for nearly all.
     """
 
     chunks: np.ndarray
     token_ids: np.ndarray
+    reads: np.ndarray = field(default_factory=lambda: NO_READS)
 
     @staticmethod
     def of(chunks: Iterable[Chunk]) -> MiniBatch:
         """The given chunks, in the given order."""
         listed = list(chunks)
         tokens = [token for chunk in listed for token in chunk.token_ids]
-        return MiniBatch(np.array([chunk.record for chunk in listed], CHUNK), np.array(tokens, np.int64))
+        reads = [(index, *read) for index, chunk in enumerate(listed) for read in chunk.reads]
+        records = np.array([chunk.record for chunk in listed], CHUNK)
+        return MiniBatch(records, np.array(tokens, np.int64), np.array(reads, READ) if reads else NO_READS)
 
     @staticmethod
     def sorted(parts: Sequence[MiniBatch]) -> MiniBatch:
-        """The chunks of ``parts`` as one mini-batch, by R-worker with attending ones first, else in order."""
-        both = MiniBatch(joined([part.chunks for part in parts]), np.concatenate([part.token_ids for part in parts]))
-        return both.take(np.argsort(both.chunks["worker"] * 2 + ~both.chunks["attends"], kind="stable"))
+        """The chunks of ``parts`` as one mini-batch, by R-worker and in the order of ``chunks``, else in order."""
+        reads = NO_READS
+        if any(len(part.reads) for part in parts):
+            reads = np.concatenate([part.reads for part in parts])
+            firsts = np.cumsum([0, *(len(part) for part in parts[:-1])])
+            reads["chunk"] += np.repeat(firsts, [len(part.reads) for part in parts])
+        chunks, tokens = joined([part.chunks for part in parts]), np.concatenate([part.token_ids for part in parts])
+        rank = np.where(chunks["attends"], chunks["base"] > 0, 2)
+        return MiniBatch(chunks, tokens, reads).take(np.argsort(chunks["worker"] * 3 + rank, kind="stable"))
 
     def take(self, places: np.ndarray) -> MiniBatch:
-        """The chunks at ``places``, in that order, with their tokens."""
-        chunks = self.chunks.take(places)
+        """The chunks at ``places``, in that order, with their tokens and ranges."""
+        chunks, reads = self.chunks.take(places), self._reads_of(places) if len(self.reads) else NO_READS
         if len(self.token_ids) == len(self.chunks):  # a row each, as where nothing is drafted
-            return MiniBatch(chunks, self.token_ids.take(places))
+            return MiniBatch(chunks, self.token_ids.take(places), reads)
         counts, starts = chunks["num_rows"], np.cumsum(self.chunks["num_rows"]) - self.chunks["num_rows"]
         rows = np.repeat(starts[places] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-        return MiniBatch(chunks, self.token_ids.take(rows))
+        return MiniBatch(chunks, self.token_ids.take(rows), reads)
+
+    def _reads_of(self, places: np.ndarray) -> np.ndarray:
+        """READ records of the chunks at ``places``, as these will be numbered."""
+        new = np.full(len(self.chunks), -1)
+        new[places] = np.arange(len(places))
+        reads = self.reads.copy()
+        reads["chunk"] = new[reads["chunk"]]
+        reads = reads[reads["chunk"] >= 0]
+        return reads[np.argsort(reads["chunk"], kind="stable")]
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -110,9 +148,33 @@ class MiniBatch:
     def __iter__(self) -> Iterator[Chunk]:
         """The chunks one by one, for callers that need few of them."""
         tokens, end = self.token_ids.tolist(), 0
-        for sequence_id, worker, context_len, num_rows, *flags in self.chunks.tolist():
+        for index, (sequence_id, worker, context_len, num_rows, *rest) in enumerate(self.chunks.tolist()):
             end += num_rows
-            yield Chunk(sequence_id, worker, context_len, tokens[end - num_rows : end], *flags)
+            mine = self.reads[self.reads["chunk"] == index] if len(self.reads) else NO_READS
+            reads = tuple(mine[["worker", "range_id", "start"]].tolist())
+            yield Chunk(sequence_id, worker, context_len, tokens[end - num_rows : end], *rest, reads=reads)
+
+    @property
+    def read_ends(self) -> np.ndarray:
+        """One past the last token of each of ``reads``, int64 [num_reads]."""
+        chunks, ends = self.reads["chunk"], self.chunks["base"][self.reads["chunk"]]
+        follows = np.flatnonzero(chunks[:-1] == chunks[1:])
+        ends[follows] = self.reads["start"][follows + 1]
+        return ends
+
+    @property
+    def gathers(self) -> np.ndarray:
+        """GATHER [num_partial_results] of the chunks that attend in several ranges."""
+        chunks, reads = self.chunks, self.reads
+        rows = np.cumsum(chunks["num_rows"] * chunks["attends"]) - chunks["num_rows"]
+        tails = np.flatnonzero(chunks["attends"] & (chunks["base"] > 0))
+        owners = np.concatenate([reads["chunk"], tails])
+        gathers = np.zeros(len(owners), GATHER)
+        gathers["row"], gathers["num_rows"] = rows[owners], chunks["num_rows"][owners]
+        gathers["worker"] = np.concatenate([reads["worker"], chunks["worker"][tails]])
+        gathers["start"] = np.concatenate([reads["start"], chunks["base"][tails]])
+        gathers["end"] = np.concatenate([self.read_ends, (chunks["context_len"] + chunks["num_rows"])[tails]])
+        return gathers[np.argsort(gathers["row"], kind="stable")]
 
     @cached_property
     def prompts(self) -> np.ndarray:
@@ -212,12 +274,15 @@ class ScheduledStep:
 
     @cached_property
     def kv_loads(self) -> list[int]:
-        """Cached tokens that each R-worker attends in this step, over its sequences, the new tokens included."""
+        """Cached tokens that each R-worker attends in this step, over its sequences and ranges, the new tokens
+        included."""
         loads = np.zeros(len(self.controls))
         for mini_batch in self.mini_batches:
-            chunks = mini_batch.chunks
-            tokens = (chunks["context_len"] + chunks["num_rows"]) * chunks["attends"]
+            chunks, reads = mini_batch.chunks, mini_batch.reads
+            tokens = (chunks["context_len"] - chunks["base"] + chunks["num_rows"]) * chunks["attends"]
             loads += np.bincount(chunks["worker"], tokens, len(loads))
+            if len(reads):
+                loads += np.bincount(reads["worker"], mini_batch.read_ends - reads["start"], len(loads))
         return loads.astype(int).tolist()
 
     @property
@@ -242,24 +307,42 @@ class ScheduledStep:
 
     def to_step_plan(self) -> StepPlan:
         """The same step as the R-workers see it."""
-        return StepPlan(tuple(self._worker_plan(worker) for worker in range(len(self.controls))))
+        workers = tuple(self._worker_plan(worker) for worker in range(len(self.controls)))
+        if not any(mini_batch.chunks["base"].any() for mini_batch in self.mini_batches):
+            return StepPlan(workers)
+        return StepPlan(workers, tuple(mini_batch.gathers for mini_batch in self.mini_batches))
 
     def _worker_plan(self, worker: int) -> WorkerPlan:
-        spans = tuple(_spans(mini_batch.chunks, worker) for mini_batch in self.mini_batches)
+        spans = tuple(_spans(mini_batch, worker) for mini_batch in self.mini_batches)
         return WorkerPlan(np.array(list(self.controls[worker]), dtype=CONTROL), spans)
 
 
-def _spans(chunks: np.ndarray, worker: int) -> np.ndarray:
-    """One worker's chunks, which are sorted by worker, as SPAN records."""
-    first, last = np.searchsorted(chunks["worker"], [worker, worker + 1])
+def _spans(mini_batch: MiniBatch, worker: int) -> np.ndarray:
+    """One worker's closed ranges and chunks, which are sorted by worker, as SPAN records."""
+    first, last = np.searchsorted(mini_batch.chunks["worker"], [worker, worker + 1])
+    chunks = mini_batch.chunks[first:last]
     spans = np.empty(last - first, dtype=SPAN)
-    for name in SPAN.names or ():
-        spans[name] = chunks[name][first:last]
+    spans["sequence_id"], spans["num_rows"] = chunks["cache_id"], chunks["num_rows"]
+    spans["context_len"] = chunks["context_len"] - chunks["base"]
+    spans["mode"] = np.where(chunks["base"] > 0, SpanMode.PARTIAL, SpanMode.ATTEND) * chunks["attends"]
+    if not len(mini_batch.reads):
+        return spans
+    return np.concatenate([_read_spans(mini_batch, worker), spans])
+
+
+def _read_spans(mini_batch: MiniBatch, worker: int) -> np.ndarray:
+    """Its closed ranges as SPAN records."""
+    reads = mini_batch.reads[mini_batch.reads["worker"] == worker]
+    owners = mini_batch.chunks[reads["chunk"]]
+    spans = np.empty(len(reads), dtype=SPAN)
+    spans["sequence_id"], spans["num_rows"] = reads["range_id"], owners["num_rows"]
+    spans["context_len"] = owners["context_len"] - reads["start"]
+    spans["mode"] = SpanMode.READ
     return spans
 
 
 def deal(decodes: MiniBatch, prompts: Iterable[Chunk], num_mini_batches: int) -> tuple[MiniBatch, ...]:
-    """Split a step into mini-batches, each sorted by worker with its attending chunks first.
+    """Split a step into mini-batches, each in the order of ``MiniBatch.chunks``.
 
     ``decodes`` come ordered by worker, longest context first, and are dealt in snake order (0 1 1 0 0 1 …): counts
     differ by one at most and loads stay close, whichever sequences came or went. Prompt chunks, longest first, then go
@@ -276,6 +359,6 @@ def deal(decodes: MiniBatch, prompts: Iterable[Chunk], num_mini_batches: int) ->
         added[smallest].append(chunk)
         rows[smallest] += len(chunk.token_ids)
     return tuple(
-        MiniBatch.sorted([part, MiniBatch.of(chunks)]) if chunks else part
+        MiniBatch.sorted([part, MiniBatch.of(chunks)]) if chunks or part.chunks["base"].any() else part
         for part, chunks in zip(dealt, added, strict=True)
     )

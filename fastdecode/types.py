@@ -109,10 +109,35 @@ RESERVE takes blocks for ``num_tokens``, whose keys and values come from prefill
 COMMIT of the same job makes them the sequence's, and is refused where some are missing.
 """
 
-SPAN = np.dtype([("sequence_id", "<i8"), ("context_len", "<i8"), ("num_rows", "<i8"), ("attends", "<i8")])
+
+class SpanMode(IntEnum):
+    """What an R-worker does with the rows of a span.
+
+    APPEND: store their keys and values; their queries attend on the S-worker. ATTEND: store them, then attend to all
+    tokens of the sequence. PARTIAL: the sequence is the tail of a longer one: the same, but answer with partial
+    results. READ: the sequence is a closed range of a longer one, whose tail has the rows: store nothing, attend to the
+    range, answer with partial results.
+    """
+
+    APPEND = 0
+    ATTEND = 1
+    PARTIAL = 2
+    READ = 3
+
+
+SPAN = np.dtype([("sequence_id", "<i8"), ("context_len", "<i8"), ("num_rows", "<i8"), ("mode", "<i8")])
 """``num_rows`` consecutive new tokens of one sequence that had ``context_len`` cached tokens before the step.
 
-A span with ``attends`` 0 is append-only: its keys and values are stored, its queries attend on the S-worker.
+``mode``: a SpanMode. In PARTIAL and READ spans ``context_len`` counts from the first token of the range, so that of a
+READ span is at least the range's length, which the R-worker knows.
+"""
+
+GATHER = np.dtype([("row", "<i8"), ("num_rows", "<i8"), ("worker", "<i8"), ("start", "<i8"), ("end", "<i8")])
+"""Partial results of one range: those of tokens ``start`` to ``end`` of a sequence, from R-worker ``worker``, for
+``num_rows`` attending rows of the mini-batch, of which ``row`` is the first (in q and o).
+
+Those of the same rows stand together, in range order, the tail's last. A worker's READ spans are in the order in which
+GATHER records name it, and so are its PARTIAL spans.
 """
 
 
@@ -120,7 +145,9 @@ A span with ``attends`` 0 is append-only: its keys and values are stored, its qu
 class WorkerPlan:
     """One R-worker's part of a step: controls in order, then the spans of each mini-batch.
 
-    ``controls``: CONTROL [num_controls]; ``mini_batches``: per mini-batch SPAN [num_spans], attending spans first.
+    ``controls``: CONTROL [num_controls]; ``mini_batches``: per mini-batch SPAN [num_spans], READ spans
+    first, then ATTEND, PARTIAL and APPEND spans. Rows of q are those of the first three, of k and v those of the last
+    three, of o those of ATTEND spans; READ and PARTIAL spans answer with partial results.
     """
 
     controls: np.ndarray
@@ -129,9 +156,13 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of every R-worker, in worker order; all workers list the same number of mini-batches."""
+    """One step of every R-worker, in worker order; all workers list the same number of mini-batches.
+
+    ``gathers``: per mini-batch GATHER [num_partial_results], or none at all where no sequence has several ranges.
+    """
 
     workers: tuple[WorkerPlan, ...]
+    gathers: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fastdecode.errors import RequestError
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler, Sequence
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep, deal
-from fastdecode.types import CONTROL, SPAN, Verb
+from fastdecode.types import CONTROL, SPAN, SpanMode, Verb
 
 
 @st.composite
@@ -338,6 +338,40 @@ def test_step_plan() -> None:
     assert [spans.dtype for worker in plan.workers for spans in worker.mini_batches] == [SPAN] * 4
     assert [spans.tolist() for spans in first.mini_batches] == [[(5, 40, 1, 1)], []]
     assert [spans.tolist() for spans in second.mini_batches] == [[(7, 0, 2, 1), (6, 8, 3, 0)], []]
+
+
+def test_a_sequence_of_several_ranges_in_a_step_plan() -> None:
+    """Two closed ranges of 1024 tokens, a tail of 10; the rows of its tail come after those of lone sequences."""
+    lone = Chunk(5, 1, 40, (9,))
+    long = Chunk(6, 1, 2058, (1, 2), base=2048, reads=((0, 61, 0), (1, 62, 1024)))
+    appended = Chunk(7, 1, 1030, (3, 4, 5), attends=False, is_decode=False, base=1024)
+    only = Chunk(8, 0, 1500, (7,), base=1024, reads=((1, 61, 0),))
+    mixed = MiniBatch.sorted([MiniBatch.of([appended, long]), MiniBatch.of([lone, only])])
+    assert [chunk.sequence_id for chunk in mixed] == [8, 5, 6, 7]
+    assert [chunk.reads for chunk in mixed] == [only.reads, (), long.reads, ()]
+    assert mixed.read_ends.tolist() == [1024, 1024, 2048]
+    step = ScheduledStep((MiniBatch.of([lone]), mixed), ((), ()))
+    assert step.kv_loads == [477 + 1024, 41 + 1024 + 41 + 12 + 1024]
+    plan = step.to_step_plan()
+    first, second = (worker.mini_batches[1].tolist() for worker in plan.workers)
+    assert first == [(61, 2058, 2, SpanMode.READ), (8, 476, 1, SpanMode.PARTIAL)]
+    assert second == [
+        (61, 1500, 1, SpanMode.READ),
+        (62, 1034, 2, SpanMode.READ),
+        (5, 40, 1, SpanMode.ATTEND),
+        (6, 10, 2, SpanMode.PARTIAL),
+        (7, 6, 3, SpanMode.APPEND),
+    ]
+    assert [gathers.tolist() for gathers in plan.gathers] == [
+        [],
+        [(0, 1, 1, 0, 1024), (0, 1, 0, 1024, 1501), (2, 2, 0, 0, 1024), (2, 2, 1, 1024, 2048), (2, 2, 1, 2048, 2060)],
+    ]
+    (dealt,) = deal(MiniBatch.of([only, long, lone]), [], 1)
+    assert [(chunk.sequence_id, len(chunk.reads)) for chunk in dealt] == [(8, 1), (5, 0), (6, 2)]
+    assert [list(part) for part in deal(MiniBatch.of([only, lone, long]), [], 2)] == [
+        [replace(only, token_ids=[7])],
+        [replace(lone, token_ids=[9]), replace(long, token_ids=[1, 2])],
+    ]
 
 
 def moving(num_blocks: tuple[int, ...], num_jobs: int = 8) -> Run:

@@ -101,7 +101,7 @@ def aligned_memory(num_bytes: int) -> np.ndarray:
 
 def row_counts(spans: np.ndarray) -> tuple[int, int]:
     """Attending rows and all rows of one worker's SPAN [num_spans] in a mini-batch."""
-    return int(spans["num_rows"][spans["attends"] != 0].sum()), int(spans["num_rows"].sum())
+    return int(spans["num_rows"][spans["mode"] != 0].sum()), int(spans["num_rows"].sum())
 
 
 def slices(counts: Sequence[int]) -> tuple[slice, ...]:

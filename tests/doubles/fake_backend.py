@@ -102,7 +102,7 @@ class FakeBackend:
             start = int(span["context_len"])
             for cache, new in ((sequence.keys, k), (sequence.values, v)):
                 cache[layer] = np.concatenate([cache[layer][:start], new[row : row + count]])
-            if span["attends"]:
+            if span["mode"]:
                 for i in range(count):
                     outputs.append(
                         attend_row(
