@@ -148,11 +148,12 @@ class MiniBatch:
     def __iter__(self) -> Iterator[Chunk]:
         """The chunks one by one, for callers that need few of them."""
         tokens, end = self.token_ids.tolist(), 0
-        for index, (sequence_id, worker, context_len, num_rows, *rest) in enumerate(self.chunks.tolist()):
+        for index, (sequence_id, worker, context_len, num_rows, *rest, cache_id) in enumerate(self.chunks.tolist()):
             end += num_rows
             mine = self.reads[self.reads["chunk"] == index] if len(self.reads) else NO_READS
             reads = tuple(mine[["worker", "range_id", "start"]].tolist())
-            yield Chunk(sequence_id, worker, context_len, tokens[end - num_rows : end], *rest, reads=reads)
+            rest += [None if cache_id == sequence_id else cache_id, reads]
+            yield Chunk(sequence_id, worker, context_len, tokens[end - num_rows : end], *rest)
 
     @property
     def read_ends(self) -> np.ndarray:

@@ -16,6 +16,10 @@ SPLIT_TOKENS, LEAST_RANGE_TOKENS = 512, 4096
 """A range is a power of two of splits; chosen freely it has at least so many tokens."""
 
 
+Size = tuple[int, int]
+"""Blocks and tokens of a range."""
+
+
 @dataclass(eq=False, slots=True)
 class Range:
     """Consecutive tokens of a sequence on R-worker ``worker``, which knows them as a sequence named ``cache_id``.
@@ -44,42 +48,42 @@ def starts(num_tokens: int, range_tokens: int) -> range:
     return range(0, max(num_tokens, 1), range_tokens)
 
 
-def pool_holds(sizes: Sequence[int], capacities: np.ndarray) -> bool:
-    """Whether ranges of ``sizes``, all alike but for a smaller last one, fit ``capacities``, int64 [num_workers].
+def pool_holds(sizes: Sequence[Size], capacities: np.ndarray) -> bool:
+    """Whether ranges of ``sizes``, all alike but for one, fit ``capacities``, int64 [num_workers, 2], as ``sizes``.
 
-    They do wherever they are put one after the other: what is left beside as many whole ranges as fit is the same.
+    The others do wherever they are put one after the other: what is left beside as many as fit is always the same.
     """
-    whole, last = sizes[0], sizes[-1]
-    slots = capacities // whole
-    num_free = int(slots.sum()) - (len(sizes) - 1)
-    return num_free > 0 or (num_free == 0 and int((capacities - slots * whole).max(initial=0)) >= last)
+    whole, other = np.array(sizes[0]), np.array(max(sizes) if max(sizes) > sizes[0] else sizes[-1])
+    slots, fits = (capacities // whole).min(axis=1), (capacities >= other).all(axis=1)
+    beside = slots.sum() - slots + ((capacities - other) // whole).min(axis=1)
+    return bool((beside[fits] >= len(sizes) - 1).any())
 
 
 def place_ranges(
-    sizes: Iterable[tuple[int, int, int]],
+    sizes: Iterable[tuple[int, Size, int]],
     room: np.ndarray,
     capacities: np.ndarray,
     loads: np.ndarray,
     load_room: np.ndarray,
     speeds: np.ndarray,
 ) -> list[int] | None:
-    """R-workers for ranges of ``sizes``, in order: blocks now, blocks in the end, KV tokens; None where one has none.
+    """R-workers for ranges of ``sizes``, in order: blocks now, size in the end, KV tokens; None where one has none.
 
-    Each goes where the coming load, with it, takes least time, among equals where most blocks are left. All arrays are
-    of [num_workers], and count what was placed: ``room`` and ``capacities``, int64, are the blocks that are left now,
-    and for this sequence in the end; ``loads`` and ``load_room``, float64, KV tokens that will be attended, and that
-    may be. ``speeds`` are 0 where nothing may go.
+    Each goes where the coming load, with it, takes least time, among equals where most blocks are left. All arrays but
+    ``speeds`` count what was placed: ``room``, int64 [num_workers], blocks that are left now, ``capacities``, int64
+    [num_workers, 2], what is left for this sequence in the end; ``loads`` and ``load_room``, float64 [num_workers], KV
+    tokens that will be attended, and that may be. ``speeds``, float64 [num_workers], are 0 where nothing may go.
     """
     places = []
-    for blocks, most_blocks, tokens in sizes:
-        able = (blocks <= room) & (most_blocks <= capacities) & (tokens <= load_room) & (speeds > 0)
+    for blocks, most, tokens in sizes:
+        able = (blocks <= room) & (np.array(most) <= capacities).all(axis=1) & (tokens <= load_room) & (speeds > 0)
         if not able.any():
             return None
         seconds = np.where(able, (loads + tokens) / np.where(able, speeds, 1.0), np.inf)
         best = np.flatnonzero(seconds == seconds.min())
         worker = int(best[np.argmax(room[best])])
         room[worker] -= blocks
-        capacities[worker] -= most_blocks
+        capacities[worker] -= most
         loads[worker] += tokens
         load_room[worker] -= tokens
         places.append(worker)
@@ -98,9 +102,16 @@ def beyond_ranges(
         return np.zeros(shape)
     first, last = range_tokens - cached[crossing], decode_steps[crossing]
     rows, size = workers[crossing] * shape[1], shape[0] * shape[1]
-    num_beyond = np.cumsum((np.bincount(rows + first, minlength=size) - np.bincount(rows + last, minlength=size)).reshape(shape), axis=1)
+    begun, done = (np.bincount(rows + step, minlength=size).reshape(shape) for step in (first, last))
+    num_beyond = np.cumsum(begun - done, axis=1)
     ended = np.cumsum(np.bincount(rows + last, last - first, size).reshape(shape), axis=1)
     return np.cumsum(num_beyond, axis=1) - ended
+
+
+def sizes_of(num_tokens: int, range_tokens: int, block_size: int) -> list[Size]:
+    """Of each range of a sequence of ``num_tokens``."""
+    tokens = [min(range_tokens, num_tokens - start) for start in starts(num_tokens, range_tokens)]
+    return [(-(-each // block_size), each) for each in tokens]
 
 
 def choose_range_tokens(
@@ -126,5 +137,5 @@ def choose_range_tokens(
 
 def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_size: int) -> bool:
     """Whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in ranges."""
-    sizes = [-(-min(range_tokens, longest - start) // block_size) for start in starts(longest, range_tokens)]
-    return pool_holds(sizes, np.array(num_blocks))
+    blocks = np.array(num_blocks)
+    return pool_holds(sizes_of(longest, range_tokens, block_size), np.column_stack([blocks, blocks * block_size]))

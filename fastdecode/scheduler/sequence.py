@@ -76,6 +76,11 @@ class Sequence:
         return self.sequence_id if self.table is None else int(self.table.cache_ids[self.row])
 
     @property
+    def left_in_tail(self) -> int:
+        """Tokens that its tail still takes."""
+        return (self.table.range_tokens if self.table else UNLIMITED) - (self.num_cached - self.base)
+
+    @property
     def tail(self) -> Range:
         """The range that it appends to, as it is now."""
         num_tokens = self.num_cached - self.base
@@ -231,6 +236,10 @@ class SequenceTable:
         if self._reads:
             loads += self.range_tokens * np.bincount(self.reads(self.rows)["worker"], minlength=num_workers)
         return loads
+
+    def cached_in_ranges(self) -> dict[int, int]:
+        """Cached tokens of each sequence with closed ranges."""
+        return {int(self.chunks["sequence_id"][row]): int(self.num_cached[row]) for row in self._reads}
 
     def loads_on(self, worker: int, rows: np.ndarray) -> np.ndarray:
         """KV tokens that each of ``rows`` has R-worker ``worker`` attend; int64 [n]."""
