@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from fastdecode.config import MODEL, EngineConfig, flag_names
@@ -50,6 +51,26 @@ def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: in
     most = config.bytes_of("kv_cache_memory") or int(available_memory_bytes() * DRAFT_CACHE_SHARE)
     num_bytes = max(sequence_bytes, min(config.max_num_seqs * sequence_bytes, most))
     return InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
+
+
+def make_prompt_backend(
+    config: EngineConfig, layout: KVLayout, num_tokens: int, r_workers: Sequence[RWorkerInfo]
+) -> AttentionBackend:
+    """An R-worker in this process and on the S-worker's cores, open for ``num_tokens`` tokens of prompts in progress.
+
+    It attends in the arithmetic of ``r_workers`` where they have one in common that this processor has too: then it
+    makes no difference to a token where it was computed.
+    """
+    from fastdecode.cluster.pool import InprocBackend
+    from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, has_isa
+
+    cores = config.s_core_list or usable_cores()
+    num_blocks = -(-num_tokens // config.block_size) + config.max_num_seqs  # the last one of each is partly empty
+    num_bytes = num_blocks * block_bytes(layout, config.block_size)
+    backend = InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
+    isa, *others = {worker.isa for worker in r_workers}
+    backend.open(replace(layout, isa=isa if has_isa(isa) and not others else "auto", kv_port=""))
+    return backend
 
 
 def kv_port(config: EngineConfig) -> Literal["", "loopback", "any"]:
@@ -104,6 +125,11 @@ def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
         from fastdecode.cluster.links.tcp import TcpBackend
 
         return TcpBackend(spec.addresses, config.block_size, config.key_file, config.security)
+
+    if spec.kind == "join":
+        from fastdecode.cluster.links.tcp import JoiningBackend
+
+        return JoiningBackend(spec.count)
 
     if spec.kind == "mpi":
         from fastdecode.cluster.links.mpi_link import MpiBackend

@@ -110,16 +110,16 @@ class EngineConfig:
     )  # fmt: skip
     prefill_scratch: int | str | None = setting(
         None, "KV of prompts in progress on the S-worker", BATCHING, metavar="BYTES",
-        unset="an eighth of what is free; none where R-workers that store KV in the model's dtype share its cores: "
-        "prompts attend on them then",
+        unset="an eighth of what is free; none where R-workers share its cores: prompts attend on them then",
     )  # fmt: skip
     profile: str | None = setting(
         None, "what `fastdecode calibrate` measured here: gives the load limit and step times", BATCHING,
         metavar="FILE", unset="none",
     )  # fmt: skip
     r_workers: str = setting(
-        "inproc", "inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers; mpi, "
-        "the other ranks of this mpirun", WORKERS, metavar="SPEC",
+        "inproc", "inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers; "
+        "join:N, those that join at --pool-listen, N to begin with; mpi, the other ranks of this mpirun", WORKERS,
+        metavar="SPEC",
     )  # fmt: skip
     r_threads: int | None = setting(
         None, "per R-worker", WORKERS, metavar="N", unset="its cores", least=1, most=MAX_THREADS
@@ -196,12 +196,23 @@ class EngineConfig:
                     f"give it to `fastdecode r-worker`"
                 )
         check_security(self.security, self.key_file)
+        if spec.kind == "join":
+            self._check_joining()
         if self.pool_listen is not None:
             check_key("pool_listen", [split_address("pool_listen", self.pool_listen, 0)[0]], self.key_file)
             if spec.kind == "mpi":
                 raise ConfigError("pool_listen: an MPI job has the ranks it was started with; use host:port or spawn:N")
         elif spec.kind != "tcp" and self.key_file and self.prefill_workers is None:
             raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {self.r_workers}")
+
+    def _check_joining(self) -> None:
+        """R-workers that are not known before they come."""
+        if self.pool_listen is None:
+            raise ConfigError(
+                f"r_workers: {self.r_workers} are R-workers that join: give --pool-listen HOST:PORT as well"
+            )
+        if self.profile is not None:
+            raise ConfigError("profile: it knows R-workers by their address: give them as host:port,host:port")
 
     def _check_prefill_workers(self) -> None:
         """Those elsewhere have settings of their own, and are reached over a network only with a key."""

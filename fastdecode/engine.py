@@ -12,10 +12,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastdecode.backends import check_room, kv_port, make_backend, make_draft_backend, make_prefill_backend, prepare
+from fastdecode.backends import (
+    check_room,
+    kv_port,
+    make_backend,
+    make_draft_backend,
+    make_prefill_backend,
+    make_prompt_backend,
+    prepare,
+)
 from fastdecode.config import EngineConfig
 from fastdecode.drafters import make_drafter
-from fastdecode.engine_setup import make_scheduler, pin_s_worker
+from fastdecode.engine_setup import make_scheduler, pin_s_worker, prompt_tokens
 from fastdecode.errors import BackendError, RequestError, WorkerLostError, interrupts_deferred
 from fastdecode.machine import usable_cores
 from fastdecode.membership import Membership
@@ -29,10 +37,10 @@ from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler import Scheduler
 from fastdecode.speculation import Speculation, num_accepted
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
-from fastdecode.sworker import SModel, SWorker, set_threads
+from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.sampling import SampledToken
 from fastdecode.text import PromptType, read_prompt
-from fastdecode.types import StepReport
+from fastdecode.types import KVLayout, StepReport
 
 PATIENCE_SECONDS = 0.05
 """Most time of a step that only waits for prefill workers: its caller may have more requests."""
@@ -84,14 +92,26 @@ class LLMEngine:
         check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
         own_cores = self.s_model.on_gpu or any(worker.own_cores for worker in self.r_workers)
         self.num_mini_batches = self.config.num_mini_batches or (2 if own_cores else 1)
-        self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock)
+        scratch_tokens = prompt_tokens(self.config, self.s_model, self.r_workers)
+        prompts = self._make_prompts(layout, scratch_tokens)
+        self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock, prompts=prompts)
         if not self.config.enforce_eager:
             self._s_worker.capture_graphs(self.num_mini_batches, self.config.max_num_seqs)
         self._drafter = self._make_drafter()
-        scheduler = make_scheduler(self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches)
+        scheduler = make_scheduler(
+            self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches, scratch_tokens
+        )
         if self._prefill_backend:
             scheduler.remote_prompts.policy = self._open_prefill_workers(self._prefill_backend)
         self.replace_scheduler(scheduler)
+
+    def _make_prompts(self, layout: KVLayout, num_tokens: int) -> PromptCache | None:
+        """What attends up to ``num_tokens`` tokens of prompts on this process's cores; None: torch, or nothing does."""
+        if self.s_model.on_gpu or not num_tokens:
+            return None
+        backend = make_prompt_backend(self.config, layout, num_tokens, self.r_workers)
+        self._cleanup.callback(backend.close)
+        return PromptCache(backend)
 
     def _make_drafter(self) -> Drafter | None:
         """What drafts tokens, where any are to be."""

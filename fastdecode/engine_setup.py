@@ -39,10 +39,15 @@ def s_thread_count(config: EngineConfig) -> int:
 
 
 def make_scheduler(
-    config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo], num_mini_batches: int
+    config: EngineConfig,
+    model: SModel,
+    s_worker: SWorker,
+    r_workers: Sequence[RWorkerInfo],
+    num_mini_batches: int,
+    scratch_tokens: int,
 ) -> Scheduler:
-    """The scheduler that ``config`` asks for; where it names a time between tokens, a profile says what steps take, or
-    some are timed for it."""
+    """The scheduler that ``config`` asks for, with prompts of ``scratch_tokens`` on the S-worker at a time; where it
+    names a time between tokens, a profile says what steps take, or some are timed for it."""
     schedule = SCHEDULES[config.schedule]
     budget = config.max_num_batched_tokens
     calibrated = live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None
@@ -54,7 +59,7 @@ def make_scheduler(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
         num_mini_batches=num_mini_batches,
-        scratch_tokens=_scratch_tokens(config, model, r_workers),
+        scratch_tokens=scratch_tokens,
         max_model_len=model.max_model_len,
         block_size=config.block_size,
         num_blocks=tuple(worker.num_blocks for worker in r_workers),
@@ -77,24 +82,25 @@ def _draft_policy(limits: Limits, calibrated: StepModel | None) -> DraftPolicy |
     return BalancedDrafts(limits.num_speculative_tokens, limits.num_mini_batches, calibrated)
 
 
-def _scratch_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:
+def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:
     """Prompt tokens that may attend on the S-worker.
 
-    Unless told otherwise none, where all R-workers share its cores and store keys and values as the model computes
-    them: there is nothing to overlap, and torch's attention takes two to three times as long as theirs.
+    Unless told otherwise none, where all R-workers share its cores: there is nothing to overlap.
     """
     shares_cores = not model.on_gpu and not any(worker.own_cores for worker in r_workers)
-    if config.prefill_scratch is None and shares_cores and model.layout.kv_dtype == model.layout.model_dtype:
+    if config.prefill_scratch is None and shares_cores:
         return 0
-    return scratch_tokens(config, model.layout, model.free_memory_bytes())
+    return scratch_tokens(config, model.layout, model.free_memory_bytes(), model.on_gpu)
 
 
-def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int) -> int:
-    """Prompt tokens whose keys and values, in the model's dtype, the S-worker may hold of its free memory."""
+def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int, on_gpu: bool = False) -> int:
+    """Prompt tokens whose keys and values the S-worker may hold of its free memory: as the cache stores them, but on a
+    GPU in the model's dtype."""
     elements = sum(layer.kv_elements_per_token for layer in layout.layers)
+    token_bytes = elements * ITEM_BYTES[layout.model_dtype] if on_gpu else layout.kv_bytes_per_token
     wanted = config.bytes_of("prefill_scratch")
     available = int(free_bytes * SCRATCH_SHARE) if wanted is None else wanted
-    return available // (elements * ITEM_BYTES[layout.model_dtype])
+    return available // token_bytes
 
 
 def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from fastdecode.perfmodel.equations import largest
 from fastdecode.perfmodel.hardware import Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.plan import Plan, Prices, Workload
+from fastdecode.perfmodel.tensor_parallel import ALONE, RankGroup, replicated_bytes
 
 MEMORY_FRACTION = 0.9
 """Of a GPU's memory, for weights and cache; the rest is activations and the driver (vLLM's default)."""
@@ -24,12 +25,18 @@ def usable_bytes(gpu: Gpu) -> float:
     return MEMORY_FRACTION * gpu.memory_bytes
 
 
-def check_weights(shape: ModelShape, gpu: Gpu) -> None:
-    """PlanError, by how much, where the weights do not fit the GPU."""
-    lacking = shape.weight_bytes - usable_bytes(gpu)
+def held_bytes(shape: ModelShape, group: RankGroup) -> int:
+    """Of weights, on all ranks together."""
+    return shape.weight_bytes + replicated_bytes(shape, group.size)
+
+
+def check_weights(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> None:
+    """PlanError, by how much, where the weights do not fit the GPU, or the GPUs of ``group`` taken as one."""
+    weights = held_bytes(shape, group)
+    lacking = weights - usable_bytes(gpu)
     if lacking > 0:
         raise PlanError(
-            f"{shape.name} has {shape.weight_bytes / 1e9:.1f} GB of {shape.dtype} weights, and "
+            f"{shape.name} has {weights / 1e9:.1f} GB of {shape.dtype} weights, and "
             f"{gpu.name} has room for {usable_bytes(gpu) / 1e9:.1f} GB: {lacking / 1e9:.1f} GB too little "
             f"(--tensor-parallel-size takes more GPUs)"
         )
@@ -49,12 +56,14 @@ class GpuOnly:
 class GpuStepTime:
     """Any step of a GPU that holds the cache itself, at the roofline: answers ``StepTime(tokens, kv_tokens)``.
 
-    Attention is the reading of its keys and values, once per step and sequence, and adds to the rest.
+    Attention is the reading of its keys and values, once per step and sequence, and adds to the rest, as the
+    collectives of ``group`` do, whose GPUs ``gpu`` is taken as one.
     """
 
     shape: ModelShape
     gpu: Gpu
     kv_bytes_per_token: int
+    group: RankGroup = ALONE
 
     def __call__(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> float:
         """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``.
@@ -62,7 +71,7 @@ class GpuStepTime:
         Only the rows that are sampled, ``output_tokens``, meet the head; all rows unless given.
         """
         unsampled = 0.0 if output_tokens is None else tokens - output_tokens
-        return equations.roofline_step_seconds(
+        own = equations.roofline_step_seconds(
             1,
             kv_tokens * self.kv_bytes_per_token,
             tokens * self.shape.active_parameters - unsampled * self.shape.head_parameters,
@@ -70,13 +79,19 @@ class GpuStepTime:
             self.gpu.flops_per_second.achieved,
             self.gpu.kv_bytes_per_second.achieved,
         )
+        return own + collective_seconds(self.shape, self.group, tokens, tokens - unsampled)
 
     @property
     def capacity_tokens(self) -> int:
         """Cached tokens that fit beside the weights; 0 where not even those do."""
         return equations.roofline_max_batch_size(
-            usable_bytes(self.gpu), self.shape.weight_bytes, self.kv_bytes_per_token
+            usable_bytes(self.gpu), held_bytes(self.shape, self.group), self.kv_bytes_per_token
         )
+
+
+def collective_seconds(shape: ModelShape, group: RankGroup, rows: float, sampled_rows: float) -> float:
+    """Of one step."""
+    return shape.num_layers * group.layer_seconds(shape, rows) + group.head_seconds(shape, sampled_rows)
 
 
 @dataclass(frozen=True)
@@ -90,10 +105,11 @@ class GpuServer:
     gpu: Gpu
     kv_bytes_per_token: int
     workload: Workload
+    group: RankGroup = ALONE
 
     def check_weights(self) -> None:
         """PlanError, by how much, where the weights do not fit the GPU: then neither way can run."""
-        check_weights(self.shape, self.gpu)
+        check_weights(self.shape, self.gpu, self.group)
 
     def step_seconds(self, batch_size: int) -> float:
         """Seconds of a decode step at the achieved rates, the prompts' share of rows included."""
@@ -106,11 +122,13 @@ class GpuServer:
             self.gpu.flops_per_second.achieved,
             bytes_per_second,
         )
-        return own + self._shared_kv_bytes / bytes_per_second
+        rows = batch_size * self.workload.rows_per_output_token
+        collectives = collective_seconds(self.shape, self.group, rows, batch_size)
+        return own + self._shared_kv_bytes / bytes_per_second + collectives
 
     def best(self, latency_limit_seconds: float = math.inf) -> GpuOnly:
         """The largest batch that memory and the limit on a whole sequence allow; throughput only rises with it."""
-        weights = self.shape.weight_bytes + self._shared_kv_bytes
+        weights = held_bytes(self.shape, self.group) + self._shared_kv_bytes
         by_memory = equations.roofline_max_batch_size(usable_bytes(self.gpu), weights, self._own_kv_bytes)
         limit = latency_limit_seconds / self.workload.output_len
         batch = largest(lambda size: self.step_seconds(size) <= limit, by_memory) if limit < math.inf else by_memory

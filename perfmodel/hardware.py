@@ -68,10 +68,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Gpu:
-    """An S-worker's GPU, or several under tensor parallelism taken as one (their all-reduce is left out).
+    """A GPU, or several taken as one; what they say to each other is left to ``RankGroup``.
 
     ``weight_bytes_per_second``: reading weights in small batches. ``kv_bytes_per_second``: reading a KV cache, as a
-    server without R-workers does. ``host_bytes_per_second``: PCIe, one direction. ``memory_bytes``: nominal.
+    server without R-workers does. ``host_bytes_per_second``: PCIe, one direction; ``nvlink_bytes_per_second``: NVLink,
+    one direction, 0 where there is none. ``memory_bytes``: nominal.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Gpu:
     kv_bytes_per_second: Figure
     memory_bytes: float
     host_bytes_per_second: float
+    nvlink_bytes_per_second: float = 0.0
 
     def times(self, count: int) -> Gpu:
         """``count`` of them as one."""
@@ -119,14 +121,16 @@ def parse_link(text: str) -> float:
     return rate
 
 
-def _gpu(name: str, tflops: float, gb_per_s: float, gb: float, pcie_gb_per_s: float) -> Gpu:
+def _gpu(
+    name: str, tflops: float, gb_per_s: float, gb: float, pcie_gb_per_s: float, nvlink_gb_per_s: float = 0.0
+) -> Gpu:
     """Nominal figures of NVIDIA's data sheets: dense 16-bit tensor FLOP/s with 32-bit sums where they differ."""
     measured = name == "a10"
     read = Figure(gb_per_s * 1e9, GPU_READ_EFFICIENCY, False, "NVIDIA data sheet; 0.8 taken for any GPU")
     weights = Figure(gb_per_s * 1e9, A10_WEIGHT_EFFICIENCY, True, "FastDecode paper, T(1) of a 7B layer")
     source = "FastDecode paper" if measured else "NVIDIA data sheet; as the FastDecode paper's A10"
     flops = Figure(tflops * 1e12, FLOPS_EFFICIENCY, measured, source)
-    return Gpu(name, flops, weights if measured else read, read, gb * 1e9, pcie_gb_per_s * 1e9)
+    return Gpu(name, flops, weights if measured else read, read, gb * 1e9, pcie_gb_per_s * 1e9, nvlink_gb_per_s * 1e9)
 
 
 def _host(name: str, sockets: int, cores: int, gb_per_s: float, gb: float) -> CpuHost:
@@ -142,9 +146,9 @@ GPUS = {
         _gpu("t4", 65, 320, 16, 16),
         _gpu("l4", 121, 300, 24, 32),
         _gpu("a10", 125, 600, 24, 32),
-        _gpu("a100", 312, 2039, 80, 32),
-        _gpu("h100", 989, 3350, 80, 64),
-        _gpu("h200", 989, 4800, 141, 64),
+        _gpu("a100", 312, 2039, 80, 32, 300),
+        _gpu("h100", 989, 3350, 80, 64, 450),
+        _gpu("h200", 989, 4800, 141, 64, 450),
         _gpu("rtx-4090", 165, 1008, 24, 32),
     )
 }

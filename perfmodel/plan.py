@@ -75,10 +75,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prices:
-    """Per hour, in any currency: the S-worker's GPUs together, and one host of R-workers. None: not known."""
+    """Per hour, in any currency: each of the S-worker's ``num_gpus``, and one host of R-workers. None: not known."""
 
     gpu_per_hour: float | None = None
     cpu_host_per_hour: float | None = None
+    num_gpus: int = 1
 
     def __post_init__(self) -> None:
         for name in ("gpu_per_hour", "cpu_host_per_hour"):
@@ -87,10 +88,10 @@ class Prices:
                 raise ConfigError(f"a price must be a number of at least 0, not {value!r}")
 
     def per_million_tokens(self, num_hosts: int, tokens_per_second: float) -> float | None:
-        """Of output tokens, with ``num_hosts`` hosts beside the GPU; None where a price is missing."""
+        """Of output tokens, with ``num_hosts`` hosts beside the GPUs; None where a price is missing."""
         if self.gpu_per_hour is None or not tokens_per_second or (num_hosts and self.cpu_host_per_hour is None):
             return None
-        per_hour = self.gpu_per_hour + num_hosts * (self.cpu_host_per_hour or 0.0)
+        per_hour = self.num_gpus * self.gpu_per_hour + num_hosts * (self.cpu_host_per_hour or 0.0)
         return per_hour / 3600.0 / tokens_per_second * 1e6
 
 
@@ -99,7 +100,7 @@ NO_PRICES = Prices()
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one number of R-workers gives; ``s_busy`` and ``r_busy`` are fractions of the step."""
+    """What one number of R-workers (of each rank) gives; ``s_busy`` and ``r_busy`` are fractions of the step."""
 
     num_r_workers: int
     num_hosts: int
@@ -118,8 +119,10 @@ class Plan:
     """The answer, with the names of the JSON contract.
 
     ``num_r_workers_exact``: by equation 11, unrounded; ``num_r_workers`` is more where memory needs more
-    (``r_workers_set_by``). ``micro_batch_size`` sequences start every ``interval_steps`` steps, which keeps the load
-    below ``kv_load_limit`` cached tokens over all R-workers. ``r_worker_bandwidth_gb_per_s``: KV read by one R-worker.
+    (``r_workers_set_by``). Both count those of one rank: ``tensor_parallel_size`` ranks have ``total_r_workers``, and
+    each holds a rank's heads of its sequences. ``micro_batch_size`` sequences start every ``interval_steps`` steps,
+    which keeps the load below ``kv_load_limit`` cached tokens over all R-workers. ``kv_bytes_per_token`` and
+    ``r_worker_bandwidth_gb_per_s`` (KV read) are of one R-worker.
     """
 
     mini_batch_size: int
@@ -142,3 +145,5 @@ class Plan:
     kv_bytes_per_token: int | None
     r_worker_bandwidth_gb_per_s: float | None
     candidates: tuple[Candidate, ...]
+    tensor_parallel_size: int = 1
+    total_r_workers: int = 0

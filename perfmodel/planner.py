@@ -26,6 +26,9 @@ AROUND_THE_KNEE = (0.25, 0.5, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5, 2.0)
 class Planner:
     """The machine and the workload; each method answers one question about them.
 
+    Under tensor parallelism everything but hosts is of one of ``num_ranks`` alike ranks, which has R-workers of its own
+    for its heads of all sequences: ``s_part`` with its collectives, ``r_part``, ``transport``, numbers of R-workers.
+
     ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F, chosen when
     None. ``…_overhead_seconds``: the host's own time in a step, once, for each sequence (``row``), and for each
     R-worker that is told of it. ``kv_bytes_per_token`` over all layers is only reported.
@@ -45,9 +48,10 @@ class Planner:
     r_worker_overhead_seconds: float = 0.0
     interval_steps: int | None = None
     kv_bytes_per_token: int | None = None
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_mini_batches", "r_workers_per_host"):
+        for name in ("num_layers", "num_mini_batches", "r_workers_per_host", "num_ranks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.interval_steps is not None and not 1 <= self.interval_steps <= self.workload.output_len:
@@ -95,6 +99,8 @@ class Planner:
                 self.candidate(mini_batch_size, number)
                 for number in sorted({max(1, round(part * chosen.num_r_workers)) for part in AROUND_THE_KNEE})
             ),
+            tensor_parallel_size=self.num_ranks,
+            total_r_workers=self.num_ranks * chosen.num_r_workers,
         )
 
     def knee_mini_batch(self) -> int:
@@ -147,7 +153,7 @@ class Planner:
         model, (tokens, kv_tokens) = self.step_model(num_r_workers), self.mean_step(in_flight, num_r_workers)
         stages, seconds = model.stages(tokens, kv_tokens, in_flight), model(tokens, kv_tokens, in_flight)
         rate = in_flight / seconds
-        hosts = _round_up(num_r_workers / self.r_workers_per_host)
+        hosts = _round_up(self.num_ranks * num_r_workers / self.r_workers_per_host)
         per_stage = self.num_layers * self.num_mini_batches
         return Candidate(
             num_r_workers=num_r_workers,

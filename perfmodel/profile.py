@@ -14,12 +14,13 @@ from fastdecode.perfmodel.calibration import fit_parts
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.partition import PartitionEntry
 from fastdecode.perfmodel.stages import Contention, MeasuredSPart, RPart, Transport
+from fastdecode.perfmodel.tensor_parallel import rank_shape
 
 HERE = "here"
 """The R-workers of the S-worker's own machine, in ``RPartPoint.r_worker``: threads and processes alike."""
 
-FORMAT_VERSION = 2
-"""Of the JSON. Version 1 knew nothing of prefill workers and is still read."""
+FORMAT_VERSION = 3
+"""Of the JSON. Version 1 knew nothing of prefill workers, version 2 nothing of ranks; both are still read."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,17 @@ class MachineIdentity:
 
 @dataclass(frozen=True)
 class SPartPoint:
-    """The S-part of one layer, and of embedding, head and sampling, at one batch size; ``threads`` of the S-worker."""
+    """The S-part of one layer, and of embedding, head and sampling, at one batch size; ``threads`` of the S-worker.
+
+    With more than one rank (``tensor_parallel_size``) the collectives are in both, and ``threads`` are of each.
+    """
 
     batch_size: int
     layer_seconds: float
     head_seconds: float
     spread: float = 0.0
     threads: int = 1
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -167,14 +172,24 @@ class HardwareProfile:
     partitions: tuple[PartitionEntry, ...] = ()
     format_version: int = FORMAT_VERSION
 
-    def measured_s_part(self, threads: int | None = None, shape: ModelShape | None = None) -> MeasuredSPart:
-        """T(B) with that many threads (the most measured), of the profile's layers or of ``shape``'s.
+    @property
+    def measured_rank_counts(self) -> set[int]:
+        """Numbers of ranks whose S-part is known."""
+        return {point.tensor_parallel_size for point in self.s_part}
+
+    def measured_s_part(
+        self, threads: int | None = None, shape: ModelShape | None = None, num_ranks: int = 1
+    ) -> MeasuredSPart:
+        """T(B) with that many threads (the most measured) and ranks, of the profile's layers or of ``shape``'s.
 
         ``shape`` may have other KV heads: its layers take as much longer as they have more parameters.
         """
-        measured = sorted({point.threads for point in self.s_part})
+        of_ranks = [point for point in self.s_part if point.tensor_parallel_size == num_ranks]
+        if self.s_part and not of_ranks:
+            raise self.lacks(f"no S-part of {num_ranks} rank(s)", sorted(self.measured_rank_counts))
+        measured = sorted({point.threads for point in of_ranks})
         threads = threads or (measured[-1] if measured else 1)
-        points = sorted((p for p in self.s_part if p.threads == threads), key=lambda point: point.batch_size)
+        points = sorted((p for p in of_ranks if p.threads == threads), key=lambda point: point.batch_size)
         if measured and not points:
             raise self.lacks(f"no S-part with {threads} thread(s)", measured)
         factor = (shape or self.shape).active_layer_parameters / self.shape.active_layer_parameters
@@ -185,12 +200,22 @@ class HardwareProfile:
         )
 
     def measured_r_part(
-        self, kv_dtype: str, threads: int | None = None, shape: ModelShape | None = None, r_worker: str | None = None
+        self,
+        kv_dtype: str,
+        threads: int | None = None,
+        shape: ModelShape | None = None,
+        r_worker: str | None = None,
+        num_ranks: int = 1,
     ) -> RPart:
         """R with that many threads (the most measured) of the heads of ``shape`` (the profile's) in that KV dtype.
 
-        Of the slowest R-worker measured unless one is named.
+        Of the slowest R-worker measured unless one is named. One that holds the heads of one of ``num_ranks`` takes a
+        share of the time of a token and of a row, and no less for a call.
         """
+        if num_ranks > 1:
+            whole = self.measured_r_part(kv_dtype, threads, shape, r_worker)
+            share = rank_shape(shape or self.shape, num_ranks).num_kv_heads / (shape or self.shape).num_kv_heads
+            return RPart(share * whole.seconds_per_token, whole.call_seconds, share * whole.row_seconds)
         shape = shape or self.shape
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         alike = [p for p in self.r_part if p.kv_cache_dtype == kv_dtype and r_worker in (None, p.r_worker)]

@@ -39,7 +39,7 @@ LISTS = {
     "partitions": PartitionEntry,
 }
 
-READ_VERSIONS = (1, FORMAT_VERSION)
+READ_VERSIONS = (1, 2, FORMAT_VERSION)
 
 
 def write_profile(profile: HardwareProfile) -> str:
@@ -54,7 +54,7 @@ def read_profile(text: str) -> HardwareProfile:
     except ValueError as error:
         raise ProfileError(f"the profile is not valid JSON: {error}") from None
     if isinstance(data, dict) and data.get("format_version") not in READ_VERSIONS:
-        known = " and ".join(map(str, READ_VERSIONS))
+        known = f"{', '.join(map(str, READ_VERSIONS[:-1]))} and {READ_VERSIONS[-1]}"
         raise ProfileError(
             f"the profile's format_version is {data.get('format_version')!r}, and this version reads {known}"
         )

@@ -9,6 +9,7 @@ gc.disable()
 try:
     from fastdecode.sworker import environment  # noqa: F401  isort: skip  (before anything that imports torch)
     from fastdecode.sworker.model import SModel
+    from fastdecode.sworker.prefill import PromptCache
     from fastdecode.sworker.threads import set_threads
     from fastdecode.sworker.worker import SWorker
 finally:
@@ -16,4 +17,4 @@ finally:
     if _collecting:
         gc.enable()
 
-__all__ = ["SModel", "SWorker", "set_threads"]
+__all__ = ["PromptCache", "SModel", "SWorker", "set_threads"]

@@ -8,10 +8,9 @@ import torch
 
 from fastdecode.protocols import AttentionBackend
 from fastdecode.sworker.greenlets import ModelGreenlet
-from fastdecode.sworker.packing import PackedRows, PromptRows
-from fastdecode.sworker.prefill import PromptScratch, prompt_attention
+from fastdecode.sworker.packing import PackedRows
+from fastdecode.sworker.prefill import PromptAttention
 from fastdecode.sworker.staging import HostStaging, Staging, rows_of
-from fastdecode.types import KVLayout, LayerLayout
 
 
 class MiniBatchForward:
@@ -22,9 +21,8 @@ class MiniBatchForward:
         mini_batch: int,
         packed: PackedRows,
         model: torch.nn.Module,
-        layout: KVLayout,
         backend: AttentionBackend,
-        scratch: PromptScratch,
+        prompts: PromptAttention,
         staging: Staging | None = None,
     ) -> None:
         """``staging`` is the pipeline's own; by default that of a model on the CPU."""
@@ -33,9 +31,8 @@ class MiniBatchForward:
         self.layer = 0
         self.own_greenlet = ModelGreenlet(self._run, self._attend)
         self._model = model
-        self._layout = layout
         self._staging = staging or HostStaging(backend)
-        self._scratch = scratch
+        self._prompts = prompts
 
     def _run(self) -> torch.Tensor:
         """Logits of the sampling rows, [num_sampled, vocab], in the model's dtype."""
@@ -58,22 +55,13 @@ class MiniBatchForward:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Send, attend prompt chunks meanwhile, leave to the pipeline, come back with o [1, T, heads, dim]."""
-        layer = self._layout.layers[self.layer]
         num_rows = self.packed.num_rows
         q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
         self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
-        prompts = [self._attend_prompt(rows, q, k, v, layer) for rows in self.packed.prompt_rows]
+        prompts = self._prompts.attend(self.layer, self.mini_batch, q, k, v, self.packed.prompt_rows)
         self.layer += 1
         remote: torch.Tensor = self.own_greenlet.parent.switch()
         return self._assemble(remote.view(q.dtype), prompts, len(q))
-
-    def _attend_prompt(
-        self, rows: PromptRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout
-    ) -> torch.Tensor:
-        keys, values = k[rows.rows], v[rows.rows]
-        if rows.context_len or not rows.last_of_prompt:
-            keys, values = self._scratch.extend(rows.sequence_id, self.layer, rows.context_len, keys, values)
-        return prompt_attention(q[rows.rows], keys, values, layer)
 
     def _assemble(self, remote: torch.Tensor, prompts: list[torch.Tensor], num_padded_rows: int) -> torch.Tensor:
         """All rows of o in packed order; rows of padding are zero."""

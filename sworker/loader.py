@@ -18,6 +18,7 @@ from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.perfmodel.model_shape import ModelShape, read_shape
 from fastdecode.sworker import gguf
+from fastdecode.sworker.experts import use_padded_experts
 from fastdecode.sworker.greenlets import ATTENTION_NAME, register_attention
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import OWN_ATTENTION, check_config, refuse
@@ -72,6 +73,8 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)")
     with _one_clear_error(config.model):  # a device may be too small
         adapt(model)
+        if device.type == "cpu":
+            use_padded_experts(model)
         return gguf.unpacked(model).to(device).eval().requires_grad_(False)
 
 

@@ -25,7 +25,7 @@ from fastdecode.sworker.loader import (
     weights_digest,
 )
 from fastdecode.sworker.prepack import PackedLinears
-from fastdecode.sworker.support import check_rope, probe_layout
+from fastdecode.sworker.support import check_rope, probe_layout, repeats_rows
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
 from fastdecode.types import KVLayout
 
@@ -46,6 +46,12 @@ class SModel:
         self._weights = weights_digest(self.model)
         self.layout = _replace_and_probe(self.model, hf_config, config.kv_cache_dtype)
         self.model_type = str(hf_config.model_type)
+        if not repeats_rows(self.model, hf_config):
+            logger.warning(
+                "torch's %s products give a row other bits among other numbers of rows here: a sequence that is "
+                "computed again, after a loss or a preemption, may get other tokens",
+                self.layout.model_dtype,
+            )
         self._config, self._hf_config = config, hf_config
 
     @cached_property

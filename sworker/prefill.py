@@ -1,13 +1,24 @@
-"""Prompt attention on the S-worker: a chunk attends over the prompt tokens the S-worker still holds."""
+"""Prompt attention on the S-worker: a chunk attends over the prompt tokens the S-worker still holds.
+
+On a CPU an R-worker's own kernels compute it, over a cache beside the S-worker: a token gets the same bits there as on
+an R-worker, however its prompt is cut, and sooner than from torch. On a GPU torch's attention does.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastdecode.types import LayerLayout
+from fastdecode.protocols import AttentionBackend
+from fastdecode.step import MiniBatch
+from fastdecode.sworker.packing import PromptRows
+from fastdecode.sworker.staging import from_numpy, to_numpy
+from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, SpanMode, StepPlan, Verb, WorkerPlan
 
 TILE_ROWS = 256
 """Rows of a later chunk that attend together: to the keys before them and, masked, to each other's."""
@@ -107,14 +118,139 @@ def _mask(num_rows: int, num_keys: int, layer: LayerLayout, q: torch.Tensor) -> 
     return bias if q.device.type == "cpu" else bias.to(q.dtype)
 
 
-class PromptScratch:
-    """Keys and values of prompts in progress, per sequence and layer, for their later chunks.
+class PromptAttention(Protocol):
+    """Attends the prompt chunks of a step that attend on the S-worker, and keeps their keys and values for later ones.
 
     Bounded by the scheduler, which counts the tokens (``--prefill-scratch``).
     """
 
-    def __init__(self) -> None:
+    def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
+        """A step with these mini-batches begins."""
+        ...
+
+    def attend(
+        self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
+    ) -> list[torch.Tensor]:
+        """o of each of the chunks ``rows`` of a mini-batch, [rows, num_heads, value_head_dim].
+
+        ``q``, ``k``, ``v``: [rows, heads, dim] of the whole mini-batch, keys and values rotated.
+        """
+        ...
+
+    def end_step(self) -> None:
+        """The chunks of the step are kept."""
+        ...
+
+    def abandon_step(self) -> None:
+        """They are not; no effect where no step has begun."""
+        ...
+
+    def forget(self, sequence_id: int) -> None:
+        """Free what is kept of a sequence, if anything."""
+        ...
+
+    @property
+    def num_sequences(self) -> int:
+        """Prompts in progress."""
+        ...
+
+
+class PromptCache:
+    """``PromptAttention`` by an R-worker of the S-worker's own process and cores."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        """``backend``: one R-worker, open for the model's layout."""
+        self._backend = backend
+        self._kept: set[int] = set()
+        self._chunks: set[int] = set()
+        self._unwanted: list[int] = []
+        self._in_step = False
+
+    def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
+        """See ``PromptAttention.begin_step``; nothing is asked of the R-worker in steps without such prompts."""
+        spans = tuple(_spans(mini_batch) for mini_batch in mini_batches)
+        self._in_step = bool(self._unwanted) or any(map(len, spans))
+        if not self._in_step:
+            return
+        controls = [(int(Verb.RELEASE), sequence_id, 0, 0) for sequence_id in self._unwanted]
+        self._unwanted.clear()
+        self._backend.begin_step(StepPlan((WorkerPlan(np.array(controls, CONTROL), spans),)))
+        self._chunks = {sequence_id for each in spans for sequence_id in each["sequence_id"].tolist()}
+
+    def attend(
+        self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
+    ) -> list[torch.Tensor]:
+        if not rows:
+            return []
+        self._backend.submit(mini_batch, layer, *(to_numpy(_taken(each, rows)) for each in (q, k, v)))
+        o = from_numpy(self._backend.collect(mini_batch), q.dtype)
+        return list(o.split([_length(each) for each in rows]))
+
+    def end_step(self) -> None:
+        if self._in_step:
+            self._in_step = False
+            self._backend.end_step()
+            self._kept |= self._chunks
+
+    def abandon_step(self) -> None:
+        if self._in_step:
+            self._in_step = False
+            self._backend.abandon_step()
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``PromptAttention.forget``; its blocks are free from the next step on."""
+        if sequence_id in self._kept:
+            self._kept.remove(sequence_id)
+            self._unwanted.append(sequence_id)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._kept)
+
+
+def _spans(mini_batch: MiniBatch) -> np.ndarray:
+    """The chunks that attend on the S-worker, as SPAN records that attend there."""
+    chunks = mini_batch.chunks[~mini_batch.chunks["attends"]]
+    spans = np.full(len(chunks), SpanMode.ATTEND, SPAN)
+    for name in ("sequence_id", "context_len", "num_rows"):
+        spans[name] = chunks[name]
+    return spans
+
+
+def _taken(tensor: torch.Tensor, rows: Sequence[PromptRows]) -> torch.Tensor:
+    """The rows of all chunks, one after the other."""
+    return tensor[rows[0].rows] if len(rows) == 1 else torch.cat([tensor[each.rows] for each in rows])
+
+
+def _length(rows: PromptRows) -> int:
+    return rows.rows.stop - rows.rows.start
+
+
+class PromptScratch:
+    """``PromptAttention`` by torch, where the model is: keys and values of prompts in progress as its tensors."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layers = layout.layers
         self._kept: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
+        """Nothing to do."""
+
+    def attend(
+        self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
+    ) -> list[torch.Tensor]:
+        return [self._attend(layer, q[each.rows], k[each.rows], v[each.rows], each) for each in rows]
+
+    def end_step(self) -> None:
+        """Nothing to do."""
+
+    def abandon_step(self) -> None:
+        """Nothing to do: rows that are computed again overwrite these."""
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PromptRows) -> torch.Tensor:
+        if rows.context_len or not rows.last_of_prompt:
+            k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
+        return prompt_attention(q, k, v, self._layers[layer])
 
     def extend(
         self, sequence_id: int, layer: int, start: int, k: torch.Tensor, v: torch.Tensor

@@ -6,7 +6,7 @@ our attention, and reads off the model's KV layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -81,6 +81,9 @@ def _rope_settings(text_config: Any) -> Iterator[dict[str, Any]]:
     yield from nested or [rope]
 
 
+MORE_ROWS = 21
+"""Beside the first 16 in the forward that tells whether rows repeat."""
+
 TOKENS = (5, 6, 6, 5, 6, 5) + (5,) * 10
 POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
 """Rows 0 and 3 are the same token at the same position amid other rows, so they must get the same logits."""
@@ -114,6 +117,22 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
     return KVLayout(layers, model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
 
 
+def repeats_rows(model: torch.nn.Module, hf_config: Any) -> bool:
+    """Whether ``model`` gives rows the same bits in forwards of 16 rows and of more, attention apart.
+
+    Products may take another order of additions among other numbers of rows; then a sequence that is computed again
+    among others rounds differently, which shows in 16 bits.
+    """
+    num_rows = len(TOKENS) + MORE_ROWS
+    vocab_size = int(hf_config.get_text_config().vocab_size)
+    tokens = torch.arange(7, 7 + num_rows) * 31 % vocab_size
+    few, more = (
+        _forward(model, _Recorder(hf_config), tokens[:count].tolist(), range(count))
+        for count in (len(TOKENS), num_rows)
+    )
+    return torch.equal(few, more[: len(few)])
+
+
 def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[LayerLayout, ...]:
     """What the attention calls of a forward say, in order; UnsupportedModelError where it fails."""
     recorder = _Recorder(hf_config)
@@ -121,10 +140,12 @@ def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[LayerLayout, .
     return tuple(recorder.layers[index] for index in sorted(recorder.layers))
 
 
-def _forward(model: torch.nn.Module, recorder: _Recorder) -> torch.Tensor:
+def _forward(
+    model: torch.nn.Module, recorder: _Recorder, token_ids: Sequence[int] = TOKENS, places: Sequence[int] = POSITIONS
+) -> torch.Tensor:
     """Logits [rows, vocab] of the probe row, its attention answered by ``recorder``."""
     device = next(model.parameters()).device
-    tokens, positions = (torch.tensor([ids], device=device) for ids in (TOKENS, POSITIONS))
+    tokens, positions = (torch.tensor([ids], device=device) for ids in (token_ids, places))
     running = ModelGreenlet(lambda: model(input_ids=tokens, position_ids=positions, use_cache=False), recorder.record)
     try:
         with torch.inference_mode():

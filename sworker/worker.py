@@ -17,7 +17,7 @@ from fastdecode.sworker.cuda_staging import CudaStaging, Gpu
 from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import PackedRows, pack, to_device
 from fastdecode.sworker.pipeline import Forward, Pipeline
-from fastdecode.sworker.prefill import PromptScratch
+from fastdecode.sworker.prefill import PromptAttention, PromptScratch
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
 from fastdecode.sworker.staging import TORCH_DTYPE, HostStaging, Staging, from_numpy
 from fastdecode.sworker.threads import SharedCores
@@ -34,13 +34,15 @@ class SWorker:
         backend: AttentionBackend,
         clock: StateClock,
         cores: SharedCores | None = None,
+        prompts: PromptAttention | None = None,
     ) -> None:
-        """``cores``: of another S-worker of this process, which takes turns with this one."""
+        """``cores``: of another S-worker of this process, which takes turns with this one. ``prompts``: what attends
+        prompts here; torch by default."""
         self.model = model
         self.layout = layout
         self.backend = backend
         self.clock = clock
-        self.scratch = PromptScratch()
+        self.prompts = prompts or PromptScratch(layout)
         self.device = next(model.parameters()).device
         self._staging = make_staging(backend, self.device)
         self._cores = (cores or SharedCores()) if self.device.type == "cpu" else None
@@ -76,7 +78,7 @@ class SWorker:
         before = dict(self.clock.seconds)
         with torch.inference_mode():
             forwards = self._forwards(step)
-            logits = self._pipeline.run(forwards, overlap)
+            logits = self._run(step, forwards, overlap)
             self.clock.enter(MODEL)
             self._staging.mark()
             counts = {each: n for part in step.mini_batches for each, n in part.num_logits.items()}
@@ -94,13 +96,24 @@ class SWorker:
         """Log-probability of each next token within the step's one scored chunk: float32 [num_tokens - 1]."""
         (mini_batch,) = step.mini_batches
         with torch.inference_mode():
-            (logits,) = self._pipeline.run(self._forwards(step))
+            (logits,) = self._run(step, self._forwards(step))
             targets = to_device(mini_batch.token_ids[1:], self.device)
             return logits[:-1].float().log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu()
 
     def forget(self, sequence_id: int) -> None:
-        """Free the scratch of a sequence that was aborted in its prompt."""
-        self.scratch.forget(sequence_id)
+        """Free what is kept here of a sequence that was aborted in its prompt."""
+        self.prompts.forget(sequence_id)
+
+    def _run(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
+        """The pipeline's logits, with the prompts that attend here."""
+        self.prompts.begin_step(step.mini_batches)
+        try:
+            logits = self._pipeline.run(forwards, overlap)
+        except BaseException:
+            self.prompts.abandon_step()
+            raise
+        self.prompts.end_step()
+        return logits
 
     def _forwards(self, step: ScheduledStep) -> list[Forward]:
         mini_batches = enumerate(step.mini_batches)
@@ -109,9 +122,7 @@ class SWorker:
     def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:
         """From CUDA graphs where they fit, else by the model's own code."""
         captured = self._graphs and self._graphs.forward(mini_batch, packed, self._staging)
-        return captured or MiniBatchForward(
-            mini_batch, packed, self.model, self.layout, self.backend, self.scratch, self._staging
-        )
+        return captured or MiniBatchForward(mini_batch, packed, self.model, self.backend, self.prompts, self._staging)
 
     def _sample(
         self,
@@ -153,7 +164,7 @@ class SWorker:
         for mini_batch in step.mini_batches:
             prompts = mini_batch.prompts
             for sequence_id in prompts["sequence_id"][prompts["last_of_prompt"]].tolist():
-                self.scratch.forget(sequence_id)
+                self.prompts.forget(sequence_id)
 
 
 def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:

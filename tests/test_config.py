@@ -58,6 +58,8 @@ BAD: list[tuple[str, Any]] = [
     ("prefill_scratch", ""),
     ("prefill_scratch", "99999TiB"),
     ("r_workers", ""),
+    ("r_workers", "join:0"),
+    ("r_workers", "join:2"),
     ("r_workers", "inproc:0"),
     ("r_workers", "inproc:two"),
     ("r_workers", "spawn:0"),
@@ -205,23 +207,24 @@ def worker(num_blocks: int, block_size: int = 32) -> RWorkerInfo:
     return RWorkerInfo("r", num_blocks, block_size, 1, "scalar", False)
 
 
-def test_scratch_tokens_are_in_the_models_dtype() -> None:
+def test_scratch_tokens_are_as_the_cache_stores_them_but_on_a_gpu() -> None:
     assert LAYOUT.kv_bytes_per_token == 160
     assert replace(LAYOUT, kv_dtype="int8").kv_bytes_per_token == 80 + 3 * 2 * 4
     assert replace(LAYOUT, kv_dtype="int4").kv_bytes_per_token == 40 + 3 * 2 * 4
-    assert scratch_tokens(EngineConfig(prefill_scratch=3200), LAYOUT, 0) == 10
-    assert scratch_tokens(EngineConfig(prefill_scratch=3199), LAYOUT, 0) == 9
-    assert scratch_tokens(EngineConfig(), LAYOUT, 25600) == 10
+    assert scratch_tokens(EngineConfig(prefill_scratch=1600), LAYOUT, 0) == 10
+    assert scratch_tokens(EngineConfig(prefill_scratch=1599), LAYOUT, 0) == 9
+    assert scratch_tokens(EngineConfig(), LAYOUT, 25600) == 20
+    assert scratch_tokens(EngineConfig(), LAYOUT, 25600, on_gpu=True) == 10
 
 
 @pytest.mark.parametrize(
     ("settings", "kv_dtype", "on_gpu", "own_cores", "expected"),
     [
-        ({}, LAYOUT.model_dtype, False, False, 0),
-        ({}, LAYOUT.model_dtype, False, True, 10),
-        ({}, LAYOUT.model_dtype, True, False, 10),
-        ({}, "int8", False, False, 10),
-        ({"prefill_scratch": 1600}, LAYOUT.model_dtype, False, False, 5),
+        ({}, "bfloat16", False, False, 0),
+        ({}, "bfloat16", False, True, 20),
+        ({}, "bfloat16", True, False, 10),
+        ({}, "int4", False, False, 0),
+        ({"prefill_scratch": 1600}, "bfloat16", False, False, 10),
     ],
     ids=["shared cores", "own cores", "GPU", "quantised", "as told"],
 )
@@ -231,7 +234,7 @@ def test_prompts_attend_on_r_workers_that_share_the_cores(
     layout = replace(LAYOUT, kv_dtype=kv_dtype)
     model = SimpleNamespace(layout=layout, on_gpu=on_gpu, free_memory_bytes=lambda: 25600)
     workers = [replace(worker(8), own_cores=own_cores)]
-    assert engine_setup._scratch_tokens(EngineConfig(**settings), model, workers) == expected  # type: ignore[arg-type]
+    assert engine_setup.prompt_tokens(EngineConfig(**settings), model, workers) == expected  # type: ignore[arg-type]
 
 
 def test_default_memory_is_shared_among_the_workers() -> None:

@@ -4,6 +4,7 @@ have had."""
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -222,6 +223,24 @@ def test_who_is_refused_again_and_again_is_said_once(folder: Path, caplog: pytes
             job.step_until(lambda: address in attempts._failed and attempts._failed[address].seconds > 2, 0.1)
             job.finish()
         assert caplog.text.count("an R-worker asked to join and cannot") == 1
+
+
+def test_an_engine_begins_with_those_that_join(folder: Path, key: str) -> None:
+    """It has no R-worker of its own, waits for two, and goes on when one leaves; the tokens are the same."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        pool = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = ("--key-file", key)
+    with r_workers.joining(pool, *flags) as (first, _), r_workers.joining(pool, *flags):
+        settings = {"kv_cache_memory": None, "r_threads": None, "key_file": key}
+        with make_llm(folder, r_workers="join:2", pool_listen=pool, **settings) as llm:
+            assert len(llm.engine.r_workers) == 2
+            assert not llm.engine.backend.joined, "they are no newcomers"  # type: ignore[attr-defined]
+            job = Job(llm.engine)
+            job.step_until(lambda: num_on(llm.engine, 0) > 3 and num_on(llm.engine, 1) > 3)
+            first.send_signal(signal.SIGTERM)
+            job.step_until(lambda: len(llm.engine.scheduler.workers.present) == 1)
+            job.finish()
+            assert first.wait(PATIENCE_SECONDS) == 0
 
 
 def test_attempts_are_spaced_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,9 @@ def tiny() -> Tiny:
 
 def forwards_of(tiny: Tiny, backend: Recorder, num_mini_batches: int) -> list[MiniBatchForward]:
     """One decoding sequence in each mini-batch."""
-    cpu, scratch = torch.device("cpu"), PromptScratch()
+    cpu, scratch = torch.device("cpu"), PromptScratch(tiny.layout)
     return [
-        MiniBatchForward(
-            i, pack(MiniBatch.of([Chunk(i, 0, 5, (i + 1,))]), cpu), tiny.model, tiny.layout, backend, scratch
-        )
+        MiniBatchForward(i, pack(MiniBatch.of([Chunk(i, 0, 5, (i + 1,))]), cpu), tiny.model, backend, scratch)
         for i in range(num_mini_batches)
     ]
 

@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.step import Chunk, MiniBatch
 from fastdecode.sworker import prefill
-from fastdecode.sworker.prefill import PromptScratch, prompt_attention, reference_attention
-from fastdecode.types import LayerLayout
+from fastdecode.sworker.packing import pack
+from fastdecode.sworker.prefill import PromptCache, PromptScratch, prompt_attention, reference_attention
+from fastdecode.types import KVLayout, LayerLayout
 
 LAYER = LayerLayout(num_heads=4, num_kv_heads=4, key_head_dim=16, value_head_dim=16, scale=0.3)
+LAYOUT = KVLayout((LAYER,), "float32", "float32")
 SHAPES = {"first chunk": (23, 23), "one token": (1, 1), "later chunk": (7, 23), "last token": (1, 23)}
 """Rows, and keys up to the last row."""
 
@@ -128,7 +133,7 @@ def test_plain_layers_take_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 def test_chunks_over_the_scratch_equal_the_whole_prompt() -> None:
     layers = [replace(LAYER, num_kv_heads=2), replace(LAYER, num_kv_heads=2, window=9, value_head_dim=8)]
     prompts = {sequence: [rows(40 + sequence, 40 + sequence, layer) for layer in layers] for sequence in (3, 8)}
-    scratch = PromptScratch()
+    scratch = PromptScratch(LAYOUT)
     for start, stop in ((0, 5), (5, 6), (6, 30), (30, 40)):
         for sequence, (index, layer) in ((s, pair) for s in prompts for pair in enumerate(layers)):
             q, k, v = prompts[sequence][index]
@@ -141,7 +146,7 @@ def test_chunks_over_the_scratch_equal_the_whole_prompt() -> None:
 
 def test_scratch_writes_a_repeated_chunk_over_and_forgets() -> None:
     """A step that failed is computed again, at the same place."""
-    scratch = PromptScratch()
+    scratch = PromptScratch(LAYOUT)
     _, k, v = rows(10, 10, LAYER)
     scratch.extend(1, 0, 0, k[:6], v[:6])
     scratch.extend(1, 0, 6, torch.full_like(k[6:], float("nan")), v[6:])
@@ -154,3 +159,59 @@ def test_scratch_writes_a_repeated_chunk_over_and_forgets() -> None:
     assert scratch.num_sequences == 1
     keys, _ = scratch.extend(2, 0, 1, k[1:2], v[1:2])
     assert torch.equal(keys, k[:2])
+
+
+CACHED = (
+    replace(LAYER, num_kv_heads=2),
+    replace(LAYER, num_kv_heads=2, window=9, value_head_dim=8, alibi_slopes=(0.5, 0.1, 0.02, 0.0)),
+    replace(LAYER, soft_cap=2.0, sinks=(0.5, -0.5, 0.0, 1.0)),
+)
+
+
+def prompt_cache(kv_dtype: str = "float32") -> tuple[PromptCache, InprocBackend]:
+    backend = InprocBackend([RWorkerSize(1 << 24, 2)], 16)
+    backend.open(KVLayout(CACHED, "float32", kv_dtype))
+    return PromptCache(backend), backend
+
+
+def attend_chunks(cache: PromptCache, chunks: dict[int, tuple[int, int]], ends: bool = True) -> dict[int, list]:
+    """A step with tokens ``start`` to ``stop`` of each prompt: o of each layer, [rows, heads, dim]."""
+    listed = [Chunk(i, 0, a, [0] * (b - a), False, False, b == 40, False) for i, (a, b) in chunks.items()]
+    packed = pack(MiniBatch.of(listed), torch.device("cpu"))
+    cache.begin_step([MiniBatch.of([]), MiniBatch.of(listed)])
+    found: dict[int, list] = {sequence: [] for sequence in chunks}
+    for index, layer in enumerate(CACHED):
+        parts = [[each[a:b] for each in rows(40 + i, 40 + i, layer)] for i, (a, b) in chunks.items()]
+        q, k, v = (torch.cat(each) for each in zip(*parts, strict=True))
+        for sequence, o in zip(chunks, cache.attend(index, 1, q, k, v, packed.prompt_rows), strict=True):
+            found[sequence].append(o.clone())
+    if ends:
+        cache.end_step()
+    return found
+
+
+def test_cached_prompts_get_the_same_bits_however_they_are_cut() -> None:
+    """And those of the formula; an abandoned step leaves nothing, and what is forgotten frees its blocks."""
+    cache, backend = prompt_cache()
+    whole = attend_chunks(cache, {3: (0, 40), 8: (0, 40)})
+    for sequence in (3, 8):
+        for o, layer in zip(whole[sequence], CACHED, strict=True):
+            q, k, v = (each[:40] for each in rows(40 + sequence, 40 + sequence, layer))
+            assert relative_error(o, reference_attention(q, k, v, layer).double().numpy()) <= 1e-5
+        cache.forget(sequence)
+    cut: dict[int, list[list]] = {3: [], 8: []}
+    for step, chunks in enumerate([{3: (0, 5)}, {8: (0, 17), 3: (5, 6)}, {3: (6, 30)}, {8: (17, 40), 3: (30, 40)}]):
+        if step == 2:
+            attend_chunks(cache, {3: (6, 21)}, ends=False)
+            cache.abandon_step()
+        for sequence, layers in attend_chunks(cache, chunks).items():
+            cut[sequence].append(layers)
+    for sequence, parts in cut.items():
+        for index in range(len(CACHED)):
+            assert torch.equal(torch.cat([part[index] for part in parts]), whole[sequence][index])
+        cache.forget(sequence)
+    cache.begin_step([MiniBatch.of([])])
+    cache.end_step()
+    assert backend.blocks_used == 0
+    cache.forget(3)  # unknown by now
+    backend.close()

@@ -71,6 +71,60 @@ def test_every_sequence_gets_the_tokens_it_would_have_had(folder: Path, settings
             assert_nothing_held(llm.engine)
 
 
+KV_BYTES = {"float32": 768, "float16": 384, "bfloat16": 384, "int8": 240, "int4": 144}
+"""Of one token of the model."""
+
+SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True, detokenize=False, n=4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "enable_prefix_caching"),
+    [
+        ("bfloat16", "auto", True),
+        ("float16", "auto", False),
+        ("bfloat16", "int8", True),
+        ("float16", "int4", False),
+        ("float32", "bfloat16", True),
+    ],
+)
+def test_sixteen_bits_and_quantised_caches_are_computed_again_bit_by_bit(
+    folder: Path, dtype: str, kv_cache_dtype: str, enable_prefix_caching: bool
+) -> None:
+    """Greedy and sampled, n = 4; an R-worker killed, another cut of the prompts, preemptions: no token differs.
+
+    Nothing may depend on what attends, on an R-worker or the S-worker, nor on how many rows go together: rounded to 16
+    bits, a difference in the last place of one key soon becomes another token.
+    """
+    names = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "enable_prefix_caching": enable_prefix_caching}
+    prompts = model_zoo.prompts(NAME) * 2
+
+    def run(kill_at: int | None = None, **settings: Any) -> tuple[dict[str, list[list[int]]], int]:
+        with make_llm(folder, **{**names, **settings}) as llm:
+            found, step = {}, 0
+            for number, prompt in enumerate(prompts):
+                llm.engine.add_request(str(number), prompt, SAMPLED if number % 4 == 0 else GREEDY)
+            while llm.engine.has_unfinished_requests():
+                for output in llm.engine.step():
+                    found[output.request_id] = [list(each.token_ids) for each in output.outputs]
+                step += 1
+                if step == kill_at:
+                    os.kill(r_workers.spawned_pids(llm)[1], signal.SIGKILL)
+            return found, llm.engine.scheduler.num_preemptions
+
+    wanted, _ = run()
+    assert run(kill_at=random.Random(dtype + kv_cache_dtype).randrange(2, 60), num_mini_batches=2)[0] == wanted
+    small = 600 * KV_BYTES[dtype if kv_cache_dtype == "auto" else kv_cache_dtype]
+    others, preemptions = run(
+        r_workers="inproc:1",
+        prefill_scratch="64MiB",
+        kv_cache_memory=small,
+        max_num_batched_tokens=48,
+        max_num_seqs=40,
+        schedule="stall-free",
+    )
+    assert others == wanted and preemptions > 0
+
+
 def test_two_of_three_may_go_and_work_goes_on(folder: Path) -> None:
     prompts, wanted = model_zoo.prompts(NAME), [list(tokens) for tokens in model_zoo.reference(NAME).tokens]
     with make_llm(folder) as llm:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.errors import BackendError
 
 PATIENCE_SECONDS = 60
+DESCRIPTORS = Path("/proc/self/fd")
 
 HOLD = """
     import time
@@ -69,6 +72,21 @@ def test_a_killed_worker_leaves_the_others_going(caplog: pytest.LogCaptureFixtur
     assert "R-worker spawn-1 is lost: its process was killed by SIGKILL" in caplog.text
     for each in (reference, backend):
         each.close()
+
+
+def test_close_leaves_no_descriptor() -> None:
+    """Nor waits for the garbage collector: thousands of engines may live one after the other in one process."""
+    gc.disable()
+    try:
+        before = set(DESCRIPTORS.iterdir())
+        backend = contract.spawn()
+        backend.open(contract.LAYOUT)
+        contract.run(backend, contract.FIRST)
+        assert set(DESCRIPTORS.iterdir()) != before
+        backend.close()
+        assert set(DESCRIPTORS.iterdir()) == before
+    finally:
+        gc.enable()
 
 
 def test_a_stopped_worker_is_waited_for() -> None:

@@ -104,8 +104,8 @@ class SharedMemoryLink(Link):
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
         """See ``Link.load``. An R-worker reads q, k, v in their places."""
-        if self._is_s_worker and self._slots:
-            np.copyto(arrays[0], self._slots.views(frame.mini_batch, frame.layer)[3])
+        if self._is_s_worker:
+            self._copy_answer(frame, arrays)
 
     def close(self) -> None:
         if self._heartbeat:
@@ -114,6 +114,9 @@ class SharedMemoryLink(Link):
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+        self._memory = np.zeros(0, np.uint8)
+        if self._slots:  # its views hold the mapping, and with it a descriptor of its own
+            self._slots.place(self._memory)
 
 
 class StreamChannel(PartChannel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,12 +14,14 @@ from fastdecode.cluster.links.zeromq import PeerChannel, ZmqListener, open_chann
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.r_worker.host import Host
 from fastdecode.cluster.r_worker.session import TICK_SECONDS, Session
+from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, read_security
 from fastdecode.cluster.wire.messages import Hello, encode_refusal
 from fastdecode.errors import ConfigError, FrameError
 from fastdecode.settings import split_address
+from fastdecode.types import KVLayout, RWorkerInfo
 
 GREETING_BYTES = 10
 GREETING_SECONDS = 2.0
@@ -42,6 +45,28 @@ class TcpBackend(PoolBackend):
     ) -> None:
         both = read_security(key_file, security)
         super().__init__([RemoteWorker(each, partial(connect, each, both), block_size) for each in addresses])
+
+
+class JoiningBackend(PoolBackend):
+    """``AttentionBackend`` over R-workers that join; ``open`` waits for the first ``count``. It takes a listener."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__([])
+        self._count = count
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        infos = super().open(layout)
+        try:
+            while len(infos) < self._count:
+                time.sleep(TICK_SECONDS)
+                for info in self.admit().values():
+                    infos.append(info)
+                    log.info("%s has joined: %d of %d R-workers", info.name, len(infos), self._count)
+        except BaseException:
+            self.close()
+            raise
+        self.joined.clear()
+        return infos
 
 
 def listen_for_joins(
@@ -85,7 +110,8 @@ class Server:
     """The R-worker's loop: serves the first S-worker that asks, frees everything when it goes, serves the next.
 
     ``joiner``: sends JOIN while no S-worker is served. ``security``: with a proof key, an S-worker must prove to hold
-    it before its HELLO. ``listens_at``: the host of ``listener``, where a KV port opens too.
+    it before its HELLO. ``listens_at``: the host of ``listener``, where a KV port opens too. ``vitals``: as of
+    ``Session``.
     """
 
     def __init__(
@@ -95,7 +121,9 @@ class Server:
         joiner: Joiner | None = None,
         security: Security | None = None,
         listens_at: str = "127.0.0.1",
+        vitals: Vitals | None = None,
     ) -> None:
+        self._vitals = vitals or Vitals()
         self._listener, self._host, self._joiner = listener, host, joiner
         self._security, self._listens_at = security or Security(), listens_at
         self._gate = None if self._security.proof_key is None else Gate(self._security.proof_key)
@@ -108,6 +136,7 @@ class Server:
     def run(self) -> None:
         """Return once this R-worker was asked to leave and its S-worker has let it go."""
         while not self._is_leaving:
+            self._vitals.turn()
             if self._joiner:
                 self._joiner.ask()
             channel = self._listener.accept(TICK_SECONDS)
@@ -115,7 +144,9 @@ class Server:
                 continue
             if self._admits(channel):
                 on_open = partial(self._on_open, channel)
-                self._session = Session(Link(channel), self._host, on_open, self._security, self._listens_at)
+                self._session = Session(
+                    Link(channel), self._host, on_open, self._security, self._listens_at, self._vitals
+                )
                 self._session.run()
                 self._session = None
                 log.info("free")
@@ -128,7 +159,7 @@ class Server:
         """
         if self._session is None or self._is_leaving:
             return False
-        self._is_leaving = self._session.leaving = True
+        self._is_leaving = self._session.leaving = self._vitals.is_leaving = True
         return True
 
     def _admits(self, peer: PeerChannel) -> bool:

@@ -51,8 +51,9 @@ class Host:
 def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: int | None) -> Host:
     """Bind this process to ``cores`` and measure its read bandwidth.
 
-    None means all cores, one thread per core, and KV_CACHE_SHARE of the free memory. ConfigError or CapacityError for
-    what this machine does not have, BackendError for kernels that it gets wrong.
+    None means all cores, one thread per core, and KV_CACHE_SHARE of the free memory. Where the cgroup has a quota of
+    processor time, threads are not pinned: all containers of a host would be on its first cores. ConfigError or
+    CapacityError for what this machine does not have, BackendError for kernels that it gets wrong.
     """
     tuned = tuning()
     if cores is not None:
@@ -65,7 +66,8 @@ def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: 
             f"of this machine's {total_memory_bytes() / 2**30:.2f} GiB"
         )
     threads = num_threads or len(bound)
-    size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, bound)
+    pinned = () if len(bound) < len(os.sched_getaffinity(0)) else bound  # a quota says how much, not which cores
+    size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, pinned)
     check_isa(tuned.isa)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
     return Host(size, tuned, bandwidth, host_id(), bound)
@@ -110,16 +112,15 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
     tuned, forced = tuning(), forced_isa()
     if "auto" not in (forced, layout.isa) and forced != layout.isa:
         raise ValueError(f"the S-worker asks for {layout.isa} arithmetic, and FASTDECODE_ISA is {forced} here")
-    layers = [_layer_tuple(layer) for layer in layout.layers]
-    block_bytes = _rworker.block_bytes(layers, layout.kv_dtype, block_size)
-    num_blocks = size.kv_cache_bytes // block_bytes
+    num_bytes = block_bytes(layout, block_size)
+    num_blocks = size.kv_cache_bytes // num_bytes
     if num_blocks < 1:
         raise CapacityError(
             f"a KV cache of {size.kv_cache_bytes:,} bytes per R-worker holds not even one block of "
-            f"{block_size} tokens, which takes {block_bytes:,} bytes; give more --kv-cache-memory"
+            f"{block_size} tokens, which takes {num_bytes:,} bytes; give more --kv-cache-memory"
         )
     worker = _rworker.RWorker(
-        layers=layers,
+        layers=[_layer_tuple(layer) for layer in layout.layers],
         model_dtype=layout.model_dtype,
         kv_dtype=layout.kv_dtype,
         block_size=block_size,
@@ -131,6 +132,16 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
     )
     check_isa(worker.isa)
     return worker
+
+
+def has_isa(isa: str) -> bool:
+    """Whether this processor has ``isa``, one of ``ISAS``."""
+    return isa in _rworker.supported_isas()
+
+
+def block_bytes(layout: KVLayout, block_size: int) -> int:
+    """Bytes that a block of ``block_size`` tokens takes, over all layers."""
+    return _rworker.block_bytes([_layer_tuple(layer) for layer in layout.layers], layout.kv_dtype, block_size)
 
 
 def begin_step(worker: _rworker.RWorker, plan: WorkerPlan) -> None:

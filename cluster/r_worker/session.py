@@ -15,6 +15,7 @@ import numpy as np
 from fastdecode import _rworker
 from fastdecode.cluster.links.link import Link, Spin
 from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, make_rworker
+from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import (
@@ -86,9 +87,12 @@ class Session:
         on_open: Callable[[Hello], None] = lambda hello: None,
         security: Security | None = None,
         listens_at: str = "",
+        vitals: Vitals | None = None,
     ) -> None:
-        """``security`` and ``listens_at`` (a host, "": none) are for the KV port, where the S-worker asks for one."""
+        """``security`` and ``listens_at`` (a host, "": none) are for the KV port, where the S-worker asks for one.
+        ``vitals`` is kept up for the health port, if there is one."""
         self.leaving = False
+        self._vitals = vitals or Vitals()
         self._security, self._listens_at = security or Security(), listens_at
         self._kv_port: KvPort | None = None
         self._link, self._host, self._on_open = link, host, on_open
@@ -124,9 +128,11 @@ class Session:
                 self._kv_port.close()
             if self._worker:
                 self._worker.close()
+            self._vitals.closed()
 
     def _turn(self) -> None:
         """Handle the next frame, if one comes."""
+        self._vitals.turn()
         try:
             frame = self._next()
             self._idle_seconds = 0.0 if frame else self._idle_seconds + TICK_SECONDS
@@ -166,6 +172,7 @@ class Session:
             self._kv_port = open_kv_port(worker, hello.layout, self._security, self._listens_at)
         self._on_open(hello)
         self._worker, self._layout = worker, hello.layout
+        self._vitals.opened(worker.num_blocks)
         self._link.epoch = secrets.randbits(63) + 1
         welcome = Welcome(
             num_blocks=worker.num_blocks,
@@ -198,6 +205,7 @@ class Session:
             self._open_worker.abandon_step()
             raise
         self._slots = slots
+        self._vitals.num_sequences = sum(map(len, plan.mini_batches))
         self._link.send(Kind.READY)
 
     def _payload(self, frame: Frame) -> None:
@@ -206,14 +214,15 @@ class Session:
             raise FrameError("a PAYLOAD, and no step is open")
         if mini_batch >= self._slots.num_mini_batches or layer >= self._slots.num_layers:
             raise FrameError(f"a PAYLOAD of mini-batch {mini_batch}, layer {layer}, which the plan does not have")
-        q, k, v, o = self._slots.views(mini_batch, layer)
+        q, k, v, o, partials = self._slots.views(mini_batch, layer)
         self._link.load(frame, (q, k, v))
-        self._open_worker.run(mini_batch, layer, q, k, v, o)
-        self._link.send_arrays(Kind.OUTPUT, mini_batch, layer, (o,))
+        self._open_worker.run(mini_batch, layer, q, k, v, o, partials)
+        self._link.send_arrays(Kind.OUTPUT, mini_batch, layer, (o, partials) if len(partials) else (o,))
 
     def _end(self, frame: Frame) -> None:
         report = end_step(self._open_worker, self.leaving)
         self._slots = None
+        self._vitals.stepped(report)
         self._link.send(Kind.REPORT, encode_report(report))
 
     def _abandon(self, frame: Frame) -> None:

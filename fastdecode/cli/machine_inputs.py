@@ -20,6 +20,14 @@ from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart, Transport, host_r_part
+from fastdecode.perfmodel.tensor_parallel import (
+    ALONE,
+    RankGroup,
+    RankSPart,
+    gpu_peer_link,
+    network_peer_link,
+    rank_shape,
+)
 from fastdecode.settings import parse_bytes
 
 HOST_MEMORY_FRACTION = 0.8
@@ -47,10 +55,8 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
     bare = [name for name in BARE_FLAGS if getattr(args, name) is not None]
     if bare and args.profile:
         raise ConfigError(f"{bare[0]} and profile are two ways to say the same; give one")
-    if args.tensor_parallel_size != 1 and not args.gpu and (bare or args.profile):
-        raise ConfigError(
-            "tensor_parallel_size counts GPUs that --gpu names; a profile or bare numbers say how fast theirs are"
-        )
+    if args.tensor_parallel_size != 1 and bare:
+        raise ConfigError("tensor_parallel_size has no place beside bare numbers, which say how fast the S-worker is")
     if bare:
         return _from_numbers(args)
     return _from_profile(args) if args.profile else _from_names(args)
@@ -72,19 +78,23 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
                 f"{name} is needed: --model llama-7b --gpu a10 --cpu epyc-7452, or --profile, or bare numbers "
                 f"({', '.join('--' + flag.replace('_', '-') for flag in BARE_FLAGS)})"
             )
-    shape, host = named_shape(args.model), _shared_host(args, find_cpu_host(args.cpu))
-    gpu = find_gpu(args.gpu).times(args.tensor_parallel_size)
+    shape, host = named_shape(args.model), shared_host(args, find_cpu_host(args.cpu))
+    one, group = find_gpu(args.gpu), rank_group(args, find_gpu(args.gpu))
+    gpu, of_rank = one.times(group.size), rank_shape(shape, group.size)
     kv_dtype = _kv_dtype(args, shape)
     link = parse_link(args.link or DEFAULT_LINK)
-    s_part = GpuSPart(shape, gpu)
     memory = parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes))
+    s_part, r_part = rank_s_part(GpuSPart(of_rank, one), shape, group), host_r_part(of_rank, kv_dtype, host)
     planner = _planner(
-        args, shape, kv_dtype, s_part, host_r_part(shape, kv_dtype, host), (gpu.host_bytes_per_second, link),
-        memory=memory, r_workers_per_host=host.r_workers_per_host,
+        args, of_rank, kv_dtype, s_part, r_part,
+        (one.host_bytes_per_second, link / group.size), memory=memory, r_workers_per_host=host.r_workers_per_host,
     )  # fmt: skip
-    server = _server(planner, shape, gpu)
+    server = _server(planner, shape, kv_dtype, gpu, group)
     assumptions = (*_figures(gpu), *_figures(host), f"link {link / 1e9:.4g} GB/s, PCIe {_giga(gpu)} GB/s (nominal)")
-    assumptions += (f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",)
+    assumptions += (
+        *_rank_lines(group),
+        f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
+    )
     return PlanInputs(planner, server, kv_dtype, f"{shape.name} on {gpu.name} and {host.name}", assumptions)
 
 
@@ -94,21 +104,24 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     profile = load_profile(args.profile)
     shape = _profiled_shape(args, profile)
     kv_dtype = _kv_dtype(args, shape)
-    link = profile.transport()
-    rates = (parse_link(args.link),) if args.link else link.hop_bytes_per_second
+    link, num_ranks = profile.transport(), args.tensor_parallel_size
+    rates = (parse_link(args.link) / num_ranks,) if args.link else link.hop_bytes_per_second
     planner = _planner(
-        args, shape, kv_dtype, profile.measured_s_part(shape=shape), profile.measured_r_part(kv_dtype, shape=shape),
+        args, rank_shape(shape, num_ranks), kv_dtype, _profiled_s_part(args, profile, shape),
+        profile.measured_r_part(kv_dtype, shape=shape, num_ranks=num_ranks),
         rates, link.latency_seconds, _memory(args), _per_host(args, 1),
     )  # fmt: skip
     planner = _with_overheads(planner, profile)
-    gpu = find_gpu(args.gpu).times(args.tensor_parallel_size) if args.gpu else None
-    server = _server(planner, shape, gpu) if gpu else None
+    one = find_gpu(args.gpu) if args.gpu else None
+    group = rank_group(args, one) if one else ALONE
+    gpu = one.times(group.size) if one else None
+    server = _server(planner, shape, kv_dtype, gpu, group) if gpu else None
     machine = profile.machine
     whose = (
         f"measured on {machine.host} with fastdecode {machine.fastdecode_version}: S-worker {machine.s_worker}, "
         f"R-worker {machine.r_worker} ({machine.isa})"
     )
-    assumptions = (whose, *(_figures(gpu) if gpu else ()))
+    assumptions = (whose, *(_figures(gpu) if gpu else ()), *_rank_lines(group))
     return PlanInputs(
         planner, server, kv_dtype, f"{shape.name} on the machine of {Path(args.profile).name}", assumptions
     )
@@ -159,16 +172,42 @@ def _planner(
         num_mini_batches=args.num_mini_batches,
         capacity_tokens=memory / kv_bytes if memory and kv_bytes else math.inf,
         r_workers_per_host=r_workers_per_host,
-        prices=Prices(args.gpu_price, args.cpu_price),
+        prices=Prices(args.gpu_price, args.cpu_price, args.tensor_parallel_size),
         interval_steps=args.interval_steps,
         kv_bytes_per_token=kv_bytes,
+        num_ranks=args.tensor_parallel_size,
     )
 
 
-def _server(planner: Planner, shape: ModelShape, gpu: Gpu) -> GpuServer:
-    """The GPU alone, whose memory must hold the weights, as the S-worker's must."""
-    kv_bytes = planner.kv_bytes_per_token or 0
-    server = GpuServer(shape, gpu, kv_bytes, replace(planner.workload, remote_prompts=False))
+def rank_group(args: argparse.Namespace, gpu: Gpu) -> RankGroup:
+    """The ranks on that GPU each, linked as ``--rank-link`` says, or as the GPU is made."""
+    link = network_peer_link(parse_link(args.rank_link)) if args.rank_link else gpu_peer_link(gpu)
+    return RankGroup(args.tensor_parallel_size, link)
+
+
+def rank_s_part(rank: SPart, shape: ModelShape, group: RankGroup) -> SPart:
+    """``rank``'s own work with the collectives of ``group``, where there is another rank."""
+    return RankSPart(rank, shape, group) if group.size > 1 else rank
+
+
+def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: ModelShape) -> SPart:
+    """As measured under tensor parallelism, or an even part of what one rank takes with the collectives on top."""
+    num_ranks = args.tensor_parallel_size
+    if num_ranks in {1, *profile.measured_rank_counts}:
+        return profile.measured_s_part(shape=shape, num_ranks=num_ranks)
+    if not args.rank_link:
+        raise profile.lacks(
+            f"no S-part of {num_ranks} ranks (or give --rank-link, and all-reduces over it are added to a part of one "
+            f"rank's)", sorted(profile.measured_rank_counts)
+        )  # fmt: skip
+    group = RankGroup(num_ranks, network_peer_link(parse_link(args.rank_link)))
+    return RankSPart(profile.measured_s_part(shape=shape).times(1 / num_ranks, 1 / num_ranks), shape, group)
+
+
+def _server(planner: Planner, shape: ModelShape, kv_dtype: str, gpu: Gpu, group: RankGroup) -> GpuServer:
+    """The GPUs alone, whose memory must hold the weights, as the S-worker's must."""
+    kv_bytes = shape.kv_layout(kv_dtype).kv_bytes_per_token
+    server = GpuServer(shape, gpu, kv_bytes, replace(planner.workload, remote_prompts=False), group)
     server.check_weights()
     return server
 
@@ -200,7 +239,7 @@ def _per_host(args: argparse.Namespace, unless_given: int) -> int:
     return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
 
 
-def _shared_host(args: argparse.Namespace, host: CpuHost) -> CpuHost:
+def shared_host(args: argparse.Namespace, host: CpuHost) -> CpuHost:
     """A preset with as many R-workers as were asked for; what more than one per NUMA node get is a part of it."""
     number = _per_host(args, host.r_workers_per_host)
     part = min(1.0, host.r_workers_per_host / number) if number > 0 else 1.0
@@ -230,6 +269,17 @@ def _figures(preset: Gpu | CpuHost) -> tuple[str, ...]:
     return tuple(f"{preset.name} {name}: {value}" for name, value in values.items() if isinstance(value, Figure))
 
 
+def _rank_lines(group: RankGroup) -> tuple[str, ...]:
+    """What the collectives rest on."""
+    if group.size == 1 or group.link is None:
+        return ()
+    link = group.link
+    return (
+        f"{group.size} ranks, {link.name} bytes_per_second: {link.bytes_per_second}",
+        f"{link.name}: {link.step_seconds * 1e6:g} us for each message of an all-reduce (assumed)",
+    )
+
+
 def _giga(gpu: Gpu) -> str:
     return f"{gpu.host_bytes_per_second / 1e9:.4g}"
 
@@ -238,7 +288,13 @@ def add_machine_flags(group: Any) -> None:
     """Presets by name."""
     group.add_argument("--model", metavar="NAME_OR_PATH", help="such as llama-7b, a model folder or a config.json")
     group.add_argument("--gpu", metavar="NAME", help=f"of the S-worker: {', '.join(GPUS)}")
-    group.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs of the S-worker (1)")
+    group.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N",
+        help="ranks of the S-worker, a GPU each, with R-workers of their own for their heads (1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--rank-link", metavar="RATE", help="between them, such as 300GB (the GPU's NVLink, or else its PCIe)"
+    )
     group.add_argument("--cpu", metavar="NAME", help=f"hosts of R-workers: {', '.join(CPU_HOSTS)}")
     group.add_argument("--link", metavar="RATE", help=f"of the S-worker, such as 100Gb or 12.5GB ({DEFAULT_LINK})")
     group.add_argument(

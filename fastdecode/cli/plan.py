@@ -18,6 +18,7 @@ from fastdecode.cli.machine_inputs import (
 )
 from fastdecode.cli.output import check_output_files, write_json
 from fastdecode.cli.plan_lines import FORMATS, emit
+from fastdecode.cli.plan_ranks import compare_ranks, rank_lines
 from fastdecode.cli.prefill_inputs import AUTOMATIC, add_prefill_flags, prefill_forecast
 from fastdecode.cli.speculation_inputs import add_speculation_flags, read_drafting
 from fastdecode.errors import ConfigError
@@ -37,7 +38,7 @@ def add_command(commands: Any) -> None:
     )
     group = parser.add_argument_group("model and machine, by name")
     add_machine_flags(group)
-    group.add_argument("--gpu-price", type=float, metavar="PRICE", help="of one hour of all GPUs, in any currency")
+    group.add_argument("--gpu-price", type=float, metavar="PRICE", help="of one hour of one GPU, in any currency")
     group.add_argument("--cpu-price", type=float, metavar="PRICE", help="of one hour of one host of R-workers")
     add_number_flags(parser.add_argument_group("or as measured"))
     _add_workload_flags(parser.add_argument_group("workload"))
@@ -68,9 +69,11 @@ def run(args: argparse.Namespace) -> int:
     if args.emit:
         print(emit(args, inputs, plan, prefill))
     else:
-        print(plan_text(inputs, plan, alone, verdict, prefill, speculation))
+        ranks = "\n".join(rank_lines(compare_ranks(args, _mini_batch_size), plan.tensor_parallel_size))
+        print(plan_text(inputs, plan, alone, verdict, prefill, speculation, ranks))
     if args.output_json:
         figures = plan_figures(inputs, plan, alone, verdict)
+        figures["tensor_parallel"] = [asdict(row) for row in compare_ranks(args, _mini_batch_size)]
         more = {"prefill": prefill, "speculation": speculation}
         write_json(figures | {name: asdict(each) for name, each in more.items() if each}, args.output_json)
     if args.plot:
@@ -145,15 +148,20 @@ def plan_text(
     verdict: Verdict,
     prefill: PrefillPlan | None = None,
     speculation: SpeculationPlan | None = None,
+    ranks: str = "",
 ) -> str:
-    """The figures, the GPU alone, the verdict, the candidates and what all of it rests on."""
+    """The figures, the GPU alone, the verdict, the candidates, ``ranks`` and what all of it rests on."""
     blocks = [
         _title(inputs),
         "\n".join((*_figures(plan), *_prefill_lines(prefill), *_speculation_lines(speculation, plan))),
         _alone(inputs, alone),
         verdict.sentence,
     ]
-    blocks += ["\n".join(_candidates(plan)), "\n".join(("Rests on:", *(f"  {line}" for line in inputs.assumptions)))]
+    blocks += [
+        "\n".join(_candidates(plan)),
+        ranks,
+        "\n".join(("Rests on:", *(f"  {line}" for line in inputs.assumptions))),
+    ]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -171,7 +179,9 @@ def _figures(plan: Plan) -> Iterator[str]:
     reading = plan.r_worker_bandwidth_gb_per_s
     each = f", each reading {reading:.1f} GB/s of KV" if reading else ""
     why = " (more for their memory)" if plan.r_workers_set_by == "memory" else ""
-    yield _line("R-workers", f"{plan.num_r_workers}{why}, {plan.num_r_workers_exact:.2f} exactly{each}")
+    ranks = plan.tensor_parallel_size
+    of_each = f" of each of {ranks} ranks, {plan.total_r_workers} in all" if ranks > 1 else ""
+    yield _line("R-workers", f"{plan.num_r_workers}{of_each}{why}, {plan.num_r_workers_exact:.2f} exactly{each}")
     yield _line("hosts", f"{plan.num_hosts}")
     yield _line("schedule", f"{plan.micro_batch_size} sequences (M) start every {plan.interval_steps} steps (F)")
     yield _line("KV load limit", f"{plan.kv_load_limit} tokens (W_lim)")

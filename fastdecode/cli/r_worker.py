@@ -17,6 +17,7 @@ from fastdecode.cli.flags import (
     listen_address,
     say_mended,
 )
+from fastdecode.errors import ConfigError
 from fastdecode.settings import (
     check_key,
     check_security,
@@ -43,6 +44,11 @@ def add_command(commands: Any) -> None:
     )
     add_worker_flags(parser, LISTEN)
     parser.add_argument("--kv-cache-memory", metavar="BYTES", help="such as 4GiB (40%% of what is free)")
+    parser.add_argument(
+        "--health-listen", metavar="HOST:PORT",
+        help="answer GET /health (200, 503 where it cannot serve) and /metrics (Prometheus) there, without a key; port "
+        "0: any (nowhere)",
+    )  # fmt: skip
     for name in ("--control-fd", "--memory-fd", "--parent"):  # of --r-workers spawn:N, which starts this
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     add_common_flags(parser)
@@ -52,6 +58,8 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what was bound and serve; SIGTERM ends the process with status 0, Ctrl-C with 130."""
     check_transport(args.transport, args.join)
+    if args.health_listen and args.transport == "mpi":
+        raise ConfigError("health_listen: the ranks of an MPI job end together; leave --transport away")
     if args.transport == "mpi":
         say_mended()
     cores, threads, kv_cache_bytes = _resources(args)
@@ -112,7 +120,9 @@ def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | No
     from fastdecode.cluster.joining import Joiner, local_address
     from fastdecode.cluster.links.tcp import Server
     from fastdecode.cluster.links.zeromq import ZmqListener
+    from fastdecode.cluster.r_worker.health import HealthPort
     from fastdecode.cluster.r_worker.host import take_host
+    from fastdecode.cluster.r_worker.vitals import Vitals
     from fastdecode.cluster.wire.handshake import read_security
 
     towards = local_address(args.join) if args.join else None
@@ -122,18 +132,25 @@ def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | No
         check_key("join", [split_address("join", args.join)[0]], args.key_file)
     check_security(args.security, args.key_file)
     security = read_security(args.key_file, args.security)
+    vitals = Vitals()
+    health = HealthPort(*split_address("health_listen", args.health_listen, 0), vitals) if args.health_listen else None
     listener = ZmqListener(host, port, security.curve_secret)
     try:
         machine = take_host(cores, threads, kv_cache_bytes)
+        vitals.is_ready = True
         guard = describe_security(args.security, args.key_file)
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)
+        if health:
+            print(f"fastdecode r-worker: health at http://{health.address}/health", flush=True)
         mine = f"{towards if host == '*' else host}:{listener.address.rpartition(':')[2]}"
         joiner = Joiner(args.join, mine, security.secret) if args.join else None
-        server = Server(listener, machine, joiner, security, host)
+        server = Server(listener, machine, joiner, security, host, vitals)
         signal.signal(signal.SIGTERM, partial(_end, server))
         server.run()
     finally:
         listener.close()
+        if health:
+            health.close()
 
 
 def _end(server: Server | None, number: int, frame: Any) -> None:

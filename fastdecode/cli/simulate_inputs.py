@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, named_shape, read_inputs
+from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, named_shape, rank_group, read_inputs
 from fastdecode.cli.prefill_inputs import prefill_forecast
 from fastdecode.cli.speculation_inputs import read_drafting
 from fastdecode.config import EngineConfig
@@ -164,10 +164,11 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     read_drafting(args, None)
     if args.model is None or args.gpu is None:
         raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
-    shape, gpu = named_shape(args.model), find_gpu(args.gpu).times(args.tensor_parallel_size)
+    shape, group = named_shape(args.model), rank_group(args, find_gpu(args.gpu))
+    gpu = find_gpu(args.gpu).times(group.size)
     kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
-    step_time = GpuStepTime(shape, gpu, shape.kv_layout(kv_dtype).kv_bytes_per_token)
-    check_weights(shape, gpu)
+    step_time = GpuStepTime(shape, gpu, shape.kv_layout(kv_dtype).kv_bytes_per_token, group)
+    check_weights(shape, gpu, group)
     blocks = step_time.capacity_tokens // args.block_size
     if blocks == 0:
         raise ConfigError(
@@ -200,8 +201,9 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
         bandwidths=speeds or (1.0,) * workers,
         seconds_per_moved_token=per_moved,
     )
-    machine = SplitMachine(model, kv_bytes, speeds, per_moved)
-    title = f"{inputs.title}, {workers} R-worker(s)"
+    machine = SplitMachine(model, planner.num_ranks * kv_bytes, speeds, per_moved)
+    of_each = f" of each of {planner.num_ranks} ranks" if planner.num_ranks > 1 else ""
+    title = f"{inputs.title}, {workers} R-worker(s){of_each}"
     prefill, num_prefill = prefill_forecast(args), args.num_prefill_workers or 0
     if prefill:
         title += f", {num_prefill} prefill worker(s)"
@@ -298,5 +300,7 @@ def _scratch_tokens(inputs: PlanInputs) -> int:
     if inputs.server is None:
         return UNBOUNDED_TOKENS
     shape = inputs.server.shape
-    own_dtype = GpuStepTime(shape, inputs.server.gpu, shape.kv_layout(shape.dtype).kv_bytes_per_token)
+    own_dtype = GpuStepTime(
+        shape, inputs.server.gpu, shape.kv_layout(shape.dtype).kv_bytes_per_token, inputs.server.group
+    )
     return int(own_dtype.capacity_tokens * SCRATCH_SHARE)

@@ -9,11 +9,11 @@ from typing import Any
 from fastdecode.cli.flags import json_object
 from fastdecode.cli.machine_inputs import PlanInputs, named_shape
 from fastdecode.errors import ConfigError
-from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.speculation import LOOKUP_SECONDS, DraftCost, Drafting, row_share
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, SPart
+from fastdecode.perfmodel.tensor_parallel import RankSPart, rank_shape
 from fastdecode.speculative_config import SpeculativeConfig
 
 
@@ -75,8 +75,11 @@ def _cost(
 
 def _draft_s_part(args: argparse.Namespace, s_part: SPart, shape: ModelShape, draft: ModelShape) -> SPart:
     """Of the draft model on the S-worker: by its sizes on a named GPU, else the measured times by the weights."""
+    if isinstance(s_part, RankSPart):
+        rank = _draft_s_part(args, s_part.rank, shape, draft)
+        return RankSPart(rank, draft, s_part.group)
     if isinstance(s_part, GpuSPart):
-        return replace(s_part, shape=draft, gpu=find_gpu(args.gpu).times(args.tensor_parallel_size))
+        return replace(s_part, shape=rank_shape(draft, args.tensor_parallel_size))
     if not isinstance(s_part, MeasuredSPart):
         raise ConfigError("speculative_config: nothing says how fast the S-worker would compute a draft_model")
     layers = draft.active_layer_parameters / shape.active_layer_parameters

@@ -85,7 +85,7 @@ void test_attend(const char* isa, DType kv_dtype, const LayerSpec& layer, std::i
         const auto keys = random_floats(random, rows * layer.num_kv_heads * layer.key_dim);
         const auto values = random_floats(random, rows * layer.num_kv_heads * layer.value_dim);
         std::vector<float> out(rows * layer.num_heads * layer.value_dim);
-        worker.begin_step({}, std::vector<std::vector<Span>>{{{1, length, rows, true}}});
+        worker.begin_step({}, std::vector<std::vector<Span>>{{{1, length, rows, SpanMode::attend}}});
         worker.submit(0, 0, {queries.data(), keys.data(), values.data(), out.data()});
         worker.wait(0);
         worker.end_step();

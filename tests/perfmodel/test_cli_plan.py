@@ -113,11 +113,11 @@ def test_kv_dtype_prompts_and_latency_reach_the_plan(tmp_path: Path) -> None:
 
 
 def test_rows_of_prompts_send_keys_and_values_alone() -> None:
-    """Half of the rows send q, k, v and o, half k and v; tensor parallelism multiplies the GPU and its PCIe."""
+    """Half of the rows send q, k, v and o, half k and v; each of two ranks half of it, over its own PCIe."""
     args = build_parser().parse_args(["plan", *NAMES, "--prompt-len", "512", "--tensor-parallel-size", "2"])
     transport = read_inputs(args).planner.transport
-    assert transport.row_bytes == 2 * 4096 * (4 + 2) / 2
-    assert transport.hop_bytes_per_second == (64e9, 12.5e9)
+    assert transport.row_bytes == 2 * 4096 * (4 + 2) / 2 / 2
+    assert transport.hop_bytes_per_second == (32e9, 12.5e9 / 2)
 
 
 def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,8 +159,10 @@ def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) 
         ([*NUMBERS, "--s-part-seconds", "inf"], 2, "above zero seconds"),
         ([*NAMES, "--r-workers-per-host", "0"], 2, "r_workers_per_host must be at least 1"),
         ([*NUMBERS, "--s-part-seconds", "-1"], 2, "above zero seconds"),
-        ([*NUMBERS, "--tensor-parallel-size", "2"], 2, "tensor_parallel_size counts GPUs that --gpu names"),
-        (["--seq-len", "8", "--profile", "p.json", "--tensor-parallel-size", "2"], 2, "counts GPUs that --gpu names"),
+        ([*NUMBERS, "--tensor-parallel-size", "2"], 2, "tensor_parallel_size has no place beside bare numbers"),
+        ([*NAMES, "--tensor-parallel-size", "0"], 2, "tensor_parallel_size must be at least 1, not 0"),
+        ([*NAMES, "--tensor-parallel-size", "3"], 1, "3 ranks cannot share the 32 heads and 32 KV heads of llama-7b"),
+        ([*NAMES, "--tensor-parallel-size", "2", "--rank-link", "fast"], 2, "link must be a bandwidth such as 100Gb"),
         ([*NUMBERS, "--output-json", "."], 2, ".: is a folder; name a file to write"),
         (["--validate", "3", "--profile", "p.json"], 2, "a command of its own: fastdecode validate"),
         ([*NUMBERS, "--plot", "plan.txt"], 2, "plan.txt: a plot must end in .png, .pdf or .svg"),

@@ -154,7 +154,7 @@ def test_where_no_rate_keeps_the_slo_the_report_has_the_rate_it_ran_at(
         ([*ALONE, "--exposed-transport"], 2, "the GPU alone: exposed_transport has no place there"),
         ([*NAMES, "--dataset-name", "sarathi-chat", "--dataset-path", "x"], 2, "'sarathi-chat' reads no file"),
         ([*NAMES, "--dataset-path", "x"], 2, "'random' reads no file; it is for --dataset-name trace"),
-        ([*BARE, "--tensor-parallel-size", "2"], 2, "tensor_parallel_size counts GPUs that --gpu names"),
+        ([*BARE, "--tensor-parallel-size", "2"], 2, "tensor_parallel_size has no place beside bare numbers"),
         ([*NAMES, "--output-json", "."], 2, ".: is a folder; name a file to write"),
         ([*NAMES, "--output-json", "/no/such/folder/x.json"], 2, "there is no such folder"),
     ],

@@ -1,0 +1,154 @@
+"""An R-worker's health port: /health and /metrics over HTTP, in threads of their own, for probes and Prometheus."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any
+
+from fastdecode.cluster.r_worker.vitals import Vitals
+from fastdecode.errors import ConfigError
+
+CLIENT_SECONDS = 5.0
+"""A connection is closed after this, whatever it is at."""
+
+MOST_BYTES = 1 << 13
+"""Of a request's line and header; a probe sends some hundred."""
+
+POLL_SECONDS = 0.1
+"""Between two looks for connections that take too long."""
+
+MOST_CLIENTS = 16
+"""Connections at once; further ones are closed."""
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class HealthPort(ThreadingHTTPServer):
+    """Answers GET /health (200, or 503 with the reason) and GET /metrics until ``close``.
+
+    Clients cannot harm the R-worker: each has few seconds and few bytes, and their number is limited. ConfigError where
+    it cannot listen at ``host`` and ``port`` (0: any).
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, vitals: Vitals) -> None:
+        self.vitals = vitals
+        self._lock = threading.Lock()
+        self._clients: dict[socket.socket, float] = {}
+        try:
+            super().__init__(("" if host == "*" else host, port), _Handler)
+        except OSError as error:
+            raise ConfigError(f"health_listen: cannot listen at {host}:{port}: {error.strerror or error}") from None
+        self._thread = threading.Thread(target=self.serve_forever, args=(POLL_SECONDS,), name="health", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """The "host:port" at which it listens."""
+        host, port = self.server_address[:2]
+        return f"{host!s}:{port}"
+
+    def close(self) -> None:
+        """Stop to listen."""
+        self.shutdown()
+        self.server_close()
+
+    def server_bind(self) -> None:
+        """Without the look-up of this machine's name that ``HTTPServer`` does, which may take long."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "fastdecode", self.server_address[1]
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """False closes the connection."""
+        with self._lock:
+            if len(self._clients) >= MOST_CLIENTS:
+                return False
+            self._clients[request] = time.monotonic() + CLIENT_SECONDS
+        return True
+
+    def service_actions(self) -> None:
+        """Every POLL_SECONDS: end connections that take too long."""
+        now = time.monotonic()
+        with self._lock:
+            late = [client for client, deadline in self._clients.items() if now > deadline]
+        for client in late:
+            self._end(client)
+
+    def shutdown_request(self, request: Any) -> None:
+        """After each connection."""
+        with self._lock:
+            self._clients.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes in the middle of its answer is no matter for the log."""
+
+    @staticmethod
+    def _end(client: socket.socket) -> None:
+        try:
+            client.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+
+class _Limited:
+    """What the handler reads of a connection: lines of MOST_BYTES together, then ConnectionError."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left = file, MOST_BYTES
+        self.close = file.close
+
+    def readline(self, size: int = -1) -> bytes:
+        """As a file's."""
+        line = self._file.readline(self._left + 1 if size < 0 else min(size, self._left + 1))
+        self._left -= len(line)
+        if self._left < 0:
+            raise ConnectionError(f"more than {MOST_BYTES} bytes of header")
+        return line
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection, one answer."""
+
+    server: HealthPort
+    server_version, sys_version = "fastdecode", ""
+    timeout = CLIENT_SECONDS
+
+    def setup(self) -> None:
+        """Before the connection's request is read."""
+        super().setup()
+        self.rfile = _Limited(self.rfile)  # type: ignore[assignment]
+
+    def do_GET(self) -> None:
+        """/health or /metrics."""
+        path = self.path.partition("?")[0]
+        vitals = self.server.vitals
+        if path == "/metrics":
+            self._answer(HTTPStatus.OK, vitals.metrics(), CONTENT_TYPE)
+        elif path == "/health":
+            wrong = vitals.complaint()
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE if wrong else HTTPStatus.OK, f"{wrong or 'ok'}\n")
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "there are /health and /metrics\n")
+
+    do_HEAD = do_GET
+
+    def _answer(self, status: HTTPStatus, text: str, content_type: str = "text/plain; charset=utf-8") -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Probes come every few seconds: they are not logged."""

@@ -1,0 +1,79 @@
+"""What an R-worker's process knows of itself, for its health port."""
+
+from __future__ import annotations
+
+import time
+
+from fastdecode.types import WorkerReport
+
+PREFIX = "fastdecode_r_worker:"
+
+STUCK_SECONDS = 90.0
+"""An R-worker's main loop comes round within a second, or three times in this while it waits for a peer that reads
+nothing; one that takes longer hangs."""
+
+
+class Vitals:
+    """What an R-worker's process knows of itself: written by its main loop only, and read by any thread at any time.
+
+    Each write is one plain value, so that it costs the main loop less than a microsecond and takes no lock.
+    """
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.is_leaving = False
+        self.is_serving = False
+        self.turned = time.monotonic()
+        self.num_blocks, self.blocks_free, self.num_sequences = 0, 0, 0
+        self.num_sessions, self.num_steps, self.kv_bytes_read, self.busy_seconds = 0, 0, 0, 0.0
+
+    def turn(self) -> None:
+        """The main loop has come round."""
+        self.turned = time.monotonic()
+
+    def opened(self, num_blocks: int) -> None:
+        """A session has begun, with a cache of ``num_blocks``."""
+        self.num_blocks = self.blocks_free = num_blocks
+        self.num_sessions += 1
+        self.is_serving = True
+
+    def stepped(self, report: WorkerReport) -> None:
+        """A step has ended."""
+        self.num_steps += 1
+        self.blocks_free = report.blocks_free
+        self.kv_bytes_read += report.bytes_read
+        self.busy_seconds += float((report.busy_end - report.busy_start).sum())
+
+    def closed(self) -> None:
+        """The session has ended, and what it held is free."""
+        self.is_serving = False
+        self.num_blocks = self.blocks_free = self.num_sequences = 0
+
+    def complaint(self) -> str:
+        """Why this R-worker should not be given work, "" where nothing is wrong."""
+        if not self.is_ready:
+            return "it is starting"
+        if self.is_leaving:
+            return "it is leaving"
+        silent = time.monotonic() - self.turned
+        return f"its main loop has not come round for {silent:.0f} s" if silent > STUCK_SECONDS else ""
+
+    def metrics(self) -> str:
+        """All of it, for Prometheus."""
+        used = self.num_blocks - self.blocks_free
+        rows: tuple[tuple[str, str, str, float], ...] = (
+            ("serving", "gauge", "1 while an S-worker is served", int(self.is_serving)),
+            ("healthy", "gauge", "1 where /health says 200", int(not self.complaint())),
+            ("kv_blocks", "gauge", "KV blocks of the session, 0 without one", self.num_blocks),
+            ("kv_blocks_used", "gauge", "Of those, held by sequences and prefixes after the last step", used),
+            ("kv_blocks_free", "gauge", "Of those, held by none", self.blocks_free),
+            ("sequences", "gauge", "Sequences with rows in the last step", self.num_sequences),
+            ("sessions_total", "counter", "S-workers that were served", self.num_sessions),
+            ("steps_total", "counter", "Steps", self.num_steps),
+            ("busy_seconds_total", "counter", "Seconds in which it attended", self.busy_seconds),
+            ("kv_bytes_read_total", "counter", "Bytes of KV cache that it read", self.kv_bytes_read),
+        )
+        return "".join(
+            f"# HELP {PREFIX}{name} {text}\n# TYPE {PREFIX}{name} {kind}\n{PREFIX}{name} {value}\n"
+            for name, kind, text, value in rows
+        )

@@ -1,0 +1,137 @@
+"""An S-worker of several ranks: what one of them computes and holds, and what their collectives take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from fastdecode.errors import ConfigError, PlanError
+from fastdecode.perfmodel.hardware import Figure, Gpu
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.stages import SPart
+
+ALL_REDUCES_PER_LAYER = 2
+"""Of [rows, hidden_size]: after the output projection of attention, and after the MLP's last matrix."""
+
+PEER_EFFICIENCY = 0.7
+"""Of a link's nominal rate in all-reduces of megabytes; assumed, since no paper here gives one."""
+
+NVLINK_STEP_SECONDS, PCIE_STEP_SECONDS, NETWORK_STEP_SECONDS = 5e-6, 10e-6, 25e-6
+"""Of one message between two ranks, the collective's launch included; assumed."""
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    """What connects the ranks: ``bytes_per_second`` that each sends and at the same time receives, and
+    ``step_seconds`` of a message without content."""
+
+    name: str
+    bytes_per_second: Figure
+    step_seconds: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step_seconds < math.inf:
+            raise ConfigError(f"a message between ranks takes a finite time, not {self.step_seconds!r} seconds")
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """``size`` ranks, each connected with each other by ``link``; None where there is one rank."""
+
+    size: int = 1
+    link: PeerLink | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(f"tensor_parallel_size must be at least 1, not {self.size}")
+        if self.size > 1 and self.link is None:
+            raise ConfigError(f"{self.size} ranks need a link between them")
+
+    def all_reduce_seconds(self, num_bytes: float) -> float:
+        """The sum of a tensor of ``num_bytes`` on every rank: the faster of two ways.
+
+        A ring: 2·(N - 1) messages of a share of the tensor each (least bytes). Recursive doubling: log2(N) messages of
+        all of it (fewest messages).
+        """
+        if self.link is None or self.size == 1:
+            return 0.0
+        rate, once = self.link.bytes_per_second.achieved, self.link.step_seconds
+        ring = 2 * (self.size - 1) * (once + num_bytes / self.size / rate)
+        return min(ring, math.ceil(math.log2(self.size)) * (once + num_bytes / rate))
+
+    def gather_seconds(self, num_bytes: float) -> float:
+        """All of a tensor of ``num_bytes``, of which every rank has a share, on every rank."""
+        if self.link is None or self.size == 1:
+            return 0.0
+        each = num_bytes / self.size / self.link.bytes_per_second.achieved
+        return (self.size - 1) * (self.link.step_seconds + each)
+
+    def layer_seconds(self, shape: ModelShape, rows: float) -> float:
+        """Of the collectives in one layer of ``shape``, the whole model."""
+        return ALL_REDUCES_PER_LAYER * self.all_reduce_seconds(rows * shape.hidden_size * shape.item_bytes)
+
+    def head_seconds(self, shape: ModelShape, rows: float) -> float:
+        """Of gathering the logits of ``rows``."""
+        return self.gather_seconds(rows * shape.vocab_size * shape.item_bytes)
+
+
+ALONE = RankGroup()
+
+
+@dataclass(frozen=True)
+class RankSPart:
+    """The S-part under tensor parallelism: ``rank`` is one rank's own work, ``shape`` the whole model."""
+
+    rank: SPart
+    shape: ModelShape
+    group: RankGroup
+
+    def layer_seconds(self, rows: float) -> float:
+        """A rank's products, and the all-reduces."""
+        return self.rank.layer_seconds(rows) + self.group.layer_seconds(self.shape, rows)
+
+    def head_seconds(self, rows: float) -> float:
+        """A rank's part of the logits, and gathering them."""
+        return self.rank.head_seconds(rows) + self.group.head_seconds(self.shape, rows)
+
+
+def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
+    """What one of ``num_ranks`` holds of ``shape``: heads, widths of MLPs and the vocabulary of the head divided.
+
+    KV heads that are fewer than ranks are on several of them. PlanError where heads cannot be dealt evenly.
+    """
+    if num_ranks == 1:
+        return shape
+    kv_heads = shape.num_kv_heads
+    if shape.num_heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
+        raise PlanError(
+            f"tensor_parallel_size: {num_ranks} ranks cannot share the {shape.num_heads} heads and {kv_heads} KV heads "
+            f"of {shape.name} evenly"
+        )
+    return replace(
+        shape,
+        num_heads=shape.num_heads // num_ranks,
+        num_kv_heads=max(1, kv_heads // num_ranks),
+        intermediate_size=math.ceil(shape.intermediate_size / num_ranks),
+        shared_intermediate_size=math.ceil(shape.shared_intermediate_size / num_ranks),
+        vocab_size=math.ceil(shape.vocab_size / num_ranks),
+    )
+
+
+def replicated_bytes(shape: ModelShape, num_ranks: int) -> int:
+    """Weights that all ranks but the first hold once more: the input embedding, which no plan of transformers cuts."""
+    return (num_ranks - 1) * shape.head_parameters * shape.item_bytes
+
+
+def gpu_peer_link(gpu: Gpu) -> PeerLink:
+    """Between GPUs of one host: NVLink where they have it, else PCIe."""
+    if gpu.nvlink_bytes_per_second:
+        figure = Figure(gpu.nvlink_bytes_per_second, PEER_EFFICIENCY, False, "NVIDIA data sheet, one direction")
+        return PeerLink("NVLink", figure, NVLINK_STEP_SECONDS)
+    figure = Figure(gpu.host_bytes_per_second, PEER_EFFICIENCY, False, "PCIe, one direction")
+    return PeerLink("PCIe", figure, PCIE_STEP_SECONDS)
+
+
+def network_peer_link(bytes_per_second: float) -> PeerLink:
+    """Between hosts."""
+    return PeerLink("network", Figure(bytes_per_second, PEER_EFFICIENCY, False, "as given"), NETWORK_STEP_SECONDS)

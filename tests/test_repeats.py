@@ -1,0 +1,63 @@
+"""Rows get the same bits in forwards of any size, attention apart: what recomputation, and company, rest on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from fastdecode.config import EngineConfig
+from fastdecode.sworker import SModel
+from fastdecode.sworker.experts import EXPERTS_NAME
+from fastdecode.sworker.loader import load_hf_config
+from fastdecode.sworker.support import repeats_rows
+
+EXPERTS = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIGS = {
+    "dense": transformers.LlamaConfig(**EXPERTS, intermediate_size=512, vocab_size=500),
+    "two of 8 experts": transformers.MixtralConfig(**EXPERTS, intermediate_size=512, vocab_size=500),
+    "three of 30 experts": transformers.Qwen3MoeConfig(
+        **EXPERTS, moe_intermediate_size=128, num_experts=30, num_experts_per_tok=3, vocab_size=500
+    ),
+}
+
+
+def load(name: str, dtype: str, folder: Path) -> tuple[SModel, EngineConfig]:
+    CONFIGS[name].save_pretrained(folder)
+    config = EngineConfig(str(folder), device="cpu", dtype=dtype, load_format="dummy", skip_tokenizer_init=True)
+    return SModel(config), config
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_repeat(name: str, dtype: str, tmp_path: Path) -> None:
+    model, config = load(name, dtype, tmp_path)
+    assert repeats_rows(model.model, load_hf_config(config))
+
+
+def test_a_model_whose_rows_do_not_repeat_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x @ self.weight.T * (1 + 1e-6 * (x.shape[1] > 16)))
+    monkeypatch.setattr("fastdecode.sworker.model.PackedLinears", lambda model: None)
+    load("dense", "float32", tmp_path)
+    assert "float32 products give a row other bits" in caplog.text
+
+
+def test_experts_get_enough_rows_and_the_same_results(tmp_path: Path) -> None:
+    """Of transformers' own grouped products, within rounding, whatever the number of rows."""
+    experts = load("three of 30 experts", "float32", tmp_path)[0].model.model.layers[0].mlp.experts
+    assert experts.config._experts_implementation == EXPERTS_NAME
+    generator = torch.Generator().manual_seed(0)
+    for num_rows in (1, 2, 7, 50, 400):
+        rows = torch.randn(num_rows, 256, generator=generator)
+        weights, index = torch.randn(num_rows, 30, generator=generator).softmax(-1).topk(3)
+        found = experts(rows, index, weights)
+        experts.config._experts_implementation = "grouped_mm"
+        wanted = experts(rows, index, weights)
+        experts.config._experts_implementation = EXPERTS_NAME
+        assert found.shape == wanted.shape and torch.allclose(
+            found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max())
+        )
