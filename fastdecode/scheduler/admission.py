@@ -220,7 +220,7 @@ class Admission:
         hits: dict[int, tuple[int, Chain]],
         would_begin: Callable[[int, int], int | bool],
     ) -> Sequence | None:
-        """As ``start_next``, for a sequence of several ranges: after the longest prefix there is, or else after none."""
+        """As ``start_next``, for a sequence of several ranges: after the longest prefix, or else after none."""
         longest = max(hits.values(), key=lambda hit: hit[0], default=None)
         for hit in dict.fromkeys((longest, None)):
             alone = self._newcomer(sequence, 0, hit)

@@ -101,7 +101,9 @@ class LoadForecast:
         cached_ending = np.bincount(place, cached + 1, num_workers * horizon).reshape(cells)
         if closed is not None:
             held = closed[0] * horizon + closed[1]
-            cached_ending = cached_ending + range_tokens * np.bincount(held, minlength=cached_ending.size).reshape(cells)
+            cached_ending = cached_ending + range_tokens * np.bincount(held, minlength=cached_ending.size).reshape(
+                cells
+            )
         # In step t attend those with more than t steps to go: sums over later ends.
         attending = num_ending.sum(axis=1, keepdims=True) - np.cumsum(num_ending, axis=1)
         tokens = cached_ending.sum(axis=1, keepdims=True) - np.cumsum(cached_ending, axis=1)

@@ -99,7 +99,9 @@ class Migration:
         """What is to leave the R-workers that drain, and whose it is."""
         for worker in self._workers.draining:
             decoding = (each for each in self._residents.on(worker) if each.sequence_id in self._residents.decoding)
-            yield from ((each, held) for each in decoding for held in each.ranges if held.worker == worker and held.num_tokens)
+            yield from (
+                (each, held) for each in decoding for held in each.ranges if held.worker == worker and held.num_tokens
+            )
 
     def _able(self, sequence: Sequence, held: Range) -> list[int]:
         return [each for each in self._workers.accepting if self._admission.has_room_to_move(sequence, held, each)]

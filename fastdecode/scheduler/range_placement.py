@@ -63,7 +63,7 @@ class RangePlacement:
         )
 
     def ranges(self, sequence: Sequence, newcomer: Newcomer, hit: tuple[int, Chain] | None) -> list[Range] | None:
-        """Places for all ranges that ``sequence`` begins with, ``hit``'s where they are; None where there is no room."""
+        """All ranges that ``sequence`` begins with, ``hit``'s where they are; None where there is no room."""
         most, needed = self.sizes_at_end(sequence), [blocks for blocks, _ in self.sizes_at_start(sequence)]
         room, capacities = self._workers.available - self._workers.num_sequences, self._capacities(sequence)
         pieces = self._prefix_cache.pieces(sequence, hit) if hit else []

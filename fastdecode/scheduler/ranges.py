@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastdecode.scheduler.worker_state import Block
+from fastdecode.types import SPLIT_TOKENS
 
 UNLIMITED = 1 << 60
 """Tokens of a range where sequences have one only."""
 
-SPLIT_TOKENS, LEAST_RANGE_TOKENS = 512, 4096
-"""A range is a power of two of splits; chosen freely it has at least so many tokens."""
+LEAST_RANGE_TOKENS = 4096
+"""Of ranges whose length is chosen freely."""
 
 
 Size = tuple[int, int]

@@ -290,7 +290,7 @@ class Residents:
                 elif each.num_tokens and each.start + each.num_tokens > num_sound:
                     self._cut(each, max(0, num_sound - each.start), min(each.num_blocks, most))
             whole = [each.num_tokens == self.table.range_tokens for each in ranges]
-            first = (whole[:-1] + [False]).index(False)
+            first = [*whole[:-1], False].index(False)
             sequence.closed, sequence.ahead = ranges[:first], ranges[first + 1 :]
             self.table.put(sequence, ranges[first])
             if sequence.worker >= 0:
@@ -304,7 +304,7 @@ class Residents:
         self.replace(sequence, new)
 
     def _interrupt(self, sequence: Sequence) -> list[Range]:
-        """``sequence`` is in its prompt, which no prefill has begun, appends nowhere now, and has the ranges returned."""
+        """``sequence`` neither decodes nor appends any more, but is a prompt, with the ranges that are returned."""
         if self.decoding.pop(sequence.sequence_id, None):
             self.table.stop(sequence)
         else:

@@ -338,7 +338,7 @@ class Scheduler:
             self._preempt(self._victim(short[0]))
 
     def _extend(self, rows: np.ndarray) -> None:
-        """The first of these rows of the table, whose tails are whole, gets a new one; or a victim makes room for it."""
+        """The first of these rows of the table, whose tails are whole, gets a new tail, or a victim makes room."""
         sequence = self.residents.decoding[int(self.residents.table.chunks["sequence_id"][rows[0]])]
         worker, has_room = self.admission.next_tail(sequence)
         if has_room:
@@ -373,7 +373,7 @@ class Scheduler:
             for each in prompt.ranges if prompt.attends_in_prompt else ():
                 limits[each.worker] -= min(table.range_tokens, prompt.num_prefill - each.start)
         for worker in np.flatnonzero(table.kv_loads(len(limits)) > limits):
-            loads = table.loads_on(worker, rows)
+            loads = table.loads_on(int(worker), rows)
             here, loads = rows[loads > 0], loads[loads > 0]
             by_age = np.argsort(table.chunks["sequence_id"][here])
             beyond = np.cumsum(loads[by_age]) > limits[worker]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from fastdecode.step import Chunk, ScheduledStep
 from fastdecode.types import Verb
 
-
 SPOILT = -1
 """Stands for a token that was computed without all that it should have attended to."""
 

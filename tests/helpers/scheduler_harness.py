@@ -321,7 +321,10 @@ class Run:
                 *closed, tail = sequence.ranges
                 least, most = map(self.scheduler.workers.blocks_for, (tail.num_tokens, tail.num_tokens + 1))
                 assert least + extra <= tail.num_blocks <= most + extra
-                assert all(each.num_blocks * self.limits.block_size == each.num_tokens for each in closed), (sequence, tail)
+                assert all(each.num_blocks * self.limits.block_size == each.num_tokens for each in closed), (
+                    sequence,
+                    tail,
+                )
 
     def _take(self, chunks: list[Chunk], accepted: dict[int, int]) -> None:
         """As ``LLMEngine._take``: fork, append a token each, or those accepted and one more, end what is done."""
