@@ -67,9 +67,10 @@ std::vector<float> run_worker(int num_threads) {
         {std::vector<LayerSpec>(layers, layer), DType::float32, DType::bfloat16, 16, 4000, num_threads, {}, "auto"});
     std::vector<float> outputs;
     std::int64_t length = 0;
-    for (const std::int64_t rows : {700, 1, 1, 30, 1}) {
+    for (const std::int64_t rows : {640, 60, 1, 1, 30, 1}) {
         std::vector<std::vector<Span>> spans(2);
-        for (std::int64_t i = 0; i < 2 * each; ++i) spans[i % 2].push_back({i, length, rows, SpanMode::attend});
+        const SpanMode mode = length ? SpanMode::attend : SpanMode::append;
+        for (std::int64_t i = 0; i < 2 * each; ++i) spans[i % 2].push_back({i, length, rows, mode});
         worker.begin_step({}, spans);
         std::vector<float> data(each * rows * heads * dim);
         for (std::size_t i = 0; i < data.size(); ++i) data[i] = float(i * 7919 % 1009) / 500.0f - 1.0f;
