@@ -65,9 +65,9 @@ def tail_partials(num_tokens: int) -> int:
 
 def mean_parts(num_sequences: float, context: float, range_tokens: float) -> RangeParts:
     """Of ``num_sequences`` rows over ``context`` tokens each, their tails of any length."""
-    closed = context // range_tokens
-    if not closed:
+    if context < range_tokens:
         return NO_RANGES
+    closed = context // range_tokens
     splits = range(1, int(range_tokens // SPLIT_TOKENS) + 1)
     tail = sum(tail_partials(each * SPLIT_TOKENS) for each in splits) / len(splits)
     return RangeParts(num_sequences * closed, num_sequences * (closed + tail))

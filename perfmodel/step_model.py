@@ -85,9 +85,11 @@ class StepModel:
         """One layer of all mini-batches."""
         return max(self._bounds(self.stages(tokens, kv_tokens, output_tokens)).values())
 
-    def bottleneck(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> str:
+    def bottleneck(
+        self, tokens: float, kv_tokens: float, output_tokens: float | None = None, ranges: RangeParts = NO_RANGES
+    ) -> str:
         """What the step waits for: "s-worker", "r-workers", "transport" or "round-trip"; the first of equals."""
-        bounds = self._bounds(self.stages(tokens, kv_tokens, output_tokens))
+        bounds = self._bounds(self.stages(tokens, kv_tokens, output_tokens, ranges))
         return max(bounds, key=lambda name: bounds[name])
 
     def balanced_kv_tokens(self, tokens: float) -> float:

@@ -143,7 +143,7 @@ def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) 
         ([*NAMES, "--mini-batch-size", "0"], 2, "mini_batch_size must be at least 1"),
         ([*NAMES, "--num-mini-batches", "0"], 2, "num_mini_batches must be at least 1"),
         ([*NAMES, "--gpu-price", "nan"], 2, "a price must be"),
-        ([*NAMES, "--kv-cache-memory", "1GB"], 1, "holds 1907 cached tokens, 2189 fewer than one sequence of 4096"),
+        ([*NAMES, "--kv-cache-memory", "100MB"], 1, "holds 190 cached tokens, 3906 fewer than one sequence of 4096"),
         ([*NAMES, "--latency-limit", "1"], 1, "cannot be met"),
         ([*NAMES, "--model", "opt-175b"], 1, "GB too little"),
         ([*NAMES, "--profile", "/no/such/profile.json", "--cpu", "epyc-7452"], 2, "cpu and profile"),
