@@ -254,7 +254,8 @@ class Run:
         end = chunk.context_len + len(chunk.token_ids)
         assert chunk.base <= chunk.context_len < end <= chunk.base + range_tokens
         assert (held.worker, held.tokens) == (chunk.worker, tokens[chunk.base : chunk.context_len])
-        assert [start for _, _, start in chunk.reads] == list(range(0, chunk.base, range_tokens))
+        starts = range(0, chunk.base, range_tokens) if chunk.attends else ()
+        assert [start for _, _, start in chunk.reads] == list(starts)
         for worker, range_id, start in chunk.reads:
             closed = self.naive.held[range_id]
             assert (closed.worker, closed.tokens) == (worker, tokens[start : start + range_tokens])
