@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.cluster.ranges import RangeRows
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.payload import row_counts, slices
 from fastdecode.cluster.workers import InprocWorker, LostWorker, PoolWorker, transfer_seconds
@@ -20,7 +21,6 @@ from fastdecode.types import (
     ISAS,
     WIRE_DTYPE,
     KVLayout,
-    LayerLayout,
     RWorkerInfo,
     StepPlan,
     StepReport,
@@ -40,9 +40,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _MiniBatchRows:
-    """The workers with rows in one mini-batch (index, attending rows, all rows), and the o being filled."""
+    """The workers with rows in one mini-batch (index, attending rows, all rows), and the o being filled.
+
+    ``ranges``: where sequences attend in ranges.
+    """
 
     busy: list[tuple[int, slice, slice]]
+    ranges: RangeRows | None = None
     outputs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     current: np.ndarray | None = None
     layer: int = 0
@@ -61,8 +65,7 @@ class PoolBackend:
         self._lost: list[int] = []
         self._leaving: list[int] = []
         self._asked_to_leave: set[str] = set()
-        self._layers: tuple[LayerLayout, ...] = ()
-        self._o_dtype: np.dtype = np.dtype(np.float32)
+        self._layout = KVLayout((), "float32", "float32")
         self._rows: list[_MiniBatchRows] = []
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
         self._blocks: dict[int, tuple[int, int]] = {}
@@ -73,7 +76,7 @@ class PoolBackend:
         self.join_listener = listener
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        self._layers, self._o_dtype = layout.layers, WIRE_DTYPE[layout.model_dtype]
+        self._layout = layout
         self._submitted = np.zeros((0, len(layout.layers)))  # its shape is what a worker lost before any step had
         try:
             for worker in self.workers:
@@ -89,11 +92,9 @@ class PoolBackend:
         return infos
 
     def begin_step(self, plan: StepPlan) -> None:
-        if any(len(gathers) for gathers in plan.gathers):
-            raise BackendError("begin_step: no R-worker attends to a part of a sequence yet")
         num_mini_batches = len(plan.workers[0].mini_batches)
         self._rows = [self._mini_batch_rows(plan, mini_batch) for mini_batch in range(num_mini_batches)]
-        self._submitted = np.zeros((num_mini_batches, len(self._layers)))
+        self._submitted = np.zeros((num_mini_batches, len(self._layout.layers)))
         self._arrived = np.zeros((len(self.workers), *self._submitted.shape))
         try:
             for index, part in enumerate(plan.workers):
@@ -116,8 +117,12 @@ class PoolBackend:
         rows.layer = layer
         o = rows.current = self._output(rows, layer, len(q))
         for index, attending, all_rows in rows.busy:
+            qkvo = q[attending], k[all_rows], v[all_rows], o[attending]
             try:
-                self.workers[index].submit(mini_batch, layer, q[attending], k[all_rows], v[all_rows], o[attending])
+                if rows.ranges is None:
+                    self.workers[index].submit(mini_batch, layer, *qkvo)
+                else:
+                    self.workers[index].submit(mini_batch, layer, *rows.ranges.arrays(index, layer, q, *qkvo))
             except FAILURES as error:
                 self._failed(index, "a layer", error)
 
@@ -136,6 +141,8 @@ class PoolBackend:
                 self._failed(index, "a layer", error)
             if waits:
                 self._arrived[index, mini_batch, rows.layer] = time.perf_counter()
+        if rows.ranges:
+            rows.ranges.merge(rows.layer, rows.current, "scalar" if set(self._isas) == {"scalar"} else "auto")
         return rows.current
 
     def end_step(self) -> StepReport:
@@ -237,6 +244,8 @@ class PoolBackend:
             raise WorkerLostError(f"{error}, and no other R-worker is left") from error
         logger.warning("%s; its sequences are computed again on the others", error)
         for rows in self._rows:
+            if rows.ranges:
+                rows.ranges.lose(index)
             for busy, attending, _ in rows.busy:
                 if busy == index and rows.current is not None:
                     rows.current[attending] = 0
@@ -274,16 +283,22 @@ class PoolBackend:
             return self.workers[index].ended()  # the LostWorker in its place
 
     def _mini_batch_rows(self, plan: StepPlan, mini_batch: int) -> _MiniBatchRows:
-        counts = [row_counts(part.mini_batches[mini_batch]) for part in plan.workers]
+        spans = [part.mini_batches[mini_batch] for part in plan.workers]
+        counts = [row_counts(each) for each in spans]
+        ranges = None
+        if plan.gathers and len(plan.gathers[mini_batch]):
+            ranges = RangeRows(self._layout, plan.gathers[mini_batch], spans)
+            counts = [rows._replace(queries=rows.queries - ranges.num_copied(i)) for i, rows in enumerate(counts)]
         places = (slices([count[i] for count in counts]) for i in range(2))
         dealt = zip(range(len(counts)), *places, strict=True)
-        return _MiniBatchRows([each for each in dealt if each[-1].start < each[-1].stop])
+        busy = [each for each in dealt if each[2].start < each[2].stop or (ranges and ranges.num_copied(each[0]))]
+        return _MiniBatchRows(busy, ranges)
 
     def _output(self, rows: _MiniBatchRows, layer: int, num_rows: int) -> np.ndarray:
         """The mini-batch's o buffer, one per head shape, reused by its layers."""
-        shape = (self._layers[layer].num_heads, self._layers[layer].value_head_dim)
+        shape = (self._layout.layers[layer].num_heads, self._layout.layers[layer].value_head_dim)
         if shape not in rows.outputs:
-            rows.outputs[shape] = np.empty((num_rows, *shape), dtype=self._o_dtype)
+            rows.outputs[shape] = np.empty((num_rows, *shape), dtype=WIRE_DTYPE[self._layout.model_dtype])
         return rows.outputs[shape]
 
 

@@ -66,7 +66,7 @@ class RemoteWorker:
         self._in_step = False
         self._room_bytes = 0
         self._offset_seconds = 0.0
-        self._outputs: dict[int, tuple[int, np.ndarray]] = {}
+        self._outputs: dict[int, tuple[int, tuple[np.ndarray, ...]]] = {}
 
     def open(self, layout: KVLayout) -> None:
         self._layout = layout
@@ -103,10 +103,19 @@ class RemoteWorker:
     def begun(self) -> None:
         self._answer(Kind.READY)
 
-    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
+    def submit(
+        self,
+        mini_batch: int,
+        layer: int,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        o: np.ndarray,
+        partials: np.ndarray | None = None,
+    ) -> None:
         if mini_batch in self._outputs:
             raise BackendError(f"submit: mini-batch {mini_batch} has a layer under way; collect it first")
-        self._outputs[mini_batch] = layer, o
+        self._outputs[mini_batch] = layer, (o,) if partials is None else (o, partials)
         with self._losses as link:
             link.send_arrays(Kind.PAYLOAD, mini_batch, layer, (q, k, v))
 
@@ -192,11 +201,11 @@ class RemoteWorker:
         frame = self._next(timeout_seconds)
         if frame is None:
             return False
-        layer, o = self._outputs.get(frame.mini_batch, (-1, None))
-        if frame.kind is not Kind.OUTPUT or o is None or layer != frame.layer:
+        layer, arrays = self._outputs.get(frame.mini_batch, (-1, ()))
+        if frame.kind is not Kind.OUTPUT or layer != frame.layer:
             raise self._lose(f"it sent a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer}")
         with self._losses as link:
-            link.load(frame, (o,))
+            link.load(frame, arrays)
         del self._outputs[frame.mini_batch]
         return True
 

@@ -41,10 +41,20 @@ class PoolWorker(Protocol):
         """Wait for the answer to ``begin_step``."""
         ...
 
-    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
+    def submit(
+        self,
+        mini_batch: int,
+        layer: int,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        o: np.ndarray,
+        partials: np.ndarray | None = None,
+    ) -> None:
         """Start one layer of one mini-batch with rows here; ``o`` is filled by the time ``wait`` returns.
 
-        Arrays as in ``AttentionBackend.submit`` and ``collect``, this worker's rows only.
+        Arrays as in ``AttentionBackend.submit`` and ``collect``, this worker's rows only. ``partials``: float32
+        [rows, num_heads, 2 + value_head_dim], filled as ``_rworker.RWorker.submit`` says; None without such rows.
         """
         ...
 
@@ -126,11 +136,20 @@ class InprocWorker:
     def begun(self) -> None:
         """Nothing to do."""
 
-    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
+    def submit(
+        self,
+        mini_batch: int,
+        layer: int,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        o: np.ndarray,
+        partials: np.ndarray | None = None,
+    ) -> None:
         if self._postpones:
-            self._postponed = mini_batch, layer, q, k, v, o
+            self._postponed = mini_batch, layer, q, k, v, o, partials
         else:
-            self._open.submit(mini_batch, layer, q, k, v, o)
+            self._open.submit(mini_batch, layer, q, k, v, o, partials)
 
     def ready(self, mini_batch: int) -> bool:
         """See ``PoolWorker.ready``; what is postponed to ``wait`` gains nothing by waiting."""
@@ -197,8 +216,19 @@ class LostWorker:
     def begun(self) -> None:
         """Nothing to do."""
 
-    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> None:
+    def submit(
+        self,
+        mini_batch: int,
+        layer: int,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        o: np.ndarray,
+        partials: np.ndarray | None = None,
+    ) -> None:
         o[...] = 0
+        if partials is not None:
+            partials[...] = (-np.inf, *(0.0,) * (partials.shape[2] - 1))
 
     def ready(self, mini_batch: int) -> bool:
         return True

@@ -5,6 +5,8 @@ blocks), KeyError (an unknown sequence), TypeError (an argument of another type)
 cache or buffer of that size); whatever raised one has changed nothing.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -75,6 +77,25 @@ class Ring:
     def pop(self, timeout_seconds: float) -> int | None:
         """The next word, None when none came in time. Spins for 20 microseconds, then sleeps, without the GIL."""
 
+def merge_partials(
+    partials: list[npt.NDArray[np.float32]],
+    parts: npt.NDArray[np.int64],
+    spans: npt.NDArray[np.int64],
+    sinks: Sequence[float],
+    out: npt.NDArray[np.float32 | np.uint16],
+    model_dtype: str,
+    isa: str = "auto",
+) -> None:
+    """Merge the partial results of ranges into rows of ``out``, as an R-worker that held all of them would, bit for
+    bit where ``isa`` rounds as its instruction set does (all but "scalar" are the same here). Without the GIL.
+
+    ``partials``: [rows, num_heads, 2 + Dv] each, as R-workers give them. ``parts``: int64 [num_parts, 5]: index in
+    ``partials``, row there of the span's first row, rows there from one row of the span to the next, and the first
+    split and number of splits that it stands for: a power of two, from a multiple of it on. ``spans``: int64
+    [num_spans, 4]: first row of ``out``, rows, first part, parts, which follow one another; together they name all
+    parts in order. ``sinks``: one per head, or none. ValueError for anything else.
+    """
+
 class RWorker:
     """A KV cache with the threads that attend to it; called from one thread.
 
@@ -140,9 +161,10 @@ class RWorker:
         """Apply the controls, take blocks for all rows and plan the work.
 
         ``controls``: int64 [n, 4], columns of ``fastdecode.types.CONTROL``, applied in order. ``mini_batches``: int64
-        [m, 4] each, columns of ``fastdecode.types.SPAN``, attending spans first; a sequence may appear once in a step,
-        and one with context_len 0 that is unknown is opened. KeyError for any other unknown sequence; ValueError for a
-        bad control or span, and when the blocks do not suffice.
+        [m, 4] each, columns of ``fastdecode.types.SPAN``, in the order READ, ATTEND, PARTIAL, APPEND. A sequence may
+        appear once in a step, and one with context_len 0 that is unknown is opened; READ spans, of sequences of
+        512 * 2^n tokens, may name one several times. KeyError for any other unknown sequence; ValueError for a bad
+        control or span, and when the blocks do not suffice.
         """
 
     def submit(
@@ -153,13 +175,17 @@ class RWorker:
         k: npt.NDArray[np.float32 | np.uint16],
         v: npt.NDArray[np.float32 | np.uint16],
         out: npt.NDArray[np.float32 | np.uint16],
+        partials: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Start one layer of one mini-batch and return at once; jobs run in the order of submission.
 
-        C-contiguous, in the model's dtype (float32, or uint16 bits): ``q`` [attending rows, num_heads, Dk], ``k``
-        [rows, num_kv_heads, Dk], ``v`` [rows, num_kv_heads, Dv], ``out`` [attending rows, num_heads, Dv], written.
-        The arrays are kept, and must be left alone, until ``wait``. ValueError for arrays of another kind, with no step
-        open, and for a layer submitted before or while this mini-batch is still to be waited for.
+        C-contiguous, in the model's dtype (float32, or uint16 bits): ``q`` [rows of all but APPEND spans, num_heads,
+        Dk], ``k`` [rows of all but READ spans, num_kv_heads, Dk], ``v`` [those rows, num_kv_heads, Dv], ``out`` [rows
+        of ATTEND spans, num_heads, Dv], written. ``partials`` float32 [n, num_heads, 2 + Dv], written: (max, sum,
+        output before division) of each row of READ spans, and of each row and node of PARTIAL spans, of which a span
+        whose last row sees n splits of 512 tokens has as many as n has bits that are 1. May be None where there are
+        none. The arrays are kept, and must be left alone, until ``wait``. ValueError for arrays of another kind, with
+        no step open, and for a layer submitted before or while this mini-batch is still to be waited for.
         """
 
     def run(
@@ -170,6 +196,7 @@ class RWorker:
         k: npt.NDArray[np.float32 | np.uint16],
         v: npt.NDArray[np.float32 | np.uint16],
         out: npt.NDArray[np.float32 | np.uint16],
+        partials: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """``submit`` and ``wait`` in one, without the GIL: this thread attends itself, with the others' help.
 

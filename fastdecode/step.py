@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -303,27 +304,28 @@ class ScheduledStep:
 
     def to_step_plan(self) -> StepPlan:
         """The same step as the R-workers see it."""
-        workers = tuple(self._worker_plan(worker) for worker in range(len(self.controls)))
+        spans = [_spans(mini_batch, len(self.controls)) for mini_batch in self.mini_batches]
+        workers = tuple(
+            WorkerPlan(np.array(list(controls), dtype=CONTROL), tuple(parts[worker] for parts in spans))
+            for worker, controls in enumerate(self.controls)
+        )
         if not any(mini_batch.chunks["base"].any() for mini_batch in self.mini_batches):
             return StepPlan(workers)
         return StepPlan(workers, tuple(mini_batch.gathers for mini_batch in self.mini_batches))
 
-    def _worker_plan(self, worker: int) -> WorkerPlan:
-        spans = tuple(_spans(mini_batch, worker) for mini_batch in self.mini_batches)
-        return WorkerPlan(np.array(list(self.controls[worker]), dtype=CONTROL), spans)
 
-
-def _spans(mini_batch: MiniBatch, worker: int) -> np.ndarray:
-    """One worker's closed ranges and chunks, which are sorted by worker, as SPAN records."""
-    first, last = np.searchsorted(mini_batch.chunks["worker"], [worker, worker + 1])
-    chunks = mini_batch.chunks[first:last]
-    spans = np.empty(last - first, dtype=SPAN)
+def _spans(mini_batch: MiniBatch, num_workers: int) -> list[np.ndarray]:
+    """Each worker's closed ranges and chunks, which are sorted by worker, as SPAN records."""
+    chunks = mini_batch.chunks
+    spans = np.empty(len(chunks), dtype=SPAN)
     spans["sequence_id"], spans["num_rows"] = chunks["sequence_id"], chunks["num_rows"]
     spans["context_len"] = chunks["context_len"] - chunks["base"]
-    spans["mode"] = np.where(chunks["base"] > 0, SpanMode.PARTIAL, SpanMode.ATTEND) * chunks["attends"]
+    spans["mode"] = chunks["attends"] * (1 + (chunks["base"] > 0))  # APPEND, ATTEND or PARTIAL
+    bounds = np.searchsorted(chunks["worker"], np.arange(num_workers + 1)).tolist()
+    parts = [spans[first:last] for first, last in pairwise(bounds)]
     if not len(mini_batch.reads):
-        return spans
-    return np.concatenate([_read_spans(mini_batch, worker), spans])
+        return parts
+    return [np.concatenate([_read_spans(mini_batch, worker), part]) for worker, part in enumerate(parts)]
 
 
 def _read_spans(mini_batch: MiniBatch, worker: int) -> np.ndarray:

@@ -110,6 +110,10 @@ COMMIT of the same job makes them the sequence's, and is refused where some are 
 """
 
 
+SPLIT_TOKENS = 512
+"""Attention's partial results are of so many tokens each, and are merged in a fixed order."""
+
+
 class SpanMode(IntEnum):
     """What an R-worker does with the rows of a span.
 

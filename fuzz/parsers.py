@@ -28,7 +28,9 @@ LAYOUT = KVLayout(
 )
 HELLO = Hello("host:1", LAYOUT, 32)
 WELCOME = Welcome(100, 2, "avx2", 10.5, (0, 1), "boot", "0" * 64)
-PLAN = WorkerPlan(np.array([(0, 2, 1, 4)], CONTROL), (np.array([(1, 2, 3, 1)] * 2, SPAN), np.zeros(0, SPAN)))
+PLAN = WorkerPlan(
+    np.array([(0, 2, 1, 4)], CONTROL), (np.array([(1, 512, 3, 3), (1, 2, 3, 1)], SPAN), np.zeros(0, SPAN))
+)
 REPORT = WorkerReport(np.ones((2, 3)), np.ones((2, 3)), 0.0, 123, 45)
 PLACE = prefill.Place("10.0.0.1:5580", 7)
 PROMPT = prefill.Prompt(1, "kvr", 1, (0, 4, 8), PLACE, PLACE)

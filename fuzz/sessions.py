@@ -25,7 +25,18 @@ from fastdecode.cluster.wire import messages
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
 from fastdecode.errors import BackendError, CapacityError, FrameError
-from fastdecode.types import CONTROL, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, Verb, WorkerPlan, WorkerReport
+from fastdecode.types import (
+    CONTROL,
+    SPAN,
+    SPLIT_TOKENS,
+    WIRE_DTYPE,
+    KVLayout,
+    LayerLayout,
+    SpanMode,
+    Verb,
+    WorkerPlan,
+    WorkerReport,
+)
 
 LAYOUTS = (
     KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3, window=9)), "float32", "float32"),
@@ -33,7 +44,7 @@ LAYOUTS = (
     KVLayout((LayerLayout(8, 2, 64, 64, 0.1, alibi_slopes=(0.1,) * 8),) * 2, "float16", "int4"),
 )
 BLOCK_SIZE = 16
-CACHE_BYTES = 1 << 18
+CACHE_BYTES = 1 << 19
 HOST = Host(RWorkerSize(CACHE_BYTES, 1), "scalar", 1.0, "boot", (0,))
 IDS = (0, 1, 2, 3, 4, 5, 9, -1, 1 << 62, -(1 << 63))
 NUMBERS = (0, 1, 15, 16, 17, 40, 512, 1 << 20, (1 << 63) - 1, -1, -(1 << 63))
@@ -144,25 +155,30 @@ class SessionRun:
             (self._near(0, 4), self._id(), self._id(), self._tokens()) for _ in range(provider.ConsumeIntInRange(0, 3))
         ]
         counts = [provider.ConsumeIntInRange(0, 3) for _ in range(provider.ConsumeIntInRange(0, 3))]
+        in_order = provider.ConsumeIntInRange(0, 15)
         spans = [[self._span() for _ in range(count)] for count in counts]
+        spans = [
+            sorted(each, key=lambda span: (1, 3, 2, 0)[span[3] % 4], reverse=True) if in_order else each
+            for each in spans
+        ]
         arrays = tuple(np.array(each, SPAN) for each in spans)
         return self._frame(Kind.PLAN, messages.encode_plan(WorkerPlan(np.array(controls, CONTROL), arrays)))
 
     def _span(self) -> tuple[int, int, int, int]:
         sequence_id = self._id()
         context = self._length(sequence_id) if self._provider.ConsumeIntInRange(0, 15) else self._number()
-        rows = self._near(1, 40)
-        return sequence_id, context, rows, self._provider.ConsumeIntInRange(0, 1)
+        rows = SPLIT_TOKENS if self._provider.ConsumeIntInRange(0, 7) == 0 else self._near(1, 40)
+        return sequence_id, context, rows, self._near(0, len(SpanMode) - 1)
 
     def _payload(self) -> list[bytes]:
         slots, provider = self._session._slots, self._provider
         mini_batch = provider.ConsumeIntInRange(0, 3)
         layer = provider.ConsumeIntInRange(0, 2)
-        sizes = [8, 8, 8]
+        sizes = [8]
         if slots and mini_batch < slots.num_mini_batches and layer < slots.num_layers:
-            sizes = [each.nbytes for each in slots.views(mini_batch, layer)[:3]]
+            sizes = [slots.stretch(mini_batch, layer).nbytes]
         if provider.ConsumeIntInRange(0, 15) == 0:
-            sizes[provider.ConsumeIntInRange(0, 2)] = self._near(0, 4000)
+            sizes = [min(4000, self._near(0, 4000)) for _ in range(provider.ConsumeIntInRange(0, 3))]
         filler = provider.ConsumeIntInRange(0, 255)
         return self._frame(
             Kind.PAYLOAD, *(bytes([filler]) * max(0, size) for size in sizes), mini_batch=mini_batch, layer=layer
@@ -225,7 +241,7 @@ class SessionRun:
         return int(self._provider.PickValueInList(list(NUMBERS)))
 
     def _tokens(self) -> int:
-        return self._near(0, 80)
+        return SPLIT_TOKENS if self._provider.ConsumeIntInRange(0, 7) == 0 else self._near(0, 80)
 
     def _near(self, low: int, high: int) -> int:
         """Mostly within the limits."""
@@ -272,18 +288,21 @@ class AnswersRun:
         self._channel = FuzzChannel(self._next)
         self._epoch = self._sequence = 0
         self._layout = LAYOUTS[0]
+        self._in_ranges = self._provider.ConsumeIntInRange(0, 1)
 
     def run(self) -> None:
         """Only the documented errors come out of it."""
         worker = RemoteWorker("fuzzer", lambda: Link(self._channel), BLOCK_SIZE)
-        plan = WorkerPlan(np.zeros(0, CONTROL), (np.array([(1, 0, 2, 1)], SPAN),))
+        in_ranges = self._in_ranges
+        plan = WorkerPlan(np.zeros(0, CONTROL), (np.array([(1, 0, 2, 1 + in_ranges)], SPAN),))
         q, k, v, o = (np.zeros((2, heads, dim), np.float32) for heads, dim in ((4, 8), (2, 8), (2, 16), (4, 16)))
+        partials = np.zeros((2, 4, 18), np.float32) if in_ranges else None
         with suppress(BackendError, CapacityError, ValueError):
             worker.open(self._layout)
             worker.opened()
             worker.begin_step(plan)
             worker.begun()
-            worker.submit(0, 0, q, k, v, o)
+            worker.submit(0, 0, q, k, v, o[:0] if in_ranges else o, partials)
             worker.wait(0)
             worker.end_step()
             times = worker.ended()
@@ -331,7 +350,11 @@ class AnswersRun:
             return messages.encode_report(WorkerReport(busy[0], busy[1], 0.0, 1, provider.ConsumeIntInRange(-2, 100)))
         if kind is Kind.EXPORTED:
             return messages.NUM_BYTES.pack(provider.ConsumeIntInRange(-4, 400))
-        sizes = {Kind.PONG: 8, Kind.OUTPUT: 2 * 4 * 16 * 4, Kind.DATA: provider.ConsumeIntInRange(0, 400)}
+        sizes = {
+            Kind.PONG: 8,
+            Kind.OUTPUT: 2 * 4 * (18 if self._in_ranges else 16) * 4,
+            Kind.DATA: provider.ConsumeIntInRange(0, 400),
+        }
         return bytes([provider.ConsumeIntInRange(0, 255)]) * sizes.get(kind, 0)
 
 

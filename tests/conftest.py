@@ -32,7 +32,7 @@ if EXTENSION:
     spec.loader.exec_module(sys.modules["fastdecode._rworker"])
 
 SHARED = {
-    "mpi": {"test_doctor", "test_launch", "test_mpi", "test_run_batch"},
+    "mpi": {"test_doctor", "test_launch", "test_mpi", "test_mpi_prefill", "test_run_batch"},
     "cores": {"test_calibrate", "test_cli", "test_elastic", "test_recovery", "test_spin", "test_threads"},
 }
 """Modules that share a resource are run one after another, by one process: MPI jobs, whose ranks never sleep, and what

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from helpers.contract import (
     spawn,
     story,
 )
+from helpers.ranges import RangeDriver
 
 from fastdecode.cluster.links.mpi_link import MpiBackend
 from fastdecode.cluster.links.tcp import TcpBackend
@@ -77,6 +79,23 @@ def test_every_backend_computes_the_same(backend: AttentionBackend) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
         assert isinstance(backend, FakeBackend) or got.tobytes() == bits.tobytes()
     local.close()
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "fake"])
+def test_a_sequence_over_both_has_the_bits_of_a_whole_one(name: str, makers: Makers) -> None:
+    """Five ranges in turn, a tail that is filled and one that begins, beside a short sequence."""
+    layout = KVLayout((LAYERS[0], replace(LAYERS[2], window=900)), "bfloat16", "float32")
+    over_both = RangeDriver(makers[name](), layout, 512, lambda sequence_id, index: (sequence_id + index) % 2)
+    whole = RangeDriver(inproc(), layout)
+    for driver in (over_both, whole):
+        driver.fill(0, 2558)
+        driver.fill(1, 20)
+    for counts in ([{0: 1, 1: 1}], [{1: 1}, {0: 1}], [{0: 30}, {1: 2}], [{0: 1}]):
+        mine, local = over_both.step(counts), whole.step(counts)
+        for sequence_id, layers in mine.items():
+            assert [o.tobytes() for o in layers] == [o.tobytes() for o in local[sequence_id]]
+    over_both.backend.close()
+    whole.backend.close()
 
 
 def test_reports_are_on_this_clock(backend: AttentionBackend) -> None:

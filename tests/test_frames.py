@@ -15,7 +15,7 @@ from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.remote import NUM_PINGS, RemoteWorker
 from fastdecode.cluster.wire import messages
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
-from fastdecode.cluster.wire.payload import PayloadSlots, aligned_memory
+from fastdecode.cluster.wire.payload import PayloadSlots, RowCounts, aligned_memory
 from fastdecode.errors import FrameError, WorkerLostError
 from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
@@ -321,7 +321,7 @@ def test_an_r_worker_that_answers_nonsense_is_lost(kind: Kind, body: bytes, mess
 
 def test_slots_do_not_overlap() -> None:
     """Every array of every mini-batch keeps what was written to it."""
-    slots = PayloadSlots(LAYOUT, [(2, 3), (0, 5), (0, 0), (1, 1)])
+    slots = PayloadSlots(LAYOUT, [RowCounts(2, 3, 2), RowCounts(0, 5, 0), RowCounts(0, 0, 0), RowCounts(7, 1, 1, 9)])
     slots.place(aligned_memory(slots.num_bytes))
     for layer in range(2):
         every = [array for mini_batch in range(4) for array in slots.views(mini_batch, layer)]
@@ -330,4 +330,14 @@ def test_slots_do_not_overlap() -> None:
             array[:] = value
         for value, array in enumerate(every):
             assert (array == value).all()
-    assert [array.shape for array in slots.views(0, 1)] == [(2, 4, 16), (3, 4, 16), (3, 4, 8), (2, 4, 8)]
+    assert [array.shape for array in slots.views(0, 1)] == [
+        (2, 4, 16),
+        (3, 4, 16),
+        (3, 4, 8),
+        (2, 4, 8),
+        (0, 4, 10),
+    ]
+    assert slots.answer(0, 1) is slots.views(0, 1)[3]
+    o, partials = slots.views(3, 1)[3:]
+    assert slots.answer(3, 1).ctypes.data == o.ctypes.data and partials.shape == (9, 4, 10)
+    assert slots.answer(3, 1).nbytes == partials.ctypes.data + partials.nbytes - o.ctypes.data

@@ -52,28 +52,39 @@ class Link(Conversation):
         self._slots = slots
 
     def send_arrays(self, kind: Kind, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        """Send q, k, v (PAYLOAD) or o (OUTPUT) of one layer, C-contiguous, in the shapes of the plan.
+        """Send q, k, v (PAYLOAD), or o and any partial results (OUTPUT) of one layer, C-contiguous, in the shapes of
+        the plan; the latter lie in their places.
 
         The arrays must not change until the other end has answered. ValueError for other shapes.
         """
         slots = self._open_slots(kind)
-        part = arrays[0]
+        part = arrays[0] if len(arrays) == 1 else slots.answer(mini_batch, layer)
         if kind is Kind.PAYLOAD:
             slots.fill(mini_batch, layer, arrays)
             part = slots.stretch(mini_batch, layer)
         self.send(kind, part, mini_batch=mini_batch, layer=layer)
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
-        """Fill q, k, v or o with what ``frame`` brings; FrameError where the sizes differ."""
-        part = arrays[0]
-        if frame.kind is Kind.PAYLOAD and self._slots:
-            part = self._slots.stretch(frame.mini_batch, frame.layer)
+        """Fill q, k, v, or o and any partial results, with what ``frame`` brings; FrameError where the sizes differ."""
+        part, slots = arrays[0], self._slots
+        if frame.kind is Kind.PAYLOAD and slots:
+            part = slots.stretch(frame.mini_batch, frame.layer)
+        elif len(arrays) > 1 and slots:
+            part = slots.answer(frame.mini_batch, frame.layer)
         if frame.lengths != (part.nbytes, 0, 0):
             raise FrameError(
                 f"a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer} with parts of "
                 f"{frame.lengths} bytes, and the plan has {part.nbytes}"
             )
         self.read_into(part)
+        if part is not arrays[0] and frame.kind is not Kind.PAYLOAD:
+            self._copy_answer(frame, arrays)
+
+    def _copy_answer(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
+        """Fill o and any partial results from their places in the step's memory."""
+        if self._slots:
+            for array, place in zip(arrays, self._slots.views(frame.mini_batch, frame.layer)[3:], strict=False):
+                np.copyto(array, place)
 
     def close(self) -> None:
         """May be called twice."""

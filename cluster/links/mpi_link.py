@@ -118,7 +118,7 @@ class MpiLink(Link):
         Ctrl-C in the midst of this loses the R-worker.
         """
         slots = self._open_slots(kind)
-        part = arrays[0]
+        part = arrays[0] if len(arrays) == 1 else slots.answer(mini_batch, layer)
         if self._progress:
             slots.fill(mini_batch, layer, arrays)
             part = slots.stretch(mini_batch, layer)
@@ -135,8 +135,8 @@ class MpiLink(Link):
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
         """See ``Link.load``. An R-worker reads q, k, v in their places."""
-        if self._progress and self._slots:
-            np.copyto(arrays[0], self._slots.views(frame.mini_batch, frame.layer)[3])
+        if self._progress:
+            self._copy_answer(frame, arrays)
 
     def close(self) -> None:
         """See ``Link.close``. Each end waits for the other's HANG_UP or OVER; an R-worker without a time limit."""
@@ -171,7 +171,7 @@ class MpiLink(Link):
 
     def _expect(self, slots: PayloadSlots, mini_batch: int, layer: int) -> None:
         if layer < slots.num_layers:
-            part = slots.views(mini_batch, layer)[3] if self._progress else slots.stretch(mini_batch, layer)
+            part = slots.answer(mini_batch, layer) if self._progress else slots.stretch(mini_batch, layer)
             received = [self._peer.receive(part, _PAYLOAD_TAG + mini_batch)] if part.nbytes else []
             self._expected[mini_batch] = received
 

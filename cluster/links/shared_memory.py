@@ -104,8 +104,8 @@ class SharedMemoryLink(Link):
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
         """See ``Link.load``. An R-worker reads q, k, v in their places."""
-        if self._is_s_worker and self._slots:
-            np.copyto(arrays[0], self._slots.views(frame.mini_batch, frame.layer)[3])
+        if self._is_s_worker:
+            self._copy_answer(frame, arrays)
 
     def close(self) -> None:
         if self._heartbeat:

@@ -214,10 +214,10 @@ class Session:
             raise FrameError("a PAYLOAD, and no step is open")
         if mini_batch >= self._slots.num_mini_batches or layer >= self._slots.num_layers:
             raise FrameError(f"a PAYLOAD of mini-batch {mini_batch}, layer {layer}, which the plan does not have")
-        q, k, v, o = self._slots.views(mini_batch, layer)
+        q, k, v, o, partials = self._slots.views(mini_batch, layer)
         self._link.load(frame, (q, k, v))
-        self._open_worker.run(mini_batch, layer, q, k, v, o)
-        self._link.send_arrays(Kind.OUTPUT, mini_batch, layer, (o,))
+        self._open_worker.run(mini_batch, layer, q, k, v, o, partials)
+        self._link.send_arrays(Kind.OUTPUT, mini_batch, layer, (o, partials) if len(partials) else (o,))
 
     def _end(self, frame: Frame) -> None:
         report = end_step(self._open_worker, self.leaving)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 5
+VERSION = 6
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -42,7 +42,7 @@ class Kind(IntEnum):
     PLAN = 5  # S: controls and spans of a step
     READY = 6  # R: the plan is in force, or the import may be sent
     PAYLOAD = 7  # S: q, k, v of a layer of a mini-batch, in the order and places of `payload.py`
-    OUTPUT = 8  # R: its o
+    OUTPUT = 8  # R: its o, or o and partial results, likewise
     END = 9  # S
     REPORT = 10  # R: busy times, bytes read, blocks free
     ABANDON = 11  # S

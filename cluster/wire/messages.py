@@ -15,7 +15,18 @@ from msgspec import Meta
 from fastdecode.config import BLOCK_SIZES
 from fastdecode.errors import ConfigError, FrameError
 from fastdecode.settings import split_address
-from fastdecode.types import CONTROL, ISAS, KV_BITS, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, WorkerPlan, WorkerReport
+from fastdecode.types import (
+    CONTROL,
+    ISAS,
+    KV_BITS,
+    SPAN,
+    WIRE_DTYPE,
+    KVLayout,
+    LayerLayout,
+    SpanMode,
+    WorkerPlan,
+    WorkerReport,
+)
 
 MAX_JSON_BYTES = 1 << 22
 """As Python objects JSON may take some thirty times its bytes; this keeps it below a frame's limit."""
@@ -24,6 +35,7 @@ MAX_LAYERS = 4096
 MAX_MINI_BATCHES = 1024
 MAX_HEADS = 1 << 12
 MAX_HEAD_DIM = 512
+MAX_POSITION = 1 << 40
 MAX_ROWS = 1 << 24
 MAX_CORES = 1 << 12
 MAX_TEXT = 4096
@@ -200,6 +212,10 @@ def decode_plan(data: bytes | bytearray) -> WorkerPlan:
     spans = np.frombuffer(data, SPAN, sum(counts), start + controls.nbytes)
     if len(spans) and not 0 <= spans["num_rows"].min() <= spans["num_rows"].max() <= MAX_ROWS:
         raise FrameError(f"PLAN: a span must have 0 to {MAX_ROWS:,} rows")
+    if len(spans) and not 0 <= spans["mode"].min() <= spans["mode"].max() < len(SpanMode):
+        raise FrameError(f"PLAN: a span's mode must be 0 to {len(SpanMode) - 1}")
+    if len(spans) and not 0 <= spans["context_len"].min() <= spans["context_len"].max() <= MAX_POSITION:
+        raise FrameError(f"PLAN: a span must have a context of 0 to {MAX_POSITION:,} tokens")
     return WorkerPlan(controls, tuple(np.split(spans, np.cumsum(counts)[:-1])) if counts else ())
 
 

@@ -1,30 +1,41 @@
-"""The places of q, k, v and o of every mini-batch of a step in one piece of memory: laid out once per plan."""
+"""The places of q, k, v, o and partial results of every mini-batch of a step in one piece of memory, laid out once per
+plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from fastdecode.types import WIRE_DTYPE, KVLayout, LayerLayout
+from fastdecode.types import SPLIT_TOKENS, WIRE_DTYPE, KVLayout, LayerLayout, SpanMode
 
 ALIGNMENT = 64
 """Bytes; a cache line."""
 
-Views = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Views = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+class RowCounts(NamedTuple):
+    """Rows of one R-worker in a mini-batch: of q; of k and v; of o; and of partial results, one per node."""
+
+    queries: int
+    stored: int
+    outputs: int
+    partials: int = 0
 
 
 class PayloadSlots:
     """One slot per mini-batch, large enough for its largest layer; both ends of a link compute the same places.
 
-    ``rows``: (attending rows, all rows) of each mini-batch on this R-worker.
+    ``rows``: of each mini-batch on this R-worker.
     """
 
-    def __init__(self, layout: KVLayout, rows: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, layout: KVLayout, rows: Sequence[RowCounts]) -> None:
         self._layers, self._dtype, self._rows = layout.layers, WIRE_DTYPE[layout.model_dtype], rows
         distinct = {_key(layer): layer for layer in self._layers}.values()
-        self._starts: list[tuple[int, int, int, int]] = []
+        self._starts: list[list[int]] = []
         self._views: dict[tuple[int, tuple[int, int, int, int]], Views] = {}
         self._memory = np.zeros(0, np.uint8)
         self.num_bytes = self.largest_part = 0
@@ -34,7 +45,8 @@ class PayloadSlots:
                 starts.append(self.num_bytes)
                 self.num_bytes += -(-most // ALIGNMENT) * ALIGNMENT
                 self.largest_part = max(self.largest_part, most)
-            self._starts.append((starts[0], starts[1], starts[2], starts[3]))
+            self._starts.append(starts)
+            self.largest_part = max(self.largest_part, self.num_bytes - starts[3] if each.partials else 0)
 
     @property
     def num_mini_batches(self) -> int:
@@ -52,7 +64,7 @@ class PayloadSlots:
         self._views.clear()
 
     def views(self, mini_batch: int, layer: int) -> Views:
-        """q, k, v, o of one layer of one mini-batch; layers of the same shape share them."""
+        """q, k, v, o and partial results of one layer of one mini-batch; layers of the same shape share them."""
         spec = self._layers[layer]
         key = (mini_batch, _key(spec))
         if key not in self._views:
@@ -76,20 +88,32 @@ class PayloadSlots:
 
     def stretch(self, mini_batch: int, layer: int) -> np.ndarray:
         """The bytes from the first of q to the last of v, uint8 [num_bytes], with the padding between them."""
-        first, _, last, _ = self._starts[mini_batch]
+        first, _, last, *_ = self._starts[mini_batch]
         return self._memory[first : last + self.views(mini_batch, layer)[2].nbytes]
+
+    def answer(self, mini_batch: int, layer: int) -> np.ndarray:
+        """The same of what the R-worker answers: o, or all bytes from its first to the last of the partial results."""
+        views = self.views(mini_batch, layer)
+        if not len(views[4]):
+            return views[3]
+        *_, first, last = self._starts[mini_batch]
+        return self._memory[first : last + views[4].nbytes]
 
     def _make_views(self, mini_batch: int, layer: LayerLayout) -> Views:
         shapes = _shapes(layer, self._rows[mini_batch])
         sizes = self._sizes(layer, self._rows[mini_batch])
-        q, k, v, o = (
-            self._memory[start : start + size].view(self._dtype).reshape(shape)
-            for start, size, shape in zip(self._starts[mini_batch], sizes, shapes, strict=True)
+        dtypes = (*(self._dtype,) * 4, np.dtype(np.float32))
+        q, k, v, o, partials = (
+            self._memory[start : start + size].view(dtype).reshape(shape)
+            for start, size, dtype, shape in zip(self._starts[mini_batch], sizes, dtypes, shapes, strict=True)
         )
-        return q, k, v, o
+        return q, k, v, o, partials
 
-    def _sizes(self, layer: LayerLayout, rows: tuple[int, int]) -> list[int]:
-        return [num * heads * dim * self._dtype.itemsize for num, heads, dim in _shapes(layer, rows)]
+    def _sizes(self, layer: LayerLayout, rows: RowCounts) -> list[int]:
+        item_bytes = (*(self._dtype.itemsize,) * 4, 4)
+        return [
+            num * heads * dim * item for (num, heads, dim), item in zip(_shapes(layer, rows), item_bytes, strict=True)
+        ]
 
 
 def aligned_memory(num_bytes: int) -> np.ndarray:
@@ -99,9 +123,28 @@ def aligned_memory(num_bytes: int) -> np.ndarray:
     return memory[start : start + num_bytes]
 
 
-def row_counts(spans: np.ndarray) -> tuple[int, int]:
-    """Attending rows and all rows of one worker's SPAN [num_spans] in a mini-batch."""
-    return int(spans["num_rows"][spans["mode"] != 0].sum()), int(spans["num_rows"].sum())
+def row_counts(spans: np.ndarray) -> RowCounts:
+    """Of one worker's SPAN [num_spans] in a mini-batch."""
+    counts = np.bincount(spans["mode"], spans["num_rows"], len(SpanMode)).astype(np.int64)
+    append, attend, partial, read = counts.tolist()
+    queries, stored = attend + partial + read, append + attend + partial
+    return RowCounts(queries, stored, attend, read + (_tail_rows(spans) if partial else 0))
+
+
+def _tail_rows(spans: np.ndarray) -> int:
+    """Rows of partial results of the PARTIAL spans."""
+    tails = spans[spans["mode"] == SpanMode.PARTIAL]
+    ends = (tails["context_len"] + tails["num_rows"]).tolist()
+    return sum(rows * len(node_widths(end)) for rows, end in zip(tails["num_rows"].tolist(), ends, strict=True))
+
+
+def node_widths(num_tokens: int) -> list[int]:
+    """Splits of each node that is left once the splits of so many tokens are merged, widest first.
+
+    Two nodes that are the halves of an aligned power of two of splits have become one.
+    """
+    num_splits = -(-num_tokens // SPLIT_TOKENS)
+    return [1 << bit for bit in reversed(range(num_splits.bit_length())) if num_splits >> bit & 1]
 
 
 def slices(counts: Sequence[int]) -> tuple[slice, ...]:
@@ -114,11 +157,11 @@ def _key(layer: LayerLayout) -> tuple[int, int, int, int]:
     return layer.num_heads, layer.num_kv_heads, layer.key_head_dim, layer.value_head_dim
 
 
-def _shapes(layer: LayerLayout, rows: tuple[int, int]) -> list[tuple[int, int, int]]:
-    attending, every = rows
+def _shapes(layer: LayerLayout, rows: RowCounts) -> list[tuple[int, int, int]]:
     return [
-        (attending, layer.num_heads, layer.key_head_dim),
-        (every, layer.num_kv_heads, layer.key_head_dim),
-        (every, layer.num_kv_heads, layer.value_head_dim),
-        (attending, layer.num_heads, layer.value_head_dim),
+        (rows.queries, layer.num_heads, layer.key_head_dim),
+        (rows.stored, layer.num_kv_heads, layer.key_head_dim),
+        (rows.stored, layer.num_kv_heads, layer.value_head_dim),
+        (rows.outputs, layer.num_heads, layer.value_head_dim),
+        (rows.partials, layer.num_heads, 2 + layer.value_head_dim),
     ]

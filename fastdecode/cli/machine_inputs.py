@@ -78,7 +78,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
                 f"{name} is needed: --model llama-7b --gpu a10 --cpu epyc-7452, or --profile, or bare numbers "
                 f"({', '.join('--' + flag.replace('_', '-') for flag in BARE_FLAGS)})"
             )
-    shape, host = named_shape(args.model), _shared_host(args, find_cpu_host(args.cpu))
+    shape, host = named_shape(args.model), shared_host(args, find_cpu_host(args.cpu))
     one, group = find_gpu(args.gpu), rank_group(args, find_gpu(args.gpu))
     gpu, of_rank = one.times(group.size), rank_shape(shape, group.size)
     kv_dtype = _kv_dtype(args, shape)
@@ -239,7 +239,7 @@ def _per_host(args: argparse.Namespace, unless_given: int) -> int:
     return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
 
 
-def _shared_host(args: argparse.Namespace, host: CpuHost) -> CpuHost:
+def shared_host(args: argparse.Namespace, host: CpuHost) -> CpuHost:
     """A preset with as many R-workers as were asked for; what more than one per NUMA node get is a part of it."""
     number = _per_host(args, host.r_workers_per_host)
     part = min(1.0, host.r_workers_per_host / number) if number > 0 else 1.0

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from fastdecode.cli.kubernetes_lines import PodPlan, kubernetes_manifests
 from fastdecode.cli.launch_lines import S_COMMAND, HostSlots, JobShape, openmpi_line, slurm_script
-from fastdecode.cli.machine_inputs import PlanInputs
+from fastdecode.cli.machine_inputs import PlanInputs, shared_host
+from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.equations import TILE_TOKENS
+from fastdecode.perfmodel.hardware import find_cpu_host
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import Plan
 from fastdecode.perfmodel.prefill_plan import PrefillPlan
+from fastdecode.settings import parse_kv_cache_memory
 
 KEY_FILE = "pool.key"
-FORMATS = ("hostfile", "sbatch", "mpirun")
+FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes")
 
 
 def emit(args: argparse.Namespace, inputs: PlanInputs, plan: Plan, prefill: PrefillPlan | None) -> str:
     """In the format ``args.emit``. Each prefill worker has a host of its own, so that all ranks need a key."""
+    if args.emit == "kubernetes":
+        return kubernetes_manifests(_pod_plan(args, inputs, plan, prefill))
     num_prefill_workers = prefill.num_prefill_workers if prefill else 0
     job = JobShape(
         "s-worker",
         tuple(_hosts(plan)),
-        f"{S_COMMAND} {_engine_flags(args)}{_flags(plan, inputs.planner.workload.rows_per_output_token)}",
+        f"{S_COMMAND} {_model_words(args)}{shlex.join(_s_words(args, inputs, plan))}",
         _r_worker_flags(args, inputs),
         named=False,
         p_hosts=tuple(HostSlots(f"prefill-host-{index + 1}", 1) for index in range(num_prefill_workers)),
-        p_flags=f" {_model_flag(args)}" if args.model else "",
+        p_flags=f" {_model_words(args).rstrip()}" if args.model else "",
         p_gpu=bool(args.prefill_gpu or args.gpu),
         guard=f" --key-file {KEY_FILE}" if num_prefill_workers else "",
     )
@@ -38,26 +45,67 @@ def emit(args: argparse.Namespace, inputs: PlanInputs, plan: Plan, prefill: Pref
     return openmpi_line(job, "hostfile") if args.emit == "mpirun" else slurm_script(job)
 
 
-def _engine_flags(args: argparse.Namespace) -> str:
-    """What the plan's own inputs fix."""
-    text = f"{_model_flag(args)} " if args.model else ""
-    return text if args.kv_cache_dtype == "auto" else f"{text}--kv-cache-dtype {args.kv_cache_dtype} "
+def _pod_plan(args: argparse.Namespace, inputs: PlanInputs, plan: Plan, prefill: PrefillPlan | None) -> PodPlan:
+    """Without a limit of the KV load: that is found while the pool grows and shrinks. ConfigError for what no manifest
+    here starts."""
+    for name, unwanted in (("num_prefill_workers", prefill), ("tensor_parallel_size", args.tensor_parallel_size > 1)):
+        if unwanted:
+            raise ConfigError(f"{name}: --emit kubernetes has one S-worker and its R-workers; --emit sbatch has all")
+    words = _s_words(args, inputs, plan)
+    at = words.index("--kv-load-limit")
+    del words[at : at + 2]
+    memory = _kv_cache_memory(args, inputs)
+    return PodPlan(
+        num_r_workers=plan.num_r_workers,
+        s_flags=[f"{flag}={value}" for flag, value in zip(words[::2], words[1::2], strict=True)],
+        model=Path(_model_path(args.model)).name if args.model else "",
+        num_gpus=1 if args.gpu else 0,
+        r_cores=shared_host(args, find_cpu_host(args.cpu)).cores if args.cpu else None,
+        kv_cache_bytes=parse_kv_cache_memory(memory) if memory else None,
+    )
 
 
-def _model_flag(args: argparse.Namespace) -> str:
-    """A model known here by name alone is asked of the shell that runs the line."""
+def _s_words(args: argparse.Namespace, inputs: PlanInputs, plan: Plan) -> list[str]:
+    """Flags of the S-worker and their values: what the plan's inputs fix, but the model, and what the plan gives."""
+    rows = plan.in_flight * inputs.planner.workload.rows_per_output_token
+    figures = {
+        "--schedule": "sls",
+        "--num-mini-batches": plan.num_mini_batches,
+        "--max-num-seqs": plan.in_flight,
+        "--max-num-batched-tokens": math.ceil(rows / TILE_TOKENS) * TILE_TOKENS,
+        "--kv-load-limit": plan.kv_load_limit,
+    }
+    given: dict[str, object] = {} if args.kv_cache_dtype == "auto" else {"--kv-cache-dtype": args.kv_cache_dtype}
+    if args.speculative_config:
+        given["--speculative-config"] = json.dumps(args.speculative_config)
+    return [str(word) for pair in (given | figures).items() for word in pair]
+
+
+def _model_words(args: argparse.Namespace) -> str:
+    """The flag, with a space behind it. A model known here by name alone is asked of the shell that runs the line."""
+    if not args.model:
+        return ""
     if args.model.lower() in BUILT_IN:
-        return f'--model "${{MODEL:?set it to a folder of {args.model}}}"'
-    path = Path(args.model)
-    return f"--model {shlex.quote(str(path.parent if path.name == 'config.json' else path))}"
+        return f'--model "${{MODEL:?set it to a folder of {args.model}}}" '
+    return f"--model {shlex.quote(_model_path(args.model))} "
+
+
+def _model_path(model: str) -> str:
+    """Of a config.json its folder."""
+    path = Path(model)
+    return str(path.parent if path.name == "config.json" else path)
 
 
 def _r_worker_flags(args: argparse.Namespace, inputs: PlanInputs) -> str:
-    """The memory asked for, or else what the plan took a preset to have; nothing where it counted on none."""
-    tokens, kv_bytes = inputs.planner.capacity_tokens, inputs.planner.kv_bytes_per_token
-    memory = str(round(tokens * kv_bytes)) if kv_bytes and tokens < math.inf else None
-    memory = args.kv_cache_memory or memory
+    memory = _kv_cache_memory(args, inputs)
     return f" --kv-cache-memory {shlex.quote(memory)}" if memory else ""
+
+
+def _kv_cache_memory(args: argparse.Namespace, inputs: PlanInputs) -> str | None:
+    """What was asked for, or else what the plan took a preset to have; None where it counted on none."""
+    tokens, kv_bytes = inputs.planner.capacity_tokens, inputs.planner.kv_bytes_per_token
+    found = str(round(tokens * kv_bytes)) if kv_bytes and tokens < math.inf else None
+    return args.kv_cache_memory or found
 
 
 def _hosts(plan: Plan) -> Iterator[HostSlots]:
@@ -65,11 +113,3 @@ def _hosts(plan: Plan) -> Iterator[HostSlots]:
     least, more = divmod(plan.num_r_workers, plan.num_hosts)
     for index in range(plan.num_hosts):
         yield HostSlots(f"r-host-{index + 1}", least + (index < more))
-
-
-def _flags(plan: Plan, rows_per_output_token: float) -> str:
-    tokens = math.ceil(plan.in_flight * rows_per_output_token / TILE_TOKENS) * TILE_TOKENS
-    return (
-        f"--schedule sls --num-mini-batches {plan.num_mini_batches} --max-num-seqs {plan.in_flight} "
-        f"--max-num-batched-tokens {tokens} --kv-load-limit {plan.kv_load_limit}"
-    )

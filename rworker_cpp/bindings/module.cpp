@@ -53,9 +53,11 @@ void bind_properties(py::class_<PyRWorker>& cls) {
 void bind_step(py::class_<PyRWorker>& cls) {
     cls.def("begin_step", &PyRWorker::begin_step, py::arg("controls").noconvert(), py::arg("mini_batches").noconvert());
     cls.def("submit", &PyRWorker::submit, py::arg("mini_batch"), py::arg("layer"), py::arg("q").noconvert(),
-            py::arg("k").noconvert(), py::arg("v").noconvert(), py::arg("out").noconvert());
+            py::arg("k").noconvert(), py::arg("v").noconvert(), py::arg("out").noconvert(),
+            py::arg("partials").noconvert() = py::none());
     cls.def("run", &PyRWorker::run, py::arg("mini_batch"), py::arg("layer"), py::arg("q").noconvert(),
-            py::arg("k").noconvert(), py::arg("v").noconvert(), py::arg("out").noconvert());
+            py::arg("k").noconvert(), py::arg("v").noconvert(), py::arg("out").noconvert(),
+            py::arg("partials").noconvert() = py::none());
     cls.def("ready", &PyRWorker::ready, py::arg("mini_batch"));
     cls.def("wait", &PyRWorker::wait, py::arg("mini_batch"));
     cls.def("end_step", &PyRWorker::end_step);
@@ -118,6 +120,7 @@ PYBIND11_MODULE(_rworker, module) {
     module.def("self_test", &self_test, py::arg("isa"), py::call_guard<py::gil_scoped_release>());
     bind_peaks(module);
     rworker_binding::bind_ring(module);
+    rworker_binding::bind_merge(module);
     module.def("block_bytes", &PyRWorker::block_bytes, py::arg("layers"), py::arg("kv_dtype"), py::arg("block_size"));
     py::class_<PyRWorker> cls(module, "RWorker");
     cls.def(py::init<const py::list&, const std::string&, const std::string&, std::int64_t, std::int64_t, int,

@@ -3,10 +3,16 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "rworker/kernel_choice.hpp"
 
 namespace rworker_binding {
+
+std::string describe(const py::array& array) {
+    return py::str(array.dtype()).cast<std::string>() + py::str(array.attr("shape")).cast<std::string>();
+}
+
 namespace {
 
 using rworker::Control;
@@ -34,10 +40,6 @@ std::vector<LayerSpec> parse_layers(const py::list& layers) {
     return specs;
 }
 
-std::string describe(const py::array& array) {
-    return py::str(array.dtype()).cast<std::string>() + py::str(array.attr("shape")).cast<std::string>();
-}
-
 /// The four columns of a control or span table, row by row.
 template <class Record, class Make>
 std::vector<Record> parse_table(const py::array& table, const std::string& name, Make make) {
@@ -53,6 +55,18 @@ std::vector<Record> parse_table(const py::array& table, const std::string& name,
 }
 
 }  // namespace
+
+void check_partials(const py::array& partials, std::int64_t rows, std::int64_t num_heads, std::int64_t value_dim) {
+    const std::int64_t floats = rworker::node_floats(value_dim);
+    const bool right = py::isinstance<py::array_t<float>>(partials) && partials.ndim() == 3 &&
+                       (rows < 0 || partials.shape(0) == rows) && partials.shape(1) == num_heads &&
+                       partials.shape(2) == floats && (partials.flags() & py::array::c_style) != 0 &&
+                       reinterpret_cast<std::uintptr_t>(partials.data()) % sizeof(float) == 0;
+    if (right) return;
+    throw Error("partials must be a C-contiguous, aligned float32 array of shape (" +
+                (rows < 0 ? "rows" : std::to_string(rows)) + ", " + std::to_string(num_heads) + ", " +
+                std::to_string(floats) + "), not " + describe(partials));
+}
 
 PyRWorker::PyRWorker(const py::list& layers, const std::string& model_dtype, const std::string& kv_dtype,
                      std::int64_t block_size, std::int64_t num_blocks, int num_threads, std::vector<int> cores,
@@ -88,7 +102,7 @@ void PyRWorker::begin_step(const py::array& controls, const std::vector<py::arra
     for (std::size_t i = 0; i < mini_batches.size(); ++i)
         spans.push_back(parse_table<Span>(
             mini_batches[i], "mini_batches[" + std::to_string(i) + "]",
-            [](auto id, auto context, auto rows, auto attends) { return Span{id, context, rows, attends != 0}; }));
+            [](auto id, auto context, auto rows, auto mode) { return Span{id, context, rows, rworker::SpanMode(mode)}; }));
     rworker::Worker& open = worker();
     py::gil_scoped_release unlocked;
     open.begin_step(control_rows, spans);
@@ -110,29 +124,35 @@ void PyRWorker::check_array(const py::array& array, const Shape& shape) const {
 }
 
 rworker::Payload PyRWorker::checked_payload(std::int64_t mini_batch, std::int64_t layer, const py::array& q,
-                                            const py::array& k, const py::array& v, py::array& out) const {
+                                            const py::array& k, const py::array& v, py::array& out,
+                                            std::optional<py::array>& partials) const {
     const rworker::Worker& open = worker();
     open.check_submit(mini_batch, layer);
     const rworker::RowCount rows = open.row_count(mini_batch, layer);
     const LayerSpec& spec = open.cache().layers()[layer];
-    check_array(q, {"q", rows.attending, spec.num_heads, spec.key_dim});
-    check_array(k, {"k", rows.all, spec.num_kv_heads, spec.key_dim});
-    check_array(v, {"v", rows.all, spec.num_kv_heads, spec.value_dim});
-    check_array(out, {"out", rows.attending, spec.num_heads, spec.value_dim});
+    check_array(q, {"q", rows.queries, spec.num_heads, spec.key_dim});
+    check_array(k, {"k", rows.stored, spec.num_kv_heads, spec.key_dim});
+    check_array(v, {"v", rows.stored, spec.num_kv_heads, spec.value_dim});
+    check_array(out, {"out", rows.out, spec.num_heads, spec.value_dim});
     if (!out.writeable()) throw Error("out is read-only; it must be writeable");
-    return {q.data(), k.data(), v.data(), out.mutable_data()};
+    if (!partials && rows.partials == 0) return {q.data(), k.data(), v.data(), out.mutable_data()};
+    if (!partials) throw Error("partials is None, and this mini-batch has " + std::to_string(rows.partials) + " rows of it");
+    check_partials(*partials, rows.partials, spec.num_heads, spec.value_dim);
+    if (!partials->writeable()) throw Error("partials is read-only; it must be writeable");
+    return {q.data(), k.data(), v.data(), out.mutable_data(), static_cast<float*>(partials->mutable_data())};
 }
 
 void PyRWorker::submit(std::int64_t mini_batch, std::int64_t layer, py::array q, py::array k, py::array v,
-                       py::array out) {
-    worker().submit(mini_batch, layer, checked_payload(mini_batch, layer, q, k, v, out));
+                       py::array out, std::optional<py::array> partials) {
+    worker().submit(mini_batch, layer, checked_payload(mini_batch, layer, q, k, v, out, partials));
     if (std::int64_t(in_use_.size()) <= mini_batch) in_use_.resize(mini_batch + 1);
     in_use_[mini_batch] = {std::move(q), std::move(k), std::move(v), std::move(out)};
+    if (partials) in_use_[mini_batch][4] = std::move(*partials);
 }
 
 void PyRWorker::run(std::int64_t mini_batch, std::int64_t layer, const py::array& q, const py::array& k,
-                    const py::array& v, py::array out) {
-    const rworker::Payload payload = checked_payload(mini_batch, layer, q, k, v, out);
+                    const py::array& v, py::array out, std::optional<py::array> partials) {
+    const rworker::Payload payload = checked_payload(mini_batch, layer, q, k, v, out, partials);
     rworker::Worker& open = worker();
     const py::gil_scoped_release unlocked;
     open.run(mini_batch, layer, payload);

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,9 +26,10 @@ class PyRWorker {
     static std::int64_t block_bytes(const py::list& layers, const std::string& kv_dtype, std::int64_t block_size);
 
     void begin_step(const py::array& controls, const std::vector<py::array>& mini_batches);
-    void submit(std::int64_t mini_batch, std::int64_t layer, py::array q, py::array k, py::array v, py::array out);
+    void submit(std::int64_t mini_batch, std::int64_t layer, py::array q, py::array k, py::array v, py::array out,
+                std::optional<py::array> partials);
     void run(std::int64_t mini_batch, std::int64_t layer, const py::array& q, const py::array& k, const py::array& v,
-             py::array out);
+             py::array out, std::optional<py::array> partials);
     bool ready(std::int64_t mini_batch) const { return worker().ready(mini_batch); }
     void wait(std::int64_t mini_batch);
     py::tuple end_step();
@@ -53,11 +55,21 @@ class PyRWorker {
     };
     void check_array(const py::array& array, const Shape& shape) const;
     rworker::Payload checked_payload(std::int64_t mini_batch, std::int64_t layer, const py::array& q,
-                                     const py::array& k, const py::array& v, py::array& out) const;
+                                     const py::array& k, const py::array& v, py::array& out,
+                                     std::optional<py::array>& partials) const;
 
     std::shared_ptr<rworker::Worker> worker_;  // shared with the stores of other threads
-    std::vector<std::array<py::array, 4>> in_use_;  // per mini-batch: what its running job reads and writes
+    std::vector<std::array<py::array, 5>> in_use_;  // per mini-batch: what its running job reads and writes
 };
+
+/// Dtype and shape, for messages.
+std::string describe(const py::array& array);
+
+/// Throws Error unless partial results are float32 [rows, num_heads, 2 + value_dim]; any number of rows where negative.
+void check_partials(const py::array& partials, std::int64_t rows, std::int64_t num_heads, std::int64_t value_dim);
+
+/// Partial results of ranges, merged on the S-worker: see the stub.
+void bind_merge(py::module_& module);
 
 /// rworker::Ring, over the memory of a numpy array.
 void bind_ring(py::module_& module);

@@ -54,10 +54,10 @@ void AttentionJob::leave() noexcept {
 void AttentionJob::append(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t begin = std::max(span.context_len, piece.unit->split * kSplitTokens);
-    const std::int64_t end = std::min(span.end(), (piece.unit->split + 1) * kSplitTokens);
+    const std::int64_t end = std::min(span.end, (piece.unit->split + 1) * kSplitTokens);
     if (begin >= end) return;
     const DType dtype = worker_.model_dtype_;
-    const std::int64_t row = (span.first_row + begin - span.context_len) * spec_->num_kv_heads + piece.head;
+    const std::int64_t row = (span.first_stored_row + begin - span.context_len) * spec_->num_kv_heads + piece.head;
     worker_.kernels_.append[int(worker_.cache_.dtype())]({
         .view = worker_.cache_.view(layer_, piece.head, span.blocks),
         .dtype = dtype,
@@ -92,7 +92,7 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         .token_stride = spec_->num_heads * spec_->key_dim,
         .group = int(spec_->group()),
         .split = unit.split,
-        .end = std::min(span.end(), (unit.split + 1) * kSplitTokens),
+        .end = std::min(span.end, (unit.split + 1) * kSplitTokens),
         .window = spec_->window,
         .scale = spec_->scale,
         .soft_cap = spec_->soft_cap,
@@ -111,7 +111,7 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
 }
 
 void AttentionJob::count_off(const WorkUnit& unit, std::int64_t head, int thread) const {
-    const float* const partials =
+    float* const partials =
         worker_.shared_partials_.data() + head * spec_->group() * partial_floats(spec_->value_dim);
     const std::int64_t stride = spec_->num_heads * partial_floats(spec_->value_dim);
     const TokenRow* const tokens = list_->tokens.data() + unit.first_token;
@@ -125,30 +125,36 @@ void AttentionJob::count_off(const WorkUnit& unit, std::int64_t head, int thread
     }
 }
 
-void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, const float* partials, std::int64_t stride,
+void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, float* partials, std::int64_t stride,
                          int thread) const {
-    const DType dtype = worker_.model_dtype_;
-    const std::int64_t out = (span.first_row * spec_->num_heads + head * spec_->group()) * spec_->value_dim;
-    worker_.kernels_.merge({
+    const std::int64_t row = span.first_out_row * spec_->num_heads + head * spec_->group();
+    const std::int64_t node_floats = rworker::node_floats(spec_->value_dim);
+    MergeArgs args{
         .partials = partials,
-        .num_partials = span.num_splits,
+        .first_split = span.first_split,
+        .num_splits = span.num_splits,
         .partial_stride = stride,
         .num_tokens = span.num_rows,
         .token_stride = spec_->num_heads * spec_->value_dim,
         .group = int(spec_->group()),
         .value_dim = int(spec_->value_dim),
         .sinks = spec_->sinks.empty() ? nullptr : spec_->sinks.data() + head * spec_->group(),
-        .dtype = dtype,
-        .out = advance(payload_.out, out, dtype),
+        .dtype = worker_.model_dtype_,
+        .out = advance(payload_.out, row * spec_->value_dim, worker_.model_dtype_),
         .scratch = worker_.scratch_[thread].data(),
-    });
+    };
+    if (span.num_nodes > 0) {
+        args.nodes = payload_.partials + row * node_floats;
+        args.node_stride = spec_->num_heads * node_floats;
+    }
+    worker_.kernels_.merge(args);
 }
 
 NextTokens AttentionJob::tokens_of(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t split_begin = piece.unit->split * kSplitTokens;
     return {worker_.cache_.view(layer_, piece.head, span.blocks), std::max(span.first_token, split_begin),
-            std::min(span.end(), split_begin + kSplitTokens)};
+            std::min(span.end, split_begin + kSplitTokens)};
 }
 
 /// A new token is a row of a key tile, or the last one, with which all of it is written; and a line or two of values:
@@ -156,7 +162,7 @@ NextTokens AttentionJob::tokens_of(const Piece& piece) const {
 void AttentionJob::prefetch_append(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t position = std::max(span.context_len, piece.unit->split * kSplitTokens);
-    if (position >= std::min(span.end(), (piece.unit->split + 1) * kSplitTokens)) return;
+    if (position >= std::min(span.end, (piece.unit->split + 1) * kSplitTokens)) return;
     const HeadView view = worker_.cache_.view(layer_, piece.head, span.blocks);
     const std::int64_t block_size = worker_.cache_.block_size(), tile = position % block_size / kTileTokens;
     const std::uint8_t* const block = view.base + span.blocks[position / block_size] * view.block_stride_bytes;

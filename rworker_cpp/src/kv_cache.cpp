@@ -25,6 +25,8 @@ std::int64_t sum_block_bytes(const std::vector<LayerLayout>& layouts) {
     return bytes;
 }
 
+constexpr std::int64_t kMostPositions = std::int64_t(1) << 40, kMostReadRows = std::int64_t(1) << 20;
+
 std::string name_of(std::int64_t sequence_id) { return "sequence " + std::to_string(sequence_id); }
 
 }  // namespace
@@ -50,7 +52,7 @@ void KVCache::begin_step(std::span<const Control> controls, std::span<const Span
     try {
         for (const Control& control : controls) apply(control);
         log_size_after_controls_ = pool_.log_size();
-        for (const Span& span : spans) grow(span);
+        for (const Span& span : spans) span.is_stored() ? grow(span) : check_read(span);
         if (!opened_.empty()) incoming_.reserve(incoming_.size() + opened_.size());
     } catch (...) {
         abandon_step();
@@ -187,6 +189,22 @@ void KVCache::grow(const Span& span) {
     grown_.push_back(span.sequence_id);
     while (std::int64_t(sequence.blocks.size()) < blocks_for(sequence.pending_length))
         sequence.blocks.push_back(pool_.take());
+}
+
+/// A closed range is one node of the tree in which splits are merged, so a power of two of them.
+void KVCache::check_read(const Span& span) const {
+    const std::string name = "span that reads " + name_of(span.sequence_id);
+    const std::int64_t length = whole_sequence(span.sequence_id).length;
+    if (length % kSplitTokens != 0 || !std::has_single_bit(std::uint64_t(length / kSplitTokens)))
+        throw Error(name + ": it holds " + std::to_string(length) + " tokens; a closed range has " +
+                    std::to_string(kSplitTokens) + " times a power of two");
+    if (span.context_len < length || span.context_len > kMostPositions)
+        throw Error(name + ": context_len is " + std::to_string(span.context_len) + "; rows that read a range of " +
+                    std::to_string(length) + " tokens come after it, and before token " +
+                    std::to_string(kMostPositions));
+    if (span.num_rows < 1 || span.num_rows > kMostReadRows)
+        throw Error(name + ": num_rows is " + std::to_string(span.num_rows) + "; it must be 1 to " +
+                    std::to_string(kMostReadRows));
 }
 
 void KVCache::remember(std::int64_t sequence_id) {

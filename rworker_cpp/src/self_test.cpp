@@ -62,7 +62,7 @@ class Subject {
 
     /// In pieces that end within tiles and at their ends.
     void append(const Rows& rows) {
-        cache_.begin_step({}, std::vector<Span>{{kSequence, 0, case_.length, true}});
+        cache_.begin_step({}, std::vector<Span>{{kSequence, 0, case_.length, SpanMode::attend}});
         for (std::int64_t begin = 0; begin < case_.length;) {
             const std::int64_t end = std::min(case_.length, begin == 0 ? 21 : begin == 21 ? 32 : case_.length);
             append_piece(rows, begin, end);
@@ -93,7 +93,8 @@ class Subject {
         for (std::int64_t split = 0; split < num_splits; ++split)
             attend_split(rows, tokens, split, read_ahead, partials.data(), stride, scratch.data());
         kernels_.merge({.partials = partials.data(),
-                        .num_partials = num_splits,
+                        .first_split = 0,
+                        .num_splits = num_splits,
                         .partial_stride = stride,
                         .num_tokens = case_.num_rows,
                         .token_stride = layer.num_heads * layer.value_dim,

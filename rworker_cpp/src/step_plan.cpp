@@ -13,35 +13,51 @@ constexpr std::int64_t kLargeUnitBytes = 16'384;  // per head: from here on clai
 
 WorkList::WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const Span> step_spans)
     : layer_(layer), token_bytes_(token_bytes(layer, cache.dtype())) {
-    std::int64_t next_row = 0, num_counters = 0;
+    std::int64_t next_row = 0, next_stored = 0, next_out = 0, next_node = 0, num_counters = 0;
     for (const Span& span : step_spans) {
-        PlannedSpan planned{};
-        planned.blocks = cache.sequence(span.sequence_id).blocks.data();
-        planned.context_len = planned.first_token = span.context_len;
-        planned.num_rows = span.num_rows;
+        PlannedSpan planned = place(cache, span);
         planned.first_row = next_row;
-        planned.attends = span.attends;
-        if (span.attends)
-            planned.first_token = layer.window ? std::max<std::int64_t>(0, span.context_len - layer.window + 1) : 0;
-        planned.first_split = planned.first_token / kSplitTokens;
-        planned.num_splits = (planned.end() - 1) / kSplitTokens - planned.first_split + 1;
+        planned.first_stored_row = next_stored;
+        planned.first_out_row = span.is_partial() ? next_node : next_out;
         planned.counter_offset = num_counters;
         place_partials(planned);
         next_row += span.num_rows;
-        num_counters += planned.attends && !planned.one_split() ? layer.num_kv_heads : 0;
+        next_stored += span.is_stored() ? span.num_rows : 0;
+        next_out += span.mode == SpanMode::attend ? span.num_rows : 0;
+        next_node += span.num_rows * span.num_nodes();
+        num_counters += planned.attends() && !planned.one_split() ? layer.num_kv_heads : 0;
         spans.push_back(planned);
     }
     plan_splits(cache);
     order_units();
     units_left = std::make_unique<std::atomic<std::int32_t>[]>(num_counters);
     for (const PlannedSpan& span : spans)
-        for (std::int64_t head = 0; span.attends && !span.one_split() && head < layer.num_kv_heads; ++head)
+        for (std::int64_t head = 0; span.attends() && !span.one_split() && head < layer.num_kv_heads; ++head)
             units_left[span.counter_offset + head].store(span.num_units, std::memory_order_relaxed);
+}
+
+/// Which tokens and splits a span is about. A range that no row sees any of is read at its last token, which no row
+/// sees: so its rows get their empty results.
+PlannedSpan WorkList::place(const KVCache& cache, const Span& span) const {
+    const Sequence& sequence = cache.sequence(span.sequence_id);
+    PlannedSpan planned{};
+    planned.blocks = sequence.blocks.data();
+    planned.context_len = planned.first_token = span.context_len;
+    planned.num_rows = span.num_rows;
+    planned.end = span.mode == SpanMode::read ? sequence.length : span.context_len + span.num_rows;
+    planned.mode = span.mode;
+    planned.num_nodes = std::int32_t(span.num_nodes());
+    if (planned.attends())
+        planned.first_token = layer_.window ? std::max<std::int64_t>(0, span.context_len - layer_.window + 1) : 0;
+    planned.first_token = std::min(planned.first_token, planned.end - 1);
+    planned.first_split = planned.first_token / kSplitTokens;
+    planned.num_splits = (planned.end - 1) / kSplitTokens - planned.first_split + 1;
+    return planned;
 }
 
 /// A place for every token and split, and rows that know it.
 void WorkList::place_partials(PlannedSpan& span) {
-    if (!span.attends) return;
+    if (!span.attends()) return;
     const std::int64_t count = span.num_rows * span.num_splits;
     if (span.one_split()) {
         num_own_partials = std::max(num_own_partials, count);
@@ -61,10 +77,11 @@ void WorkList::plan_splits(const KVCache& cache) {
         const PlannedSpan& span = spans[i];
         for (std::int64_t split = span.first_split; split < span.first_split + span.num_splits; ++split) {
             const std::int64_t next_block = (split + 1) * split_blocks;
-            if (committed(span, split) && cache.pool().shared(span.blocks[next_block - 1]))
+            const bool by_many = span.mode == SpanMode::read;  // and other spans may read it, too
+            if (committed(span, split) && (by_many || cache.pool().shared(span.blocks[next_block - 1])))
                 shared.add(split, span.blocks[next_block - 1], i);
             else
-                add_units(i, split, span.first_row, span.attends ? span.num_rows : 0);
+                add_units(i, split, span.first_row, span.attends() ? span.num_rows : 0);
         }
     }
     for (const SharedSplit& split : shared.all()) plan_shared(split);
@@ -86,7 +103,7 @@ void WorkList::plan_shared(const SharedSplit& shared) {
 /// Cuts the tokens so that threads can share them, unless they are stored into this split: that comes first, once.
 void WorkList::add_units(std::int32_t span, std::int64_t split, std::int64_t first_token, std::int64_t num_tokens) {
     const std::int64_t begin = std::max(split * kSplitTokens, spans[span].first_token);
-    const std::int64_t end = std::min((split + 1) * kSplitTokens, spans[span].end());
+    const std::int64_t end = std::min((split + 1) * kSplitTokens, spans[span].end);
     const std::int64_t bytes = (end - begin) * token_bytes_;
     if (num_tokens > 0) bytes_read += bytes * layer_.num_kv_heads;
     std::int64_t most = std::max<std::int64_t>(num_tokens, 1);
@@ -107,7 +124,7 @@ void WorkList::add_units(std::int32_t span, std::int64_t split, std::int64_t fir
 }
 
 bool WorkList::committed(const PlannedSpan& span, std::int64_t split) {
-    return span.attends && (split + 1) * kSplitTokens <= span.context_len;
+    return span.attends() && (split + 1) * kSplitTokens <= span.context_len;
 }
 
 void WorkList::order_units() {

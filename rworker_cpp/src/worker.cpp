@@ -57,11 +57,23 @@ std::vector<Span> all_spans(std::span<const std::vector<Span>> mini_batches) {
     return spans;
 }
 
+/// Places of the modes in a mini-batch: append last, read first.
+int order_of(SpanMode mode) {
+    constexpr int kOrder[] = {3, 1, 2, 0};
+    return kOrder[int(mode)];
+}
+
 void check_order(std::span<const std::vector<Span>> mini_batches) {
-    for (std::size_t i = 0; i < mini_batches.size(); ++i)
+    for (std::size_t i = 0; i < mini_batches.size(); ++i) {
+        const std::string name = "mini_batches[" + std::to_string(i) + "]: ";
+        for (const Span& span : mini_batches[i])
+            require(span.mode >= SpanMode::append && span.mode <= SpanMode::read,
+                    name + "mode " + std::to_string(std::int64_t(span.mode)) +
+                        " is unknown; it must be 0 (append), 1 (attend), 2 (partial) or 3 (read)");
         for (std::size_t j = 1; j < mini_batches[i].size(); ++j)
-            require(!mini_batches[i][j].attends || mini_batches[i][j - 1].attends,
-                    "mini_batches[" + std::to_string(i) + "]: attending spans must come before append-only ones");
+            require(order_of(mini_batches[i][j].mode) >= order_of(mini_batches[i][j - 1].mode),
+                    name + "spans must come in the order read, attend, partial, append");
+    }
 }
 
 }  // namespace
@@ -107,8 +119,10 @@ void Worker::plan(std::span<const std::vector<Span>> mini_batches) {
     for (const std::vector<Span>& spans : mini_batches) {
         MiniBatch& mini_batch = mini_batches_.emplace_back();
         for (const Span& span : spans) {
-            mini_batch.rows.all += span.num_rows;
-            mini_batch.rows.attending += span.attends ? span.num_rows : 0;
+            mini_batch.rows.queries += span.has_queries() ? span.num_rows : 0;
+            mini_batch.rows.stored += span.is_stored() ? span.num_rows : 0;
+            mini_batch.rows.out += span.mode == SpanMode::attend ? span.num_rows : 0;
+            mini_batch.rows.partials += span.num_rows * span.num_nodes();
         }
         for (const std::int64_t layer : shapes_) {
             const LayerSpec& spec = cache_.layers()[layer];
@@ -154,7 +168,7 @@ void Worker::submit(std::int64_t mini_batch, std::int64_t layer, const Payload& 
     MiniBatch& target = mini_batches_[mini_batch];
     AttentionJob& job = *jobs_[mini_batch];
     job.prepare(*target.lists[shape_of_layer_[layer]], layer, payload);
-    if (target.rows.all > 0) job.brief() && idle() ? pool_.run_here(job) : pool_.submit(job);
+    if (target.rows.any()) job.brief() && idle() ? pool_.run_here(job) : pool_.submit(job);
     target.outstanding = true;
     target.submitted[layer] = 1;
 }
@@ -165,7 +179,7 @@ void Worker::run(std::int64_t mini_batch, std::int64_t layer, const Payload& pay
     MiniBatch& target = mini_batches_[mini_batch];
     AttentionJob& job = *jobs_[mini_batch];
     job.prepare(*target.lists[shape_of_layer_[layer]], layer, payload);
-    if (target.rows.all > 0) pool_.run_here(job);
+    if (target.rows.any()) pool_.run_here(job);
     target.submitted[layer] = 1;
     finish(mini_batch);
 }
@@ -192,7 +206,7 @@ void Worker::wait(std::int64_t mini_batch) {
 void Worker::finish(std::int64_t mini_batch) {
     MiniBatch& done = mini_batches_[mini_batch];
     done.outstanding = false;
-    if (done.rows.all == 0) return;
+    if (!done.rows.any()) return;
     const AttentionJob& job = *jobs_[mini_batch];
     const std::size_t cell = mini_batch * cache_.layers().size() + job.layer();
     report_.busy_start[cell] = job.start_seconds;
@@ -205,7 +219,7 @@ void Worker::check_all_done() const {
     for (std::size_t i = 0; i < mini_batches_.size(); ++i) {
         const std::string name = "end_step: mini-batch " + std::to_string(i);
         require(!mini_batches_[i].outstanding, name + " has a layer outstanding; wait for it first");
-        if (mini_batches_[i].rows.all == 0) continue;
+        if (!mini_batches_[i].rows.any()) continue;
         const auto& submitted = mini_batches_[i].submitted;
         const auto missing = std::find(submitted.begin(), submitted.end(), 0);
         require(missing == submitted.end(), name + ": layer " + std::to_string(missing - submitted.begin()) +
@@ -235,7 +249,7 @@ void Worker::unwrite(const MiniBatch& mini_batch) const {
     for (std::size_t layer = 0; layer < mini_batch.submitted.size(); ++layer) {
         if (!mini_batch.submitted[layer]) continue;
         for (const PlannedSpan& span : mini_batch.lists[shape_of_layer_[layer]]->spans)
-            cache_.unwrite(std::int64_t(layer), span.blocks, span.context_len, span.end());
+            if (span.mode != SpanMode::read) cache_.unwrite(std::int64_t(layer), span.blocks, span.context_len, span.end);
     }
 }
 

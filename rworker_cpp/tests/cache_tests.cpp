@@ -19,7 +19,7 @@ void step(KVCache& cache, std::vector<Control> controls, std::vector<Span> spans
 
 void test_fork_shares_full_blocks() {
     KVCache cache = make_cache(8);
-    step(cache, {}, {{1, 0, 40, true}});
+    step(cache, {}, {{1, 0, 40, SpanMode::attend}});
     CHECK(cache.pool().num_free() == 5);
     step(cache, {{Verb::fork, 2, 1, 32}}, {});
     CHECK(cache.pool().num_free() == 5);
@@ -35,12 +35,12 @@ void test_fork_shares_full_blocks() {
 
 void test_errors_change_nothing() {
     KVCache cache = make_cache(4);
-    step(cache, {}, {{1, 0, 20, true}});
+    step(cache, {}, {{1, 0, 20, SpanMode::attend}});
     const std::vector<std::int32_t> blocks = cache.sequence(1).blocks;
     const std::vector<Control> controls{{Verb::fork, 2, 1, 20}, {Verb::truncate, 1, 0, 3}, {Verb::release, 1, 0, 0}};
-    CHECK_THROWS(cache.begin_step(controls, std::vector<Span>{{2, 20, 100, true}}), Error);
-    CHECK_THROWS(cache.begin_step(controls, std::vector<Span>{{1, 20, 1, true}}), UnknownSequence);
-    CHECK_THROWS(step(cache, {}, {{1, 20, 1, true}, {1, 20, 1, true}}), Error);
+    CHECK_THROWS(cache.begin_step(controls, std::vector<Span>{{2, 20, 100, SpanMode::attend}}), Error);
+    CHECK_THROWS(cache.begin_step(controls, std::vector<Span>{{1, 20, 1, SpanMode::attend}}), UnknownSequence);
+    CHECK_THROWS(step(cache, {}, {{1, 20, 1, SpanMode::attend}, {1, 20, 1, SpanMode::attend}}), Error);
     CHECK_THROWS(step(cache, {{Verb::release, 7, 0, 0}}, {}), UnknownSequence);
     CHECK(cache.sequence(1).blocks == blocks && cache.sequence(1).length == 20);
     CHECK(cache.pool().num_free() == 2 && cache.sequence_ids() == std::vector<std::int64_t>{1});
@@ -48,9 +48,9 @@ void test_errors_change_nothing() {
 
 void test_abandon_returns_blocks() {
     KVCache cache = make_cache(8);
-    step(cache, {}, {{1, 0, 10, true}});
+    step(cache, {}, {{1, 0, 10, SpanMode::attend}});
     cache.begin_step(std::vector<Control>{{Verb::fork, 2, 1, 10}},
-                     std::vector<Span>{{1, 10, 50, true}, {2, 10, 1, true}, {3, 0, 17, true}});
+                     std::vector<Span>{{1, 10, 50, SpanMode::attend}, {2, 10, 1, SpanMode::attend}, {3, 0, 17, SpanMode::attend}});
     CHECK(cache.pool().num_free() == 1);
     cache.abandon_step();
     CHECK(cache.pool().num_free() == 6 && cache.sequence(1).blocks.size() == 1 && cache.sequence(2).length == 10);
@@ -75,7 +75,7 @@ void test_export_and_import() {
     CHECK_THROWS(large.import_sequence(2, 100, data), Error);
     CHECK_THROWS(large.export_sequence(2, back.data()), UnknownSequence);
     CHECK(large.pool().num_free() == 1 && large.sequence_ids() == std::vector<std::int64_t>{1});
-    step(small, {{Verb::fork, 2, 1, 40}}, {{2, 40, 8, true}});
+    step(small, {{Verb::fork, 2, 1, 40}}, {{2, 40, 8, SpanMode::attend}});
     CHECK(small.pool().num_shared() == 2 && small.pool().num_touched() == 4);
 }
 

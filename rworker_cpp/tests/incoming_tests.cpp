@@ -47,7 +47,7 @@ void control(Worker& worker, std::vector<Control> controls) {
 /// Tokens [begin, end) as append-only rows.
 void append(Worker& worker, std::int64_t sequence_id, const std::vector<Data>& layers, std::int64_t begin,
             std::int64_t end) {
-    worker.begin_step({}, std::vector<std::vector<Span>>{{{sequence_id, begin, end - begin, false}}});
+    worker.begin_step({}, std::vector<std::vector<Span>>{{{sequence_id, begin, end - begin, SpanMode::append}}});
     for (std::int64_t layer = 0; layer < kLayers; ++layer) {
         const IncomingRows rows = layers[layer].rows(begin, end);
         worker.run(0, layer, {nullptr, rows.keys, rows.values, nullptr});
@@ -135,7 +135,7 @@ void test_what_is_refused() {
     CHECK_THROWS(control(worker, {{Verb::reserve, 2, 8, 20}, {Verb::commit, 2, 8, 20}}), Error);
     CHECK_THROWS(control(worker, {{Verb::release, 1, 0, 0}, {Verb::reserve, 2, 8, 129}}), Error);
     CHECK_THROWS(control(worker, {{Verb::reserve, 2, 8, 60}, {Verb::reserve, 3, 9, 32}}), Error);
-    CHECK_THROWS(worker.begin_step({}, std::vector<std::vector<Span>>{{{1, 0, 1, true}}}), Error);
+    CHECK_THROWS(worker.begin_step({}, std::vector<std::vector<Span>>{{{1, 0, 1, SpanMode::attend}}}), Error);
     CHECK_THROWS(worker.export_bytes(1), Error);
     CHECK(worker.statistics().blocks_free == 2 && worker.statistics().sequences == 1);
     worker.store(7, 0, data.rows(0, 10));  // nothing of all that has changed the job
@@ -259,7 +259,7 @@ void test_stores_beside_steps() {
             controls.push_back({Verb::release, 100 + committed++, 0, 0});
         else if (committed < stored.load())
             controls.push_back({Verb::commit, 100 + committed, committed, tokens}), ++committed;
-        worker.begin_step(controls, std::vector<std::vector<Span>>{{{1, length, 1, true}}});
+        worker.begin_step(controls, std::vector<std::vector<Span>>{{{1, length, 1, SpanMode::attend}}});
         if (reserves) reserved.fetch_add(1);
         for (std::int64_t layer = 0; layer < kLayers; ++layer) {
             const IncomingRows row = data[layer].rows(length % 400, length % 400 + 1);

@@ -74,8 +74,8 @@ void merge_without_the_last_split(const MergeArgs& args) {
     for (std::int64_t token = 0; token < args.num_tokens; ++token) {
         MergeArgs changed = args;
         changed.num_tokens = 1;
-        changed.num_partials -= args.num_partials > 1;
-        changed.partials += token * args.num_partials * args.partial_stride;
+        changed.num_splits -= args.num_splits > 1;
+        changed.partials += token * args.num_splits * args.partial_stride;
         changed.out = static_cast<float*>(args.out) + token * args.token_stride;
         best().merge(changed);
     }

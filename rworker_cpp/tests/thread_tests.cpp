@@ -67,9 +67,10 @@ std::vector<float> run_worker(int num_threads) {
         {std::vector<LayerSpec>(layers, layer), DType::float32, DType::bfloat16, 16, 4000, num_threads, {}, "auto"});
     std::vector<float> outputs;
     std::int64_t length = 0;
-    for (const std::int64_t rows : {700, 1, 1, 30, 1}) {
+    for (const std::int64_t rows : {640, 60, 1, 1, 30, 1}) {
         std::vector<std::vector<Span>> spans(2);
-        for (std::int64_t i = 0; i < 2 * each; ++i) spans[i % 2].push_back({i, length, rows, true});
+        const SpanMode mode = length ? SpanMode::attend : SpanMode::append;
+        for (std::int64_t i = 0; i < 2 * each; ++i) spans[i % 2].push_back({i, length, rows, mode});
         worker.begin_step({}, spans);
         std::vector<float> data(each * rows * heads * dim);
         for (std::size_t i = 0; i < data.size(); ++i) data[i] = float(i * 7919 % 1009) / 500.0f - 1.0f;
@@ -109,11 +110,11 @@ std::vector<float> run_forks(int num_threads, bool share, std::int64_t* bytes_re
     };
     const auto forked_at = [](std::int64_t i) -> std::int64_t { return i % 4 == 3 ? 1024 : 1600; };
     std::vector<float> none, out(count * 2 * heads * dim);
-    run({}, {{0, 0, prefix, false}}, none);
-    std::vector<Span> spans{{0, prefix, 2, true}};
+    run({}, {{0, 0, prefix, SpanMode::append}}, none);
+    std::vector<Span> spans{{0, prefix, 2, SpanMode::attend}};
     for (std::int64_t i = 1; i < count; ++i) {
-        share ? run({{Verb::fork, i, 0, forked_at(i)}}, {}, none) : run({}, {{i, 0, forked_at(i), false}}, none);
-        spans.push_back({i, forked_at(i), 2, true});
+        share ? run({{Verb::fork, i, 0, forked_at(i)}}, {}, none) : run({}, {{i, 0, forked_at(i), SpanMode::append}}, none);
+        spans.push_back({i, forked_at(i), 2, SpanMode::attend});
     }
     run({}, spans, out);
     return out;

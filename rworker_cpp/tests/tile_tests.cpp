@@ -162,7 +162,7 @@ void test_kernels_release_their_tiles() {
         Worker worker({{layer}, DType::float32, dtype, 16, 4, 1, {}, "avx512_amx"});
         const std::vector<float> rows(4 * 16, 0.5f);
         std::vector<float> out(4 * 16);
-        worker.begin_step({}, std::vector<std::vector<Span>>{{{1, 0, 1, true}}});
+        worker.begin_step({}, std::vector<std::vector<Span>>{{{1, 0, 1, SpanMode::attend}}});
         worker.run(0, 0, {rows.data(), rows.data(), rows.data(), out.data()});
         worker.end_step();
         CHECK(!tile_emulation::state().configured);

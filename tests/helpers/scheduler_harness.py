@@ -110,6 +110,12 @@ class Run:
         if self.recounts:
             self._check_end()
 
+    def one_step(self) -> None:
+        """Without losses, changes and moves."""
+        self.arrive_and_abort()
+        self.step()
+        self.step_number += 1
+
     def _check_end(self) -> None:
         self.naive.apply(self.scheduler.schedule())
         workers, held = self.scheduler.workers, self.naive.held

@@ -60,7 +60,7 @@ BAD_PLANS = {
     "no rows": ([], [(1, 20, 0, 1)], ValueError, "num_rows is 0"),
     "twice in a step": ([], [(1, 20, 1, 1), (1, 20, 1, 1)], ValueError, "once in a step"),
     "new one twice": ([], [(2, 0, 1, 1), (2, 0, 1, 1)], ValueError, "once in a step"),
-    "order": ([], [(2, 0, 1, 0), (1, 20, 1, 1)], ValueError, "attending spans must come before"),
+    "order": ([], [(2, 0, 1, 0), (1, 20, 1, 1)], ValueError, "the order read, attend, partial, append"),
     "out of blocks": ([(FORK, 2, 1, 20)], [(1, 20, 60, 1), (2, 20, 60, 1)], ValueError, "bug in the scheduler"),
     "absurd rows": ([], [(1, 20, 2**62, 1)], ValueError, "bug in the scheduler"),
 }

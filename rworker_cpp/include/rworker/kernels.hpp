@@ -91,6 +91,9 @@ inline constexpr int64_t kPartialHead = 16;
 /// Floats of the partial result of one query row: its head, then o[value_dim rounded up to 16].
 constexpr int64_t partial_floats(int64_t value_dim) { return kPartialHead + (value_dim + 15) / 16 * 16; }
 
+/// Floats of one partial result as it travels: max, sum, o[value_dim].
+constexpr int64_t node_floats(int64_t value_dim) { return 2 + value_dim; }
+
 /// A new token, which brings `group` query rows to each KV head.
 struct TokenRow {
     int64_t position;
@@ -127,17 +130,39 @@ struct AttendArgs {
     float* scratch;
 };
 
-/// Fold the partials of all splits of one (span, KV head), in order, add the sinks and write rows of `dtype`:
-/// (token, head) to out[token * token_stride + head * value_dim].
+/// Fold the partials of all splits of one (span, KV head) in the tree of merge.hpp, in place, add the sinks and write
+/// rows of `dtype`: (token, head) to out[token * token_stride + head * value_dim]. Where `nodes` is given write instead
+/// what is left of the tree after its last split, n nodes as floats: (token, node, head) to
+/// nodes[(token * n + node) * node_stride + head * node_floats].
 struct MergeArgs {
-    const float* partials;
-    int64_t num_partials, partial_stride;  // of a token; the next token's follow
+    float* partials;
+    int64_t first_split, num_splits, partial_stride;  // of a token; the next token's follow
     int64_t num_tokens, token_stride;
     int group, value_dim;
     const float* sinks;  // [group], or null
     DType dtype;
     void* out;
     float* scratch;
+    float* nodes = nullptr;
+    int64_t node_stride = 0;
+};
+
+/// Nodes of one range: (row, head) at data[row * row_stride + head * node_floats]; `width` splits from `start` on.
+struct RangePart {
+    const float* data;
+    int64_t row_stride, start, width;
+};
+
+/// Fold the parts of a sequence, which follow one another, as `merge` folds splits, and write rows as it does: (row,
+/// head) to out[(row * num_heads + head) * value_dim].
+struct CombineArgs {
+    const RangePart* parts;
+    int64_t num_parts, num_rows;
+    int num_heads, value_dim;
+    const float* sinks;  // [num_heads], or null
+    DType dtype;
+    void* out;
+    float* scratch;  // (num_parts + 1) * partial_floats
 };
 
 /// One instruction set's functions; append and attend are indexed by the dtype of the cache.
@@ -146,6 +171,7 @@ struct Kernels {
     void (*append[5])(const AppendArgs&);
     void (*attend[5])(const AttendArgs&);
     void (*merge)(const MergeArgs&);
+    void (*combine)(const CombineArgs&);
     // Sums, to measure bandwidth.
     float (*read)(const float* data, int64_t count, bool ask);  // count % 256 == 0
     // count % kStreams == 0; read_ahead is null where nothing is asked for

@@ -100,6 +100,7 @@ class KVCache {
     void stage(Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const;
     void write_rows(const Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const;
     void grow(const Span& span);
+    void check_read(const Span& span) const;
     void remember(std::int64_t sequence_id);
     void copy_block(std::int32_t from, std::int32_t to) const;
     void turn_to_rows(std::int64_t layer, std::int32_t block, std::int64_t tile) const;

@@ -15,17 +15,22 @@ namespace rworker {
 /// A span, where its rows lie in the payload, and where its partial results are kept.
 struct PlannedSpan {
     const std::int32_t* blocks;
-    std::int64_t context_len, num_rows, first_row;
+    std::int64_t context_len, num_rows;
+    std::int64_t end;               // of the tokens it stores or reads
+    std::int64_t first_row;         // of the queries
+    std::int64_t first_stored_row;  // of keys and values
+    std::int64_t first_out_row;     // of out, or of the partial results where there are nodes
     std::int64_t first_token;  // the earliest one any row sees
     std::int64_t first_split, num_splits;
     std::int64_t first_partial;  // index of its partial results, which lie [token][split]
     std::int64_t counter_offset;
     std::int32_t num_units;  // that attend for it
-    bool attends;
+    std::int32_t num_nodes;  // of each row, where partial results are the answer; else 0
+    SpanMode mode;
 
-    std::int64_t end() const { return context_len + num_rows; }
+    bool attends() const { return mode != SpanMode::append; }
     /// Only such a span's partial results stay with one thread: its one split holds new tokens, so it is not shared.
-    bool one_split() const { return num_splits == 1; }
+    bool one_split() const { return num_splits == 1 && mode != SpanMode::read; }
 };
 
 /// Some new tokens and one split they attend to; with a KV head it is a piece of work. Sequences that share the blocks
@@ -63,6 +68,7 @@ struct WorkList {
     WorkItem item(std::int64_t index) const;
 
   private:
+    PlannedSpan place(const KVCache& cache, const Span& span) const;
     void place_partials(PlannedSpan& span);
     void plan_splits(const KVCache& cache);
     void plan_shared(const SharedSplit& shared);

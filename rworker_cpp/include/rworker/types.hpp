@@ -1,6 +1,7 @@
 // What every part of the R-worker agrees on: dtypes, layers, errors.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -36,10 +37,25 @@ struct LayerSpec {
     }
 };
 
-/// `num_rows` new tokens of one sequence that has `context_len` committed tokens.
+/// What is done with a span's rows: stored only; stored, then they attend; the same of the tail of a longer sequence,
+/// answered with partial results; or they are not stored, and attend to a closed range of theirs, likewise.
+enum class SpanMode : std::int64_t { append = 0, attend = 1, partial = 2, read = 3 };
+
+/// `num_rows` new tokens of one sequence that has `context_len` committed tokens; those of a `read` span come after the
+/// sequence's, with `context_len` tokens before them, counted from its first.
 struct Span {
     std::int64_t sequence_id, context_len, num_rows;
-    bool attends;
+    SpanMode mode;
+
+    bool has_queries() const { return mode != SpanMode::append; }
+    bool is_stored() const { return mode != SpanMode::read; }
+    bool is_partial() const { return mode == SpanMode::partial || mode == SpanMode::read; }
+    /// Partial results of each row: nodes of the tree in which a sequence's splits are merged (kernels/merge.hpp).
+    std::int64_t num_nodes() const {
+        if (mode == SpanMode::read) return 1;
+        return mode == SpanMode::partial ? std::popcount(std::uint64_t((context_len + num_rows - 1) / kSplitTokens + 1))
+                                         : 0;
+    }
 };
 
 /// What a control asks of the cache before a step's rows.

@@ -28,11 +28,15 @@ struct WorkerConfig {
 struct Payload {
     const void *queries, *keys, *values;
     void* out;
+    float* partials = nullptr;  // of `read` and `partial` spans: [rows, num_heads, node_floats]
 };
 
-/// Rows a mini-batch brings in the open step.
+/// Rows a mini-batch brings in the open step: of queries, of keys and values, of out, and of partial results, of which
+/// there is one per node.
 struct RowCount {
-    std::int64_t attending, all;
+    std::int64_t queries = 0, stored = 0, out = 0, partials = 0;
+
+    bool any() const { return queries + stored > 0; }
 };
 
 struct StepReport {
@@ -63,14 +67,14 @@ class Worker {
     DType model_dtype() const { return model_dtype_; }
     int num_threads() const { return pool_.num_threads(); }
 
-    /// Apply the controls and plan the rows of every mini-batch; attending spans come first in each.
+    /// Apply the controls and plan the rows of every mini-batch; spans come in the order read, attend, partial, append.
     void begin_step(std::span<const Control> controls, std::span<const std::vector<Span>> mini_batches);
     /// Rows of a mini-batch of the open step. Throws Error for a bad mini_batch or layer, or no open step.
     RowCount row_count(std::int64_t mini_batch, std::int64_t layer) const;
     /// Throws Error unless this mini-batch and layer may be submitted now.
     void check_submit(std::int64_t mini_batch, std::int64_t layer) const;
-    /// Store keys [all rows, num_kv_heads, key_dim] and values, and attend queries [attending rows, num_heads,
-    /// key_dim] into out [attending rows, num_heads, value_dim]. Returns at once, or when all is done if that takes
+    /// Store keys [stored rows, num_kv_heads, key_dim] and values, and attend queries [rows, num_heads, key_dim], all but
+    /// those of `append` spans, into out [rows of `attend` spans, num_heads, value_dim] and partials. Returns at once, or when all is done if that takes
     /// no longer than waking a thread would; the buffers are in use until wait.
     void submit(std::int64_t mini_batch, std::int64_t layer, const Payload& payload);
     /// Submit and wait in one, on the calling thread with the pool's helpers: no thread is woken to lead. Nothing may

@@ -94,6 +94,7 @@ constexpr rworker::Kernels make_kernels(const char* isa) {
             {attend<L, DType::float32>, attend<L, DType::float16>, attend<L, DType::bfloat16>, attend<L, DType::int8>,
              attend<L, DType::int4>},
             merge<L>,
+            combine<L>,
             read_all<L>,
             read_pages<L>};
 }

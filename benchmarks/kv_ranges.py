@@ -1,0 +1,143 @@
+"""One long sequence over several R-workers: bits, R time against one R-worker, and what both cores read against one.
+
+    python benchmarks/kv_ranges.py --tokens 32768 --workers 1,2,4 --kv-dtypes bfloat16,float32
+
+R-workers are processes of one thread, pinned to the cores in turn. The first number of workers holds the sequence as a
+whole, the others in ranges of ``--kv-shard-tokens`` dealt in turn. All are open at once and take turns, round by round,
+with a measurement of what one core and all cores read, so that what the machine does meanwhile hits all alike. R time
+of a step is the sum over its layers of the time from the first R-worker's start to the last one's end. The gain is that
+of the first number of workers over the others'; the last columns divide it by the gain in read rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.cluster.links.spawn import SpawnBackend
+from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.types import KVLayout, LayerLayout, Verb, to_wire
+
+BLOCK_SIZE = 32
+READ_BYTES = 512 << 20
+BUSY = "busy_start", "busy_end"
+
+
+class LongSequence:
+    """One sequence over R-workers: as a whole on one, in ranges dealt in turn on several."""
+
+    def __init__(self, num_workers: int, range_tokens: int, layout: KVLayout, tokens: int) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        room = layout.kv_bytes_per_token * (tokens // num_workers + 2 * range_tokens)
+        sizes = [RWorkerSize(room, 1, (cores[i % len(cores)],)) for i in range(num_workers)]
+        self.backend, self.layout = SpawnBackend(sizes, BLOCK_SIZE), layout
+        self.range_tokens = range_tokens if num_workers > 1 else 2 * tokens
+        self.num_workers = num_workers
+        self.reads: list[tuple[int, int, int]] = []
+        self.worker = self.length = self.base = 0
+        self.controls: list[list[tuple[int, int, int, int]]] = [[] for _ in sizes]
+        self.r_seconds: list[float] = []
+        self.backend.open(layout)
+
+    def step(self, rows: Sequence[np.ndarray], attends: bool) -> np.ndarray:
+        """Store and attend the next rows of q, k, v, the same in every layer; o of the last layer."""
+        count = len(rows[1])
+        reads = tuple(self.reads) if attends else ()
+        chunk = Chunk(0, self.worker, self.length, [0] * count, attends, base=self.base, reads=reads)
+        step = ScheduledStep((MiniBatch.of([chunk]),), tuple(map(tuple, self.controls)))
+        self.controls = [[] for _ in self.controls]
+        self.backend.begin_step(step.to_step_plan())
+        for layer in range(len(self.layout.layers)):
+            self.backend.submit(0, layer, *rows)
+            o = self.backend.collect(0)
+        report = self.backend.end_step()
+        if attends:
+            starts, ends = (np.array([getattr(each, name)[0] for each in report.workers]) for name in BUSY)
+            self.r_seconds.append(float((ends.max(axis=0) - np.where(ends > 0, starts, np.inf).min(axis=0)).sum()))
+        self._grow(count)
+        return o
+
+    def _grow(self, count: int) -> None:
+        self.length += count
+        tail = self.length - self.base
+        if tail == self.range_tokens:
+            index = len(self.reads)
+            self.controls[self.worker] = [(Verb.FORK, index + 1, 0, tail), (Verb.RELEASE, 0, 0, 0)]
+            self.reads.append((self.worker, index + 1, self.base))
+            self.base, self.worker = self.length, (index + 1) % self.num_workers
+
+
+def main() -> None:
+    """Print a row per KV dtype and number of R-workers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--workers", default="1,2,4", metavar="LIST")
+    parser.add_argument("--kv-shard-tokens", type=int, default=4096)
+    parser.add_argument("--kv-dtypes", default="bfloat16,float32", metavar="LIST")
+    parser.add_argument("--heads", default="32,8,128", help="query heads, KV heads, head size (Llama 3 8B)")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    print(
+        "| KV dtype | R-workers | R ms p10 | p50 | p90 | gain p50 | read gain p50 | gain / read gain p10 | p50 | p90 |"
+    )
+    print("|" + "---|" * 10)
+    for kv_dtype in args.kv_dtypes.split(","):
+        _measure(args, kv_dtype)
+
+
+def _measure(args: argparse.Namespace, kv_dtype: str) -> None:
+    num_heads, num_kv_heads, dim = map(int, args.heads.split(","))
+    model_dtype = kv_dtype if kv_dtype in ("float32", "float16") else "bfloat16"
+    layer = LayerLayout(num_heads, num_kv_heads, dim, dim, dim**-0.5)
+    layout = KVLayout((layer,) * args.layers, model_dtype, kv_dtype)
+    shapes = (num_heads, dim), (num_kv_heads, dim), (num_kv_heads, dim)
+    counts = [int(count) for count in args.workers.split(",")]
+    sequences = [LongSequence(count, args.kv_shard_tokens, layout, args.tokens) for count in counts]
+    rng = np.random.default_rng(0)
+
+    def rows(num_rows: int) -> list[np.ndarray]:
+        draws = (rng.standard_normal((num_rows, *shape), dtype=np.float32) for shape in shapes)
+        return [to_wire(draw, model_dtype) for draw in draws]
+
+    for _ in range(0, args.tokens, args.kv_shard_tokens):
+        q, k, v = rows(args.kv_shard_tokens)
+        for sequence in sequences:
+            sequence.step((q[:0], k, v), attends=False)
+    cores = sorted(os.sched_getaffinity(0))
+    readers = [_rworker.Peaks(num_threads=n, num_bytes=READ_BYTES, cores=cores[:n]) for n in (1, len(cores))]
+    gains: list[float] = []
+    for each in range(args.rounds + 2):  # of which the first two warm up
+        one, every = (reader.read() for reader in readers)
+        gains.append(every / one)
+        q, k, v = rows(1)
+        bits = {sequence.step((q, k, v), attends=True).tobytes() for sequence in sequences}
+        if len(bits) > 1:
+            raise SystemExit(f"{kv_dtype}, round {each}: the bits differ")
+    _print(kv_dtype, sequences, np.array(gains[2:]))
+    for sequence in sequences:
+        sequence.backend.close()
+
+
+def _print(kv_dtype: str, sequences: Sequence[LongSequence], read_gains: np.ndarray) -> None:
+    whole = np.array(sequences[0].r_seconds[2:])
+    for sequence in sequences:
+        seconds = np.array(sequence.r_seconds[2:])
+        gains = whole / seconds
+        times = " | ".join(f"{1e3 * each:.2f}" for each in np.percentile(seconds, (10, 50, 90)))
+        parts = " | ".join(f"{each:.2f}" for each in np.percentile(gains / read_gains, (10, 50, 90)))
+        print(
+            f"| {kv_dtype} | {sequence.num_workers} | {times} | {np.median(gains):.2f} | {np.median(read_gains):.2f} "
+            f"| {parts} |",
+            flush=True,
+        )
+    print(f"(bits equal in all {len(read_gains) + 2} rounds)")
+
+
+if __name__ == "__main__":
+    main()

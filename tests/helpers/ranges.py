@@ -1,0 +1,127 @@
+"""Sequences whose ranges lie on several R-workers, driven through an attention backend as an engine would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from fastdecode.protocols import AttentionBackend
+from fastdecode.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.types import KVLayout, LayerLayout, StepReport, Verb, to_wire
+
+MOST_TOKENS = 1 << 14
+
+
+@dataclass
+class Ranged:
+    """A sequence: its length, its closed ranges as chunks name them, and where its tail is."""
+
+    length: int = 0
+    worker: int = 0
+    base: int = 0
+    reads: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class RangeDriver:
+    """Takes steps of sequences in ranges of ``range_tokens`` tokens; range i of sequence s goes to ``place(s, i)``."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        layout: KVLayout,
+        range_tokens: int = MOST_TOKENS,
+        place: Callable[[int, int], int] = lambda sequence_id, index: 0,
+    ) -> None:
+        self.backend, self.layout, self.range_tokens, self.place = backend, layout, range_tokens, place
+        self.num_workers = len(backend.open(layout))
+        self.sequences: dict[int, Ranged] = {}
+        self.controls: list[list[tuple[int, int, int, int]]] = [[] for _ in range(self.num_workers)]
+
+    def fill(self, sequence_id: int, num_tokens: int) -> None:
+        """A new sequence, whose rows are stored and attend elsewhere."""
+        self.sequences[sequence_id] = Ranged(worker=self.place(sequence_id, 0))
+        while (left := num_tokens - self.sequences[sequence_id].length) > 0:
+            self.step([{sequence_id: min(left, self.range_tokens)}], attends=False)
+
+    def chunk(self, sequence_id: int, count: int, attends: bool = True) -> Chunk:
+        """The next tokens of a sequence."""
+        sequence = self.sequences[sequence_id]
+        reads = tuple(sequence.reads) if attends else ()
+        tokens = [sequence_id] * count
+        return Chunk(sequence_id, sequence.worker, sequence.length, tokens, attends, base=sequence.base, reads=reads)
+
+    def begin(self, counts: Sequence[dict[int, int]], attends: bool = True) -> list[MiniBatch]:
+        """Begin a step of the next rows of sequences, for each mini-batch."""
+        listed = [[self.chunk(*each, attends) for each in part.items()] for part in counts]
+        parts = [MiniBatch.sorted([MiniBatch.of(chunks)]) for chunks in listed]
+        plan = ScheduledStep(tuple(parts), tuple(map(tuple, self.controls))).to_step_plan()
+        self.controls = [[] for _ in range(self.num_workers)]
+        self.backend.begin_step(plan)
+        return parts
+
+    def attend(self, parts: Sequence[MiniBatch], layer: int, outputs: dict[int, list[np.ndarray]]) -> None:
+        """One layer; what each sequence gets is added to ``outputs``."""
+        for index, part in enumerate(parts):
+            if len(part):
+                self.backend.submit(index, layer, *rows_of(part, layer, self.layout))
+        for index, part in enumerate(parts):
+            o, row = self.backend.collect(index) if len(part) else np.zeros(0), 0
+            for chunk in part:
+                if chunk.attends:
+                    outputs.setdefault(chunk.sequence_id, []).append(o[row : row + len(chunk.token_ids)].copy())
+                    row += len(chunk.token_ids)
+
+    def step(self, counts: Sequence[dict[int, int]], attends: bool = True) -> dict[int, list[np.ndarray]]:
+        """A whole step: o of each sequence in each layer."""
+        outputs: dict[int, list[np.ndarray]] = {}
+        parts = self.begin(counts, attends)
+        for layer in range(len(self.layout.layers)):
+            self.attend(parts, layer, outputs)
+        self.report: StepReport = self.backend.end_step()
+        for part in counts:
+            for sequence_id, count in part.items():
+                self.grow(sequence_id, count)
+        return outputs
+
+    def grow(self, sequence_id: int, count: int) -> None:
+        """Its tail is closed once it is full: the next step forks it under an id of its own."""
+        sequence = self.sequences[sequence_id]
+        sequence.length += count
+        tail = sequence.length - sequence.base
+        if tail == self.range_tokens:
+            index = len(sequence.reads)
+            range_id = 1000 * (sequence_id + 1) + index
+            self.controls[sequence.worker] += [
+                (Verb.FORK, range_id, sequence_id, tail),
+                (Verb.RELEASE, sequence_id, 0, 0),
+            ]
+            sequence.reads.append((sequence.worker, range_id, sequence.base))
+            sequence.base, sequence.worker = sequence.length, self.place(sequence_id, index + 1)
+
+
+@cache
+def _draw(sequence_id: int, layer: int, part: int, heads: int, dim: int) -> np.ndarray:
+    rng = np.random.default_rng((sequence_id, layer, part))
+    return rng.standard_normal((MOST_TOKENS, heads, dim), dtype=np.float32)
+
+
+def rows_of(part: MiniBatch, layer: int, layout: KVLayout) -> tuple[np.ndarray, ...]:
+    """q, k, v of a mini-batch, which depend on sequence, position and layer only."""
+    spec: LayerLayout = layout.layers[layer]
+    shapes = (
+        (spec.num_heads, spec.key_head_dim),
+        (spec.num_kv_heads, spec.key_head_dim),
+        (spec.num_kv_heads, spec.value_head_dim),
+    )
+    arrays = []
+    for index, shape in enumerate(shapes):
+        pieces = [
+            _draw(chunk.sequence_id, layer, index, *shape)[chunk.context_len :][: len(chunk.token_ids)]
+            for chunk in part
+            if index > 0 or chunk.attends
+        ]
+        arrays.append(to_wire(np.concatenate(pieces or [np.zeros((0, *shape), np.float32)]), layout.model_dtype))
+    return tuple(arrays)

@@ -1,0 +1,88 @@
+"""``fastdecode plan --emit kubernetes``: manifests that hold the plan, valid by the API's schemas; and what `--emit`
+passes on to the engine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.kubernetes import Manifests, base, container, find, parsed, pods
+
+from fastdecode.cli.flags import engine_config
+from fastdecode.cli.main import build_parser, main
+from fastdecode.settings import parse_bytes
+
+NAMES = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452", "--link", "100Gb", "--seq-len", "1024"]
+NUMBERS = ["--s-part-seconds", "1e-3", "--r-part-seconds-per-token", "4e-9", "--num-layers", "32", "--seq-len", "1024"]
+NUMBERS += ["--mini-batch-size", "64"]
+SHAPE = str(Path(__file__).parents[2] / "examples" / "llama-demo-shape")
+DRAFTS = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}', "--acceptance-rate", "0.7"]
+
+
+def emitted(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[Manifests, str]:
+    """The manifests and the whole text."""
+    assert main(["plan", *flags, "--emit", "kubernetes"]) == 0
+    text = capsys.readouterr().out
+    return list(yaml.safe_load_all(text)), text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [NAMES, [*NAMES, *DRAFTS, "--kv-cache-dtype", "int8"], [*NAMES, "--model", f"{SHAPE}/config.json"], NUMBERS],
+    ids=["names", "drafts", "folder", "numbers"],
+)
+def test_emitted_manifests_are_valid_and_start_an_engine(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    manifests, _ = emitted(capsys, *flags)
+    assert [each["kind"] for each in manifests] == [each["kind"] for each in base()]
+    for manifest in manifests:
+        validate.validate(manifest, "1.31", strict=True)
+    config = engine_config(parsed(manifests, "s-worker"))
+    assert config.num_r_workers == find(manifests, "StatefulSet", "fastdecode-r-worker")["spec"]["replicas"]
+    asked = build_parser().parse_args(["plan", *flags])
+    assert config.speculative_config == asked.speculative_config
+    assert config.kv_cache_dtype == asked.kv_cache_dtype
+
+
+def test_emitted_manifests_hold_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "plan.json"
+    manifests, text = emitted(capsys, *NAMES, "--output-json", str(figures))
+    plan = json.loads(figures.read_text())
+    server, r_worker = parsed(manifests, "s-worker"), parsed(manifests, "r-worker")
+    assert server.r_workers == f"join:{plan['num_r_workers']}"
+    assert (server.max_num_seqs, server.num_mini_batches) == (plan["in_flight"], plan["num_mini_batches"])
+    assert server.kv_load_limit is None, "the pool grows and shrinks"
+    assert parse_bytes("", r_worker.kv_cache_memory) == int(0.8 * 128e9)
+    limits = container(manifests, "r-worker")["resources"]["limits"]
+    assert limits["cpu"] == "31" and parse_bytes("", limits["memory"] + "B") > int(0.8 * 128e9) + 2**30
+    assert container(manifests, "s-worker")["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert server.model == "/models/llama-7b" and "the model's folder at llama-7b" in text
+    (claim,) = (each for each in pods(manifests)["s-worker"]["spec"]["volumes"] if "persistentVolumeClaim" in each)
+    mounts = {each["name"]: each["mountPath"] for each in container(manifests, "s-worker")["volumeMounts"]}
+    assert server.model.startswith(mounts[claim["name"]])
+
+
+def test_without_names_the_template_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    manifests, text = emitted(capsys, *NUMBERS)
+    assert container(manifests, "r-worker") == container(base(), "r-worker")
+    assert "nvidia.com/gpu" not in text and "set these for your nodes" in text
+
+
+def test_what_no_manifest_starts_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = ["--prompt-len", "512", "--mini-batch-size", "256", "--num-prefill-workers", "2"]
+    for flags, name in ((prompts, "num_prefill_workers"), (["--tensor-parallel-size", "2"], "tensor_parallel_size")):
+        assert main(["plan", *NAMES, *flags, "--emit", "kubernetes"]) == 2
+        assert f"{name}: --emit kubernetes has one S-worker and its R-workers" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["sbatch", "mpirun"])
+def test_drafts_are_passed_on(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *NAMES, *DRAFTS, "--emit", form]) == 0
+    words = shlex.split(capsys.readouterr().out.replace("\\\n", ""), comments=True)
+    at = words.index("--speculative-config")
+    assert json.loads(words[at + 1]) == json.loads(DRAFTS[1])
+    assert main(["plan", *NAMES, "--emit", form]) == 0
+    assert "--speculative-config" not in capsys.readouterr().out
