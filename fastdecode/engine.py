@@ -18,8 +18,8 @@ from fastdecode.backends import (
     make_backend,
     make_draft_backend,
     make_prefill_backend,
-    place_on_ray,
     make_prompt_backend,
+    place_on_ray,
     prepare,
 )
 from fastdecode.config import EngineConfig

@@ -48,8 +48,8 @@ def check_installed() -> None:
 class RayJob:
     """Room for R-workers in a Ray cluster, and then the actors there; the key of the job is made here.
 
-    ``host``: the address of this node in the cluster. ``security``: encrypted, unless told otherwise, where the cluster
-    is more than this machine's loopback.
+    ``host``: the address of this node in the cluster. ``is_alone``: the cluster was started for this job on this
+    machine; connections stay on it then, and are not encrypted unless asked for.
     """
 
     def __init__(

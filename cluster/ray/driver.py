@@ -38,7 +38,6 @@ from fastdecode.cluster.ray.server import ActorServer, Order
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.errors import BackendError, CapacityError, ConfigError, FastDecodeError
 from fastdecode.machine import usable_cores
-from fastdecode.settings import is_loopback
 
 PROBE_SECONDS = 5.0
 """Most time to a TCP connection with the cluster's head."""
@@ -178,10 +177,9 @@ def _serve(stack: contextlib.ExitStack, orders: TextIO, out: TextIO) -> None:
     started = connect(stack)
     job = Job(**wanted)
     stack.callback(job.end)
-    host = _own_address()
-    alone = all(is_loopback(node.address) for node in _nodes())
-    where = "started here" if started else f"of {len(_nodes())} node(s)"
-    _say(out, {"placed": f"{job.ask.describe()}, on a cluster {where}", "host": host, "is_alone": alone})
+    where = "that was started on this machine" if started else f"of {len(_nodes())} node(s)"
+    placed = {"placed": f"{job.ask.describe()}, in a cluster {where}", "is_alone": started}
+    _say(out, placed | {"host": "127.0.0.1" if started else _own_address()})
     line = orders.readline()
     if not line:
         return
