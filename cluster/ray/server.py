@@ -21,7 +21,7 @@ from fastdecode.errors import FastDecodeError
 from fastdecode.machine import has_cpu_quota, numa_nodes
 
 WATCH_SECONDS = 1.0
-"""Time between two questions whether Ray drains this node."""
+"""Time between two looks at whether this node's raylet lives, and whether Ray drains the node."""
 
 RETRY_SECONDS = 1.0
 """Time between two attempts of a restarted R-worker to take its memory, which the one before may still hold."""
@@ -53,9 +53,12 @@ class ActorServer:
     def __init__(self, order: Order, is_draining: Callable[[], bool], is_restarted: bool) -> None:
         self._order, self._is_draining, self._is_restarted = order, is_draining, is_restarted
         self._started: Future[str] = Future()
+        self._server: Server | None = None
+        self._raylet = os.getppid()
 
     def start(self) -> str:
         """Return the R-worker's address and size once it listens; FastDecodeError where this node cannot run it."""
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
         threading.Thread(target=self._run, name="R-worker", daemon=True).start()
         return self._started.result()
 
@@ -65,7 +68,7 @@ class ActorServer:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        threading.Thread(target=self._watch, args=(server,), name="drain", daemon=True).start()
+        self._server = server
         self._started.set_result(address)
         status = 1
         try:
@@ -103,12 +106,17 @@ class ActorServer:
                 log.warning("%s; trying again", error)
                 time.sleep(RETRY_SECONDS)
 
-    def _watch(self, server: Server) -> None:
-        while not self._is_draining():
+    def _watch(self) -> None:
+        """End with the raylet, whose actors Ray starts elsewhere; leave a node that Ray drains."""
+        is_leaving = False
+        while os.getppid() == self._raylet:
             time.sleep(WATCH_SECONDS)
-        log.warning("Ray drains this node: the R-worker leaves")
-        if not server.leave():
-            os._exit(LEFT)
+            if self._server and not is_leaving and self._is_draining():
+                log.warning("Ray drains this node: the R-worker leaves")
+                is_leaving = True
+                if not self._server.leave():
+                    os._exit(LEFT)
+        os._exit(1)  # Ray itself may let the process of an actor go on
 
 
 def take_cores(num_threads: int) -> tuple[socket.socket | None, list[int] | None]:
