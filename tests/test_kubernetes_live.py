@@ -169,6 +169,16 @@ def test_the_service_survives_what_a_cluster_does_to_it(tmp_path: Path) -> None:
             assert pod.process.wait(PATIENCE_SECONDS) == 0
 
 
+def test_a_server_that_waits_for_r_workers_ends_when_told(tmp_path: Path) -> None:
+    """As pid 1 of a container it would otherwise be killed, after all of the grace period."""
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(tmp_path, stack)
+        process = cluster.start("s-worker")
+        until(lambda: "R-workers may join at" in (tmp_path / "s-worker.log").read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 143
+
+
 def _check_metrics(server: RunningServer) -> None:
     """The autoscaler's rules read what the server says."""
     text: Any = server.request("/metrics", headers=HEADERS)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import queue
 import threading
@@ -50,11 +51,18 @@ class EngineThread:
             self._loaded.wait()
         except BaseException:
             self.stop()
+            self._interrupt_loading()
             self._thread.join()
             raise
         if self._engine is None:
             raise self.error or EngineDeadError("the engine was not loaded")
         return self._engine
+
+    def _interrupt_loading(self) -> None:
+        """Ctrl-C and SIGTERM reach the main thread alone, and R-workers that are to join may never come: raise
+        KeyboardInterrupt in the engine's thread as well, at its next line of Python."""
+        ident = ctypes.c_ulong(self._thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
         """Deliver to ``loop``, where ``on_death`` is called if the engine fails."""
