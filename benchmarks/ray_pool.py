@@ -1,7 +1,7 @@
 """Decode with R-workers on Ray against the same R-workers at host:port: python benchmarks/ray_pool.py
 
-Both take the same cores, threads, memory, loopback addresses and an authenticated connection; A B A B …, each in a job of
-its own. The mark: medians within 3 %. Exits with 1 where they are not.
+Both take the same cores, threads, memory, loopback addresses and an authenticated connection; A B A B …, each in a job
+of its own. The mark: medians within 3 %. Exits with 1 where they are not.
 """
 
 from __future__ import annotations
