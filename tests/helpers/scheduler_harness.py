@@ -293,6 +293,8 @@ class Run:
             return
         if schedule.prefill is Prefill.FIRST and self.has_preempted:
             return  # its blocks came free after the prompts were looked at
+        if head.max_cached > self.limits.range_tokens or self.scheduler.workers.draining:
+            return  # its ranges need several places; it goes to an R-worker that drains only if it fits no other
         members, workers = 1 + len(head.siblings), self.scheduler.workers
         partial = head.num_tokens % self.limits.block_size
         rows_left = self.limits.max_num_batched_tokens - step.num_tokens
