@@ -12,8 +12,9 @@ from fastdecode.config import MODEL, EngineConfig, flag_names
 from fastdecode.errors import CapacityError
 from fastdecode.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.protocols import AttentionBackend, PrefillBackend
+from fastdecode.scheduler.ranges import fits_pool
 from fastdecode.settings import PrefillWorkerSpec, RWorkerSpec, is_loopback, split_address
-from fastdecode.types import KVLayout, RWorkerInfo
+from fastdecode.types import SPLIT_TOKENS, KVLayout, RWorkerInfo
 
 if TYPE_CHECKING:
     from fastdecode.cluster.pool import PoolBackend
@@ -181,16 +182,23 @@ def kv_cache_bytes(config: EngineConfig) -> int:
     return wanted or int(available_memory_bytes() * KV_CACHE_SHARE) // config.num_r_workers
 
 
-def check_room(max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
-    """Every R-worker must hold one longest sequence; CapacityError says how much memory that takes."""
+def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
+    """Every R-worker must hold one longest sequence, or all together its ranges; CapacityError says how much memory
+    that takes."""
+    num_blocks, block_size = [worker.num_blocks for worker in workers], workers[0].block_size
+    if config.may_shard and (config.kv_shard_tokens or len(workers) > 1):
+        range_tokens = config.kv_shard_tokens or SPLIT_TOKENS
+        if fits_pool(max_model_len, range_tokens, num_blocks, block_size):
+            return
     worker = min(workers, key=lambda worker: worker.num_blocks)
     tokens = worker.num_blocks * worker.block_size
     if tokens >= max_model_len:
         return
+    others = f", all {len(workers)} of them too little for its ranges" if len(workers) > 1 and config.may_shard else ""
     blocks = -(-max_model_len // worker.block_size)
     needed = blocks * worker.block_size * layout.kv_bytes_per_token
     raise CapacityError(
         f"one sequence of max_model_len {max_model_len} tokens takes {needed / 2**30:.3g} GiB of KV cache, and an "
-        f"R-worker has {tokens * layout.kv_bytes_per_token / 2**30:.3g} GiB: give at least --kv-cache-memory "
+        f"R-worker has {tokens * layout.kv_bytes_per_token / 2**30:.3g} GiB{others}: give at least --kv-cache-memory "
         f"{-(-needed // 2**20)}MiB, or at most --max-model-len {tokens}"
     )

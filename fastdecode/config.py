@@ -27,7 +27,7 @@ from fastdecode.settings import (
     split_address,
 )
 from fastdecode.speculative_config import SpeculativeConfig
-from fastdecode.types import ISAS, PREFILL_METHODS
+from fastdecode.types import ISAS, PREFILL_METHODS, SPLIT_TOKENS
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 """The byte-level model that ships with the package."""
@@ -95,6 +95,12 @@ class EngineConfig:
         None, "KV tokens attended per step, over all R-workers", BATCHING, metavar="TOKENS", least=1,
         unset="auto: where R time equals S time, by --profile, in simulations by the model, or as measured in the "
         "first steps",
+    )  # fmt: skip
+    kv_shard_tokens: int | None = setting(
+        None, "a longer sequence lies in ranges of so many tokens, each on an R-worker of its own: 512 times a power "
+        "of two", BATCHING, metavar="TOKENS", least=1,
+        unset="auto: what takes an R-worker longer to read than S time, by --profile; else as many as fit where no "
+        "R-worker holds a sequence of max_model_len, and otherwise no ranges",
     )  # fmt: skip
     micro_batch_interval: int | None = setting(
         None,
@@ -180,10 +186,27 @@ class EngineConfig:
         if self.profile is not None and not Path(self.profile).is_file():
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
         _ = self.speculative
+        self._check_ranges()
         self._check_r_workers()
         self._check_prefill_workers()
         self._check_memory()
         self._check_cores()
+
+    def _check_ranges(self) -> None:
+        """Ranges are whole splits, and not for what keeps a sequence on one R-worker."""
+        if self.kv_shard_tokens is None:
+            return
+        if self.kv_shard_tokens not in range_lengths(self.kv_shard_tokens):
+            below, above = range_lengths(self.kv_shard_tokens)
+            raise ConfigError(
+                f"kv_shard_tokens must be {SPLIT_TOKENS} times a power of two, not {self.kv_shard_tokens}; nearest are "
+                f"{below} and {above}"
+            )
+        if not self.may_shard:
+            why = f"schedule {self.schedule} reserves the longest sequence's blocks in one piece"
+            if self.speculative and self.speculative.method == "early_exit":
+                why = "speculative_config: early_exit drafts over the whole cache of a sequence"
+            raise ConfigError(f"kv_shard_tokens: {why}, on one R-worker; leave kv_shard_tokens out, or the other")
 
     def _check_r_workers(self) -> None:
         """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
@@ -263,6 +286,12 @@ class EngineConfig:
         return SpeculativeConfig.of(self.speculative_config)
 
     @property
+    def may_shard(self) -> bool:
+        """True where a sequence may lie on several R-workers."""
+        in_one_piece = self.schedule in ("request-level", "hybrid")
+        return not in_one_piece and not (self.speculative and self.speculative.method == "early_exit")
+
+    @property
     def prefill_worker_spec(self) -> PrefillWorkerSpec | None:
         """What ``prefill_workers`` asks for."""
         return None if self.prefill_workers is None else parse_prefill_workers(self.prefill_workers)
@@ -306,6 +335,12 @@ class EngineConfig:
     def separate_cores(self) -> bool:
         """True when S and R were given cores of their own, so that they can work at the same time."""
         return bool(self.s_core_list and self.r_core_list and not set(self.s_core_list) & set(self.r_core_list))
+
+
+def range_lengths(num_tokens: int) -> tuple[int, int]:
+    """The two range lengths nearest to ``num_tokens``: the longest that is not above it, if any, and the next."""
+    doublings = max(0, (num_tokens // SPLIT_TOKENS).bit_length() - 1)
+    return SPLIT_TOKENS << doublings, SPLIT_TOKENS << (doublings + 1)
 
 
 def flag_names(group: str) -> list[str]:

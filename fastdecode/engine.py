@@ -89,7 +89,7 @@ class LLMEngine:
         self._cleanup.callback(self.backend.close)
         layout = replace(self.s_model.layout, isa=self.config.uniform_arithmetic, kv_port=kv_port(self.config))
         self.r_workers = self.backend.open(layout)
-        check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
+        check_room(self.config, self.s_model.max_model_len, self.s_model.layout, self.r_workers)
         own_cores = self.s_model.on_gpu or any(worker.own_cores for worker in self.r_workers)
         self.num_mini_batches = self.config.num_mini_batches or (2 if own_cores else 1)
         scratch_tokens = prompt_tokens(self.config, self.s_model, self.r_workers)
@@ -231,8 +231,11 @@ class LLMEngine:
         if self.has_unfinished_requests():
             raise RequestError("score needs an idle engine: finish or abort its requests first")
         read_prompt(token_ids, None, self.s_model.vocab_size, self.s_model.max_model_len + 1)
+        first = self.scheduler.workers.present[0]
+        if len(token_ids) > (room := self.r_workers[first].num_blocks * self.config.block_size):
+            raise RequestError(f"score keeps a sequence on one R-worker, which has room for {room} tokens: give fewer")
         self.reset_prefix_cache()  # it may fill the cache, and the scheduler knows nothing of what is scored
-        chunk = Chunk(next(self._ids), self.scheduler.workers.present[0], 0, token_ids, scored=True)
+        chunk = Chunk(next(self._ids), first, 0, token_ids, scored=True)
         nothing = tuple(() for _ in self.r_workers)
         step = ScheduledStep((MiniBatch.of([chunk]),), nothing)
         self.backend.begin_step(step.to_step_plan())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastdecode.errors import RequestError
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler, Sequence
+from fastdecode.scheduler.ranges import UNLIMITED
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep, deal
 from fastdecode.types import CONTROL, SPAN, SpanMode, Verb
 
@@ -54,11 +55,19 @@ def runs(draw: st.DrawFn) -> Run:
         prefix_caching=draw(st.booleans()),
         seconds_per_moved_token=0.0,
         num_speculative_tokens=draw(st.sampled_from([0, 1, 3, 8])),
+        range_tokens=draw(range_lengths(schedule, block_size)),
     )
     slowness = draw(
         st.none() | st.lists(st.sampled_from([0.1, 0.3]), min_size=len(bandwidths), max_size=len(bandwidths))
     )
     return Run(schedule, limits, jobs, seconds_per_token=tuple(slowness or ()), drafts_seed=draw(st.integers(0, 99)))
+
+
+def range_lengths(schedule: str, block_size: int) -> st.SearchStrategy[int]:
+    """So short that most sequences have several ranges, or none."""
+    if SCHEDULES[schedule].reserves_longest:
+        return st.just(UNLIMITED)
+    return st.sampled_from([UNLIMITED, 4 * block_size, 8 * block_size, 12 * block_size])
 
 
 @st.composite
