@@ -24,7 +24,8 @@ FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 ROOT = Path(__file__).resolve().parents[1]
 MARK = 0.03
 MODEL = f"--model {ROOT}/examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024"
-WORK = "--num-prompts 16 --random-input-len 128 --random-output-len 64 --num-mini-batches 1 --seed 0"
+OVERRIDES = {"num_hidden_layers": 6, "hidden_size": 512, "num_key_value_heads": 16, "vocab_size": 4096}
+WORK = "--num-prompts 16 --random-input-len 256 --random-output-len 160 --num-mini-batches 1 --seed 0"
 
 
 @contextlib.contextmanager
@@ -64,6 +65,7 @@ def decode_rate(flags: Sequence[str], folder: Path, ray_address: str) -> float:
     """Tokens per second of the decode steps of one job."""
     out = folder / "out.json"
     command = [FASTDECODE, "bench", "throughput", *MODEL.split(), *WORK.split(), "--output-json", str(out)]
+    command += ["--hf-overrides", json.dumps(OVERRIDES)]
     done = subprocess.run(
         [*command, "--s-threads", "1", "--security", "authenticate", *flags],
         env={**os.environ, "RAY_ADDRESS": ray_address},
