@@ -17,29 +17,58 @@ from fastdecode.settings import PrefillWorkerSpec, RWorkerSpec, is_loopback, spl
 from fastdecode.types import SPLIT_TOKENS, KVLayout, RWorkerInfo
 
 if TYPE_CHECKING:
+    from fastdecode.cluster.joining import JoinListener
     from fastdecode.cluster.pool import PoolBackend
     from fastdecode.cluster.r_worker.tuning import Tuning
+    from fastdecode.cluster.ray.backend import RayJob
 
 logger = logging.getLogger(__name__)
 
 
 def make_backend(
-    config: EngineConfig, cores: list[int], prefill_workers: PrefillBackend | None = None
+    config: EngineConfig,
+    cores: list[int],
+    prefill_workers: PrefillBackend | None = None,
+    ray_job: RayJob | None = None,
 ) -> AttentionBackend:
     """The R-workers that ``config.r_workers`` names, those of this machine on ``cores``, and a listener for more.
 
-    The listener is also that of prefill workers that join ``prefill_workers``.
+    The listener is also that of prefill workers that join ``prefill_workers``. ``ray_job``: of ``place_on_ray``.
     """
-    pool = _make_pool(config, cores)
-    if config.pool_listen:
-        from fastdecode.cluster.links.tcp import listen_for_joins
+    ray_job = ray_job or place_on_ray(config)
+    listener: JoinListener | None = None
+    if ray_job:
+        from fastdecode.cluster.links.tcp import join_listener
+        from fastdecode.cluster.ray.backend import RayBackend
 
-        listener = listen_for_joins(config.pool_listen, config.block_size, config.key_file, config.security)
+        pool: PoolBackend = RayBackend(ray_job)
+        listener = join_listener(config.pool_listen or f"{ray_job.host}:0", config.block_size, ray_job.security)
+    else:
+        pool = _make_pool(config, cores)
+        if config.pool_listen:
+            from fastdecode.cluster.links.tcp import listen_for_joins
+
+            listener = listen_for_joins(config.pool_listen, config.block_size, config.key_file, config.security)
+    if listener:
         logger.info("R-workers may join at %s", listener.address)
         if prefill_workers:
             listener.invite_prefill_worker = prefill_workers.invite
         pool.accept_joins(listener)
     return pool
+
+
+def place_on_ray(config: EngineConfig) -> RayJob | None:
+    """Room for R-workers in a Ray cluster, None where ``config`` asks for none; CapacityError where it has none.
+
+    The caller must end the job, unless ``make_backend`` gets it.
+    """
+    spec = config.r_worker_spec
+    if spec.kind != "ray":
+        return None
+    from fastdecode.cluster.ray.backend import RayJob
+
+    memory = config.bytes_of("kv_cache_memory")
+    return RayJob(spec.count, config.r_threads, memory, spec.strict_spread, config.key_file, config.security)
 
 
 def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: int) -> AttentionBackend:
@@ -86,6 +115,8 @@ def kv_port(config: EngineConfig) -> Literal["", "loopback", "any"]:
 
 def _is_near(spec: RWorkerSpec | PrefillWorkerSpec) -> bool:
     """True where these workers are on this machine, and are reached over nothing but it."""
+    if spec.kind == "ray":
+        return False
     if spec.kind == "mpi":
         from fastdecode.cluster.links.mpi_job import join_as_s_worker
 
@@ -174,6 +205,10 @@ def prepare(config: EngineConfig) -> None:
 
         forced_isa()
         forced_read_ahead()
+    if spec.kind == "ray":
+        from fastdecode.cluster.ray.backend import check_installed
+
+        check_installed()
 
 
 def kv_cache_bytes(config: EngineConfig) -> int:

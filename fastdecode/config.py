@@ -124,7 +124,8 @@ class EngineConfig:
     )  # fmt: skip
     r_workers: str = setting(
         "inproc", "inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers; "
-        "join:N, those that join at --pool-listen, N to begin with; mpi, the other ranks of this mpirun", WORKERS,
+        "join:N, those that join at --pool-listen, N to begin with; mpi, the other ranks of this mpirun; ray:N, actors "
+        "of a Ray cluster (ray:N:strict-spread: one a node)", WORKERS,
         metavar="SPEC",
     )  # fmt: skip
     r_threads: int | None = setting(
@@ -213,19 +214,23 @@ class EngineConfig:
         spec = self.r_worker_spec
         check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], self.key_file)
         for name in ("kv_cache_memory", "r_threads", "r_cores"):
-            if not spec.on_this_machine and getattr(self, name) is not None:
+            placed = spec.kind == "ray" and name != "r_cores"
+            if not spec.on_this_machine and not placed and getattr(self, name) is not None:
                 raise ConfigError(
                     f"{name}: R-workers that this process does not start have their own; "
                     f"give it to `fastdecode r-worker`"
                 )
-        check_security(self.security, self.key_file)
         if spec.kind == "join":
             self._check_joining()
+        if spec.kind == "ray":
+            self._check_ray()
+        else:
+            check_security(self.security, self.key_file)
         if self.pool_listen is not None:
             check_key("pool_listen", [split_address("pool_listen", self.pool_listen, 0)[0]], self.key_file)
             if spec.kind == "mpi":
                 raise ConfigError("pool_listen: an MPI job has the ranks it was started with; use host:port or spawn:N")
-        elif spec.kind != "tcp" and self.key_file and self.prefill_workers is None:
+        elif spec.kind not in ("tcp", "ray") and self.key_file and self.prefill_workers is None:
             raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {self.r_workers}")
 
     def _check_joining(self) -> None:
@@ -236,6 +241,13 @@ class EngineConfig:
             )
         if self.profile is not None:
             raise ConfigError("profile: it knows R-workers by their address: give them as host:port,host:port")
+
+    def _check_ray(self) -> None:
+        """R-workers that are placed while the job starts, with a key of their own."""
+        if self.profile is not None:
+            raise ConfigError("profile: it knows R-workers by their address, and Ray places them anew for each job")
+        if self.prefill_workers is not None and self.key_file is None:
+            raise ConfigError("prefill_workers: with r_workers ray:N they take a --key-file, which both share")
 
     def _check_prefill_workers(self) -> None:
         """Those elsewhere have settings of their own, and are reached over a network only with a key."""
@@ -251,6 +263,8 @@ class EngineConfig:
     def _check_memory(self) -> None:
         for name, times in (("kv_cache_memory", self.num_r_workers), ("prefill_scratch", 1)):
             wanted = self.bytes_of(name)
+            if name == "kv_cache_memory" and self.r_worker_spec.kind == "ray":
+                continue  # Ray knows its nodes
             if wanted is not None and wanted * times > total_memory_bytes():
                 each = f" for each of {times} R-workers" if times > 1 else ""
                 raise ConfigError(

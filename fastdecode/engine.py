@@ -19,6 +19,7 @@ from fastdecode.backends import (
     make_draft_backend,
     make_prefill_backend,
     make_prompt_backend,
+    place_on_ray,
     prepare,
 )
 from fastdecode.config import EngineConfig
@@ -83,9 +84,12 @@ class LLMEngine:
         self._prefill_backend = make_prefill_backend(self.config)  # its processes load their models meanwhile
         if self._prefill_backend:
             self._cleanup.callback(self._prefill_backend.close)
+        ray_job = None if backend else place_on_ray(self.config)  # refused before a model is loaded
+        if ray_job:
+            self._cleanup.callback(ray_job.end)
         set_threads(pin_s_worker(self.config))
         self.s_model = SModel(self.config)
-        self.backend = backend or make_backend(self.config, r_cores, self._prefill_backend)
+        self.backend = backend or make_backend(self.config, r_cores, self._prefill_backend, ray_job)
         self._cleanup.callback(self.backend.close)
         layout = replace(self.s_model.layout, isa=self.config.uniform_arithmetic, kv_port=kv_port(self.config))
         self.r_workers = self.backend.open(layout)

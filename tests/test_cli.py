@@ -48,7 +48,7 @@ def bench(folder: str, *more: str) -> list[str]:
         (
             ["generate", "hi", "--r-workers", "mpi:2"],
             2,
-            "r_workers must be inproc, inproc:N, spawn:N, join:N, mpi or host:port",
+            "r_workers must be inproc, inproc:N, spawn:N, join:N, ray:N, mpi or host:port",
         ),
         (["generate", "hi", "--kv-load-limit", "-3"], 2, "kv_load_limit must be a whole number of at least 1, not -3"),
         (["generate", "hi", "--tbt-target", "0"], 2, "tbt_target must be above 0 seconds"),

@@ -49,11 +49,11 @@ OUTSIDE = {0: {"numpy"}, 1: {"numpy"}}
 
 LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}
 LIVES_IN |= {"llguidance": "sworker", "opentelemetry": "server"}
-LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster"}
+LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster", "ray": "cluster"}
 KNOW_CLUSTER = {"backends", "cli.r_worker", "cli.prefill_worker", "prefill_worker"}
 """The engine's choice of a backend, and the processes that are R-workers and prefill workers."""
 
-IN_ONE_FILE = {"mpi4py", "zmq"}
+IN_ONE_FILE = {"mpi4py", "zmq", "ray"}
 NEVER = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 
