@@ -26,6 +26,8 @@ from fastdecode.types import KVLayout, LayerLayout, Verb, to_wire
 BLOCK_SIZE = 32
 READ_BYTES = 512 << 20
 BUSY = "busy_start", "busy_end"
+STEPS = 5
+"""Steps of each number of R-workers in a round; a round's R time is their median."""
 
 
 class LongSequence:
@@ -84,9 +86,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     print(
-        "| KV dtype | R-workers | R ms p10 | p50 | p90 | gain p50 | read gain p50 | gain / read gain p10 | p50 | p90 |"
+        "| KV dtype | R-workers | R ms p10 | p50 | p90 | GB/s | gain | read gain | gain / read gain p10 | p50 | p90 |"
     )
-    print("|" + "---|" * 10)
+    print("|" + "---|" * 11)
     for kv_dtype in args.kv_dtypes.split(","):
         _measure(args, kv_dtype)
 
@@ -111,32 +113,35 @@ def _measure(args: argparse.Namespace, kv_dtype: str) -> None:
             sequence.step((q[:0], k, v), attends=False)
     cores = sorted(os.sched_getaffinity(0))
     readers = [_rworker.Peaks(num_threads=n, num_bytes=READ_BYTES, cores=cores[:n]) for n in (1, len(cores))]
-    gains: list[float] = []
+    os.sched_setaffinity(0, cores[-1:])  # off the core of a lone R-worker
+    rates = np.zeros((args.rounds + 2, 2))  # GB/s
     for each in range(args.rounds + 2):  # of which the first two warm up
-        one, every = (reader.read() for reader in readers)
-        gains.append(every / one)
+        rates[each] = [np.median([reader.read() for _ in range(3)]) for reader in readers]
         q, k, v = rows(1)
-        bits = {sequence.step((q, k, v), attends=True).tobytes() for sequence in sequences}
-        if len(bits) > 1:
+        bits = [[sequence.step((q, k, v), attends=True).tobytes() for _ in range(STEPS)] for sequence in sequences]
+        if any(mine != bits[0] for mine in bits):
             raise SystemExit(f"{kv_dtype}, round {each}: the bits differ")
-    _print(kv_dtype, sequences, np.array(gains[2:]))
+    _print(kv_dtype, sequences, rates[2:])
+    os.sched_setaffinity(0, cores)
     for sequence in sequences:
         sequence.backend.close()
 
 
-def _print(kv_dtype: str, sequences: Sequence[LongSequence], read_gains: np.ndarray) -> None:
-    whole = np.array(sequences[0].r_seconds[2:])
-    for sequence in sequences:
-        seconds = np.array(sequence.r_seconds[2:])
+def _print(kv_dtype: str, sequences: Sequence[LongSequence], rates: np.ndarray) -> None:
+    times_of = [np.median(np.reshape(each.r_seconds, (-1, STEPS)), axis=1)[2:] for each in sequences]
+    whole, read_gains = times_of[0], rates[:, 1] / rates[:, 0]
+    for sequence, seconds in zip(sequences, times_of, strict=True):
         gains = whole / seconds
+        rate = sequence.layout.kv_bytes_per_token * sequence.length / np.median(seconds) / 1e9
         times = " | ".join(f"{1e3 * each:.2f}" for each in np.percentile(seconds, (10, 50, 90)))
         parts = " | ".join(f"{each:.2f}" for each in np.percentile(gains / read_gains, (10, 50, 90)))
         print(
-            f"| {kv_dtype} | {sequence.num_workers} | {times} | {np.median(gains):.2f} | {np.median(read_gains):.2f} "
-            f"| {parts} |",
+            f"| {kv_dtype} | {sequence.num_workers} | {times} | {rate:.1f} | {np.median(gains):.2f} "
+            f"| {np.median(read_gains):.2f} | {parts} |",
             flush=True,
         )
-    print(f"(bits equal in all {len(read_gains) + 2} rounds)")
+    one, every = np.median(rates, axis=0)
+    print(f"(bits equal in all {len(rates) + 2} rounds; one core reads {one:.1f} GB/s, all {every:.1f})", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.cluster.ranges import RangeRows
+from fastdecode.cluster.ranges import Arrays, RangeRows
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.payload import row_counts, slices
 from fastdecode.cluster.workers import InprocWorker, LostWorker, PoolWorker, transfer_seconds
@@ -117,12 +117,11 @@ class PoolBackend:
         rows.layer = layer
         o = rows.current = self._output(rows, layer, len(q))
         for index, attending, all_rows in rows.busy:
-            qkvo = q[attending], k[all_rows], v[all_rows], o[attending]
+            arrays: Arrays = q[attending], k[all_rows], v[all_rows], o[attending], None
+            if rows.ranges:
+                arrays = rows.ranges.arrays(index, layer, q, *arrays[:4])
             try:
-                if rows.ranges is None:
-                    self.workers[index].submit(mini_batch, layer, *qkvo)
-                else:
-                    self.workers[index].submit(mini_batch, layer, *rows.ranges.arrays(index, layer, q, *qkvo))
+                self.workers[index].submit(mini_batch, layer, *arrays)
             except FAILURES as error:
                 self._failed(index, "a layer", error)
 
