@@ -23,6 +23,7 @@ FLOORS = [
     {"sworker", "cluster", "perfmodel.simulate"},
     {
         "engine",
+        "tensor_parallel",
         "backends",
         "engine_setup",
         "prefill_setup",
