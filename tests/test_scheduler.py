@@ -278,6 +278,25 @@ def test_a_refused_step_gives_its_controls_back() -> None:
     assert scheduler.schedule().controls == ((),)
 
 
+def test_a_prompt_that_attends_in_many_ranges_goes_in_shorter_pieces() -> None:
+    """Each row has a partial result of each range, and R-workers take so many of them at once."""
+    scheduler = scheduler_of(
+        scratch_tokens=0,
+        range_tokens=512,
+        num_blocks=(500, 500),
+        bandwidths=(1.0, 1.0),
+        max_num_batched_tokens=5000,
+        max_model_len=3000,
+    )
+    scheduler.add(Sequence(0, [0] * 2500, 2))
+    rows = []
+    while sum(count for _, count in rows) < 2500:
+        step = scheduler.schedule()
+        rows += [(len(chunk.reads), len(chunk.token_ids)) for part in step.mini_batches for chunk in part]
+        scheduler.commit(step)
+    assert rows == [(0, 512), (1, 512), (2, 512), (3, 512), (4, 409), (4, 43)]
+
+
 def test_prompts_that_do_not_fit_the_scratch_attend_on_the_r_worker() -> None:
     scheduler = scheduler_of(scratch_tokens=20)
     for i, length in enumerate((12, 12, 8)):

@@ -290,12 +290,15 @@ class Scheduler:
 
     def drained(self) -> list[int]:
         """R-workers that were to go, hold no sequence any more, and are not waited for: never the last."""
+        if not self.workers.draining:
+            return []
+        growing = [each for each in self.residents.all if each.max_cached > self.limits.range_tokens]
         return [
             worker
             for worker in self.workers.draining
             if self.workers.accepting
             and not self.workers[worker].num_ranges
-            and all(map(self.admission.fits_elsewhere, self.queue.all))
+            and all(map(self.admission.fits_elsewhere, [*self.queue.all, *growing]))
         ]
 
     def next_move(self) -> Move | None:

@@ -75,6 +75,11 @@ class Limits:
     range_tokens: int = UNLIMITED
 
 
+MOST_PARTIAL_RESULTS = 2048
+"""Rows of a prompt's chunk times the ranges that it attends in. Of every row and head a range answers with float32
+numbers, some 17 kB with 32 heads of 128, and an R-worker takes at most 256 MiB of them for a layer."""
+
+
 class ChunkCutter:
     """Cuts prompts to what a step of ``budget`` rows has left for them."""
 
@@ -95,6 +100,8 @@ class ChunkCutter:
         """Put the next tokens of ``sequence``'s prompt into the step, as many as go."""
         if count := self.rows_for(sequence.num_prefill - sequence.num_cached):
             count = min(count, sequence.left_in_tail)
+            if sequence.closed and sequence.attends_in_prompt:
+                count = min(count, max(1, MOST_PARTIAL_RESULTS // (1 + len(sequence.closed))))
             self.chunks.append(_chunk(sequence, count))
             self._budget -= count
 
