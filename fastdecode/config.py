@@ -134,8 +134,8 @@ class EngineConfig:
         None, "per R-worker", WORKERS, metavar="N", unset="its cores", least=1, most=MAX_THREADS
     )
     tensor_parallel_size: int = setting(
-        1, "S-worker processes that share the model, each with R-workers of its own: inproc:N and spawn:N are for each, "
-        "host:port,host:port are dealt to them in order", WORKERS, metavar="N", least=1, most=MAX_RANKS,
+        1, "S-worker processes that share the model, each with R-workers of its own: inproc:N and spawn:N are for "
+        "each, host:port,host:port are dealt to them in order", WORKERS, metavar="N", least=1, most=MAX_RANKS,
     )  # fmt: skip
     s_threads: int | None = setting(None, "", WORKERS, metavar="N", unset="its cores", least=1, most=MAX_THREADS)
     s_cores: str | None = setting(
@@ -213,7 +213,9 @@ class EngineConfig:
         }
         for name, is_asked in refused.items():
             if is_asked:
-                raise ConfigError(f"{name} is not for tensor_parallel_size {self.tensor_parallel_size}: leave one of them out")
+                raise ConfigError(
+                    f"{name} is not for tensor_parallel_size {self.tensor_parallel_size}: leave one of them out"
+                )
 
     def _check_ranges(self) -> None:
         """Ranges are whole splits, and not for what keeps a sequence on one R-worker."""

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank has a part of every layer's heads and columns, as the model's plan in transformers says.
+"""Tensor parallelism: each rank has a part of every layer's heads and columns, as transformers plans it.
 
 The plan is transformers' (``tp_plan``); cutting is done here on plain tensors, since layers may be packed afterwards
 (`prepack.py`), which replaces their ``forward``: what other ranks add comes in hooks around it. The embedding is kept
@@ -96,9 +96,7 @@ class Meeting:
     def join(self, device: str, local_index: int) -> Rank:
         """Enter the group; for layers over NCCL where ``device`` has a GPU (number ``local_index``), else gloo."""
         has_gpu = device != "cpu" and torch.cuda.is_available()
-        dist.init_process_group(
-            "gloo", store=self._store, rank=self.index, world_size=self.size, timeout=FOREVER
-        )
+        dist.init_process_group("gloo", store=self._store, rank=self.index, world_size=self.size, timeout=FOREVER)
         if has_gpu:
             torch.cuda.set_device(local_index)
         layers = dist.new_group(backend="nccl" if has_gpu else "gloo", timeout=SILENCE)

@@ -109,7 +109,8 @@ def test_same_as_one_rank(tmp_path: Path) -> None:
     jobs = [
         base | {"params": sampled},
         base | {"settings": SETTINGS | {"kv_cache_memory": "640KiB", "max_model_len": 300}},
-        base | {"settings": SETTINGS | {"r_workers": "inproc:2", "kv_shard_tokens": 512}, "prompts": [shared * 2]}
+        base
+        | {"settings": SETTINGS | {"r_workers": "inproc:2", "kv_shard_tokens": 512}, "prompts": [shared * 2]}
         | {"params": {"max_tokens": 100}},
     ]
     results = run_ranks(2, jobs, tmp_path)

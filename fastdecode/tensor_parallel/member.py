@@ -36,8 +36,13 @@ class Member:
         groups = self._compare(lambda: {"infos": [asdict(info) for info in self.pool.open(layout)]})
         counts = [len(group["infos"]) for group in groups]
         if len(set(counts)) > 1:
-            raise BackendError(f"tensor_parallel_size: ranks have unlike numbers of R-workers ({counts}): give as many to each")
-        return [_logical([RWorkerInfo(**info) for info in infos]) for infos in zip(*(g["infos"] for g in groups), strict=True)]
+            raise BackendError(
+                f"tensor_parallel_size: ranks have unlike numbers of R-workers ({counts}): give as many to each"
+            )
+        return [
+            _logical([RWorkerInfo(**info) for info in infos])
+            for infos in zip(*(g["infos"] for g in groups), strict=True)
+        ]
 
     def end_step(self) -> StepReport:
         """The groups' reports as one. What is lost in one group is given up in the others."""

@@ -69,7 +69,9 @@ def report_message(report: StepReport, now: float) -> Message:
         "now": now,
         "lost": report.lost,
         "leaving": report.leaving,
-        "workers": [(each.transfer_seconds, each.bytes_read, each.blocks_free, each.leaving) for each in report.workers],
+        "workers": [
+            (each.transfer_seconds, each.bytes_read, each.blocks_free, each.leaving) for each in report.workers
+        ],
     }
     return Message("report", told, [part for each in report.workers for part in (each.busy_start, each.busy_end)])
 

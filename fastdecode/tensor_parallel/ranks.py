@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import ClassVar
 
 from fastdecode.backends import make_backend, make_prompt_backend
 from fastdecode.config import EngineConfig
@@ -84,7 +85,13 @@ class Ranks:
             environment = os.environ | {name: str(value) for name, value in place.items()} | {"PYTHONSAFEPATH": "1"}
             command = [sys.executable, "-m", "fastdecode.tensor_parallel.process", settings]
             self._processes.append(
-                subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
             )
 
     def _wait_for(self, names: list[str]) -> None:
@@ -92,7 +99,9 @@ class Ranks:
         while not self._meeting.knows(names):
             for index, process in enumerate(self._processes, 1):
                 if process.poll() is not None:
-                    raise RankLostError(f"rank {index} of tensor parallelism ended as it started, with {process.returncode}")
+                    raise RankLostError(
+                        f"rank {index} of tensor parallelism ended as it started, with {process.returncode}"
+                    )
             if time.monotonic() > deadline:
                 raise RankLostError(f"not all ranks of tensor parallelism came within {MEETING_SECONDS:.0f} s")
             time.sleep(0.01)
@@ -111,22 +120,22 @@ def begin_ranks(config: EngineConfig) -> Ranks | None:
 
 def serve(config: EngineConfig, place: Place) -> None:
     """What a rank after the first does; raises SystemExit at its end."""
-    let_go: Callable[[], None] = lambda: None
+    ending = contextlib.ExitStack()
     try:
         meeting = Meeting(place.index, place.size, place.host, place.port, False)
         meeting.tell(f"rank {place.index}", place.name)
-        let_go = hold_on(place.host, int(meeting.ask("lifeline")), place.name)
+        ending.callback(hold_on(place.host, int(meeting.ask("lifeline")), place.name))
         rank = meeting.join(config.device, place.local_index)
         Follower(settings_of(config, place.index, place.size, place.local_size), rank).run()
     except FastDecodeError as error:
         print(f"fastdecode: {place.name}: error: {error}", file=sys.stderr, flush=True)
-        let_go()
+        ending.close()
         leave()
         raise SystemExit(1) from None
     except RuntimeError as error:  # rank 0, or another, is gone
         print(f"fastdecode: {place.name} ends: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         os._exit(1)
-    let_go()
+    ending.close()
     leave()
     raise SystemExit(0)
 
@@ -174,7 +183,7 @@ class Follower:
             else:
                 self._member.admit(told["vacant"])
 
-    _do: dict[str, Callable[[Follower, Message], object]] = {
+    _do: ClassVar[dict[str, Callable[[Follower, Message], object]]] = {
         "step": _step,
         "end": lambda self, message: self._member.end_step(),
         "abandon": lambda self, message: self._pool.abandon_step(),

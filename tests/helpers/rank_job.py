@@ -1,7 +1,7 @@
 """One rank of a job that loads one model after the other, so that its processes start once: for the tests.
 
-``python rank_job.py JOBS RESULTS`` with RANK, WORLD_SIZE and MASTER_ADDR set as torchrun sets them. JOBS: JSON, a list of
-{"folder", "port", "prompts", "params", "settings"}; rank 0 writes a list of token ids, or of errors, to RESULTS.
+``python rank_job.py JOBS RESULTS`` with RANK, WORLD_SIZE and MASTER_ADDR set as torchrun sets them. JOBS: JSON, a list
+of {"folder", "port", "prompts", "params", "settings"}; rank 0 writes a list of token ids, or of errors, to RESULTS.
 """
 
 from __future__ import annotations
