@@ -1,7 +1,6 @@
 """S time of decode steps of two ranks over one: python benchmarks/tensor_parallel.py
 
-A B A B in one run, one thread each. S time is what the engine's records call so, all-reduces included; attention, of few
-tokens, is not in it.
+A B A B in one run, one thread each. S time is what the engine's records call so, all-reduces included, attention not.
 """
 
 from __future__ import annotations

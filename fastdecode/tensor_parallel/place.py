@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
@@ -79,7 +80,8 @@ def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> E
     Of R-workers at host:port each rank gets as many, in order; at the port of ``pool_listen`` rank 0 listens, at the
     next one rank 1, and so on.
     """
-    spec, changes = config.r_worker_spec, {}
+    spec = config.r_worker_spec
+    changes: dict[str, Any] = {}
     if spec.kind == "tcp":
         if len(spec.addresses) % size:
             raise ConfigError(
@@ -98,7 +100,7 @@ def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> E
 
 def cores_of(config: EngineConfig, index: int, size: int) -> EngineConfig:
     """Of ranks that are started here: each gets its share of the S-worker's cores, and of the R-workers'."""
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     s_cores, r_cores = config.s_core_list or usable_cores(), config.r_core_list or usable_cores()
     changes["s_threads"] = config.s_threads or max(1, len(s_cores) // size)
     if len(s_cores) >= size:
