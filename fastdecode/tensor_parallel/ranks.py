@@ -80,7 +80,12 @@ class Ranks:
     def _start(self, config: EngineConfig, size: int) -> None:
         for index in range(1, size):
             settings = json.dumps(asdict(cores_of(config, index, size)))
-            place = {"RANK": index, "WORLD_SIZE": size, "LOCAL_RANK": index, "LOCAL_WORLD_SIZE": size}
+            place: dict[str, object] = {
+                "RANK": index,
+                "WORLD_SIZE": size,
+                "LOCAL_RANK": index,
+                "LOCAL_WORLD_SIZE": size,
+            }
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._meeting.port}
             environment = os.environ | {name: str(value) for name, value in place.items()} | {"PYTHONSAFEPATH": "1"}
             command = [sys.executable, "-m", "fastdecode.tensor_parallel.process", settings]
