@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastdecode.errors import RankLostError, interrupts_deferred
 from fastdecode.step import MiniBatch, ScheduledStep
 from fastdecode.tensor_parallel.lifeline import Lifelines
-from fastdecode.tensor_parallel.member import Member
+from fastdecode.tensor_parallel.member import Group, Member
 from fastdecode.tensor_parallel.messages import Message, step_message
 from fastdecode.types import KVLayout, RWorkerInfo, StepPlan, StepReport
-
-if TYPE_CHECKING:
-    from fastdecode.cluster.pool import PoolBackend
 
 ADMIT_SECONDS = 0.2
 """How often the ranks are asked for R-workers that have joined."""
@@ -37,7 +34,7 @@ class TensorParallelBackend:
         self._asked = 0.0
 
     @property
-    def pool(self) -> PoolBackend:
+    def pool(self) -> Group:
         """This rank's own R-workers."""
         return self._member.pool
 

@@ -5,18 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from fastdecode import errors
 from fastdecode.errors import BackendError, FastDecodeError, WorkerLostError
+from fastdecode.protocols import AttentionBackend
 from fastdecode.sworker.tensor_parallel import Rank
 from fastdecode.tensor_parallel.messages import Message, combined, read_report, report_message
 from fastdecode.types import KVLayout, RWorkerInfo, StepReport
 
-if TYPE_CHECKING:
-    from fastdecode.cluster.pool import PoolBackend
+
+class Group(AttentionBackend, Protocol):
+    """The R-workers of one rank (``PoolBackend``)."""
+
+    join_listener: Any
+
+    @property
+    def num_newcomers(self) -> int:
+        """R-workers that have joined and were not admitted yet."""
+        ...
+
+    def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
+        """See ``AttentionBackend.admit``; ``most`` of them, the others another time."""
+        ...
+
+    def give_up(self, worker: int) -> None:
+        """Between steps: forget R-worker ``worker`` and what it holds; it may join anew."""
+        ...
 
 
 class Member:
@@ -25,7 +42,7 @@ class Member:
     Every method is called on all ranks at the same time, and returns the same on all.
     """
 
-    def __init__(self, rank: Rank, pool: PoolBackend) -> None:
+    def __init__(self, rank: Rank, pool: Group) -> None:
         self.rank, self.pool = rank, pool
         self._seconds_ahead = [np.inf] * rank.size
         self._gone: set[int] = set()
@@ -69,8 +86,7 @@ class Member:
             return {}
 
         self._compare(take)
-        assert self._exported is not None  # _compare has raised otherwise
-        return self._exported
+        return np.zeros(0, np.uint8) if self._exported is None else self._exported
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int) -> None:
         """What ``export`` took last."""
