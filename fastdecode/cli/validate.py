@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     grid = (range_configurations if args.ranges else configurations)(profile.shape, usable_cores())
     count = min(args.num_configurations or len(grid), len(grid))
     todo = [grid[index * len(grid) // count] for index in range(count)]
-    require_measured(profile, todo, model_shape(config))
+    require_measured(profile, todo, None if args.ranges else model_shape(config))
     print(f"{profile.shape.name} on {profile.machine.host}: {profile.machine.s_worker}")
     print(HEADER, flush=True)
     with validation(config, profile) as measuring, progress_bar(len(todo), "run") as bar:

@@ -161,13 +161,14 @@ def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Config
     ]  # fmt: skip
 
 
-def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], model: ModelShape) -> None:
+def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], model: ModelShape | None) -> None:
     """ProfileError where ``profile`` lacks what predicting one of ``todo``, or an offline run of ``model``, takes.
 
     Nothing is loaded or run.
     """
     cores = len(usable_cores())
-    deployed_step_model(profile, model, model.dtype, Deployment(cores, cores))
+    if model is not None:
+        deployed_step_model(profile, model, model.dtype, Deployment(cores, cores))
     for each in todo:
         shape = profile.shape.with_kv_heads(each.num_kv_heads)
         deployed_step_model(profile, shape, each.kv_dtype, each.deployment)
