@@ -34,10 +34,11 @@ def ray_cluster(cores: Sequence[int], count: int) -> Iterator[str]:
     before = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory(prefix="fd-", ignore_cleanup_errors=True) as folder:
         os.sched_setaffinity(0, cores)
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder}
+        Path(folder, "ray").mkdir()
         cluster = Cluster()
         try:
-            cluster.add_node(num_cpus=count, object_store_memory=80 << 20, include_dashboard=False, temp_dir=folder)
+            cluster.add_node(num_cpus=count, object_store_memory=80 << 20, include_dashboard=False)
             os.sched_setaffinity(0, before)
             yield cluster.address
         finally:

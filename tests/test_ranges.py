@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from helpers import model_zoo, r_workers
 from helpers.engine_checks import assert_nothing_held
+from helpers.scheduler_harness import AMPLE, Job, Run
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.errors import RequestError
@@ -206,6 +208,19 @@ def test_what_no_pool_could_hold_is_refused(folder: Path) -> None:
 def test_range_lengths_that_are_chosen(longest: int, num_blocks: list[int], balanced: int, wanted: int | None) -> None:
     """Blocks have 32 tokens."""
     assert choose_range_tokens(longest, num_blocks, 32, balanced) == wanted
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_one_long_sequence_among_many_short_ones_lies_evenly(num_workers: int) -> None:
+    """The busiest R-worker attends at most a tenth more than the mean one, in every step."""
+    places = {"num_blocks": (1 << 16,) * num_workers, "bandwidths": (1.0,) * num_workers}
+    limits = replace(AMPLE, max_num_seqs=80, max_model_len=40_000, range_tokens=4096, scratch_tokens=0, **places)
+    rng = np.random.default_rng(0)
+    short = [Job([2] * int(rng.integers(100, 1500)), 99, [99]) for _ in range(64)]
+    run = Run("sls", limits, [Job([1] * 32_768, 99, [99]), *short], recounts=False)
+    run.arrive_and_abort()
+    loads = [np.array(step.kv_loads) for step in (run.step() for _ in range(110)) if step.is_decode]
+    assert len(loads) > 20 and all(each.max() <= 1.1 * each.mean() for each in loads)
 
 
 def test_forecasts_say_where_tails_go_on() -> None:

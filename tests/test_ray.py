@@ -55,10 +55,12 @@ def cluster() -> Iterator[Any]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         from ray.cluster_utils import Cluster
 
-        temp = tempfile.mkdtemp(prefix="fd-test-")  # short: it holds sockets
+        temp = Path(tempfile.mkdtemp(prefix="fd-test-"))  # short: it holds sockets
+        (temp / "ray").mkdir()
+        patch.setenv("RAY_TMPDIR", str(temp))
         nodes = Cluster()
         try:
-            nodes.add_node(**NODE, temp_dir=temp, _system_config=QUICK)
+            nodes.add_node(**NODE, _system_config=QUICK)
             for _ in range(2):
                 nodes.add_node(**NODE)
             patch.setenv("RAY_ADDRESS", nodes.address)
@@ -66,7 +68,7 @@ def cluster() -> Iterator[Any]:
             yield nodes
         finally:
             nodes.shutdown()
-            shutil.rmtree(temp, ignore_errors=True)
+            wait_until(lambda: is_removed(temp), 20.0)
 
 
 def actors() -> list[psutil.Process]:
@@ -81,6 +83,12 @@ def actors() -> list[psutil.Process]:
 def claims() -> int:
     """R-workers on Ray that hold cores of this machine."""
     return Path("/proc/net/unix").read_text().count("@fastdecode-ray-r-worker-")
+
+
+def is_removed(folder: Path) -> bool:
+    """Try; what ends just now may still write there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
@@ -139,12 +147,12 @@ def test_six_on_three_nodes_and_what_is_killed_is_replaced(folder: Path, cluster
     cluster.add_node(**NODE)
 
 
-def assert_key_is_nowhere(engine: LLMEngine, temp: str) -> None:
+def assert_key_is_nowhere(engine: LLMEngine, temp: Path) -> None:
     """Not on a command line, not in an environment, not in Ray's logs."""
     secret = engine.backend.security.secret  # type: ignore[attr-defined]
     assert len(secret) == 64
     shown = [Path(f"/proc/{process.pid}/{name}") for process in actors() for name in ("cmdline", "environ")]
-    shown += [path for path in Path(temp).glob("session_*/logs/**/*") if path.is_file()]
+    shown += [path for path in temp.glob("ray/session_*/logs/**/*") if path.is_file()]
     assert len(shown) > 20
     assert not [path for path in shown if secret in path.read_bytes()]
 

@@ -114,11 +114,12 @@ class Drafts:
         for sequence in self._proposed.values():
             if sequence.table is not None:
                 self._table.num_drafts[sequence.row] = 0
-        for sequence, row, worker, num_blocks in self._granted:
-            if (sequence.row, sequence.worker) == (row, worker):
+        for sequence, cache_id, worker, num_blocks in self._granted:
+            still_there = (sequence.cache_id, sequence.worker) == (cache_id, worker)
+            if still_there and sequence.sequence_id in self._residents.decoding:  # else it may have begun again
                 tail = sequence.tail
                 unused = tail.num_blocks - self._residents.workers.blocks_for(tail.num_tokens)
-                self._residents.grow(np.array([row]), -min(num_blocks, unused))
+                self._residents.grow(np.array([sequence.row]), -min(num_blocks, unused))
         self._proposed.clear()
         self._granted.clear()
 
@@ -171,7 +172,7 @@ class Drafts:
         self._residents.grow(rows[grown], more[grown])
         for row, count in zip(rows[grown].tolist(), more[grown].tolist(), strict=True):
             sequence = self._residents.decoding[int(table.chunks["sequence_id"][row])]
-            self._granted.append((sequence, row, sequence.worker, count))
+            self._granted.append((sequence, sequence.cache_id, sequence.worker, count))
         return counts
 
 
