@@ -44,15 +44,17 @@ MAX_THREADS = 1024
 MAX_SEATS = 1 << 20
 """Sequences in flight; more is a slip of the finger."""
 
+MAX_RANKS = 1024
+"""S-worker processes that share a model; more is a slip of the finger."""
+
 MODEL, BATCHING, WORKERS = "model", "batching", "S-worker and R-workers"
 """Groups of flags."""
 
 ONLY_VLLM = {
-    "tensor_parallel_size": "more than one GPU for the S-worker is not supported; R-workers add memory and bandwidth",
     "gpu_memory_utilization": "KV caches are not on the GPU here: --kv-cache-memory sizes them on each R-worker, and "
     "--prefill-scratch what prompts in progress take on the S-worker",
 }
-"""Settings of vLLM that are refused, with what to use here; of one GPU tensor_parallel_size is accepted."""
+"""Settings of vLLM that are refused, with what to use here."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,10 @@ class EngineConfig:
     r_threads: int | None = setting(
         None, "per R-worker", WORKERS, metavar="N", unset="its cores", least=1, most=MAX_THREADS
     )
+    tensor_parallel_size: int = setting(
+        1, "S-worker processes that share the model, each with R-workers of its own: inproc:N and spawn:N are for "
+        "each, host:port,host:port are dealt to them in order", WORKERS, metavar="N", least=1, most=MAX_RANKS,
+    )  # fmt: skip
     s_threads: int | None = setting(None, "", WORKERS, metavar="N", unset="its cores", least=1, most=MAX_THREADS)
     s_cores: str | None = setting(
         None, "such as 0,2-3", WORKERS, metavar="LIST", unset="every core; of spawn, what --r-cores leaves"
@@ -192,6 +198,24 @@ class EngineConfig:
         self._check_prefill_workers()
         self._check_memory()
         self._check_cores()
+        if self.tensor_parallel_size > 1:
+            self._check_tensor_parallel()
+
+    def _check_tensor_parallel(self) -> None:
+        """What works with one S-worker process alone."""
+        kind = self.r_worker_spec.kind
+        drafts_early = self.speculative is not None and self.speculative.method == "early_exit"
+        refused = {
+            f"r_workers: {kind}": kind in ("mpi", "ray"),
+            "prefill_workers": self.prefill_workers is not None,
+            "speculative_config: early_exit": drafts_early,
+            "profile": self.profile is not None,
+        }
+        for name, is_asked in refused.items():
+            if is_asked:
+                raise ConfigError(
+                    f"{name} is not for tensor_parallel_size {self.tensor_parallel_size}: leave one of them out"
+                )
 
     def _check_ranges(self) -> None:
         """Ranges are whole splits, and not for what keeps a sequence on one R-worker."""
@@ -365,7 +389,7 @@ def flag_names(group: str) -> list[str]:
 def check_only_vllm(settings: Mapping[str, Any]) -> None:
     """ConfigError, with what to use here, where ``settings`` has one of vLLM's that means nothing here."""
     for name, instead in ONLY_VLLM.items():
-        if settings.get(name) is not None and (name, settings[name]) != ("tensor_parallel_size", 1):
+        if settings.get(name) is not None:
             raise ConfigError(f"{name}: {instead}")
 
 

@@ -23,6 +23,7 @@ FLOORS = [
     {"sworker", "cluster", "perfmodel.simulate"},
     {
         "engine",
+        "tensor_parallel",
         "backends",
         "engine_setup",
         "prefill_setup",
@@ -174,7 +175,10 @@ def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
     """The engine knows the S side as such, the R side as the backend it asks for."""
     rooms = {m.name: {room_of(name) for name in m.own} for m in read_modules()}
     assert [name for name, own in rooms.items() if {"sworker", "cluster"} <= own] == ["prefill_worker"]
-    assert [name for name, own in rooms.items() if {"sworker", "backends"} <= own] == ["engine"]
+    assert [name for name, own in rooms.items() if {"sworker", "backends"} <= own] == [
+        "engine",
+        "tensor_parallel.ranks",
+    ]
 
 
 @pytest.mark.parametrize(
