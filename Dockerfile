@@ -1,6 +1,8 @@
 # An image for S-workers, R-workers and prefill workers: `docker build -t fastdecode:0.1.0 .`
 # For NVIDIA GPUs:
 #   docker build -t fastdecode:0.1.0-cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .
+# With Ray:
+#   docker build -t fastdecode:0.1.0-ray --build-arg EXTRAS=serve,structured,otel,gguf,ray .
 # Where package indexes have mirrors: --build-arg PIP_INDEX_URL=…
 
 ARG PYTHON=3.12
@@ -23,6 +25,8 @@ ARG PIP_INDEX_URL
 # Of torch alone; the version is that of constraints-cpu.txt, in the build that this index has.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG EXTRAS=serve,structured,otel,gguf
+# KubeRay's probes ask with wget.
+RUN apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/*
 COPY constraints-cpu.txt /tmp/constraints.txt
 RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" "$(grep '^torch==' /tmp/constraints.txt)"
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine, StepCost
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
@@ -64,10 +65,12 @@ class SlowingMachine:
         self._after = SplitMachine(scenario.model(times), speeds=tuple((1 / times).tolist()))
         self._num_steps = 0
 
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float]) -> StepCost:
+    def cost(
+        self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float], ranges: RangeParts = NO_RANGES
+    ) -> StepCost:
         self._num_steps += 1
         machine = self._after if self._num_steps > SLOW_FROM else self._before
-        return machine.cost(num_tokens, num_output_tokens, kv_loads)
+        return machine.cost(num_tokens, num_output_tokens, kv_loads, ranges)
 
 
 def measure(scenario: Scenario, moves: bool) -> tuple[float, float, int]:

@@ -22,6 +22,7 @@ from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import Workload
 from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts
 from fastdecode.perfmodel.simulate import Machine, SimulatedRequest, Simulator, SplitMachine, StepCost
 from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
@@ -55,10 +56,12 @@ class SlowStart:
         """The machine's."""
         return self.machine.kv_bytes_per_token
 
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float]) -> StepCost:
+    def cost(
+        self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float], ranges: RangeParts = NO_RANGES
+    ) -> StepCost:
         """Sequences are spread evenly."""
         each = int(self.tokens * num_tokens / len(kv_loads))
-        return self.machine.cost(num_tokens, num_output_tokens, [load + each for load in kv_loads])
+        return self.machine.cost(num_tokens, num_output_tokens, [load + each for load in kv_loads], ranges)
 
 
 def main() -> None:

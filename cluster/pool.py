@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.cluster.ranges import RangeRows
+from fastdecode.cluster.ranges import Arrays, RangeRows
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.payload import row_counts, slices
 from fastdecode.cluster.workers import InprocWorker, LostWorker, PoolWorker, transfer_seconds
@@ -28,7 +28,7 @@ from fastdecode.types import (
 )
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
-    from fastdecode.cluster.joining import JoinListener
+    from fastdecode.cluster.joining import Joined, JoinListener
 
 FAILURES = (ValueError, KeyError, WorkerLostError)
 """What a ``PoolWorker`` raises: a refusal, or that it is lost."""
@@ -70,6 +70,7 @@ class PoolBackend:
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
         self._blocks: dict[int, tuple[int, int]] = {}
         self._isas: dict[str, str] = {}
+        self._newcomers: list[Joined] = []
 
     def accept_joins(self, listener: JoinListener) -> None:
         """Let R-workers join through ``listener``, which the pool closes; to be called before ``open``."""
@@ -117,12 +118,11 @@ class PoolBackend:
         rows.layer = layer
         o = rows.current = self._output(rows, layer, len(q))
         for index, attending, all_rows in rows.busy:
-            qkvo = q[attending], k[all_rows], v[all_rows], o[attending]
+            arrays: Arrays = q[attending], k[all_rows], v[all_rows], o[attending], None
+            if rows.ranges:
+                arrays = rows.ranges.arrays(index, layer, q, *arrays[:4])
             try:
-                if rows.ranges is None:
-                    self.workers[index].submit(mini_batch, layer, *qkvo)
-                else:
-                    self.workers[index].submit(mini_batch, layer, *rows.ranges.arrays(index, layer, q, *qkvo))
+                self.workers[index].submit(mini_batch, layer, *arrays)
             except FAILURES as error:
                 self._failed(index, "a layer", error)
 
@@ -174,9 +174,18 @@ class PoolBackend:
         except (ValueError, KeyError) as error:
             raise _refusal(holder, "to import a sequence", error) from error
 
-    def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
+    @property
+    def num_newcomers(self) -> int:
+        """R-workers that have joined and were not admitted yet."""
+        self._newcomers += self.join_listener.joined() if self.join_listener else []
+        return len(self._newcomers)
+
+    def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
+        """See ``AttentionBackend.admit``; ``most`` of them, the others another time."""
         infos = {}
-        for number, joined in enumerate(self.join_listener.joined() if self.join_listener else ()):
+        count = self.num_newcomers if most is None else most
+        taken, self._newcomers = self._newcomers[:count], self._newcomers[count:]
+        for number, joined in enumerate(taken):
             index = vacant[number] if number < len(vacant) else len(self.workers)
             self.workers[index : index + 1] = [joined.worker]
             self._blocks[index] = (joined.info.num_blocks,) * 2
@@ -194,9 +203,19 @@ class PoolBackend:
             self.join_listener.dismissed(name)
         self._asked_to_leave.discard(name)
 
+    def give_up(self, worker: int) -> None:
+        """Between steps: forget R-worker ``worker`` and what it holds; it may join anew."""
+        if not isinstance(gone := self.workers[worker], LostWorker):
+            self._replace(worker)
+            if self.join_listener:
+                self.join_listener.forget(gone.name)
+
     def close(self) -> None:
         if self.join_listener:
             self.join_listener.close()
+        for joined in self._newcomers:
+            joined.worker.close()
+        self._newcomers = []
         for worker in self.workers:
             worker.close()
         self.workers = []

@@ -12,6 +12,9 @@ from fastdecode import _rworker
 from fastdecode.cluster.wire.payload import node_widths, row_counts
 from fastdecode.types import SPLIT_TOKENS, KVLayout, SpanMode
 
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
+"""q, k, v, o and partial results, as ``PoolWorker.submit`` takes them."""
+
 
 class _Sequence(NamedTuple):
     """Rows of o, and what they are merged from, in token order: (worker, first row of its partial results, rows from
@@ -44,7 +47,7 @@ class RangeRows:
 
     def arrays(
         self, worker: int, layer: int, q: np.ndarray, own: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    ) -> Arrays:
         """What ``PoolWorker.submit`` takes: ``q`` is all of the mini-batch, the others the R-worker's own rows."""
         copied = self._rows[worker]
         if len(copied):

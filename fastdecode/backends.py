@@ -12,33 +12,63 @@ from fastdecode.config import MODEL, EngineConfig, flag_names
 from fastdecode.errors import CapacityError
 from fastdecode.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.protocols import AttentionBackend, PrefillBackend
+from fastdecode.scheduler.ranges import fits_pool
 from fastdecode.settings import PrefillWorkerSpec, RWorkerSpec, is_loopback, split_address
-from fastdecode.types import KVLayout, RWorkerInfo
+from fastdecode.types import SPLIT_TOKENS, KVLayout, RWorkerInfo
 
 if TYPE_CHECKING:
+    from fastdecode.cluster.joining import JoinListener
     from fastdecode.cluster.pool import PoolBackend
     from fastdecode.cluster.r_worker.tuning import Tuning
+    from fastdecode.cluster.ray.backend import RayJob
 
 logger = logging.getLogger(__name__)
 
 
 def make_backend(
-    config: EngineConfig, cores: list[int], prefill_workers: PrefillBackend | None = None
+    config: EngineConfig,
+    cores: list[int],
+    prefill_workers: PrefillBackend | None = None,
+    ray_job: RayJob | None = None,
 ) -> AttentionBackend:
     """The R-workers that ``config.r_workers`` names, those of this machine on ``cores``, and a listener for more.
 
-    The listener is also that of prefill workers that join ``prefill_workers``.
+    The listener is also that of prefill workers that join ``prefill_workers``. ``ray_job``: of ``place_on_ray``.
     """
-    pool = _make_pool(config, cores)
-    if config.pool_listen:
-        from fastdecode.cluster.links.tcp import listen_for_joins
+    ray_job = ray_job or place_on_ray(config)
+    listener: JoinListener | None = None
+    if ray_job:
+        from fastdecode.cluster.links.tcp import join_listener
+        from fastdecode.cluster.ray.backend import RayBackend
 
-        listener = listen_for_joins(config.pool_listen, config.block_size, config.key_file, config.security)
+        pool: PoolBackend = RayBackend(ray_job)
+        listener = join_listener(config.pool_listen or f"{ray_job.host}:0", config.block_size, ray_job.security)
+    else:
+        pool = _make_pool(config, cores)
+        if config.pool_listen:
+            from fastdecode.cluster.links.tcp import listen_for_joins
+
+            listener = listen_for_joins(config.pool_listen, config.block_size, config.key_file, config.security)
+    if listener:
         logger.info("R-workers may join at %s", listener.address)
         if prefill_workers:
             listener.invite_prefill_worker = prefill_workers.invite
         pool.accept_joins(listener)
     return pool
+
+
+def place_on_ray(config: EngineConfig) -> RayJob | None:
+    """Room for R-workers in a Ray cluster, None where ``config`` asks for none; CapacityError where it has none.
+
+    The caller must end the job, unless ``make_backend`` gets it.
+    """
+    spec = config.r_worker_spec
+    if spec.kind != "ray":
+        return None
+    from fastdecode.cluster.ray.backend import RayJob
+
+    memory = config.bytes_of("kv_cache_memory")
+    return RayJob(spec.count, config.r_threads, memory, spec.strict_spread, config.key_file, config.security)
 
 
 def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: int) -> AttentionBackend:
@@ -85,6 +115,8 @@ def kv_port(config: EngineConfig) -> Literal["", "loopback", "any"]:
 
 def _is_near(spec: RWorkerSpec | PrefillWorkerSpec) -> bool:
     """True where these workers are on this machine, and are reached over nothing but it."""
+    if spec.kind == "ray":
+        return False
     if spec.kind == "mpi":
         from fastdecode.cluster.links.mpi_job import join_as_s_worker
 
@@ -173,6 +205,10 @@ def prepare(config: EngineConfig) -> None:
 
         forced_isa()
         forced_read_ahead()
+    if spec.kind == "ray":
+        from fastdecode.cluster.ray.backend import check_installed
+
+        check_installed()
 
 
 def kv_cache_bytes(config: EngineConfig) -> int:
@@ -181,16 +217,23 @@ def kv_cache_bytes(config: EngineConfig) -> int:
     return wanted or int(available_memory_bytes() * KV_CACHE_SHARE) // config.num_r_workers
 
 
-def check_room(max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
-    """Every R-worker must hold one longest sequence; CapacityError says how much memory that takes."""
+def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
+    """Every R-worker must hold one longest sequence, or all together its ranges; CapacityError says how much memory
+    that takes."""
+    num_blocks, block_size = [worker.num_blocks for worker in workers], workers[0].block_size
+    if config.may_shard and (config.kv_shard_tokens or len(workers) > 1):
+        range_tokens = config.kv_shard_tokens or SPLIT_TOKENS
+        if fits_pool(max_model_len, range_tokens, num_blocks, block_size):
+            return
     worker = min(workers, key=lambda worker: worker.num_blocks)
     tokens = worker.num_blocks * worker.block_size
     if tokens >= max_model_len:
         return
+    others = f", all {len(workers)} of them too little for its ranges" if len(workers) > 1 and config.may_shard else ""
     blocks = -(-max_model_len // worker.block_size)
     needed = blocks * worker.block_size * layout.kv_bytes_per_token
     raise CapacityError(
         f"one sequence of max_model_len {max_model_len} tokens takes {needed / 2**30:.3g} GiB of KV cache, and an "
-        f"R-worker has {tokens * layout.kv_bytes_per_token / 2**30:.3g} GiB: give at least --kv-cache-memory "
+        f"R-worker has {tokens * layout.kv_bytes_per_token / 2**30:.3g} GiB{others}: give at least --kv-cache-memory "
         f"{-(-needed // 2**20)}MiB, or at most --max-model-len {tokens}"
     )

@@ -27,7 +27,7 @@ from fastdecode.settings import (
     split_address,
 )
 from fastdecode.speculative_config import SpeculativeConfig
-from fastdecode.types import ISAS, PREFILL_METHODS
+from fastdecode.types import ISAS, PREFILL_METHODS, SPLIT_TOKENS
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 """The byte-level model that ships with the package."""
@@ -44,15 +44,17 @@ MAX_THREADS = 1024
 MAX_SEATS = 1 << 20
 """Sequences in flight; more is a slip of the finger."""
 
+MAX_RANKS = 1024
+"""S-worker processes that share a model; more is a slip of the finger."""
+
 MODEL, BATCHING, WORKERS = "model", "batching", "S-worker and R-workers"
 """Groups of flags."""
 
 ONLY_VLLM = {
-    "tensor_parallel_size": "more than one GPU for the S-worker is not supported; R-workers add memory and bandwidth",
     "gpu_memory_utilization": "KV caches are not on the GPU here: --kv-cache-memory sizes them on each R-worker, and "
     "--prefill-scratch what prompts in progress take on the S-worker",
 }
-"""Settings of vLLM that are refused, with what to use here; of one GPU tensor_parallel_size is accepted."""
+"""Settings of vLLM that are refused, with what to use here."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,12 @@ class EngineConfig:
         unset="auto: where R time equals S time, by --profile, in simulations by the model, or as measured in the "
         "first steps",
     )  # fmt: skip
+    kv_shard_tokens: int | None = setting(
+        None, "a longer sequence lies in ranges of so many tokens, each on an R-worker of its own: 512 times a power "
+        "of two", BATCHING, metavar="TOKENS", least=1,
+        unset="auto: what takes an R-worker longer to read than S time, by --profile; else as many as fit where no "
+        "R-worker holds a sequence of max_model_len, and otherwise no ranges",
+    )  # fmt: skip
     micro_batch_interval: int | None = setting(
         None,
         "between the starts that sls spreads",
@@ -118,12 +126,17 @@ class EngineConfig:
     )  # fmt: skip
     r_workers: str = setting(
         "inproc", "inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers; "
-        "join:N, those that join at --pool-listen, N to begin with; mpi, the other ranks of this mpirun", WORKERS,
+        "join:N, those that join at --pool-listen, N to begin with; mpi, the other ranks of this mpirun; ray:N, actors "
+        "of a Ray cluster (ray:N:strict-spread: one a node)", WORKERS,
         metavar="SPEC",
     )  # fmt: skip
     r_threads: int | None = setting(
         None, "per R-worker", WORKERS, metavar="N", unset="its cores", least=1, most=MAX_THREADS
     )
+    tensor_parallel_size: int = setting(
+        1, "S-worker processes that share the model, each with R-workers of its own: inproc:N and spawn:N are for "
+        "each, host:port,host:port are dealt to them in order", WORKERS, metavar="N", least=1, most=MAX_RANKS,
+    )  # fmt: skip
     s_threads: int | None = setting(None, "", WORKERS, metavar="N", unset="its cores", least=1, most=MAX_THREADS)
     s_cores: str | None = setting(
         None, "such as 0,2-3", WORKERS, metavar="LIST", unset="every core; of spawn, what --r-cores leaves"
@@ -180,29 +193,68 @@ class EngineConfig:
         if self.profile is not None and not Path(self.profile).is_file():
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
         _ = self.speculative
+        self._check_ranges()
         self._check_r_workers()
         self._check_prefill_workers()
         self._check_memory()
         self._check_cores()
+        if self.tensor_parallel_size > 1:
+            self._check_tensor_parallel()
+
+    def _check_tensor_parallel(self) -> None:
+        """What works with one S-worker process alone."""
+        kind = self.r_worker_spec.kind
+        drafts_early = self.speculative is not None and self.speculative.method == "early_exit"
+        refused = {
+            f"r_workers: {kind}": kind in ("mpi", "ray"),
+            "prefill_workers": self.prefill_workers is not None,
+            "speculative_config: early_exit": drafts_early,
+            "profile": self.profile is not None,
+        }
+        for name, is_asked in refused.items():
+            if is_asked:
+                raise ConfigError(
+                    f"{name} is not for tensor_parallel_size {self.tensor_parallel_size}: leave one of them out"
+                )
+
+    def _check_ranges(self) -> None:
+        """Ranges are whole splits, and not for what keeps a sequence on one R-worker."""
+        if self.kv_shard_tokens is None:
+            return
+        if self.kv_shard_tokens not in range_lengths(self.kv_shard_tokens):
+            below, above = range_lengths(self.kv_shard_tokens)
+            raise ConfigError(
+                f"kv_shard_tokens must be {SPLIT_TOKENS} times a power of two, not {self.kv_shard_tokens}; nearest are "
+                f"{below} and {above}"
+            )
+        if not self.may_shard:
+            why = f"schedule {self.schedule} reserves the longest sequence's blocks in one piece"
+            if self.speculative and self.speculative.method == "early_exit":
+                why = "speculative_config: early_exit drafts over the whole cache of a sequence"
+            raise ConfigError(f"kv_shard_tokens: {why}, on one R-worker; leave kv_shard_tokens out, or the other")
 
     def _check_r_workers(self) -> None:
         """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
         spec = self.r_worker_spec
         check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], self.key_file)
         for name in ("kv_cache_memory", "r_threads", "r_cores"):
-            if not spec.on_this_machine and getattr(self, name) is not None:
+            placed = spec.kind == "ray" and name != "r_cores"
+            if not spec.on_this_machine and not placed and getattr(self, name) is not None:
                 raise ConfigError(
                     f"{name}: R-workers that this process does not start have their own; "
                     f"give it to `fastdecode r-worker`"
                 )
-        check_security(self.security, self.key_file)
         if spec.kind == "join":
             self._check_joining()
+        if spec.kind == "ray":
+            self._check_ray()
+        else:
+            check_security(self.security, self.key_file)
         if self.pool_listen is not None:
             check_key("pool_listen", [split_address("pool_listen", self.pool_listen, 0)[0]], self.key_file)
             if spec.kind == "mpi":
                 raise ConfigError("pool_listen: an MPI job has the ranks it was started with; use host:port or spawn:N")
-        elif spec.kind != "tcp" and self.key_file and self.prefill_workers is None:
+        elif spec.kind not in ("tcp", "ray") and self.key_file and self.prefill_workers is None:
             raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {self.r_workers}")
 
     def _check_joining(self) -> None:
@@ -213,6 +265,13 @@ class EngineConfig:
             )
         if self.profile is not None:
             raise ConfigError("profile: it knows R-workers by their address: give them as host:port,host:port")
+
+    def _check_ray(self) -> None:
+        """R-workers that are placed while the job starts, with a key of their own."""
+        if self.profile is not None:
+            raise ConfigError("profile: it knows R-workers by their address, and Ray places them anew for each job")
+        if self.prefill_workers is not None and self.key_file is None:
+            raise ConfigError("prefill_workers: with r_workers ray:N they take a --key-file, which both share")
 
     def _check_prefill_workers(self) -> None:
         """Those elsewhere have settings of their own, and are reached over a network only with a key."""
@@ -228,6 +287,8 @@ class EngineConfig:
     def _check_memory(self) -> None:
         for name, times in (("kv_cache_memory", self.num_r_workers), ("prefill_scratch", 1)):
             wanted = self.bytes_of(name)
+            if name == "kv_cache_memory" and self.r_worker_spec.kind == "ray":
+                continue  # Ray knows its nodes
             if wanted is not None and wanted * times > total_memory_bytes():
                 each = f" for each of {times} R-workers" if times > 1 else ""
                 raise ConfigError(
@@ -261,6 +322,12 @@ class EngineConfig:
     def speculative(self) -> SpeculativeConfig | None:
         """What ``speculative_config`` asks for."""
         return SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def may_shard(self) -> bool:
+        """True where a sequence may lie on several R-workers."""
+        in_one_piece = self.schedule in ("request-level", "hybrid")
+        return not in_one_piece and not (self.speculative and self.speculative.method == "early_exit")
 
     @property
     def prefill_worker_spec(self) -> PrefillWorkerSpec | None:
@@ -308,6 +375,12 @@ class EngineConfig:
         return bool(self.s_core_list and self.r_core_list and not set(self.s_core_list) & set(self.r_core_list))
 
 
+def range_lengths(num_tokens: int) -> tuple[int, int]:
+    """The two range lengths nearest to ``num_tokens``: the longest that is not above it, if any, and the next."""
+    doublings = max(0, (num_tokens // SPLIT_TOKENS).bit_length() - 1)
+    return SPLIT_TOKENS << doublings, SPLIT_TOKENS << (doublings + 1)
+
+
 def flag_names(group: str) -> list[str]:
     """The fields of ``EngineConfig`` that a group of flags sets."""
     return [each.name for each in fields(EngineConfig) if each.metadata.get("group") == group]
@@ -316,7 +389,7 @@ def flag_names(group: str) -> list[str]:
 def check_only_vllm(settings: Mapping[str, Any]) -> None:
     """ConfigError, with what to use here, where ``settings`` has one of vLLM's that means nothing here."""
     for name, instead in ONLY_VLLM.items():
-        if settings.get(name) is not None and (name, settings[name]) != ("tensor_parallel_size", 1):
+        if settings.get(name) is not None:
             raise ConfigError(f"{name}: {instead}")
 
 

@@ -19,12 +19,13 @@ from fastdecode.backends import (
     make_draft_backend,
     make_prefill_backend,
     make_prompt_backend,
+    place_on_ray,
     prepare,
 )
 from fastdecode.config import EngineConfig
 from fastdecode.drafters import make_drafter
 from fastdecode.engine_setup import make_scheduler, pin_s_worker, prompt_tokens
-from fastdecode.errors import BackendError, RequestError, WorkerLostError, interrupts_deferred
+from fastdecode.errors import BackendError, ConfigError, RequestError, WorkerLostError, interrupts_deferred
 from fastdecode.machine import usable_cores
 from fastdecode.membership import Membership
 from fastdecode.metrics import HOST, StateClock, StepRecord, Tracer, step_record
@@ -39,6 +40,7 @@ from fastdecode.speculation import Speculation, num_accepted
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.sampling import SampledToken
+from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks
 from fastdecode.text import PromptType, read_prompt
 from fastdecode.types import KVLayout, StepReport
 
@@ -83,20 +85,27 @@ class LLMEngine:
         self._prefill_backend = make_prefill_backend(self.config)  # its processes load their models meanwhile
         if self._prefill_backend:
             self._cleanup.callback(self._prefill_backend.close)
+        ray_job = None if backend else place_on_ray(self.config)  # refused before a model is loaded
+        if ray_job:
+            self._cleanup.callback(ray_job.end)
+        ranks = self._begin_ranks()
         set_threads(pin_s_worker(self.config))
-        self.s_model = SModel(self.config)
-        self.backend = backend or make_backend(self.config, r_cores, self._prefill_backend)
+        self.s_model = SModel(self.config, ranks.rank if ranks else None)
+        r_cores = self.config.r_core_list or r_cores
+        self.backend = backend or make_backend(self.config, r_cores, self._prefill_backend, ray_job)
+        self._shared = ranks.backend(self.backend) if ranks else None
+        self.backend = self._shared or self.backend
         self._cleanup.callback(self.backend.close)
         layout = replace(self.s_model.layout, isa=self.config.uniform_arithmetic, kv_port=kv_port(self.config))
         self.r_workers = self.backend.open(layout)
-        check_room(self.s_model.max_model_len, self.s_model.layout, self.r_workers)
+        check_room(self.config, self.s_model.max_model_len, self.s_model.layout, self.r_workers)
         own_cores = self.s_model.on_gpu or any(worker.own_cores for worker in self.r_workers)
         self.num_mini_batches = self.config.num_mini_batches or (2 if own_cores else 1)
         scratch_tokens = prompt_tokens(self.config, self.s_model, self.r_workers)
+        if self._shared:
+            self._shared.begin_prompts(scratch_tokens)
         prompts = self._make_prompts(layout, scratch_tokens)
-        self._s_worker = SWorker(self.s_model.model, self.s_model.layout, self.backend, self.clock, prompts=prompts)
-        if not self.config.enforce_eager:
-            self._s_worker.capture_graphs(self.num_mini_batches, self.config.max_num_seqs)
+        self._s_worker = self._make_s_worker(prompts)
         self._drafter = self._make_drafter()
         scheduler = make_scheduler(
             self.config, self.s_model, self._s_worker, self.r_workers, self.num_mini_batches, scratch_tokens
@@ -104,6 +113,26 @@ class LLMEngine:
         if self._prefill_backend:
             scheduler.remote_prompts.policy = self._open_prefill_workers(self._prefill_backend)
         self.replace_scheduler(scheduler)
+
+    def _begin_ranks(self) -> Ranks | None:
+        """The other S-worker processes of tensor parallelism, and this one's part of the settings."""
+        ranks = begin_ranks(self.config)
+        if ranks:
+            self._cleanup.callback(ranks.close)
+            self.config = ranks.config
+        return ranks
+
+    def _make_s_worker(self, prompts: PromptCache | None) -> SWorker:
+        model, shared = self.s_model, self._shared
+        if shared:
+            lead = shared.lead
+            return SWorker(
+                model.model, model.layout, self.backend, self.clock, prompts=prompts, lead=lead, in_order=True
+            )
+        s_worker = SWorker(model.model, model.layout, self.backend, self.clock, prompts=prompts)
+        if not self.config.enforce_eager:
+            s_worker.capture_graphs(self.num_mini_batches, self.config.max_num_seqs)
+        return s_worker
 
     def _make_prompts(self, layout: KVLayout, num_tokens: int) -> PromptCache | None:
         """What attends up to ``num_tokens`` tokens of prompts on this process's cores; None: torch, or nothing does."""
@@ -231,8 +260,11 @@ class LLMEngine:
         if self.has_unfinished_requests():
             raise RequestError("score needs an idle engine: finish or abort its requests first")
         read_prompt(token_ids, None, self.s_model.vocab_size, self.s_model.max_model_len + 1)
+        first = self.scheduler.workers.present[0]
+        if len(token_ids) > (room := self.r_workers[first].num_blocks * self.config.block_size):
+            raise RequestError(f"score keeps a sequence on one R-worker, which has room for {room} tokens: give fewer")
         self.reset_prefix_cache()  # it may fill the cache, and the scheduler knows nothing of what is scored
-        chunk = Chunk(next(self._ids), self.scheduler.workers.present[0], 0, token_ids, scored=True)
+        chunk = Chunk(next(self._ids), first, 0, token_ids, scored=True)
         nothing = tuple(() for _ in self.r_workers)
         step = ScheduledStep((MiniBatch.of([chunk]),), nothing)
         self.backend.begin_step(step.to_step_plan())
@@ -261,6 +293,8 @@ class LLMEngine:
 
         For measurements that need full caches and not the prompts that fill them.
         """
+        if self._shared:
+            raise ConfigError("tensor_parallel_size: another S-worker can compute the steps of one rank only: give 1")
         own = self._s_worker
         self._s_worker = make_s_worker(own.model, own.layout, own.backend, own.clock)
         try:
@@ -377,6 +411,8 @@ class LLMEngine:
 
     def _forget(self, sequence_id: int) -> None:
         """``sequence_id`` has ended, or what was cached of it is lost."""
+        if self._shared and self._s_worker.prompts.num_sequences:
+            self._shared.forget(sequence_id)
         self._s_worker.forget(sequence_id)
         if self.speculation:
             self.speculation.drafter.forget(sequence_id)

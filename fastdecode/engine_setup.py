@@ -18,6 +18,7 @@ from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
 from fastdecode.protocols import DraftPolicy, StepTime
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
 from fastdecode.scheduler.draft_policy import BalancedDrafts
+from fastdecode.scheduler.ranges import UNLIMITED, choose_range_tokens
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.types import ITEM_BYTES, KVLayout, RWorkerInfo
@@ -72,7 +73,17 @@ def make_scheduler(
         seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
     )
+    limits = replace(limits, range_tokens=_range_tokens(config, limits))
     return Scheduler(schedule, limits, draft_policy=_draft_policy(limits, calibrated))
+
+
+def _range_tokens(config: EngineConfig, limits: Limits) -> int:
+    """Tokens of the ranges of long sequences; more than any has where they lie on one R-worker each."""
+    if not config.may_shard:
+        return UNLIMITED
+    longest, balanced = limits.max_model_len, limits.balanced_kv_tokens
+    wanted = config.kv_shard_tokens
+    return wanted or choose_range_tokens(longest, limits.num_blocks, limits.block_size, balanced) or UNLIMITED
 
 
 def _draft_policy(limits: Limits, calibrated: StepModel | None) -> DraftPolicy | None:

@@ -49,6 +49,10 @@ class WorkerLostError(BackendError):
     """An R-worker is gone, with everything it held; the others go on."""
 
 
+class RankLostError(FastDecodeError):
+    """A rank of tensor parallelism is gone, and the job with it."""
+
+
 class FrameError(BackendError):
     """A message between an S-worker and an R-worker that the wire format does not allow; it changed nothing."""
 

@@ -30,6 +30,24 @@ def usable_cores() -> list[int]:
     return cores
 
 
+def has_cpu_quota() -> bool:
+    """True where the cgroup says how much processor time this process may use, which is less than its cores have."""
+    return len(usable_cores()) < len(os.sched_getaffinity(0))
+
+
+def numa_nodes() -> list[list[int]]:
+    """The cores that this process may use, by NUMA node; one list where the kernel tells of no nodes."""
+    usable = set(usable_cores())
+    found = []
+    for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda each: int(each.name[4:])):
+        ranges = (folder / "cpulist").read_text().strip()
+        ends = [part.split("-") for part in ranges.split(",") if part]
+        cores = sorted(usable & {core for pair in ends for core in range(int(pair[0]), int(pair[-1]) + 1)})
+        if cores:
+            found.append(cores)
+    return found or [sorted(usable)]
+
+
 def available_memory_bytes() -> int:
     """Bytes that can still be allocated without swapping, within the cgroup's limit."""
     available = _meminfo_bytes("MemAvailable")

@@ -85,9 +85,8 @@ class Membership:
     def _still_stands(self, move: Move) -> bool:
         """Whether neither of its R-workers was lost meanwhile."""
         present = self._scheduler.workers.present
-        return move.sequence.worker in present and move.target in present
+        return move.source in present and move.target in present
 
     def _copy(self, move: Move) -> None:
-        sequence_id = move.sequence.sequence_id
-        data = self._backend.export(move.sequence.worker, sequence_id)
-        self._backend.import_(move.target, sequence_id, move.num_tokens, data)
+        data = self._backend.export(move.source, move.cache_id)
+        self._backend.import_(move.target, move.cache_id, move.num_tokens, data)

@@ -92,14 +92,16 @@ SECURITY_LEVELS = ("encrypt", "authenticate")
 
 @dataclass(frozen=True)
 class RWorkerSpec:
-    """``kind``: "inproc", "spawn", "tcp", "mpi" or "join"; ``addresses``: "host:port" of each, for tcp.
+    """``kind``: "inproc", "spawn", "tcp", "mpi", "join" or "ray"; ``addresses``: "host:port" of each, for tcp.
 
     ``count`` is 0 for mpi: as many as the job has ranks beside this one; for join the first ones, which are waited for.
+    ``strict_spread``: of ray, no two on one node.
     """
 
     kind: str
     count: int
     addresses: tuple[str, ...] = ()
+    strict_spread: bool = False
 
     @property
     def on_this_machine(self) -> bool:
@@ -127,17 +129,19 @@ def parse_prefill_workers(spec: str) -> PrefillWorkerSpec:
 
 
 def parse_r_workers(spec: str) -> RWorkerSpec:
-    """inproc, inproc:N, spawn:N, join:N, mpi or host:port,host:port; ConfigError for anything else, or an address
-    twice."""
+    """inproc, inproc:N, spawn:N, join:N, ray:N, ray:N:strict-spread, mpi or host:port,host:port; ConfigError for
+    anything else, or an address twice."""
+    if match := re.fullmatch(r"ray:([1-9]\d{0,5})(:strict-spread)?", spec):
+        return RWorkerSpec("ray", int(match.group(1)), strict_spread=bool(match.group(2)))
     if match := re.fullmatch(r"(inproc|spawn|join):([1-9]\d{0,5})", spec):
         return RWorkerSpec(match.group(1), int(match.group(2)))
     if spec == "inproc":
         return RWorkerSpec("inproc", 1)
     if spec == "mpi":
         return RWorkerSpec("mpi", 0)
-    if not _ADDRESSES.fullmatch(spec) or re.match(r"(inproc|spawn|join|mpi):", spec):
+    if not _ADDRESSES.fullmatch(spec) or re.match(r"(inproc|spawn|join|mpi|ray):", spec):
         raise ConfigError(
-            f"r_workers must be inproc, inproc:N, spawn:N, join:N, mpi or host:port,host:port, not {spec!r}"
+            f"r_workers must be inproc, inproc:N, spawn:N, join:N, ray:N, mpi or host:port,host:port, not {spec!r}"
         )
     addresses = _split_addresses("r_workers", "an R-worker", spec)
     return RWorkerSpec("tcp", len(addresses), addresses)

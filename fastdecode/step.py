@@ -24,6 +24,7 @@ CHUNK = np.dtype(
         ("is_decode", "?"),
         ("scored", "?"),
         ("base", "<i8"),
+        ("cache_id", "<i8"),
     ]
 )
 """A :class:`Chunk` without its tokens, as a record: thousands of decodes are planned as one array."""
@@ -47,6 +48,7 @@ class Chunk:
     ``is_decode``: no prompt token is among them. ``scored``: the logits of all its tokens are wanted. ``base``: tokens
     before the range that the chunk's own worker holds, the tail; a chunk ends where its range does. ``reads``: worker,
     range id and start of the closed ranges before it, in order; those that no layer's window reaches may be missing.
+    ``cache_id``: what the worker calls the sequence that the rows are appended to; None: ``sequence_id``.
     """
 
     sequence_id: int
@@ -59,6 +61,7 @@ class Chunk:
     is_decode: bool = True
     scored: bool = False
     base: int = 0
+    cache_id: int | None = None
     reads: tuple[tuple[int, int, int], ...] = ()
 
     @property
@@ -75,6 +78,7 @@ class Chunk:
             self.is_decode,
             self.scored,
             self.base,
+            self.sequence_id if self.cache_id is None else self.cache_id,
         )
 
 
@@ -145,11 +149,12 @@ class MiniBatch:
     def __iter__(self) -> Iterator[Chunk]:
         """The chunks one by one, for callers that need few of them."""
         tokens, end = self.token_ids.tolist(), 0
-        for index, (sequence_id, worker, context_len, num_rows, *rest) in enumerate(self.chunks.tolist()):
+        for index, (sequence_id, worker, context_len, num_rows, *rest, cache_id) in enumerate(self.chunks.tolist()):
             end += num_rows
             mine = self.reads[self.reads["chunk"] == index] if len(self.reads) else NO_READS
             reads = tuple(mine[["worker", "range_id", "start"]].tolist())
-            yield Chunk(sequence_id, worker, context_len, tokens[end - num_rows : end], *(*rest, reads))
+            rest += [None if cache_id == sequence_id else cache_id, reads]
+            yield Chunk(sequence_id, worker, context_len, tokens[end - num_rows : end], *rest)
 
     @property
     def read_ends(self) -> np.ndarray:
@@ -318,7 +323,7 @@ def _spans(mini_batch: MiniBatch, num_workers: int) -> list[np.ndarray]:
     """Each worker's closed ranges and chunks, which are sorted by worker, as SPAN records."""
     chunks = mini_batch.chunks
     spans = np.empty(len(chunks), dtype=SPAN)
-    spans["sequence_id"], spans["num_rows"] = chunks["sequence_id"], chunks["num_rows"]
+    spans["sequence_id"], spans["num_rows"] = chunks["cache_id"], chunks["num_rows"]
     spans["context_len"] = chunks["context_len"] - chunks["base"]
     spans["mode"] = chunks["attends"] * (1 + (chunks["base"] > 0))  # APPEND, ATTEND or PARTIAL
     bounds = np.searchsorted(chunks["worker"], np.arange(num_workers + 1)).tolist()

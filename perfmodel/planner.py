@@ -9,8 +9,10 @@ from fastdecode.errors import ConfigError, PlanError
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
 from fastdecode.perfmodel.plan import NO_PRICES, Candidate, Plan, Prices, Workload
+from fastdecode.perfmodel.ranges import RangeRates, mean_parts
 from fastdecode.perfmodel.stages import RPart, SPart, Transport
-from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
+from fastdecode.perfmodel.step_model import FREE_RANGES, NO_TRANSPORT, StepModel
+from fastdecode.types import SPLIT_TOKENS
 
 KNEE_GAIN = 0.1
 """The batch is large enough when doubling it would raise E(B) by less than this."""
@@ -31,7 +33,8 @@ class Planner:
 
     ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F, chosen when
     None. ``…_overhead_seconds``: the host's own time in a step, once, for each sequence (``row``), and for each
-    R-worker that is told of it. ``kv_bytes_per_token`` over all layers is only reported.
+    R-worker that is told of it. ``kv_bytes_per_token`` over all layers is only reported. ``range_tokens``: longer
+    sequences lie in ranges of so many tokens on several R-workers.
     """
 
     workload: Workload
@@ -49,6 +52,8 @@ class Planner:
     interval_steps: int | None = None
     kv_bytes_per_token: int | None = None
     num_ranks: int = 1
+    range_tokens: float = math.inf
+    range_rates: RangeRates = FREE_RANGES
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_mini_batches", "r_workers_per_host", "num_ranks"):
@@ -59,7 +64,7 @@ class Planner:
                 f"interval_steps must be from 1 to the {self.workload.output_len:g} steps of a sequence, "
                 f"not {self.interval_steps}"
             )
-        if self.capacity_tokens < self.workload.seq_len:
+        if self.capacity_tokens < min(self.workload.seq_len, SPLIT_TOKENS + self.workload.shared_prefix_len):
             raise PlanError(
                 f"one R-worker's memory holds {self.capacity_tokens:.0f} cached tokens, "
                 f"{math.ceil(self.workload.seq_len - self.capacity_tokens):.6g} fewer than one sequence of "
@@ -145,13 +150,18 @@ class Planner:
             self.transport,
             self.step_overhead_seconds + self.r_worker_overhead_seconds * num_r_workers,
             self.row_overhead_seconds,
+            range_rates=self.range_rates,
         )
 
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
         """What a number of R-workers gives, whether or not it is the plan's."""
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         model, (tokens, kv_tokens) = self.step_model(num_r_workers), self.mean_step(in_flight, num_r_workers)
-        stages, seconds = model.stages(tokens, kv_tokens, in_flight), model(tokens, kv_tokens, in_flight)
+        ranges = mean_parts(in_flight, self.workload.mean_context, self.range_tokens)
+        stages, seconds = (
+            model.stages(tokens, kv_tokens, in_flight, ranges),
+            model(tokens, kv_tokens, in_flight, ranges),
+        )
         rate = in_flight / seconds
         hosts = _round_up(self.num_ranks * num_r_workers / self.r_workers_per_host)
         per_stage = self.num_layers * self.num_mini_batches
@@ -163,7 +173,7 @@ class Planner:
             sequence_seconds=self.workload.output_len * seconds,
             s_busy=per_stage * stages.s_part / seconds,
             r_busy=per_stage * stages.r_part / seconds,
-            bottleneck=model.bottleneck(tokens, kv_tokens, in_flight),
+            bottleneck=model.bottleneck(tokens, kv_tokens, in_flight, ranges),
             fits_memory=num_r_workers >= self.memory_r_workers(in_flight),
             price_per_million_tokens=self.prices.per_million_tokens(hosts, rate),
         )

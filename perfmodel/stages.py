@@ -162,13 +162,14 @@ class Transport:
         if self.row_bytes < 0 or self.latency_seconds < 0 or any(not rate > 0 for rate in self.hop_bytes_per_second):
             raise ConfigError("a link must have a bandwidth above zero, and rows and latencies none below")
 
-    def trip_seconds(self, rows: float) -> float:
+    def trip_seconds(self, rows: float, more_bytes: float = 0.0) -> float:
         """From submit to o available for ``rows`` rows of one layer, the R-part itself apart: all hops in turn."""
-        return self.latency_seconds + sum(rows * self.row_bytes / rate for rate in self.hop_bytes_per_second)
+        num_bytes = rows * self.row_bytes + more_bytes
+        return self.latency_seconds + sum(num_bytes / rate for rate in self.hop_bytes_per_second)
 
-    def stage_seconds(self, rows: float) -> float:
+    def stage_seconds(self, rows: float, more_bytes: float = 0.0) -> float:
         """How long the slowest hop is busy with ``rows`` rows of one layer: it bounds an overlapped pipeline."""
-        return max((rows * self.row_bytes / rate for rate in self.hop_bytes_per_second), default=0.0)
+        return max((rows * self.row_bytes + more_bytes) / rate for rate in (*self.hop_bytes_per_second, math.inf))
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from transformers.utils import logging as transformers_logging
 from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.perfmodel.model_shape import ModelShape, read_shape
-from fastdecode.sworker import gguf
+from fastdecode.sworker import gguf, tensor_parallel
 from fastdecode.sworker.experts import use_padded_experts
 from fastdecode.sworker.greenlets import ATTENTION_NAME, register_attention
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import OWN_ATTENTION, check_config, refuse
+from fastdecode.sworker.tensor_parallel import Rank
 
 DIGEST_NUMBERS = 64
 """Of each parameter."""
@@ -39,8 +40,11 @@ def load_hf_config(config: EngineConfig) -> Any:
     return hf_config
 
 
-def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
-    """The model in evaluation mode on ``config.device``, in ``config.dtype`` (auto: the checkpoint's own)."""
+def load_model(config: EngineConfig, hf_config: Any, rank: Rank | None = None) -> torch.nn.Module:
+    """The model in evaluation mode on ``config.device``, in ``config.dtype`` (auto: the checkpoint's own).
+
+    ``rank``: which part of it is wanted, of tensor parallelism.
+    """
     device = resolve_device(config.device)
     adapt = _register(hf_config)
     dtype = resolve_dtype(config.dtype, hf_config)
@@ -75,7 +79,10 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
         adapt(model)
         if device.type == "cpu":
             use_padded_experts(model)
-        return gguf.unpacked(model).to(device).eval().requires_grad_(False)
+        model = gguf.unpacked(model)
+        if rank:
+            tensor_parallel.shard(model, hf_config, rank)
+        return model.to(device).eval().requires_grad_(False)
 
 
 def weights_digest(model: torch.nn.Module) -> str:
@@ -176,7 +183,7 @@ def _one_clear_error(model: str) -> Iterator[None]:
     """Whatever loading raises becomes one line that names the model."""
     try:
         yield
-    except (ModelLoadError, UnsupportedModelError):
+    except (ModelLoadError, UnsupportedModelError, ConfigError):
         raise
     except Exception as error:
         raise ModelLoadError(f"cannot load {model!r}: {_reason(model, error)}") from error

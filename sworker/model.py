@@ -26,6 +26,7 @@ from fastdecode.sworker.loader import (
 )
 from fastdecode.sworker.prepack import PackedLinears
 from fastdecode.sworker.support import check_rope, probe_layout, repeats_rows
+from fastdecode.sworker.tensor_parallel import Rank
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
 from fastdecode.types import KVLayout
 
@@ -35,14 +36,15 @@ logger = logging.getLogger(__name__)
 class SModel:
     """A transformers causal LM, loaded and probed; ``layout`` is what R-workers are told of it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rank: Rank | None = None) -> None:
+        """``rank``: whose part of the model this is, of tensor parallelism; ``layout`` has that part's heads."""
         hf_config = load_hf_config(config)
         self.vocab_size = int(hf_config.get_text_config().vocab_size)
         self.max_model_len = _max_model_len(config, max_position_embeddings(hf_config))
         check_rope(hf_config, self.max_model_len)
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
-        self.model = load_model(config, hf_config)
+        self.model = load_model(config, hf_config, rank)
         self._weights = weights_digest(self.model)
         self.layout = _replace_and_probe(self.model, hf_config, config.kv_cache_dtype)
         self.model_type = str(hf_config.model_type)

@@ -36,15 +36,18 @@ class Pipeline:
         clock: StateClock,
         staging: Staging | None = None,
         cores: SharedCores | None = None,
+        in_order: bool = False,
     ) -> None:
         """``staging`` is the forwards' own; by default that of a model on the CPU.
 
         ``cores`` is for a model that computes on this process's cores: a thread that only queues a GPU's work loses
-        no time to a core that is taken.
+        no time to a core that is taken. ``in_order``: the mini-batches take turns whether their o is there or not, as
+        ranks must, whose layers wait for each other.
         """
         self.staging = staging or HostStaging(backend)
         self.clock = clock
         self.cores = cores
+        self.in_order = in_order
 
     def run(self, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
         """The logits of every mini-batch, [num_sampled, vocab] each.
@@ -104,7 +107,8 @@ class Pipeline:
 
     def _next(self, paused: deque[Forward]) -> Forward:
         """The longest paused mini-batch whose o is there; when there is none, the longest paused one, to wait for."""
-        mini_batch = self.staging.next_ready([forward.mini_batch for forward in paused])
+        waiting = [forward.mini_batch for forward in paused]
+        mini_batch = waiting[0] if self.in_order else self.staging.next_ready(waiting)
         forward = next(forward for forward in paused if forward.mini_batch == mini_batch)
         paused.remove(forward)
         return forward

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -23,6 +24,9 @@ from fastdecode.sworker.staging import TORCH_DTYPE, HostStaging, Staging, from_n
 from fastdecode.sworker.threads import SharedCores
 from fastdecode.types import KVLayout
 
+Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
+"""Has other ranks compute a step, with overlap or without, while this one does so within the context."""
+
 
 class SWorker:
     """Owns the model, the prompt scratch and the pipeline."""
@@ -35,9 +39,12 @@ class SWorker:
         clock: StateClock,
         cores: SharedCores | None = None,
         prompts: PromptAttention | None = None,
+        lead: Lead | None = None,
+        in_order: bool = False,
     ) -> None:
         """``cores``: of another S-worker of this process, which takes turns with this one. ``prompts``: what attends
-        prompts here; torch by default."""
+        prompts here; torch by default. ``lead``: has the other ranks compute a step within it. ``in_order``: see
+        ``Pipeline``."""
         self.model = model
         self.layout = layout
         self.backend = backend
@@ -46,7 +53,8 @@ class SWorker:
         self.device = next(model.parameters()).device
         self._staging = make_staging(backend, self.device)
         self._cores = (cores or SharedCores()) if self.device.type == "cpu" else None
-        self._pipeline = Pipeline(backend, clock, self._staging, self._cores)
+        self._pipeline = Pipeline(backend, clock, self._staging, self._cores, in_order)
+        self._lead = lead
         self._sampler = Sampler()
         self._graphs: ModelGraphs | None = None
 
@@ -92,6 +100,12 @@ class SWorker:
         self._forget_finished_prompts(step)
         return tokens
 
+    def follow(self, step: ScheduledStep, overlap: bool) -> None:
+        """Compute this rank's part of a step whose logits another one takes."""
+        with torch.inference_mode():
+            self._run_here(step, self._forwards(step), overlap)
+        self._forget_finished_prompts(step)
+
     def score(self, step: ScheduledStep) -> torch.Tensor:
         """Log-probability of each next token within the step's one scored chunk: float32 [num_tokens - 1]."""
         (mini_batch,) = step.mini_batches
@@ -106,6 +120,10 @@ class SWorker:
 
     def _run(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
         """The pipeline's logits, with the prompts that attend here."""
+        with self._lead(step, overlap) if self._lead else contextlib.nullcontext():
+            return self._run_here(step, forwards, overlap)
+
+    def _run_here(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool) -> list[torch.Tensor]:
         self.prompts.begin_step(step.mini_batches)
         try:
             logits = self._pipeline.run(forwards, overlap)

@@ -25,6 +25,7 @@ from fastdecode.measure.validation import Configuration, Validation
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
 from fastdecode.perfmodel.profile import HardwareProfile, MachineIdentity
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
+from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, RangeRates
 from fastdecode.sworker.loader import model_shape
 
 PLAN = CalibrationPlan(
@@ -129,18 +130,22 @@ def test_another_models_profile_is_refused(path: str, tmp_path: Path) -> None:
         LLMEngine(live_config(other, path))
 
 
+TWO_ON_ONE = Deployment(1, 1, 2, 2, "spawn", True, r_workers_per_core=2)
+
+
 @pytest.mark.parametrize(
-    "deployment",
-    [Deployment(1, 1), Deployment(1, 1, 2, 2, "spawn", True, r_workers_per_core=2)],
-    ids=["in turn", "two on one"],
+    ("deployment", "context_len", "kv_shard_tokens"),
+    [(Deployment(1, 1), 64, None), (TWO_ON_ONE, 64, None), (TWO_ON_ONE, 1600, 512)],
+    ids=["in turn", "two on one", "ranges"],
 )
 def test_a_configuration_is_held_against_its_prediction(
-    folder: str, profile: HardwareProfile, deployment: Deployment
+    folder: str, profile: HardwareProfile, deployment: Deployment, context_len: int, kv_shard_tokens: int | None
 ) -> None:
     """Every column is of that very run: what is predicted follows from its load and the anchors' drift."""
     cores = ((0,), (1,)) if deployment.separate_cores else None
     spec = "spawn:2" if deployment.r_worker == "spawn" else "inproc"
-    todo = Configuration("test", deployment, spec, cores, 4, 64, "float32", profile.shape.num_kv_heads)
+    kv_heads = profile.shape.num_kv_heads
+    todo = Configuration("test", deployment, spec, cores, 4, context_len, "float32", kv_heads, kv_shard_tokens)
     validation = Validation(EngineConfig(folder, device="cpu", skip_tokenizer_init=True), profile)
     try:
         (row,) = validation.run([todo], lambda: None)
@@ -149,7 +154,10 @@ def test_a_configuration_is_held_against_its_prediction(
     assert row.measured_step_seconds > row.measured_s_seconds > 0 and row.measured_r_seconds > 0
     shape = dataclasses.replace(profile.shape, num_layers=4)
     model = deployed_step_model(profile, shape, "float32", deployment, row.drift)
-    assert row.predicted_step_seconds == pytest.approx(model(4, 4 * 64), rel=0.05)
+    model = dataclasses.replace(model, range_rates=RangeRates.of(shape))
+    parts = RangeParts(12, 16) if kv_shard_tokens else NO_RANGES  # three closed ranges and a tail of a split each
+    assert todo.ranges == parts
+    assert row.predicted_step_seconds == pytest.approx(model(4, 4 * context_len, None, parts), rel=0.05)
     assert np.isfinite(row.error) and 1 <= row.tries <= 3
 
 

@@ -48,7 +48,7 @@ def bench(folder: str, *more: str) -> list[str]:
         (
             ["generate", "hi", "--r-workers", "mpi:2"],
             2,
-            "r_workers must be inproc, inproc:N, spawn:N, join:N, mpi or host:port",
+            "r_workers must be inproc, inproc:N, spawn:N, join:N, ray:N, mpi or host:port",
         ),
         (["generate", "hi", "--kv-load-limit", "-3"], 2, "kv_load_limit must be a whole number of at least 1, not -3"),
         (["generate", "hi", "--tbt-target", "0"], 2, "tbt_target must be above 0 seconds"),
@@ -73,7 +73,7 @@ def bench(folder: str, *more: str) -> list[str]:
         (["bench", "throughput", "--plot-timeline", "steps"], 2, "steps: a plot must end in .png, .pdf or .svg"),
         (["generate", "hi", "--profile", "no.json"], 2, "profile: there is no file 'no.json'; `fastdecode calibrate`"),
         (["generate", "hi", "--profile", __file__], 1, "not valid JSON"),
-        (["generate", "hi", "--tensor-parallel-size", "2"], 2, "tensor_parallel_size: more than one GPU"),
+        (["generate", "hi", "--tensor-parallel-size", "0"], 2, "tensor_parallel_size must be a whole number"),
         (["generate", "hi", "--gpu-memory-utilization", "0.9"], 2, "--kv-cache-memory sizes them on each R-worker"),
         (["r-worker", "--kv-cache-memory", "1"], 2, "kv_cache_memory must be at least 1000 bytes, not 1; give a unit"),
     ],

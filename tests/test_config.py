@@ -245,21 +245,56 @@ def test_default_memory_is_shared_among_the_workers() -> None:
 
 @pytest.mark.parametrize("blocks", [[4], [4, 9], [100, 4]])
 def test_there_is_room_for_one_longest_sequence(blocks: list[int]) -> None:
-    check_room(128, LAYOUT, [worker(count) for count in blocks])
+    check_room(EngineConfig(), 128, LAYOUT, [worker(count) for count in blocks])
 
 
-@pytest.mark.parametrize("blocks", [[4], [4, 100], [100, 4]])
+@pytest.mark.parametrize(
+    ("range_tokens", "blocks", "longest"),
+    [(None, [16, 16, 20], 1664), (512, [20, 35, 16], 2052), (1024, [32, 5], 1124)],
+)
+def test_there_is_room_for_the_ranges_of_a_longest_sequence(
+    range_tokens: int | None, blocks: list[int], longest: int
+) -> None:
+    """Blocks of 32 tokens: whole ranges of 16 or 32 blocks, and one for the rest."""
+    config, workers = EngineConfig(kv_shard_tokens=range_tokens), [worker(count) for count in blocks]
+    check_room(config, longest, LAYOUT, workers)
+    held = {None: 1664, 512: 2176, 1024: 1184}[range_tokens]
+    check_room(config, held, LAYOUT, workers)
+    with pytest.raises(CapacityError, match=f"all {len(blocks)} of them too little for its ranges"):
+        check_room(config, held + 1, LAYOUT, workers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_shard_tokens": 3000}, "512 times a power of two, not 3000; nearest are 2048 and 4096"),
+        ({"kv_shard_tokens": 100}, "not 100; nearest are 512 and 1024"),
+        ({"kv_shard_tokens": 512, "schedule": "hybrid"}, "schedule hybrid reserves .* in one piece, on one R-worker"),
+        (
+            {"kv_shard_tokens": 512, "speculative_config": {"method": "early_exit", "num_speculative_tokens": 2,
+             "num_layers": 1}},
+            "early_exit drafts over the whole cache",
+        ),
+    ],
+)  # fmt: skip
+def test_ranges_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)
+
+
+@pytest.mark.parametrize("blocks", [[4], [4, 4], [3, 4]])
 def test_too_little_room_says_how_much_it_takes(blocks: list[int]) -> None:
     """On the smallest worker: 5 blocks of 32 tokens of 160 bytes are needed, under a mebibyte."""
     with pytest.raises(CapacityError) as caught:
-        check_room(129, LAYOUT, [worker(count) for count in blocks])
+        check_room(EngineConfig(), 129, LAYOUT, [worker(count) for count in blocks])
     message = str(caught.value)
-    assert "max_model_len 129" in message and "--kv-cache-memory 1MiB" in message and "--max-model-len 128" in message
+    longest = f"--max-model-len {32 * min(blocks)}"
+    assert "max_model_len 129" in message and "--kv-cache-memory 1MiB" in message and longest in message
     assert "\n" not in message
 
 
 def test_what_it_says_is_enough() -> None:
     """40,000 tokens are 6.1 MiB: the memory named in the message holds them."""
     with pytest.raises(CapacityError, match="--kv-cache-memory 7MiB"):
-        check_room(40_000, LAYOUT, [worker(100)])
-    check_room(40_000, LAYOUT, [worker((7 << 20) // (160 * 32))])
+        check_room(EngineConfig(), 40_000, LAYOUT, [worker(100)])
+    check_room(EngineConfig(), 40_000, LAYOUT, [worker((7 << 20) // (160 * 32))])

@@ -23,6 +23,7 @@ FLOORS = [
     {"sworker", "cluster", "perfmodel.simulate"},
     {
         "engine",
+        "tensor_parallel",
         "backends",
         "engine_setup",
         "prefill_setup",
@@ -49,11 +50,11 @@ OUTSIDE = {0: {"numpy"}, 1: {"numpy"}}
 
 LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}
 LIVES_IN |= {"llguidance": "sworker", "opentelemetry": "server"}
-LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster"}
+LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster", "ray": "cluster"}
 KNOW_CLUSTER = {"backends", "cli.r_worker", "cli.prefill_worker", "prefill_worker"}
 """The engine's choice of a backend, and the processes that are R-workers and prefill workers."""
 
-IN_ONE_FILE = {"mpi4py", "zmq"}
+IN_ONE_FILE = {"mpi4py", "zmq", "ray"}
 NEVER = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 
@@ -174,7 +175,10 @@ def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
     """The engine knows the S side as such, the R side as the backend it asks for."""
     rooms = {m.name: {room_of(name) for name in m.own} for m in read_modules()}
     assert [name for name, own in rooms.items() if {"sworker", "cluster"} <= own] == ["prefill_worker"]
-    assert [name for name, own in rooms.items() if {"sworker", "backends"} <= own] == ["engine"]
+    assert [name for name, own in rooms.items() if {"sworker", "backends"} <= own] == [
+        "engine",
+        "tensor_parallel.ranks",
+    ]
 
 
 @pytest.mark.parametrize(

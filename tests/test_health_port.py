@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import socket
 import subprocess
 import time
@@ -16,8 +17,10 @@ from helpers.sessions import PATIENCE_SECONDS, opened, serves, works
 from fastdecode.cli.main import main
 from fastdecode.cluster.r_worker import vitals as vitals_module
 from fastdecode.cluster.r_worker.health import MOST_BYTES, MOST_CLIENTS, HealthPort
+from fastdecode.cluster.r_worker.host import take_host
 from fastdecode.cluster.r_worker.vitals import PREFIX, Vitals
 from fastdecode.errors import ConfigError
+from fastdecode.machine import has_cpu_quota
 
 Place = tuple[str, int]
 
@@ -172,3 +175,16 @@ def test_a_port_that_cannot_be_had_is_said(capfd: pytest.CaptureFixture[str]) ->
     ):
         assert main(["r-worker", *flags]) == 2
         assert message in capfd.readouterr().err
+
+
+def test_threads_are_not_pinned_under_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers of one host would all be on its first cores."""
+    free = take_host(None, 1, 1 << 20)
+    assert free.size.cores == free.cores or has_cpu_quota()
+    with monkeypatch.context() as quota:
+        quota.setattr("fastdecode.machine._cgroup_value", lambda name: "100000 100000" if name == "cpu.max" else "")
+        cores = sorted(os.sched_getaffinity(0))
+        limited = take_host(None, None, 1 << 20)
+        assert limited.size.num_threads == 1 and limited.size.cores == ((), (cores[0],))[len(cores) == 1]
+        assert take_host([cores[0]], None, 1 << 20).size.cores == (cores[0],), "as asked"
+        os.sched_setaffinity(0, cores)

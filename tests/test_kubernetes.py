@@ -6,6 +6,7 @@ No cluster is needed; test_kubernetes_live.py starts what the manifests start.
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from helpers import kubernetes
 from helpers.kubernetes import FOLDER, Manifest, Manifests, container, find, parsed, pods, port_of, read
 
+from fastdecode.cli.main import build_parser
 from fastdecode.cluster.wire.handshake import read_secret
 from fastdecode.settings import parse_bytes, parse_r_workers, split_address
 
@@ -206,3 +208,28 @@ def test_the_autoscaler_asks_for_what_the_adapter_makes(base: Manifests) -> None
     for each in metrics:
         service = find(base, "Service", each["describedObject"]["name"])
         assert _labels(service)["app.kubernetes.io/component"] == S_WORKER
+
+
+def test_ray_runs_what_the_program_takes() -> None:
+    """KubeRay's kind has no schema here; the pods within it have."""
+    job, service = read(FOLDER / "kuberay" / "rayjob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    for template in (cluster["headGroupSpec"]["template"], group["template"]):
+        check({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]}, VERSIONS[0])
+    check(service, VERSIONS[0])
+    program, *words = shlex.split(job["spec"]["entrypoint"])
+    server = build_parser().parse_args(words)
+    asked = parse_r_workers(server.r_workers)
+    assert (program, asked.kind, asked.count) == ("fastdecode", "ray", group["replicas"])
+    (head,), (worker,) = (each["template"]["spec"]["containers"] for each in (cluster["headGroupSpec"], group))
+    assert server.r_threads == int(worker["resources"]["limits"]["cpu"]), "one fills a pod"
+    memory = parse_bytes("", worker["resources"]["limits"]["memory"] + "B")
+    assert parse_bytes("", server.kv_cache_memory) + 2**30 <= memory
+    assert server.host == "0.0.0.0" and server.port == port_of(head, service["spec"]["ports"][0]["targetPort"])
+    labels = cluster["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+    constraints = (FOLDER.parents[1] / "constraints-cpu.txt").read_text().splitlines()
+    assert f"ray=={cluster['rayVersion']}" in constraints

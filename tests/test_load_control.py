@@ -224,7 +224,7 @@ def test_the_rows_of_a_step_by_hand() -> None:
     quarter, full = np.array([25.0, 75.0]), np.array([25.0, 150.0])
     assert control.most_rows(quarter, 0.0, 64, 2048) == 2048
     control.balance_at(50)
-    assert control.limits.tolist() == [25.0, 75.0]
+    assert control.limits.tolist() == pytest.approx([25.0, 75.0])
     assert control.most_rows(quarter, 0.0, 64, 2048) == 80
     assert control.most_rows(full, 0.0, 64, 2048) == 160
     assert control.most_rows(quarter, 1 / 16, 64, 2048) == 80 + (2048 - 80) // 4

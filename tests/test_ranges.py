@@ -1,135 +1,240 @@
-"""One sequence over several R-workers: the bits of one R-worker that holds all of it."""
+"""Sequences over several R-workers: the tokens of one R-worker, whatever runs beside them, joins, leaves or is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import random
+import signal
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from helpers.ranges import RangeDriver
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
+from helpers import model_zoo, r_workers
+from helpers.engine_checks import assert_nothing_held
+from helpers.scheduler_harness import AMPLE, Job, Run
 
-from fastdecode.cluster.links.spawn import SpawnBackend
-from fastdecode.cluster.pool import InprocBackend, PoolBackend
-from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.cluster.remote import RemoteWorker
-from fastdecode.types import KVLayout, LayerLayout
+from fastdecode import LLM, SamplingParams
+from fastdecode.errors import RequestError
+from fastdecode.scheduler.ranges import choose_range_tokens
+from fastdecode.step import ScheduledStep
 
-LAYERS = (
-    LayerLayout(4, 2, 16, 24, 0.3),
-    LayerLayout(2, 1, 16, 16, 0.3, window=700, soft_cap=3.0, sinks=(0.5, -2.0)),
-    LayerLayout(4, 2, 16, 24, 0.3, sinks=(0.0, 1.0, 2.0, 3.0), alibi_slopes=(0.01, 0.001, 0.1, 0.0)),
+NUM_TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+LENGTHS = (1500, 30, 505, 1010)
+POSITIONS = {"max_position_embeddings": 4096}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama on disk."""
+    return model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama"))
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """One of three ranges of 512 tokens, a short one, and two that come to a border while they decode."""
+    rng = random.Random(0)
+    return [[rng.randrange(500) for _ in range(length)] for length in LENGTHS]
+
+
+@cache
+def reference() -> list[list[int]]:
+    """What transformers makes of them."""
+    model = model_zoo.build_model("llama-gqa", **POSITIONS)
+    found = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=NUM_TOKENS,
+                             max_new_tokens=NUM_TOKENS)  # fmt: skip
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 2048, "kv_cache_memory": "16MiB"}
+    threads = {"s_threads": 1, "r_threads": 1, "r_workers": "inproc:2", "kv_shard_tokens": 512}
+    return LLM(str(folder), **{**defaults, **threads, "hf_overrides": POSITIONS, **settings})
+
+
+def generate(llm: LLM, params: SamplingParams = GREEDY, texts: list[list[int]] | None = None) -> list[list[list[int]]]:
+    """Token ids of all outputs of every prompt."""
+    wanted = [{"prompt_token_ids": prompt} for prompt in texts or prompts()]
+    return [[list(o.token_ids) for o in each.outputs] for each in llm.generate(wanted, params, use_tqdm=False)]
+
+
+def is_sharded(llm: LLM) -> bool:
+    return any(sequence.is_sharded for sequence in llm.engine.scheduler.residents.all)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"r_workers": "inproc:1"},
+        {"r_workers": "inproc:4", "num_mini_batches": 2, "max_num_batched_tokens": 300},
+        {"r_workers": "spawn:2", "num_mini_batches": 2},
+        {"kv_shard_tokens": 1024, "prefill_scratch": "64MiB"},
+        {"prefill_scratch": "64MiB", "max_num_batched_tokens": 700, "block_size": 256},
+        {"schedule": "prefill-first", "r_workers": "inproc:3", "max_num_seqs": 2},
+        {"kv_load_limit": 3000, "r_workers": "inproc:3"},
+        {"speculative_config": NGRAM, "num_mini_batches": 2},
+        {"kv_cache_memory": "900KiB", "r_workers": "inproc:3", "kv_shard_tokens": None},
+    ],
+    ids=str,
 )
-SIZE = RWorkerSize(1 << 26, 1)
+def test_tokens_are_those_of_transformers(folder: Path, settings: dict[str, Any]) -> None:
+    """The last: no R-worker could hold the longest sequence by itself, which the engine finds by itself; sequences are
+    preempted."""
+    with make_llm(folder, **settings) as llm:
+        seen = []
+        llm.engine.on_step = lambda record: seen.append(is_sharded(llm))
+        assert generate(llm) == [[tokens] for tokens in reference()]
+        assert any(seen)
+        assert_nothing_held(llm.engine)
 
 
-def inproc(num_workers: int) -> InprocBackend:
-    """R-workers of one thread each."""
-    return InprocBackend([SIZE] * num_workers, 32)
+@pytest.mark.parametrize("caching", [True, False])
+def test_siblings_and_prefixes_share_closed_ranges(folder: Path, caching: bool) -> None:
+    """n = 4 samples of a prompt of three ranges, and a prompt that goes on from all of it."""
+    sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, n=4)
+    long = prompts()[0]
+    longer = [*long, *prompts()[1]]
+    found = []
+    for spec in ("inproc:1", "inproc:3"):
+        with make_llm(folder, r_workers=spec, enable_prefix_caching=caching) as llm:
+            first = generate(llm, sampled, [long])
+            before = llm.engine.scheduler.statistics
+            found.append((first, generate(llm, GREEDY, [longer, longer[:1020]])))
+            hits = llm.engine.scheduler.statistics.since(before).prefix_hit_tokens
+            assert hits == (1472 + 992 if caching else 0)
+            assert_nothing_held(llm.engine)
+    assert found[0] == found[1] and len(found[0][0][0]) == 4
+    with make_llm(folder, kv_shard_tokens=2048) as llm:
+        assert (generate(llm, sampled, [long]), generate(llm, GREEDY, [longer, longer[:1020]])) == found[0]
 
 
-def layout(model_dtype: str = "float32", kv_dtype: str = "") -> KVLayout:
-    """Of all scoring rules."""
-    return KVLayout(LAYERS, model_dtype, kv_dtype or model_dtype)
+class Counted:
+    """Prompt rows of all steps of an engine from now on."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.rows = 0
+        schedule = llm.engine.scheduler.schedule
+
+        def counted(now: float = 0.0) -> ScheduledStep:
+            step = schedule(now)
+            self.rows += step.num_prompt_rows
+            return step
+
+        llm.engine.scheduler.schedule = counted  # type: ignore[method-assign]
 
 
-def story(driver: RangeDriver) -> list[dict[int, list[np.ndarray]]]:
-    """Two long sequences and two short ones: drafts, tails that are filled and begun, several mini-batches."""
-    for sequence_id, tokens in ((0, 2040), (1, 1100), (2, 30), (3, 511)):
-        driver.fill(sequence_id, tokens)
-    steps = [[{0: 1, 1: 1, 2: 1, 3: 1}], [{1: 40, 2: 1}, {0: 7, 3: 1}, {}], [{3: 1}, {0: 1}, {2: 1, 1: 1}], [{0: 2}]]
-    return [driver.step(counts) for counts in steps]
+@pytest.mark.parametrize("victim", ["closed", "tail"])
+def test_only_the_lost_range_is_computed_again(folder: Path, victim: str) -> None:
+    """``kill -9`` of one of three R-workers, which holds a closed range, or the tail, of the only sequence."""
+    prompt, wanted = prompts()[0], reference()[0]
+    with make_llm(folder, r_workers="spawn:3", kv_cache_memory="2MiB") as llm:
+        engine, counted, tokens, killed = llm.engine, Counted(llm), [], 0
+        engine.scheduler.workers.bandwidths[:] = 1.0  # whatever else this machine did while they were measured
+        engine.add_request("0", prompt, GREEDY)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens = list(output.outputs[0].token_ids)
+            if len(tokens) == 5 and not killed:
+                (sequence,) = engine.scheduler.residents.decoding.values()
+                assert len({each.worker for each in sequence.ranges}) == 3
+                held = sequence.closed[1] if victim == "closed" else sequence.tail
+                killed = held.num_tokens
+                os.kill(r_workers.spawned_pids(llm)[held.worker], signal.SIGKILL)
+        assert tokens == wanted
+        assert counted.rows == len(prompt) + killed
+        assert_nothing_held(engine)
 
 
-def assert_same(got: list[dict[int, list[np.ndarray]]], want: list[dict[int, list[np.ndarray]]]) -> None:
-    for mine, theirs in zip(got, want, strict=True):
-        assert mine.keys() == theirs.keys()
-        for sequence_id, layers in mine.items():
-            for layer, o in enumerate(layers):
-                assert o.tobytes() == theirs[sequence_id][layer].tobytes(), (sequence_id, layer)
+def test_ranges_move_from_who_drains_and_to_who_joins(folder: Path) -> None:
+    """All four sequences decode; one R-worker of three goes: what it holds is copied, and nothing computed again."""
+    with make_llm(folder, r_workers="inproc:3") as llm:
+        engine, counted, tokens = llm.engine, Counted(llm), {}
+        for number, prompt in enumerate(prompts()):
+            engine.add_request(str(number), prompt, GREEDY)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+            if len(tokens) == 4 and 0 in engine.scheduler.workers.accepting:
+                engine.drain_r_worker(0)
+        assert [tokens[number] for number in range(4)] == reference()
+        assert engine.scheduler.workers.present == [1, 2] and counted.rows == sum(LENGTHS)
+        assert_nothing_held(engine)
 
 
-DTYPES = [("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")]
+def test_an_aborted_sequence_leaves_nothing(folder: Path) -> None:
+    with make_llm(folder, r_workers="inproc:3", max_num_batched_tokens=300) as llm:
+        for num_steps in (1, 3, 8):
+            for number, prompt in enumerate(prompts()):
+                llm.engine.add_request(str(number), prompt, GREEDY)
+            for _ in range(num_steps):
+                llm.engine.step()
+            llm.engine.abort_request([str(number) for number in range(4)])
+            assert_nothing_held(llm.engine)
 
 
-@pytest.mark.parametrize(("model_dtype", "kv_dtype"), [*DTYPES, ("float32", "int4")])
-def test_one_two_and_four_workers_give_the_same_bits(model_dtype: str, kv_dtype: str) -> None:
-    whole = RangeDriver(inproc(1), layout(model_dtype, kv_dtype))
-    want = story(whole)
-    for num_workers, range_tokens in ((1, 512), (2, 1024), (4, 512)):
-        driver = RangeDriver(
-            inproc(num_workers),
-            layout(model_dtype, kv_dtype),
-            range_tokens,
-            lambda sequence_id, index, n=num_workers: (sequence_id + index) % n,
-        )
-        assert_same(story(driver), want)
-        driver.backend.close()
-    whole.backend.close()
+def test_what_no_pool_could_hold_is_refused(folder: Path) -> None:
+    with make_llm(folder, kv_load_limit=1600, max_model_len=2048) as llm:
+        with pytest.raises(RequestError, match=r"needs 3 ranges of 512 tokens, and .* have room for 2"):
+            llm.generate([{"prompt_token_ids": prompts()[0]}], GREEDY, use_tqdm=False)
+        assert generate(llm, GREEDY, [prompts()[1]]) == [[reference()[1]]]
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    st.integers(0, 2),
-    st.integers(0, 5000),
-    st.lists(st.integers(0, 2), min_size=12, max_size=12),
-    st.lists(st.sampled_from([1, 1, 2, 17, 200]), min_size=1, max_size=4),
+@pytest.mark.parametrize(
+    ("longest", "num_blocks", "balanced", "wanted"),
+    [
+        (100_000, [1000], None, None),
+        (30_000, [1000, 1000], None, None),
+        (40_000, [1000, 1000], None, 16_384),
+        (60_000, [1000, 1000], None, 4096),
+        (63_500, [1000, 1000], None, 1024),
+        (64_000, [1000, 1000], None, None),
+        (30_000, [1000, 1000], 100, 4096),
+        (30_000, [1000, 1000], 9000, 16_384),
+        (30_000, [1000, 1000], 50_000, None),
+    ],
 )
-def test_any_ranges_on_any_workers(log2: int, tokens: int, places: list[int], counts: list[int]) -> None:
-    """Several ranges of a sequence on one R-worker too, also that of its tail."""
-    size = 512 << log2
-    whole = RangeDriver(inproc(1), layout())
-    ranged = RangeDriver(inproc(3), layout(), size, lambda sequence_id, index: places[index])
-    for driver in (whole, ranged):
-        driver.fill(0, tokens)
-        driver.fill(1, 20)
-    for count in counts:
-        within = min(count, size - (ranged.sequences[0].length - ranged.sequences[0].base))
-        got, want = (driver.step([{1: 1, 0: within}]) for driver in (ranged, whole))
-        assert_same([got], [want])
-    for driver in (whole, ranged):
-        driver.backend.close()
+def test_range_lengths_that_are_chosen(longest: int, num_blocks: list[int], balanced: int, wanted: int | None) -> None:
+    """Blocks have 32 tokens."""
+    assert choose_range_tokens(longest, num_blocks, 32, balanced) == wanted
 
 
-def spawned() -> PoolBackend:
-    return SpawnBackend([SIZE] * 3, 32)
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_one_long_sequence_among_many_short_ones_lies_evenly(num_workers: int) -> None:
+    """The busiest R-worker attends at most a tenth more than the mean one, in every step."""
+    places = {"num_blocks": (1 << 16,) * num_workers, "bandwidths": (1.0,) * num_workers}
+    limits = replace(AMPLE, max_num_seqs=80, max_model_len=40_000, range_tokens=4096, scratch_tokens=0, **places)
+    rng = np.random.default_rng(0)
+    short = [Job([2] * int(rng.integers(100, 1500)), 99, [99]) for _ in range(64)]
+    run = Run("sls", limits, [Job([1] * 32_768, 99, [99]), *short], recounts=False)
+    run.arrive_and_abort()
+    loads = [np.array(step.kv_loads) for step in (run.step() for _ in range(110)) if step.is_decode]
+    assert len(loads) > 20 and all(each.max() <= 1.1 * each.mean() for each in loads)
 
 
-@pytest.mark.parametrize("make", [lambda: inproc(3), spawned], ids=["inproc", "spawn"])
-def test_a_row_whose_range_is_lost_reads_zeros(make: Callable[[], PoolBackend]) -> None:
-    """All others go on with the bits that they would have had; the report names the R-worker."""
-    place = {0: (0, 1, 2), 1: (0, 0, 0), 2: (2, 0, 2)}
-    driver = RangeDriver(make(), layout(), 512, lambda sequence_id, index: place[sequence_id][index])
-    other = RangeDriver(inproc(3), layout(), 512, driver.place)
-    for each in (driver, other):
-        for sequence_id in (0, 1, 2):
-            each.fill(sequence_id, 1100)
-    want = other.step([{0: 1, 1: 1, 2: 2}])
-    got: dict[int, list[np.ndarray]] = {}
-    parts = driver.begin([{0: 1, 1: 1, 2: 2}])
-    driver.attend(parts, 0, got)
-    assert_same([{i: got[i] for i in got}], [{i: want[i][:1] for i in want}])
-    _kill(driver.backend, 1)
-    for layer in (1, 2):
-        driver.attend(parts, layer, got)
-    assert driver.backend.end_step().lost == (1,)
-    assert_same([{i: got[i] for i in (1, 2)}], [{i: want[i] for i in (1, 2)}])
-    assert all((o == 0).all() for o in got[0][1:])
-    for each in (driver, other):
-        each.backend.close()
+def test_forecasts_say_where_tails_go_on() -> None:
+    """Step by step: a tail grows to its end and then stays, and all R-workers take a part of what comes after it."""
+    from fastdecode.scheduler.load_forecast import LoadForecast
 
-
-def _kill(backend: PoolBackend, index: int) -> None:
-    worker = backend.workers[index]
-    if isinstance(worker, RemoteWorker):
-        worker._link._process.kill()  # type: ignore[union-attr]
-        worker._link._process.wait()  # type: ignore[union-attr]
-    else:
-        worker.submit = _lost  # type: ignore[method-assign]
-
-
-def _lost(*arrays: object) -> None:
-    from fastdecode.errors import WorkerLostError
-
-    raise WorkerLostError("R-worker inproc-1 is lost: a test says so")
+    cached, steps, workers = np.array([5, 7, 0]), np.array([9, 2, 12]), np.array([0, 1, 1])
+    closed = (np.array([1, 0]), np.array([9, 9]))
+    forecast = LoadForecast(workers, cached, steps, 2, 100, 8, closed)
+    wanted = np.zeros((2, 13))
+    for step in range(13):
+        for worker, tokens, left in zip(workers, cached, steps, strict=True):
+            if step < left:
+                wanted[worker, step] += min(8, tokens + 1 + step)
+                wanted[:, step] += max(0, tokens + 1 + step - 8) / 2
+        wanted[:, step] += 8 * (step < 9)
+    np.testing.assert_allclose(forecast.loads, wanted)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastdecode.errors import RequestError
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler, Sequence
+from fastdecode.scheduler.ranges import UNLIMITED
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep, deal
 from fastdecode.types import CONTROL, SPAN, SpanMode, Verb
 
@@ -54,11 +55,19 @@ def runs(draw: st.DrawFn) -> Run:
         prefix_caching=draw(st.booleans()),
         seconds_per_moved_token=0.0,
         num_speculative_tokens=draw(st.sampled_from([0, 1, 3, 8])),
+        range_tokens=draw(range_lengths(schedule, block_size)),
     )
     slowness = draw(
         st.none() | st.lists(st.sampled_from([0.1, 0.3]), min_size=len(bandwidths), max_size=len(bandwidths))
     )
     return Run(schedule, limits, jobs, seconds_per_token=tuple(slowness or ()), drafts_seed=draw(st.integers(0, 99)))
+
+
+def range_lengths(schedule: str, block_size: int) -> st.SearchStrategy[int]:
+    """So short that most sequences have several ranges, or none."""
+    if SCHEDULES[schedule].reserves_longest:
+        return st.just(UNLIMITED)
+    return st.sampled_from([UNLIMITED, 4 * block_size, 8 * block_size, 12 * block_size])
 
 
 @st.composite
@@ -267,6 +276,25 @@ def test_a_refused_step_gives_its_controls_back() -> None:
     scheduler.take_back(step)
     assert scheduler.schedule().controls == step.controls
     assert scheduler.schedule().controls == ((),)
+
+
+def test_a_prompt_that_attends_in_many_ranges_goes_in_shorter_pieces() -> None:
+    """Each row has a partial result of each range, and R-workers take so many of them at once."""
+    scheduler = scheduler_of(
+        scratch_tokens=0,
+        range_tokens=512,
+        num_blocks=(500, 500),
+        bandwidths=(1.0, 1.0),
+        max_num_batched_tokens=5000,
+        max_model_len=3000,
+    )
+    scheduler.add(Sequence(0, [0] * 2500, 2))
+    rows = []
+    while sum(count for _, count in rows) < 2500:
+        step = scheduler.schedule()
+        rows += [(len(chunk.reads), len(chunk.token_ids)) for part in step.mini_batches for chunk in part]
+        scheduler.commit(step)
+    assert rows == [(0, 512), (1, 512), (2, 512), (3, 512), (4, 409), (4, 43)]
 
 
 def test_prompts_that_do_not_fit_the_scratch_attend_on_the_r_worker() -> None:

@@ -58,7 +58,7 @@ class JoiningBackend(PoolBackend):
         infos = super().open(layout)
         try:
             while len(infos) < self._count:
-                time.sleep(TICK_SECONDS)
+                self.wait_for_more()
                 for info in self.admit().values():
                     infos.append(info)
                     log.info("%s has joined: %d of %d R-workers", info.name, len(infos), self._count)
@@ -68,6 +68,10 @@ class JoiningBackend(PoolBackend):
         self.joined.clear()
         return infos
 
+    def wait_for_more(self) -> None:
+        """Wait a moment for R-workers to join; raises where no more can come."""
+        time.sleep(TICK_SECONDS)
+
 
 def listen_for_joins(
     address: str, block_size: int, key_file: str | None = None, security: str | None = None
@@ -76,7 +80,11 @@ def listen_for_joins(
 
     Messages to this listener are encrypted wherever there is a key; ``security`` is for the links to the R-workers.
     """
-    both = read_security(key_file, security)
+    return join_listener(address, block_size, read_security(key_file, security))
+
+
+def join_listener(address: str, block_size: int, both: Security) -> JoinListener:
+    """The same with a key that may be in no file."""
     host, port = split_address("pool_listen", address, least_port=0)
     try:
         listener = ZmqListener("127.0.0.1" if host == "localhost" else host, port, both.secret, role=S_WORKER)

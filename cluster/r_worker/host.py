@@ -13,7 +13,7 @@ import numpy as np
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.tuning import Tuning, forced_isa, tuning
 from fastdecode.errors import BackendError, CapacityError, ConfigError
-from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes, total_memory_bytes, usable_cores
+from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes, has_cpu_quota, total_memory_bytes, usable_cores
 from fastdecode.types import KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 READ_BYTES = 1 << 27
@@ -66,7 +66,7 @@ def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: 
             f"of this machine's {total_memory_bytes() / 2**30:.2f} GiB"
         )
     threads = num_threads or len(bound)
-    pinned = () if len(bound) < len(os.sched_getaffinity(0)) else bound  # a quota says how much, not which cores
+    pinned = () if cores is None and has_cpu_quota() else bound  # a quota says how much, not which cores
     size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, pinned)
     check_isa(tuned.isa)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)

@@ -18,7 +18,7 @@ from fastdecode.machine import available_memory_bytes, cpu_name, total_memory_by
 READ_PEAK_BYTES = 512 * 2**20
 """Read to measure the read bandwidth: well above the last-level cache."""
 
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "greenlet", "pyzmq", "mpi4py")
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "greenlet", "pyzmq", "mpi4py", "ray")
 
 
 def add_command(commands: Any) -> None:

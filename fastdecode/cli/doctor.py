@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import resource
 import socket
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _findings(args: argparse.Namespace) -> list[Finding]:
     links = check_links(args.r_workers, args.key_file, args.security) if args.r_workers else []
-    return [*check_machine(), *check_kernels(), *check_mpi(), check_port(args.port), *links]
+    return [*check_machine(), *check_kernels(), *check_mpi(), *check_ray(), check_port(args.port), *links]
 
 
 MPI_SECONDS = 60
@@ -136,6 +137,18 @@ def check_mpi() -> Iterator[Finding]:
     if library:
         yield _match(mpiexec, library)
     yield from _check_world()
+
+
+def check_ray() -> Iterator[Finding]:
+    """Ray, where it is installed or a cluster is named; whether that answers is for the job to find out."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    named = f", RAY_ADDRESS {address}" if address else ""
+    try:
+        yield Finding("ok", f"Ray: {importlib.metadata.version('ray')}{named}")
+    except importlib.metadata.PackageNotFoundError:
+        if address:
+            what = f"Ray: not installed{named}; --r-workers ray:N cannot work here"
+            yield Finding("broken", what, "pip install 'fastdecode[ray]'")
 
 
 def check_port(port: int) -> Finding:

@@ -83,6 +83,13 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         from fastdecode.perfmodel.profile_json import load_profile
 
         load_profile(config.profile)  # refuses a broken profile before a model is loaded
+    if config.tensor_parallel_size > 1:
+        from fastdecode.tensor_parallel.place import find_place
+
+        if (place := find_place(config.tensor_parallel_size)) and place.index:
+            from fastdecode.tensor_parallel.ranks import serve
+
+            serve(config, place)
     prepare(config)
     if config.r_worker_spec.kind == "tcp" or config.pool_listen:
         where = f"that join at {config.pool_listen}" if config.pool_listen else f"at {config.r_workers}"

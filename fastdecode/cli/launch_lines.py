@@ -195,6 +195,19 @@ def slurm_script(job: JobShape) -> str:
     return "\n".join(lines)
 
 
+def ray_lines(job: JobShape) -> str:
+    """A Ray cluster of the job's hosts, and the job on it: its S-worker on the head, where Ray places nothing else."""
+    hosts = ", ".join(host.name for host in job.r_hosts)
+    return "\n".join(
+        (
+            f"ray start --head --num-cpus=0  # on {job.s_host}",
+            f"ray start --address={job.s_host}:6379  # on {hosts}",
+            f"ray job submit --address=http://{job.s_host}:8265 -- \\\n  {job.s_command} \\\n"
+            f"  --r-workers ray:{job.num_r_workers}{job.r_flags}{job.s_rest}",
+        )
+    )
+
+
 def ssh_commands(job: JobShape, key_file: str) -> Iterator[tuple[str, str]]:
     """Host and command of every R-worker and prefill worker: over TCP they listen, one port after another, and no MPI
     is needed.

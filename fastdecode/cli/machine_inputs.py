@@ -19,7 +19,9 @@ from fastdecode.perfmodel.plan import Prices, Workload
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
+from fastdecode.perfmodel.ranges import RangeRates
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart, Transport, host_r_part
+from fastdecode.perfmodel.step_model import FREE_RANGES
 from fastdecode.perfmodel.tensor_parallel import (
     ALONE,
     RankGroup,
@@ -176,6 +178,7 @@ def _planner(
         interval_steps=args.interval_steps,
         kv_bytes_per_token=kv_bytes,
         num_ranks=args.tensor_parallel_size,
+        range_rates=RangeRates.of(shape) if shape else FREE_RANGES,
     )
 
 

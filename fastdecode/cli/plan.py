@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastdecode.cli.flags import add_common_flags
+from fastdecode.cli.flags import add_common_flags, add_flags
 from fastdecode.cli.machine_inputs import (
     PlanInputs,
     add_machine_flags,
@@ -18,9 +18,11 @@ from fastdecode.cli.machine_inputs import (
 )
 from fastdecode.cli.output import check_output_files, write_json
 from fastdecode.cli.plan_lines import FORMATS, emit
+from fastdecode.cli.plan_ranges import RangePlan, plan_ranges, range_text, with_ranges
 from fastdecode.cli.plan_ranks import compare_ranks, rank_lines
 from fastdecode.cli.prefill_inputs import AUTOMATIC, add_prefill_flags, prefill_forecast
 from fastdecode.cli.speculation_inputs import add_speculation_flags, read_drafting
+from fastdecode.config import EngineConfig
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuOnly, Verdict, judge
 from fastdecode.perfmodel.plan import Candidate, Plan
@@ -59,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
     if args.validate is not None:
         raise ConfigError("plan --validate is a command of its own: fastdecode validate --profile FILE --model MODEL")
     inputs = read_inputs(args)
-    planner = inputs.planner
-    plan = planner.plan(_mini_batch_size(args, inputs))
+    plan = inputs.planner.plan(_mini_batch_size(args, inputs))
+    ranges = plan_ranges(args, inputs.planner, plan)
+    planner = with_ranges(inputs.planner, ranges)
+    inputs, plan = replace(inputs, planner=planner), planner.plan(plan.mini_batch_size)
     limit = math.inf if args.latency_limit is None else args.latency_limit
     alone = inputs.server.best(limit) if inputs.server else None
     verdict = judge(plan, alone, planner.prices)
@@ -70,11 +74,11 @@ def run(args: argparse.Namespace) -> int:
         print(emit(args, inputs, plan, prefill))
     else:
         ranks = "\n".join(rank_lines(compare_ranks(args, _mini_batch_size), plan.tensor_parallel_size))
-        print(plan_text(inputs, plan, alone, verdict, prefill, speculation, ranks))
+        print(plan_text(inputs, plan, alone, verdict, prefill, speculation, ranks, ranges))
     if args.output_json:
         figures = plan_figures(inputs, plan, alone, verdict)
         figures["tensor_parallel"] = [asdict(row) for row in compare_ranks(args, _mini_batch_size)]
-        more = {"prefill": prefill, "speculation": speculation}
+        more = {"prefill": prefill, "speculation": speculation, "ranges": ranges}
         write_json(figures | {name: asdict(each) for name, each in more.items() if each}, args.output_json)
     if args.plot:
         from fastdecode.measure.plots import plot_plan
@@ -137,6 +141,7 @@ def _add_workload_flags(group: Any) -> None:
     size.add_argument(
         "--latency-limit", type=float, metavar="SECONDS", help="of a whole sequence: the largest B for it"
     )
+    add_flags(group, EngineConfig, ("kv_shard_tokens",), kv_shard_tokens={"unset": "auto: as the engine chooses"})
     group.add_argument("--interval-steps", type=int, metavar="F", help="between micro-batches (a 32nd of the output)")
     add_pipeline_flags(group)
 
@@ -149,11 +154,15 @@ def plan_text(
     prefill: PrefillPlan | None = None,
     speculation: SpeculationPlan | None = None,
     ranks: str = "",
+    ranges: RangePlan | None = None,
 ) -> str:
     """The figures, the GPU alone, the verdict, the candidates, ``ranks`` and what all of it rests on."""
+    range_lines = []
+    if ranges and ranges.kv_shard_tokens:
+        range_lines = [_line("ranges", range_text(inputs.planner, ranges))]
     blocks = [
         _title(inputs),
-        "\n".join((*_figures(plan), *_prefill_lines(prefill), *_speculation_lines(speculation, plan))),
+        "\n".join((*_figures(plan), *range_lines, *_prefill_lines(prefill), *_speculation_lines(speculation, plan))),
         _alone(inputs, alone),
         verdict.sentence,
     ]

@@ -7,10 +7,11 @@ import json
 import math
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from fastdecode.cli.kubernetes_lines import PodPlan, kubernetes_manifests
-from fastdecode.cli.launch_lines import S_COMMAND, HostSlots, JobShape, openmpi_line, slurm_script
+from fastdecode.cli.launch_lines import S_COMMAND, HostSlots, JobShape, openmpi_line, ray_lines, slurm_script
 from fastdecode.cli.machine_inputs import PlanInputs, shared_host
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.equations import TILE_TOKENS
@@ -21,13 +22,15 @@ from fastdecode.perfmodel.prefill_plan import PrefillPlan
 from fastdecode.settings import parse_kv_cache_memory
 
 KEY_FILE = "pool.key"
-FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes")
+FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes", "ray")
 
 
 def emit(args: argparse.Namespace, inputs: PlanInputs, plan: Plan, prefill: PrefillPlan | None) -> str:
     """In the format ``args.emit``. Each prefill worker has a host of its own, so that all ranks need a key."""
+    if args.emit in ("kubernetes", "ray"):
+        _check_simple(args, prefill)
     if args.emit == "kubernetes":
-        return kubernetes_manifests(_pod_plan(args, inputs, plan, prefill))
+        return kubernetes_manifests(_pod_plan(args, inputs, plan))
     num_prefill_workers = prefill.num_prefill_workers if prefill else 0
     job = JobShape(
         "s-worker",
@@ -40,17 +43,23 @@ def emit(args: argparse.Namespace, inputs: PlanInputs, plan: Plan, prefill: Pref
         p_gpu=bool(args.prefill_gpu or args.gpu),
         guard=f" --key-file {KEY_FILE}" if num_prefill_workers else "",
     )
+    if args.emit == "ray":
+        cores = _r_cores(args)
+        return ray_lines(replace(job, r_flags=f"{f' --r-threads {cores}' if cores else ''}{job.r_flags}"))
     if args.emit == "hostfile":
         return "\n".join(map(str, (HostSlots(job.s_host, 1), *job.r_hosts, *job.p_hosts)))
     return openmpi_line(job, "hostfile") if args.emit == "mpirun" else slurm_script(job)
 
 
-def _pod_plan(args: argparse.Namespace, inputs: PlanInputs, plan: Plan, prefill: PrefillPlan | None) -> PodPlan:
-    """Without a limit of the KV load: that is found while the pool grows and shrinks. ConfigError for what no manifest
-    here starts."""
+def _check_simple(args: argparse.Namespace, prefill: PrefillPlan | None) -> None:
+    """ConfigError for what these formats do not start."""
     for name, unwanted in (("num_prefill_workers", prefill), ("tensor_parallel_size", args.tensor_parallel_size > 1)):
         if unwanted:
-            raise ConfigError(f"{name}: --emit kubernetes has one S-worker and its R-workers; --emit sbatch has all")
+            raise ConfigError(f"{name}: --emit {args.emit} has an S-worker of one rank and its R-workers alone")
+
+
+def _pod_plan(args: argparse.Namespace, inputs: PlanInputs, plan: Plan) -> PodPlan:
+    """Without a limit of the KV load: that is found while the pool grows and shrinks."""
     words = _s_words(args, inputs, plan)
     at = words.index("--kv-load-limit")
     del words[at : at + 2]
@@ -60,9 +69,14 @@ def _pod_plan(args: argparse.Namespace, inputs: PlanInputs, plan: Plan, prefill:
         s_flags=[f"{flag}={value}" for flag, value in zip(words[::2], words[1::2], strict=True)],
         model=Path(_model_path(args.model)).name if args.model else "",
         num_gpus=1 if args.gpu else 0,
-        r_cores=shared_host(args, find_cpu_host(args.cpu)).cores if args.cpu else None,
+        r_cores=_r_cores(args),
         kv_cache_bytes=parse_kv_cache_memory(memory) if memory else None,
     )
+
+
+def _r_cores(args: argparse.Namespace) -> int | None:
+    """Of an R-worker; None where the plan does not say."""
+    return shared_host(args, find_cpu_host(args.cpu)).cores if args.cpu else None
 
 
 def _s_words(args: argparse.Namespace, inputs: PlanInputs, plan: Plan) -> list[str]:

@@ -55,7 +55,10 @@ def add_command(commands: Any) -> None:
     add_prefill_flags(parser.add_argument_group("prefill workers"), automatic=False)
     add_speculation_flags(parser.add_argument_group("speculative decoding"))
     group = parser.add_argument_group("engine")
-    add_flags(group, EngineConfig, SCHEDULE)
+    add_flags(
+        group, EngineConfig, (*SCHEDULE, "kv_shard_tokens"),
+        kv_shard_tokens={"unset": "auto: what takes an R-worker longer to read than S time, or does not fit one"},
+    )  # fmt: skip
     add_pipeline_flags(group, automatic=True)
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="(the workload's longest)")
     group.add_argument(

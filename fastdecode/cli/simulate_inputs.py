@@ -37,6 +37,7 @@ from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.draft_policy import BalancedDrafts
 from fastdecode.scheduler.prefill_policy import LeastWaiting
+from fastdecode.scheduler.ranges import UNLIMITED, choose_range_tokens
 
 DATASETS = ("random", "trace", *SARATHI)
 UNBOUNDED_TOKENS = 1 << 40
@@ -60,6 +61,7 @@ CHECKED = (
     "kv_load_limit",
     "micro_batch_interval",
     "max_model_len",
+    "kv_shard_tokens",
 )
 """Flags that mean to the simulator what they mean to the engine."""
 
@@ -73,6 +75,7 @@ OF_R_WORKERS = (
     "profile",
     *BARE_FLAGS,
     "exposed_transport",
+    "kv_shard_tokens",
     "num_prefill_workers",
     "prefill_gpu",
     "prefill_link",
@@ -201,6 +204,7 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
         bandwidths=speeds or (1.0,) * workers,
         seconds_per_moved_token=per_moved,
     )
+    limits = replace(limits, range_tokens=_range_tokens(args, limits))
     machine = SplitMachine(model, planner.num_ranks * kv_bytes, speeds, per_moved)
     of_each = f" of each of {planner.num_ranks} ranks" if planner.num_ranks > 1 else ""
     title = f"{inputs.title}, {workers} R-worker(s){of_each}"
@@ -210,6 +214,15 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     return SimulationInputs(
         machine, limits, args.schedule, workload, rate, title, inputs.assumptions, prefill, num_prefill, drafting
     )
+
+
+def _range_tokens(args: argparse.Namespace, limits: Limits) -> int:
+    """As the engine chooses it with a profile."""
+    if not EngineConfig(schedule=args.schedule).may_shard:
+        return UNLIMITED
+    longest, balanced = limits.max_model_len, limits.balanced_kv_tokens
+    wanted: int | None = args.kv_shard_tokens
+    return wanted or choose_range_tokens(longest, limits.num_blocks, limits.block_size, balanced) or UNLIMITED
 
 
 def _speeds(text: str | None, num_r_workers: int) -> tuple[float, ...] | None:

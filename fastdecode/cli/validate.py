@@ -45,6 +45,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--profile", required=True, metavar="FILE", help="of this machine, by `fastdecode calibrate`")
     parser.add_argument("--model", required=True, metavar="PATH_OR_ID", help="the model the profile was made with")
     parser.add_argument("--num-configurations", type=int, metavar="N", help="spread evenly over the grid (all 28)")
+    parser.add_argument(
+        "--ranges", action="store_true",
+        help="of sequences in ranges over two R-workers, in place of the grid and the offline run (off)",
+    )  # fmt: skip
     parser.add_argument("--output-json", metavar="FILE", help="write every figure")
     parser.add_argument("--plot", metavar="PNG", help="draw measured against predicted step times")
     add_common_flags(parser)
@@ -59,25 +63,27 @@ def run(args: argparse.Namespace) -> int:
     profile = load_profile(args.profile)
     config = _checked_config(args, profile)
     from fastdecode.measure.offline_run import offline_line
-    from fastdecode.measure.validation import configurations, require_measured, validation
+    from fastdecode.measure.validation import configurations, range_configurations, require_measured, validation
     from fastdecode.sworker.loader import model_shape
 
-    grid = configurations(profile.shape, usable_cores())
+    grid = (range_configurations if args.ranges else configurations)(profile.shape, usable_cores())
     count = min(args.num_configurations or len(grid), len(grid))
     todo = [grid[index * len(grid) // count] for index in range(count)]
-    require_measured(profile, todo, model_shape(config))
+    require_measured(profile, todo, None if args.ranges else model_shape(config))
     print(f"{profile.shape.name} on {profile.machine.host}: {profile.machine.s_worker}")
     print(HEADER, flush=True)
     with validation(config, profile) as measuring, progress_bar(len(todo), "run") as bar:
         rows = (_shown(row, profile.shape.num_heads) for row in measuring.run(todo, bar.update))
-        print(offline_line(run_grid(rows, measuring, args.output_json, args.plot)))
+        offline = run_grid(rows, None if args.ranges else measuring, args.output_json, args.plot)
+    if offline:
+        print(offline_line(offline))
     return 0
 
 
 def run_grid(
-    measured: Iterable[ValidatedRow], measuring: Validation, output_json: str | None, plot: str | None
-) -> OfflineRun:
-    """Measure every row and then the offline run, and return the latter.
+    measured: Iterable[ValidatedRow], measuring: Validation | None, output_json: str | None, plot: str | None
+) -> OfflineRun | None:
+    """Measure every row and then the offline run of ``measuring``, if any, and return the latter.
 
     Whatever ends this early, Ctrl-C too, the rows measured so far are in ``output_json``: they took longest.
     """
@@ -91,7 +97,7 @@ def run_grid(
             from fastdecode.measure.plots import plot_validation
 
             plot_validation(rows, plot)
-        offline = measuring.offline()
+        offline = measuring.offline() if measuring else None
         return offline
     finally:
         found = {"configurations": [row_figures(row) for row in rows], "offline": vars(offline) if offline else None}
@@ -151,7 +157,7 @@ def error_line(rows: Sequence[ValidatedRow]) -> str:
 def row_figures(row: ValidatedRow) -> dict[str, Any]:
     """One object of ``--output-json``."""
     each = row.configuration
-    names = ("name", "r_workers", "kv_dtype", "num_kv_heads", "batch_size", "context_len")
+    names = ("name", "r_workers", "kv_dtype", "num_kv_heads", "batch_size", "context_len", "kv_shard_tokens")
     figures = {name: value for name, value in vars(row).items() if name not in ("configuration", "drift")}
     return {
         **{name: getattr(each, name) for name in names},

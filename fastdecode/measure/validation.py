@@ -33,6 +33,7 @@ from fastdecode.perfmodel.calibration import Anchor, most_moved, steadily
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
+from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, RangeRates, tail_partials
 
 NUM_STEPS = 12
 LOOKS = 4
@@ -40,6 +41,12 @@ LOOKS = 4
 
 SIZES = ((16, 128), (48, 256), (256, 128), (96, 512), (16, 2048), (64, 1024), (16, 4096))
 """(sequences in flight, tokens each attends to): contexts of 128 to 4096, and no more than 65,536 tokens cached."""
+
+RANGE_SIZES = (
+    (2, 16384, 2048), (2, 32768, 4096), (4, 8192, 1024), (8, 4096, 512), (16, 4096, 2048), (32, 2048, 1024),
+    (64, 1024, 512),
+)  # fmt: skip
+"""The same with the tokens of a range, of sequences that have several."""
 
 KV_DTYPES = ("float32", "bfloat16", "int8")
 GROUPS = (1, 4)
@@ -57,10 +64,20 @@ class Configuration:
     context_len: int
     kv_dtype: str
     num_kv_heads: int
+    kv_shard_tokens: int | None = None
+
+    @property
+    def ranges(self) -> RangeParts:
+        """What a step's sequences in ranges ask and are answered."""
+        if self.kv_shard_tokens is None:
+            return NO_RANGES
+        closed, tail = divmod(self.context_len - 1, self.kv_shard_tokens)
+        return RangeParts(self.batch_size * closed, self.batch_size * (closed + tail_partials(tail + 1)))
 
     def engine_config(self, config: EngineConfig, kv_bytes_per_token: int) -> EngineConfig:
         """The configuration of the engine that is measured."""
         s_cores, r_cores = (core_list(cores) for cores in self.cores) if self.cores else (None, None)
+        longer = {"max_position_embeddings": self.context_len + 1} if self.kv_shard_tokens else {}
         tokens = self.batch_size * (self.context_len + 256) + 8 * 4096
         return replace(
             config,
@@ -68,7 +85,9 @@ class Configuration:
                 **config.hf_overrides,
                 "num_hidden_layers": NUM_LAYERS,
                 "num_key_value_heads": self.num_kv_heads,
+                **longer,
             },
+            kv_shard_tokens=self.kv_shard_tokens,
             kv_cache_dtype=self.kv_dtype,
             kv_cache_memory=int(1.1 * tokens * kv_bytes_per_token) + (64 << 20),
             num_mini_batches=self.deployment.num_mini_batches,
@@ -114,7 +133,7 @@ def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuratio
         ("process", Deployment(half, half, 1, 2, "spawn", separate_cores=True), "spawn:1", apart),
         ("two on one", Deployment(half, half, 2, 2, "spawn", True, r_workers_per_core=2), "spawn:2", apart),
     )
-    heads = [shape.num_heads // group for group in GROUPS if shape.num_heads % group == 0]
+    heads = _kv_heads(shape)
     return [
         Configuration(
             name, deployment, r_workers, pinned, *size, KV_DTYPES[index % len(KV_DTYPES)], heads[index % len(heads)]
@@ -123,13 +142,33 @@ def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuratio
     ]
 
 
-def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], model: ModelShape) -> None:
+def _kv_heads(shape: ModelShape) -> list[int]:
+    return [shape.num_heads // group for group in GROUPS if shape.num_heads % group == 0]
+
+
+def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuration]:
+    """Sequences in ranges over two R-workers, which take turns on the second half of ``cores``."""
+    if len(cores) < 2:
+        raise ConfigError("validate needs at least two cores: S and R have cores of their own")
+    half, heads = len(cores) // 2, _kv_heads(shape)
+    apart, deployment = (tuple(cores[:half]), tuple(cores[-half:])), Deployment(half, half, 2, 2, "spawn", True, 2)
+    return [
+        Configuration(
+            "ranges", deployment, "spawn:2", apart, batch_size, context_len, KV_DTYPES[index % len(KV_DTYPES)],
+            heads[index % len(heads)], range_tokens,
+        )
+        for index, (batch_size, context_len, range_tokens) in enumerate(RANGE_SIZES)
+    ]  # fmt: skip
+
+
+def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], model: ModelShape | None) -> None:
     """ProfileError where ``profile`` lacks what predicting one of ``todo``, or an offline run of ``model``, takes.
 
     Nothing is loaded or run.
     """
     cores = len(usable_cores())
-    deployed_step_model(profile, model, model.dtype, Deployment(cores, cores))
+    if model is not None:
+        deployed_step_model(profile, model, model.dtype, Deployment(cores, cores))
     for each in todo:
         shape = profile.shape.with_kv_heads(each.num_kv_heads)
         deployed_step_model(profile, shape, each.kv_dtype, each.deployment)
@@ -177,13 +216,15 @@ class Validation:
             rig.close()
         drift = Drift(steadied[0].drift, steadied[1].drift)
         model = deployed_step_model(self.profile, shape, configuration.kv_dtype, deployment, drift)
+        model = replace(model, range_rates=RangeRates.of(shape))
         wall, s_part, r_part, host, kv_load = np.median(steadied[0].samples, axis=0).tolist()
         rows = configuration.batch_size
-        stages, calls = model.stages(rows, kv_load), model.num_layers * model.num_mini_batches
+        ranges = configuration.ranges
+        stages, calls = model.stages(rows, kv_load, None, ranges), model.num_layers * model.num_mini_batches
         head = model.num_mini_batches * model.s_part.head_seconds(rows / model.num_mini_batches)
         return ValidatedRow(
             configuration=configuration,
-            predicted_step_seconds=model(rows, kv_load),
+            predicted_step_seconds=model(rows, kv_load, None, ranges),
             measured_step_seconds=wall,
             predicted_s_seconds=calls * stages.s_part + head,
             measured_s_seconds=s_part,

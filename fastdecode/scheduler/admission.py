@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -11,6 +12,8 @@ from fastdecode.errors import RequestError
 from fastdecode.scheduler.load_control import LoadControl
 from fastdecode.scheduler.load_forecast import LoadForecast, Newcomer, placement_costs
 from fastdecode.scheduler.output_lengths import SAMPLE, Outlook, OutputLengths
+from fastdecode.scheduler.range_placement import RangePlacement
+from fastdecode.scheduler.ranges import Range
 from fastdecode.scheduler.residents import Residents, WaitingQueue
 from fastdecode.scheduler.schedules import Limits, Schedule
 from fastdecode.scheduler.sequence import Sequence
@@ -33,12 +36,17 @@ class Admission:
         self._speeds, self._num_present = np.zeros(0), 1
         self._is_open = True
         self.num_starts = 0
+        self.ranges = RangePlacement(
+            residents.workers, residents.prefix_cache, residents.table.range_tokens, self._load_limits, self.forecast
+        )
 
     def check(self, sequence: Sequence) -> None:
         """RequestError when ``sequence``, with its siblings, could never run."""
         members = 1 + len(sequence.siblings)
         if members > self._limits.max_num_seqs:
             raise RequestError(f"n is {members}, and max_num_seqs is {self._limits.max_num_seqs}")
+        if sequence.max_cached > self.ranges.range_tokens:
+            self.ranges.check(sequence)
         blocks = self._most_blocks(sequence)
         largest = max(worker.num_blocks for worker in self._workers)
         if blocks > largest:
@@ -47,21 +55,28 @@ class Admission:
                 f"lower n or max_tokens, or give more kv_cache_memory"
             )
         if self._schedule.stabilizes_load:
-            self.load_control.check(_longest(sequence))
+            self.load_control.check(self._longest(sequence))
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
-        """Whether some R-worker could still run ``sequence`` by itself."""
-        return any(self._could_hold(sequence, worker) for worker in self._workers if not worker.is_gone)
+        """Whether some R-worker, or all of them, could still run ``sequence`` by itself."""
+        return self._fits_among(sequence, self._workers.present)
 
     def fits_elsewhere(self, sequence: Sequence) -> bool:
-        """Whether some R-worker that does not drain could run ``sequence`` by itself."""
-        return any(self._could_hold(sequence, self._workers[index]) for index in self._workers.accepting)
+        """Whether some R-worker that does not drain, or all of these, could run ``sequence`` by itself."""
+        return self._fits_among(sequence, self._workers.accepting)
 
-    def has_room_to_move(self, sequence: Sequence, index: int) -> bool:
-        """Whether ``sequence``, as it is now, could go on on R-worker ``index`` without a preemption there."""
+    def has_room_to_move(self, sequence: Sequence, moved: Range, index: int) -> bool:
+        """Whether ``moved``, of ``sequence``, could go on on R-worker ``index`` without a preemption there."""
+        if sequence.num_tokens > self.ranges.range_tokens:
+            return self.ranges.has_room_to_move(sequence, moved, index)
         worker = self._workers[index]
         needed = self.blocks_for(sequence) + worker.num_sequences
         return self._could_hold(sequence, worker) and needed <= worker.available
+
+    def blocks_to_move(self, sequence: Sequence, moved: Range) -> int:
+        """Blocks that ``moved``, of ``sequence``, takes elsewhere, the one for the next token included."""
+        in_ranges = sequence.num_tokens > self.ranges.range_tokens
+        return self.ranges.blocks_to_move(moved) if in_ranges else self.blocks_for(sequence)
 
     def blocks_for(self, sequence: Sequence) -> int:
         """Blocks that ``sequence`` holds from its start, its siblings' copies of a partial block included."""
@@ -109,6 +124,8 @@ class Admission:
         hits = self._residents.prefix_cache.hits(sequence)
         if not hits and not would_begin(alone.num_left, 0):
             return None
+        if sequence.num_tokens > self.ranges.range_tokens:
+            return self._start_in_ranges(sequence, hits, would_begin)
         for index in self._best_first(sequence, alone, hits):
             hit = hits.get(index)
             there = self._newcomer(sequence, index, hit)
@@ -129,9 +146,7 @@ class Admission:
 
     def ceilings(self) -> np.ndarray:
         """KV tokens that each R-worker may come to attend, by its memory and a strict limit: float64 [num_workers]."""
-        control = self.load_control
-        is_limited = self._schedule.stabilizes_load and control.is_strict
-        return np.minimum(self.capacities(), control.limits if is_limited else np.inf)
+        return np.minimum(self.capacities(), self._load_limits())
 
     def forecast_anew(self) -> LoadForecast:
         """The load of the coming steps as it is now, between two steps."""
@@ -143,12 +158,15 @@ class Admission:
         """The load of the coming steps, made once a step, with all that started since."""
         if self._forecast is None:
             table, rows = self._residents.table, self._residents.table.rows
+            left = self.steps_left(rows)
             self._forecast = LoadForecast(
                 table.workers[rows],
-                table.num_cached[rows],
-                self.steps_left(rows),
+                table.tail_lens(rows),
+                left,
                 len(self._workers),
                 self._limits.max_num_batched_tokens,
+                table.range_tokens,
+                self._closed(left),
             )
             for sequence in self._residents.prompts.values():
                 self._forecast.add(self._in_prompt(sequence))
@@ -181,8 +199,55 @@ class Admission:
         most = np.array([each.max_tokens for each in listed], np.int64)
         return np.maximum(self.output_lengths.drawn(outputs, most) - outputs - 1, 0)
 
+    def _closed(self, steps_left: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """R-workers and decode steps of all closed ranges of the sequences that decode, if there are any."""
+        reads = self._residents.table.reads(self._residents.table.rows)
+        return (reads["worker"], steps_left[reads["chunk"]]) if len(reads) else None
+
     def _in_prompt(self, sequence: Sequence) -> Newcomer:
-        return self._newcomer_of(sequence, sequence.worker, sequence.attends_in_prompt)
+        newcomer = self._newcomer_of(sequence, sequence.worker, sequence.attends_in_prompt)
+        return self._in_ranges(newcomer, sequence.ranges) if sequence.is_sharded else newcomer
+
+    def _in_ranges(self, newcomer: Newcomer, ranges: list[Range]) -> Newcomer:
+        """``newcomer`` with all its ``ranges``; those that are lost have no load."""
+        *others, last = ranges
+        reads = tuple((each.worker, self.ranges.range_tokens) for each in others if each.worker >= 0)
+        return replace(newcomer, worker=last.worker, base=last.start, reads=reads)
+
+    def _start_in_ranges(
+        self,
+        sequence: Sequence,
+        hits: dict[int, tuple[int, Chain]],
+        would_begin: Callable[[int, int], int | bool],
+    ) -> Sequence | None:
+        """As ``start_next``, for a sequence of several ranges: after the longest prefix, or else after none."""
+        longest = max(hits.values(), key=lambda hit: hit[0], default=None)
+        for hit in dict.fromkeys((longest, None)):
+            alone = self._newcomer(sequence, 0, hit)
+            if not would_begin(alone.num_left, alone.num_prefill - alone.num_left):
+                continue
+            if (ranges := self.ranges.ranges(sequence, alone, hit)) is not None:
+                self._begin(sequence, self._in_ranges(alone, ranges), ranges, hit)
+                return sequence
+        return None
+
+    def next_tail(self, sequence: Sequence) -> tuple[int, bool]:
+        """See ``RangePlacement.next_tail``; ``sequence`` decodes."""
+        self.forecast_anew()
+        return self.ranges.next_tail(sequence, self._going_on(sequence))
+
+    def place_again(self, sequence: Sequence) -> bool:
+        """Give ``sequence``, of which ranges were lost, places for them; False where there is no room."""
+        self.forecast_anew()
+        found = self.ranges.again(sequence, self._going_on(sequence))
+        for lost, worker in found or ():
+            self._residents.place(sequence, lost, worker)
+        return found is not None
+
+    def _going_on(self, sequence: Sequence) -> Newcomer:
+        """``sequence`` for the steps that it has to go, from now on."""
+        left = int(self.steps_left(np.array([sequence.row]))[0])
+        return Newcomer(0, sequence.num_tokens - 1, 0, left)
 
     def _able(self, sequence: Sequence, newcomer: Newcomer) -> np.ndarray:
         """R-workers that have room and load to spare for ``sequence``, that is ``newcomer``: bool [num_workers].
@@ -202,10 +267,17 @@ class Admission:
         return self.load_control.fits(newcomer, self.forecast)
 
     def _start(self, sequence: Sequence, newcomer: Newcomer, hit: tuple[int, Chain] | None) -> None:
+        only = Range(sequence.sequence_id, newcomer.worker, 0, 0, self.blocks_for(sequence))
+        self._begin(sequence, newcomer, [only], hit)
+
+    def _begin(
+        self, sequence: Sequence, newcomer: Newcomer, ranges: list[Range], hit: tuple[int, Chain] | None
+    ) -> None:
         self._queue.pop()
         self.num_starts += sequence.outputs_at_start is None
-        self._residents.start(sequence, newcomer.worker, hit, self.blocks_for(sequence))
-        self._available[newcomer.worker] = self._workers[newcomer.worker].available
+        self._residents.start(sequence, ranges, hit)
+        for each in ranges:
+            self._available[each.worker] = self._workers[each.worker].available
         self.forecast().add(newcomer)
         if self._schedule.stabilizes_load:
             self.load_control.started(newcomer)
@@ -245,7 +317,18 @@ class Admission:
         """Whether ``sequence`` could run to its end on ``worker``, were it alone there."""
         if self._most_blocks(sequence) > worker.num_blocks:
             return False
-        return not self._schedule.stabilizes_load or self.load_control.holds(worker.index, _longest(sequence))
+        return not self._schedule.stabilizes_load or self.load_control.holds(worker.index, self._longest(sequence))
+
+    def _fits_among(self, sequence: Sequence, workers: list[int]) -> bool:
+        if sequence.max_cached > self.ranges.range_tokens:
+            return self.ranges.could_hold(sequence, workers)
+        return any(self._could_hold(sequence, self._workers[index]) for index in workers)
+
+    def _load_limits(self) -> np.ndarray:
+        """KV tokens that each R-worker may attend, float64 [num_workers]; infinite unless the user limits them."""
+        if self._schedule.stabilizes_load and self.load_control.is_strict:
+            return self.load_control.limits
+        return np.full(len(self._workers), np.inf)
 
     def _has_room(self, sequence: Sequence, worker: WorkerState, hit: tuple[int, Chain] | None) -> bool:
         """Its blocks, and one more for each sequence there already, so that none is preempted at once."""
@@ -258,8 +341,12 @@ class Admission:
         return needed + spare <= worker.available
 
     def _most_blocks(self, sequence: Sequence) -> int:
-        """Blocks that it takes at its start, with its siblings, or by itself at its end, whichever are more."""
-        return max(self.blocks_for(sequence), self._workers.blocks_for(sequence.max_cached))
+        """Blocks that it takes at its start, with its siblings, or by itself at its end, whichever are more; of one
+        that may have several ranges only those of the first."""
+        if sequence.num_tokens > self.ranges.range_tokens:
+            return 0
+        most = min(sequence.max_cached, self.ranges.range_tokens)
+        return max(self.blocks_for(sequence), self._workers.blocks_for(most))
 
     def _newcomer(self, sequence: Sequence, worker: int = 0, hit: tuple[int, Chain] | None = None) -> Newcomer:
         """``sequence`` as it would start."""
@@ -283,7 +370,6 @@ class Admission:
             else None,
         )
 
-
-def _longest(sequence: Sequence) -> int:
-    """The most tokens that ``sequence`` and its siblings can attend in one step."""
-    return sequence.max_cached * (1 + len(sequence.siblings))
+    def _longest(self, sequence: Sequence) -> int:
+        """The most tokens that ``sequence`` and its siblings can attend in one step on one R-worker that they need."""
+        return min(sequence.max_cached, self.ranges.range_tokens) * (1 + len(sequence.siblings))

@@ -90,7 +90,8 @@ class Drafts:
         table, rows = self._table, self._table.rows
         if self.policy is None or not len(rows):
             return {}
-        most = np.clip(table.max_tokens[rows] - table.num_outputs(rows) - 1, 0, self._most)
+        most = np.minimum(table.max_tokens[rows] - table.num_outputs(rows), table.range_tokens - table.tail_lens(rows))
+        most = np.clip(most - 1, 0, self._most)
         acceptance = self.policy.acceptance(table.tried[rows], table.kept[rows])
         loads = table.kv_loads(len(self._residents.workers))
         counts = self._within_blocks(rows, self.policy.choose(acceptance, most, len(rows), loads))
@@ -113,10 +114,12 @@ class Drafts:
         for sequence in self._proposed.values():
             if sequence.table is not None:
                 self._table.num_drafts[sequence.row] = 0
-        for sequence, row, worker, num_blocks in self._granted:
-            if (sequence.row, sequence.worker) == (row, worker):
-                unused = sequence.num_blocks - self._residents.workers.blocks_for(sequence.num_cached)
-                self._residents.grow(np.array([row]), -min(num_blocks, unused))
+        for sequence, cache_id, worker, num_blocks in self._granted:
+            still_there = (sequence.cache_id, sequence.worker) == (cache_id, worker)
+            if still_there and sequence.sequence_id in self._residents.decoding:  # else it may have begun again
+                tail = sequence.tail
+                unused = tail.num_blocks - self._residents.workers.blocks_for(tail.num_tokens)
+                self._residents.grow(np.array([sequence.row]), -min(num_blocks, unused))
         self._proposed.clear()
         self._granted.clear()
 
@@ -156,12 +159,12 @@ class Drafts:
         """``counts`` with the blocks they take granted, where each sequence of the R-worker could still take another;
         elsewhere what fits the blocks held."""
         table, workers = self._table, self._residents.workers
-        held = table.num_blocks[rows]
-        more = np.maximum(0, -(-(table.num_cached[rows] + 1 + counts) // workers.block_size) - held) * (counts > 0)
+        held, cached = table.num_blocks[rows], table.tail_lens(rows)
+        more = np.maximum(0, -(-(cached + 1 + counts) // workers.block_size) - held) * (counts > 0)
         needed = np.bincount(table.workers[rows], more, len(workers)).astype(int)
         short = needed + workers.num_sequences > workers.available
         lacking = short[table.workers[rows]]
-        room = np.maximum(0, held * workers.block_size - table.num_cached[rows] - 1)
+        room = np.maximum(0, held * workers.block_size - cached - 1)
         counts, more = np.where(lacking, np.minimum(counts, room), counts), np.where(lacking, 0, more)
         for worker in np.flatnonzero(needed * ~short).tolist():
             self._residents.prefix_cache.make_room(worker, int(needed[worker]))
@@ -169,7 +172,7 @@ class Drafts:
         self._residents.grow(rows[grown], more[grown])
         for row, count in zip(rows[grown].tolist(), more[grown].tolist(), strict=True):
             sequence = self._residents.decoding[int(table.chunks["sequence_id"][row])]
-            self._granted.append((sequence, row, sequence.worker, count))
+            self._granted.append((sequence, sequence.cache_id, sequence.worker, count))
         return counts
 
 

@@ -26,6 +26,9 @@ TOLERANCE = 0.015
 KEPT_PER_NEWCOMER = 0.999
 """What of newcomers counts after another one: about the last 1,000 do."""
 
+ROUNDING = 1 + 1e-12
+"""What is shared adds up to all of it: else a sequence that just fits would not."""
+
 FILLING = 1 / 8
 """Part of all seats that are free where prompts have all of the token budget."""
 
@@ -74,7 +77,7 @@ class LoadControl:
     @property
     def limits(self) -> np.ndarray:
         """The limit of each R-worker, float64 [num_workers]; infinite while unknown."""
-        return self._shares * (np.inf if self.limit is None else self.limit)
+        return self._shares * (np.inf if self.limit is None else self.limit * ROUNDING)
 
     def check(self, longest: int) -> None:
         """RequestError when a sequence of ``longest`` cached tokens can never run; a limit that is not strict grows."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastdecode.scheduler.ranges import UNLIMITED, beyond_ranges
+
 SAMPLES, LEAST_SAMPLES, CELLS = 64, 16, 8192
 """Steps of the horizon, evenly spread, at which R-workers are compared: fewer where there are more R-workers than
 these cells have room for."""
@@ -19,7 +21,8 @@ class Newcomer:
 
     ``decode_steps`` steps follow, of it and of ``num_siblings`` forked from it. ``attends``: its prompt's chunks
     attend on the R-worker. ``expected_area``: KV tokens that each of them attends over its life, where lengths are
-    only expected; None: Σ (p + k) over its decode steps k.
+    only expected; None: Σ (p + k) over its decode steps k. ``base`` of its tokens are in closed ranges: ``reads`` has
+    the R-worker and tokens of each.
     """
 
     worker: int
@@ -29,6 +32,8 @@ class Newcomer:
     num_siblings: int = 0
     attends: bool = False
     expected_area: float | None = None
+    base: int = 0
+    reads: tuple[tuple[int, int], ...] = ()
 
     @property
     def kv_area(self) -> float:
@@ -71,22 +76,42 @@ class LoadForecast:
 
     ``loads``: float64 [num_workers, horizon]. ``room``: rows of each step that prompts may take, float64 [horizon]:
     the token budget less the decodes. Prompts take it in the order in which they are added, as the scheduler's
-    chunks do.
+    chunks do. A tail that reaches the end of its range grows no more; it is not known where its sequence grows then, so
+    all R-workers take a part of that.
     """
 
     def __init__(
-        self, workers: np.ndarray, cached: np.ndarray, decode_steps: np.ndarray, num_workers: int, token_budget: int
+        self,
+        workers: np.ndarray,
+        cached: np.ndarray,
+        decode_steps: np.ndarray,
+        num_workers: int,
+        token_budget: int,
+        range_tokens: int = UNLIMITED,
+        closed: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
-        """``workers``, ``cached`` and ``decode_steps``, int64 [n], are of the sequences that decode."""
+        """``workers``, ``cached`` and ``decode_steps``, int64 [n], are of the sequences that decode, or their tails.
+
+        ``closed``: of their closed ranges, of ``range_tokens`` each, R-workers and decode steps, int64 [num_closed].
+        """
         horizon = int(decode_steps.max(initial=0)) + 1
         cells = (num_workers, horizon)
         place = workers * horizon + decode_steps
         num_ending = np.bincount(place, minlength=num_workers * horizon).reshape(cells)
         cached_ending = np.bincount(place, cached + 1, num_workers * horizon).reshape(cells)
+        if closed is not None:
+            held = closed[0] * horizon + closed[1]
+            cached_ending = cached_ending + range_tokens * np.bincount(held, minlength=cached_ending.size).reshape(
+                cells
+            )
         # In step t attend those with more than t steps to go: sums over later ends.
         attending = num_ending.sum(axis=1, keepdims=True) - np.cumsum(num_ending, axis=1)
         tokens = cached_ending.sum(axis=1, keepdims=True) - np.cumsum(cached_ending, axis=1)
         self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)
+        self._range_tokens = range_tokens
+        if (cached + decode_steps > range_tokens).any():
+            beyond = beyond_ranges(workers, cached, decode_steps, range_tokens, cells)
+            self.loads += beyond.mean(axis=0) - beyond
         self._budget = token_budget
         self.room = token_budget - attending.sum(axis=0, dtype=np.float64)
         samples = min(max(CELLS // num_workers, LEAST_SAMPLES), SAMPLES)
@@ -125,7 +150,8 @@ class LoadForecast:
         peaks = (known + ramp[:num_known]).max(axis=-1, initial=0.0)
         peaks = np.maximum(peaks, ramp[num_known:].max(initial=0.0))
         if newcomer.attends:
-            peaks = np.maximum(peaks, loads[..., :start].max(axis=-1, initial=0.0) + newcomer.num_prefill)
+            in_tail = newcomer.num_prefill - newcomer.base
+            peaks = np.maximum(peaks, loads[..., :start].max(axis=-1, initial=0.0) + in_tail)
         return peaks
 
     def met_by(self, newcomer: Newcomer) -> Meeting:
@@ -141,17 +167,37 @@ class LoadForecast:
         start = self.first_decode(newcomer)
         end = start + newcomer.decode_steps
         self._look_ahead(max(end, start))
-        if newcomer.attends:
-            self.loads[newcomer.worker, :start] += newcomer.num_prefill
+        members = 1 + newcomer.num_siblings
+        for worker, tokens in (*newcomer.reads, (newcomer.worker, newcomer.num_prefill - newcomer.base)):
+            if newcomer.attends:
+                self.loads[worker, :start] += tokens
+        for worker, tokens in newcomer.reads:
+            self.loads[worker, start:end] += tokens * members
         self._take_room(newcomer.num_left, start)
         self.loads[newcomer.worker, start:end] += self._ramp(newcomer)
-        self._sampled[newcomer.worker] = self.loads[newcomer.worker, :: self._stride]
+        if newcomer.num_prefill - newcomer.base + newcomer.decode_steps > self._range_tokens:
+            first = start + self._range_tokens - (newcomer.num_prefill - newcomer.base)
+            self.loads[:, first:end] += np.arange(1, end - first + 1) * members / len(self.loads)
+        for worker in {newcomer.worker, *(worker for worker, _ in newcomer.reads)}:
+            self._sampled[worker] = self.loads[worker, :: self._stride]
         self.room[start:end] -= 1 + newcomer.num_siblings
 
     def _ramp(self, newcomer: Newcomer) -> np.ndarray:
         """What the new sequences attend from their first decode on."""
-        one = np.arange(newcomer.num_prefill + 1, newcomer.num_prefill + 1 + newcomer.decode_steps, dtype=np.float64)
-        return one * (1 + newcomer.num_siblings)
+        first = newcomer.num_prefill - newcomer.base + 1
+        one = np.arange(first, first + newcomer.decode_steps, dtype=np.float64)
+        return np.minimum(one, self._range_tokens) * (1 + newcomer.num_siblings)
+
+    def mean_loads(self, newcomer: Newcomer) -> np.ndarray:
+        """Of each R-worker in the steps in which ``newcomer`` decodes: float64 [num_workers]."""
+        start = self.first_decode(newcomer)
+        steps = max(1, newcomer.decode_steps)
+        return self.loads[:, start : start + steps].sum(axis=1) / steps
+
+    def peaks(self, newcomer: Newcomer) -> np.ndarray:
+        """Of each R-worker until ``newcomer`` ends: float64 [num_workers]."""
+        end = self.first_decode(newcomer) + newcomer.decode_steps
+        return self.loads[:, :end].max(axis=1, initial=0.0)
 
     def _take_room(self, num_left: int, start: int) -> None:
         for step in range(start):

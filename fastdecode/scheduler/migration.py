@@ -11,6 +11,7 @@ import numpy as np
 from fastdecode.scheduler.admission import Admission
 from fastdecode.scheduler.load_forecast import LoadForecast, Newcomer, placement_costs
 from fastdecode.scheduler.move_prices import MovePrices, SharedPeak, attended_in
+from fastdecode.scheduler.ranges import Range
 from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.step import ScheduledStep
@@ -25,12 +26,15 @@ COOL_DOWN = 64
 
 @dataclass(frozen=True)
 class Move:
-    """``sequence``, which decodes and has ``num_tokens`` cached tokens, goes to ``num_blocks`` blocks of ``target``."""
+    """``num_tokens`` cached tokens of ``sequence``, which decodes, go from ``source`` to ``num_blocks`` blocks of
+    ``target``: all, or those of a range. Both R-workers call them ``cache_id``."""
 
     sequence: Sequence
     num_tokens: int
     target: int
     num_blocks: int
+    source: int
+    cache_id: int
 
 
 class Migration:
@@ -62,9 +66,9 @@ class Migration:
 
     def next(self) -> Move | None:
         """What to move next; the blocks for it are free, once the target has heard its controls."""
-        for sequence in self._leaving():
-            if able := self._able(sequence):
-                return self._move(sequence, self._best_of(able, sequence))
+        for sequence, held in self._leaving():
+            if able := self._able(sequence, held):
+                return self._move(sequence, held, self._best_of(able, sequence))
         if self._joined:
             targets = [worker for worker in self._joined if worker in self._workers.accepting]
             if targets and (move := self._evening_move(targets, None)):
@@ -79,23 +83,28 @@ class Migration:
     def moved(self, move: Move, seconds: float) -> None:
         """It took ``seconds``."""
         self._moved_at[move.sequence.sequence_id] = len(move.sequence.output_token_ids)
-        self._residents.move(move.sequence, move.target, move.num_blocks)
+        self._residents.move(move.sequence, move.cache_id, move.target, move.num_blocks)
         self._prices.paid(move.num_tokens, seconds, is_correction=move is self._correction)
 
     def homeless(self) -> list[Sequence]:
         """Those on R-workers that drain that could run elsewhere, but for which no R-worker has room now."""
-        return [
-            sequence
-            for sequence in self._leaving()
-            if self._admission.fits_elsewhere(sequence) and not self._able(sequence)
-        ]
+        found = {
+            sequence.sequence_id: sequence
+            for sequence, held in self._leaving()
+            if self._admission.fits_elsewhere(sequence) and not self._able(sequence, held)
+        }
+        return list(found.values())
 
-    def _leaving(self) -> Iterator[Sequence]:
+    def _leaving(self) -> Iterator[tuple[Sequence, Range]]:
+        """What is to leave the R-workers that drain, and whose it is."""
         for worker in self._workers.draining:
-            yield from (s for s in self._residents.on(worker) if s.sequence_id in self._residents.decoding)
+            decoding = (each for each in self._residents.on(worker) if each.sequence_id in self._residents.decoding)
+            yield from (
+                (each, held) for each in decoding for held in each.ranges if held.worker == worker and held.num_tokens
+            )
 
-    def _able(self, sequence: Sequence) -> list[int]:
-        return [worker for worker in self._workers.accepting if self._admission.has_room_to_move(sequence, worker)]
+    def _able(self, sequence: Sequence, held: Range) -> list[int]:
+        return [each for each in self._workers.accepting if self._admission.has_room_to_move(sequence, held, each)]
 
     def _best_of(self, workers: list[int], sequence: Sequence) -> int:
         """Where ``sequence`` will meet least, as if it started there."""
@@ -127,8 +136,8 @@ class Migration:
         table = self._residents.table
         for _, place, target in sorted(found, reverse=True):
             sequence = self._residents.decoding[int(table.chunks["sequence_id"][table.rows[place]])]
-            if self._admission.has_room_to_move(sequence, target):
-                return self._move(sequence, target)
+            if self._admission.has_room_to_move(sequence, sequence.tail, target):
+                return self._move(sequence, sequence.tail, target)
         return None
 
     def _options(
@@ -138,7 +147,7 @@ class Migration:
         table = self._residents.table
         places = self._movable(source, prices.most_tokens if prices else np.inf)
         rows = table.rows[places]
-        attended, left = table.num_cached[rows] + 1.0, self._admission.steps_left(rows)
+        attended, left = table.tail_lens(rows) + 1.0, self._admission.steps_left(rows)
         tokens = attended_in(peak.steps, attended, left)
         gains = peak.gains(source, tokens, targets)
         net = gains - 2 * (prices.per_token if prices else 0.0) * attended[:, None]
@@ -151,16 +160,15 @@ class Migration:
         """Places in ``table.rows`` of the sequences on ``source`` that have not just moved, longest first."""
         table = self._residents.table
         self._moved_at = {each: at for each, at in self._moved_at.items() if each in self._residents.decoding}
-        on_source, num_cached = table.workers[table.rows] == source, table.num_cached[table.rows]
-        places = np.flatnonzero(on_source & (num_cached <= most_tokens))
+        on_source, num_tokens = table.workers[table.rows] == source, table.tail_lens(table.rows)
+        places = np.flatnonzero(on_source & (num_tokens <= most_tokens) & (num_tokens > 0))
         rows = table.rows[places]
         ids, outputs = table.chunks["sequence_id"][rows].tolist(), table.num_outputs(rows).tolist()
         rested = [n - self._moved_at.get(i, -COOL_DOWN) >= COOL_DOWN for i, n in zip(ids, outputs, strict=True)]
         places = places[np.array(rested, bool)]
         return places[:: max(1, -(-len(places) // COMPARED))]
 
-    def _move(self, sequence: Sequence, target: int) -> Move:
-        num_blocks = self._admission.blocks_for(sequence)
+    def _move(self, sequence: Sequence, held: Range, target: int) -> Move:
+        num_blocks = self._admission.blocks_to_move(sequence, held)
         self._residents.prefix_cache.make_room(target, num_blocks)
-        num_cached = sequence.num_tokens - 1  # its last token is not cached before the next step
-        return Move(sequence, num_cached, target, num_blocks)
+        return Move(sequence, held.num_tokens, target, num_blocks, held.worker, held.cache_id)

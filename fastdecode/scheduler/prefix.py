@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from array import array
 
+from fastdecode.scheduler.ranges import UNLIMITED, Range
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.worker_state import Block, Chain, Workers
 from fastdecode.types import Verb
@@ -14,7 +15,8 @@ from fastdecode.types import Verb
 class PrefixIndex:
     """Chains of full blocks, found by the hash of all tokens up to a block's end.
 
-    What has to be said to an R-worker about them goes to its controls.
+    A chain holds blocks of one range, so what several ranges hold is found as a chain of each. What has to be said to
+    an R-worker about them goes to its controls.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -32,6 +34,14 @@ class PrefixIndex:
                 if found.get(chain.worker, (0,))[0] < depth:
                     found[chain.worker] = (depth, chain)
         return found
+
+    def holder(self, block_hash: bytes) -> Chain | None:
+        """A chain that has the block, and with it all blocks of its range before that one."""
+        return next(iter(self._by_hash.get(block_hash, {}).values()), None)
+
+    def on(self, worker: int, block_hash: bytes) -> Chain | None:
+        """A chain of ``worker`` that has the block."""
+        return next((each for each in self._by_hash.get(block_hash, {}).values() if each.worker == worker), None)
 
     def touch(self, chain: Chain) -> None:
         """``chain`` was used just now."""
@@ -88,8 +98,9 @@ class PrefixCache:
     Retained sequences have negative ids on their R-workers, so that they meet no running one's.
     """
 
-    def __init__(self, workers: Workers, enabled: bool) -> None:
+    def __init__(self, workers: Workers, enabled: bool, range_tokens: int = UNLIMITED) -> None:
         self.enabled = enabled
+        self.range_tokens = range_tokens
         self.num_queries = 0
         self.num_hit_tokens = 0
         self._workers = workers
@@ -126,8 +137,19 @@ class PrefixCache:
                 return leader if depth > cached else None
         return None
 
-    def begin(self, sequence: Sequence, hit: tuple[int, Chain] | None) -> None:
-        """``sequence`` starts on its R-worker, from ``hit`` if it has one."""
+    def new_id(self) -> int:
+        """For something else than a sequence that R-workers hold."""
+        return next(self._chain_ids)
+
+    def pieces(self, sequence: Sequence, hit: tuple[int, Chain]) -> list[tuple[int, Chain]]:
+        """What ``hit`` has of each range of ``sequence``: the number of its blocks, and a chain that has them."""
+        depth, last = hit
+        whole = self.range_tokens // self._workers.block_size
+        found = [self._index.holder(sequence.block_hashes[end - 1]) for end in range(whole, depth, whole)]
+        return [*((whole, chain) for chain in found if chain), (depth - whole * len(found), last)]
+
+    def begin(self, sequence: Sequence, ranges: list[Range], hit: tuple[int, Chain] | None) -> None:
+        """``sequence`` starts in ``ranges``, from ``hit`` if it has one."""
         if sequence.output_token_ids == []:
             self.num_queries += self.enabled
             self.num_hit_tokens += hit[0] * self._workers.block_size if hit else 0
@@ -136,11 +158,12 @@ class PrefixCache:
             self._computing.setdefault(block_hash, sequence)
         if hit is None:
             return
-        chain, worker = hit[1], self._workers[sequence.worker]
-        self._index.touch(chain)
-        sequence.shared = chain.blocks[:depth]
-        worker.hold(sequence.shared)
-        worker.controls.append((int(Verb.FORK), sequence.sequence_id, chain.chain_id, sequence.num_cached))
+        for own, (count, chain) in zip(ranges, self.pieces(sequence, hit), strict=False):
+            worker = self._workers[own.worker]
+            self._index.touch(chain)
+            own.num_tokens, own.shared = count * self._workers.block_size, chain.blocks[:count]
+            worker.hold(own.shared)
+            worker.controls.append((int(Verb.FORK), own.cache_id, chain.chain_id, own.num_tokens))
 
     def stop_computing(self, sequence: Sequence) -> None:
         """No sequence need wait for ``sequence`` any more: its prompt is cached, or it left."""
@@ -148,10 +171,10 @@ class PrefixCache:
             if self._computing.get(block_hash) is sequence:
                 del self._computing[block_hash]
 
-    def share(self, sequence: Sequence, num_blocks: int) -> list[Block]:
-        """The first ``num_blocks`` full blocks of ``sequence``, which others may hold from now on."""
-        sequence.shared += [Block() for _ in range(num_blocks - len(sequence.shared))]
-        return sequence.shared[:num_blocks]
+    def share(self, held: Range, num_blocks: int) -> list[Block]:
+        """The first ``num_blocks`` full blocks of ``held``, which others may hold from now on."""
+        held.shared += [Block() for _ in range(num_blocks - len(held.shared))]
+        return held.shared[:num_blocks]
 
     def retain(self, sequence: Sequence) -> None:
         """Keep the full blocks of a running sequence, in place of what was kept of it before."""
@@ -160,18 +183,34 @@ class PrefixCache:
             return
         num_tokens = num_full * self._workers.block_size
         extend_hashes(sequence.block_hashes, sequence.tokens(0, num_tokens), self._workers.block_size)
-        hashes = sequence.block_hashes[:num_full]
-        depth, known = self._index.longest(hashes).get(sequence.worker, (0, None))
-        if known and depth == num_full:
+        for each in sequence.closed:
+            self._retain(sequence, each)
+        tail = sequence.tail
+        self._retain(sequence, tail)
+        sequence.chain_id = tail.chain_id
+
+    def _retain(self, sequence: Sequence, held: Range) -> None:
+        """Keep the full blocks of one range."""
+        first, count = held.start // self._workers.block_size, held.num_tokens // self._workers.block_size
+        worker, hashes = self._workers[held.worker], sequence.block_hashes[first : first + count]
+        if count == 0:
+            return
+        if known := self._index.on(held.worker, hashes[-1]):
             self._index.touch(known)
             return
-        chain = Chain(next(self._chain_ids), sequence.worker, hashes, self.share(sequence, num_full))
+        chain = Chain(self.new_id(), held.worker, hashes, self.share(held, count))
         self._index.add(chain)
-        worker = self._workers[sequence.worker]
-        worker.controls.append((int(Verb.FORK), chain.chain_id, sequence.sequence_id, num_tokens))
-        if before := worker.chains.get(sequence.chain_id or 0):
+        num_tokens = count * self._workers.block_size
+        worker.controls.append((int(Verb.FORK), chain.chain_id, held.cache_id, num_tokens))
+        if before := worker.chains.get(held.chain_id or 0):
             self._index.shorten(before, 0)
-        sequence.chain_id = chain.chain_id
+        held.chain_id = chain.chain_id
+
+    def forget_beyond(self, held: Range, num_tokens: int) -> None:
+        """What was kept of ``held`` beyond its first ``num_tokens`` tokens is wrong."""
+        chain = self._workers[held.worker].chains.get(held.chain_id or 0)
+        if chain and len(chain.blocks) > num_tokens // self._workers.block_size:
+            self._index.shorten(chain, num_tokens // self._workers.block_size)
 
     def make_room(self, worker: int, num_blocks: int) -> bool:
         """Evict until ``num_blocks`` are free, or nothing is left to evict; True when they are free then."""

@@ -49,9 +49,10 @@ class RemotePrompts:
     def start(self, sequence: Sequence) -> bool:
         """Have prefill workers compute the prompt of ``sequence``, which has just started; False: the S-worker is to.
 
-        Of one that goes on from a kept prefix, which they read from the R-worker, they compute the rest.
+        Of one that goes on from a kept prefix, which they read from the R-worker, they compute the rest; a prompt of
+        several ranges is never theirs.
         """
-        if self.policy is None:
+        if self.policy is None or sequence.is_sharded:
             return False
         parts = self.policy.assign(sequence.num_prefill - sequence.num_cached, sequence.num_cached)
         if not parts:

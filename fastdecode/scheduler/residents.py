@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from fastdecode.scheduler.prefix import PrefixCache
+from fastdecode.scheduler.ranges import UNLIMITED, Range
 from fastdecode.scheduler.sequence import Sequence, SequenceTable
 from fastdecode.scheduler.worker_state import Chain, Control, Workers
 from fastdecode.types import Verb
@@ -76,14 +78,20 @@ class Residents:
     """
 
     def __init__(
-        self, workers: Workers, prefix_cache: PrefixCache, scratch_tokens: int, max_num_seqs: int, most_drafts: int = 0
+        self,
+        workers: Workers,
+        prefix_cache: PrefixCache,
+        scratch_tokens: int,
+        max_num_seqs: int,
+        most_drafts: int = 0,
+        range_tokens: int = UNLIMITED,
     ) -> None:
         self.workers = workers
         self.prefix_cache = prefix_cache
         self.scratch_free = scratch_tokens
         self.prompts: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
-        self.table = SequenceTable(max_num_seqs, most_drafts)
+        self.table = SequenceTable(max_num_seqs, most_drafts, range_tokens)
         self._unborn = 0
 
     def __len__(self) -> int:
@@ -93,6 +101,11 @@ class Residents:
     def __contains__(self, sequence: Sequence) -> bool:
         """True when ``sequence`` holds a cache."""
         return sequence.sequence_id in self.prompts or sequence.sequence_id in self.decoding
+
+    @property
+    def all(self) -> list[Sequence]:
+        """Those that hold a cache."""
+        return [*self.prompts.values(), *self.decoding.values()]
 
     @property
     def has_controls(self) -> bool:
@@ -112,22 +125,44 @@ class Residents:
             worker.controls[:0] = verbs
 
     def on(self, worker: int) -> list[Sequence]:
-        """The sequences of one R-worker, oldest first."""
-        here = [s for group in (self.prompts, self.decoding) for s in group.values() if s.worker == worker]
+        """The sequences of which something is on one R-worker, oldest first."""
+        here = [
+            s
+            for s in self.all
+            if s.worker == worker or (s.is_sharded and any(each.worker == worker for each in s.ranges))
+        ]
         return sorted(here, key=lambda sequence: sequence.sequence_id)
 
-    def start(self, sequence: Sequence, worker: int, hit: tuple[int, Chain] | None, num_blocks: int) -> None:
-        """``sequence`` begins its prompt on ``worker``, with ``num_blocks`` blocks, ``hit``'s among them."""
-        num_cached = hit[0] * self.workers.block_size if hit else 0
-        self.table.open(sequence, worker, num_cached, num_blocks)
+    def start(self, sequence: Sequence, ranges: list[Range], hit: tuple[int, Chain] | None) -> None:
+        """``sequence`` begins its prompt in ``ranges``, which have places and blocks, ``hit``'s among them."""
         sequence.outputs_at_start = len(sequence.output_token_ids)
-        self.prefix_cache.begin(sequence, hit)
-        self.prefix_cache.make_room(worker, sequence.num_own_blocks)
-        self._settle(sequence, self.prompts)
+        self.prefix_cache.begin(sequence, ranges, hit)
+        for each in ranges:
+            self._take(each)
+        self.workers[ranges[0].worker].num_sequences += 1
+        sequence.ahead = ranges[1:]
+        self.table.open(sequence, ranges[0])
+        self.go_on(sequence)
+        self.prompts[sequence.sequence_id] = sequence
         self._unborn += len(sequence.siblings)
         sequence.uses_scratch = hit is None and sequence.num_prefill <= self.scratch_free
         if sequence.uses_scratch:
             self.scratch_free -= sequence.num_prefill
+
+    def go_on(self, sequence: Sequence) -> None:
+        """Where the tail of ``sequence`` is whole, and a range is ahead, that is its tail from now on."""
+        while sequence.ahead and sequence.num_cached - sequence.base == self.table.range_tokens:
+            self.workers[sequence.worker].num_sequences -= 1
+            sequence.closed.append(sequence.tail)
+            self.table.put(sequence, sequence.ahead.pop(0))
+            if sequence.worker >= 0:
+                self.workers[sequence.worker].num_sequences += 1
+
+    def extend(self, sequence: Sequence, worker: int) -> None:
+        """``sequence``, whose tail is whole, gets a new one on ``worker``."""
+        sequence.ahead.append(Range(self.prefix_cache.new_id(), worker, sequence.num_cached))
+        self.workers[worker].num_ranges += 1
+        self.go_on(sequence)
 
     def grow(self, rows: np.ndarray, num_blocks: np.ndarray | int = 1) -> None:
         """Each of these rows of the table takes ``num_blocks`` more; fewer than none give some back."""
@@ -138,9 +173,9 @@ class Residents:
 
     def truncate(self, sequence: Sequence) -> None:
         """The R-worker holds more tokens of ``sequence``, which decodes, than are cached: it is to drop the others."""
-        verb = (int(Verb.TRUNCATE), sequence.sequence_id, 0, sequence.num_cached)
-        self.workers[sequence.worker].controls.append(verb)
-        surplus = sequence.num_blocks - self.workers.blocks_for(sequence.num_cached)
+        tail = sequence.tail
+        self.workers[tail.worker].controls.append((int(Verb.TRUNCATE), tail.cache_id, 0, tail.num_tokens))
+        surplus = tail.num_blocks - self.workers.blocks_for(tail.num_tokens)
         self.grow(np.array([sequence.row]), -surplus)
 
     def send_away(self, sequence: Sequence, job_id: int) -> None:
@@ -167,21 +202,28 @@ class Residents:
         """The siblings of ``parent``, whose prompt has just been cached, start from a shared copy and decode."""
         if not parent.siblings:
             return
-        num_tokens, worker = parent.num_prefill, self.workers[parent.worker]
-        num_full, has_partial = num_tokens // self.workers.block_size, num_tokens % self.workers.block_size > 0
         for sibling in parent.siblings:
-            self.table.open(sibling, parent.worker, num_tokens, num_full + has_partial)
-            sibling.num_prefill = num_tokens
-            sibling.shared = self.prefix_cache.share(parent, num_full)
+            sibling.num_prefill = parent.num_prefill
             sibling.block_hashes = list(parent.block_hashes)
-            worker.hold(sibling.shared)
-            worker.controls.append((int(Verb.FORK), sibling.sequence_id, parent.sequence_id, num_tokens))
-            worker.num_sequences += 1
+            sibling.closed = [self._fork(each, self.prefix_cache.new_id()) for each in parent.closed]
+            tail = parent.tail
+            self.table.open(sibling, self._fork(tail, sibling.sequence_id))
+            self.workers[tail.worker].num_sequences += 1
             self.decoding[sibling.sequence_id] = sibling
             self.table.decode(sibling)
+        has_partial = parent.tail.num_tokens % self.workers.block_size > 0
         self.table.num_blocks[parent.row] -= has_partial * len(parent.siblings)
         self._unborn -= len(parent.siblings)
         parent.siblings = ()
+
+    def _fork(self, source: Range, cache_id: int) -> Range:
+        """A copy of ``source``: full blocks are shared, and for a partial one there is room already."""
+        num_full, rest = divmod(source.num_tokens, self.workers.block_size)
+        worker, shared = self.workers[source.worker], self.prefix_cache.share(source, num_full)
+        worker.hold(shared)
+        worker.num_ranges += 1
+        worker.controls.append((int(Verb.FORK), cache_id, source.cache_id, source.num_tokens))
+        return Range(cache_id, source.worker, source.start, source.num_tokens, num_full + (rest > 0), shared)
 
     def forget_unused(self, sequence: Sequence) -> None:
         """Tokens of ``sequence`` that are cached, but not its own: drafts accepted beyond its end."""
@@ -192,22 +234,33 @@ class Residents:
         self._take_out(sequence)
         if keep:
             self.prefix_cache.retain(sequence)
-        self._give_up_blocks(sequence)
+        for each in sequence.ranges:
+            self._give_up(each, each.num_tokens > 0 or sequence.job_id > 0)
         self._forget_cache(sequence)
 
-    def move(self, sequence: Sequence, target: int, num_blocks: int) -> None:
-        """The cache of ``sequence``, which decodes, is on ``target`` now, in blocks of its own."""
-        self._take_out(sequence)
-        self._give_up_blocks(sequence)
-        num_cached = sequence.num_cached
-        self._forget_cache(sequence)
-        self.table.open(sequence, target, num_cached, num_blocks)
-        self.table.decode(sequence)
-        self._settle(sequence, self.decoding)
+    def move(self, sequence: Sequence, cache_id: int, target: int, num_blocks: int) -> None:
+        """The range ``cache_id`` of ``sequence``, which decodes, is on ``target`` now, in blocks of its own."""
+        moved = next(each for each in sequence.ranges if each.cache_id == cache_id)
+        self._give_up(moved, True)
+        copy = Range(cache_id, target, moved.start, moved.num_tokens, num_blocks)
+        self._take(copy)
+        self.replace(sequence, copy)
+
+    def replace(self, sequence: Sequence, new: Range) -> None:
+        """``new`` takes the place of the range of ``sequence`` that starts where it does."""
+        if new.start == sequence.base:
+            if sequence.worker >= 0:
+                self.workers[sequence.worker].num_sequences -= 1
+            self.workers[new.worker].num_sequences += 1
+            self.table.put(sequence, new)
+            return
+        for group in (sequence.closed, sequence.ahead):
+            group[:] = [new if each.start == new.start else each for each in group]
+        self.table.put(sequence, sequence.tail)
 
     def lose(self, worker: int) -> list[Sequence]:
-        """``worker`` is gone; returns the sequences that it held, oldest first."""
-        lost = self.on(worker)
+        """``worker`` is gone; returns the sequences of a single range that it held, oldest first."""
+        lost = [sequence for sequence in self.on(worker) if not sequence.is_sharded]
         for sequence in lost:
             self._take_out(sequence)
             self.workers[worker].drop(sequence.shared)
@@ -216,19 +269,81 @@ class Residents:
         self.workers.lose(worker)
         return lost
 
-    def _settle(self, sequence: Sequence, group: dict[int, Sequence]) -> None:
-        """``sequence`` is on its R-worker now, which counts its blocks."""
-        worker = self.workers[sequence.worker]
-        worker.free -= sequence.num_own_blocks
-        worker.num_sequences += 1
-        group[sequence.sequence_id] = sequence
+    def lose_ranges(self, worker: int, sound: Mapping[int, int]) -> list[Sequence]:
+        """``worker`` is about to be gone; returns the sequences of several ranges that lost some of them, oldest first.
 
-    def _give_up_blocks(self, sequence: Sequence) -> None:
-        worker = self.workers[sequence.worker]
-        worker.free += sequence.num_own_blocks
-        worker.drop(sequence.shared)
-        if sequence.num_cached or sequence.job_id:
-            worker.controls.append((int(Verb.RELEASE), sequence.sequence_id, 0, 0))
+        What they had elsewhere stays; they are prompts now, whose first tokens to compute are those of the first range
+        that was lost. ``sound``: cached tokens of sequences in whose last rows the lost ranges should have had a part.
+        """
+        broken = [sequence for sequence in self.on(worker) if sequence.is_sharded]
+        for sequence in broken:
+            decoded = sequence.sequence_id in self.decoding or sequence.num_prefill < sequence.num_tokens
+            decoded &= len(sequence.output_token_ids) > 0  # else its first was lost with the range
+            ranges = self._interrupt(sequence)
+            sequence.num_prefill = sequence.num_tokens - decoded  # who decodes has an output token that is not cached
+            num_sound = sound.get(sequence.sequence_id, sequence.num_tokens)
+            for place, each in enumerate(ranges):
+                most = self.workers.blocks_for(sequence.num_tokens - each.start) if decoded else each.num_blocks
+                if each.worker == worker:
+                    num_blocks = min(each.num_blocks, most)
+                    ranges[place] = Range(self.prefix_cache.new_id(), -1, each.start, 0, num_blocks)
+                elif each.num_tokens and each.start + each.num_tokens > num_sound:
+                    self._cut(each, max(0, num_sound - each.start), min(each.num_blocks, most))
+            whole = [each.num_tokens == self.table.range_tokens for each in ranges]
+            first = [*whole[:-1], False].index(False)
+            sequence.closed, sequence.ahead = ranges[:first], ranges[first + 1 :]
+            self.table.put(sequence, ranges[first])
+            if sequence.worker >= 0:
+                self.workers[sequence.worker].num_sequences += 1
+        return broken
+
+    def place(self, sequence: Sequence, lost: Range, worker: int) -> None:
+        """``lost``, a range of ``sequence``, is to be computed again on ``worker``."""
+        new = replace(lost, worker=worker)
+        self._take(new)
+        self.replace(sequence, new)
+
+    def _interrupt(self, sequence: Sequence) -> list[Range]:
+        """``sequence`` neither decodes nor appends any more, but is a prompt, with the ranges that are returned."""
+        if self.decoding.pop(sequence.sequence_id, None):
+            self.table.stop(sequence)
+        else:
+            self._leave_scratch(sequence)
+            self.prefix_cache.stop_computing(sequence)
+        self.prompts[sequence.sequence_id] = sequence
+        if sequence.worker >= 0:
+            self.workers[sequence.worker].num_sequences -= 1
+        return sequence.ranges
+
+    def _cut(self, held: Range, num_tokens: int, num_blocks: int) -> None:
+        """What ``held`` has beyond ``num_tokens`` tokens is wrong: it is forgotten, and ``num_blocks`` are kept."""
+        worker = self.workers[held.worker]
+        self.prefix_cache.forget_beyond(held, num_tokens)
+        wrong = held.shared[num_tokens // self.workers.block_size :]
+        del held.shared[num_tokens // self.workers.block_size :]
+        worker.drop(wrong)
+        worker.free += held.num_blocks - num_blocks - len(wrong)
+        held.num_tokens, held.num_blocks = num_tokens, num_blocks
+        verb = Verb.TRUNCATE if num_tokens else Verb.RELEASE
+        worker.controls.append((int(verb), held.cache_id, 0, num_tokens))
+
+    def _take(self, held: Range) -> None:
+        """``held`` is on its R-worker now, which counts its blocks."""
+        worker = self.workers[held.worker]
+        self.prefix_cache.make_room(held.worker, held.num_own_blocks)
+        worker.free -= held.num_own_blocks
+        worker.num_ranges += 1
+
+    def _give_up(self, held: Range, is_there: bool) -> None:
+        """Its blocks are free again; its R-worker is told where something ``is_there``."""
+        if held.worker < 0:
+            return
+        worker = self.workers[held.worker]
+        worker.free += held.num_own_blocks
+        worker.drop(held.shared)
+        worker.num_ranges -= 1
+        if is_there:
+            worker.controls.append((int(Verb.RELEASE), held.cache_id, 0, 0))
 
     def _tell(self, sequence: Sequence, verb: Verb) -> None:
         controls = self.workers[sequence.worker].controls
@@ -236,7 +351,8 @@ class Residents:
 
     def _take_out(self, sequence: Sequence) -> None:
         """``sequence`` runs no more; what it holds is still to be given up."""
-        self.workers[sequence.worker].num_sequences -= 1
+        if sequence.worker >= 0:
+            self.workers[sequence.worker].num_sequences -= 1
         self._unborn -= len(sequence.siblings)
         if self.prompts.pop(sequence.sequence_id, None):
             self._leave_scratch(sequence)
@@ -247,6 +363,7 @@ class Residents:
     def _forget_cache(self, sequence: Sequence) -> None:
         self.table.close(sequence)
         sequence.shared, sequence.chain_id, sequence.job_id = [], None, 0
+        sequence.closed, sequence.ahead = [], []
 
     def _leave_scratch(self, sequence: Sequence) -> None:
         if sequence.uses_scratch:

@@ -67,9 +67,15 @@ class Scheduler:
         drafted."""
         self.limits = limits
         self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.block_size)
-        self.prefix_cache = PrefixCache(self.workers, limits.prefix_caching and not schedule.reserves_longest)
+        caches = limits.prefix_caching and not schedule.reserves_longest
+        self.prefix_cache = PrefixCache(self.workers, caches, limits.range_tokens)
         self.residents = Residents(
-            self.workers, self.prefix_cache, limits.scratch_tokens, limits.max_num_seqs, limits.num_speculative_tokens
+            self.workers,
+            self.prefix_cache,
+            limits.scratch_tokens,
+            limits.max_num_seqs,
+            limits.num_speculative_tokens,
+            limits.range_tokens,
         )
         self.queue = WaitingQueue(self.prefix_cache)
         self.admission = Admission(schedule, limits, self.residents, self.queue)
@@ -79,6 +85,7 @@ class Scheduler:
         self._migration = Migration(self.residents, self.admission, limits.seconds_per_moved_token)
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
+        self._sound: dict[int, int] = {}
         self._balance = BalanceFinder()
         if limits.balanced_kv_tokens is not None and limits.kv_load_limit is None:
             self.balance_at(limits.balanced_kv_tokens)
@@ -176,6 +183,7 @@ class Scheduler:
 
     def controls_alone(self) -> ScheduledStep:
         """A step without rows, which only tells the R-workers what they have yet to hear."""
+        self._sound = {}
         return ScheduledStep((MiniBatch.of([]),), self.residents.take_controls())
 
     def take_back(self, step: ScheduledStep) -> None:
@@ -188,6 +196,7 @@ class Scheduler:
 
         ``accepted``: how many draft tokens of each sequence are its next output tokens; none of those not listed.
         """
+        self._sound = self.residents.table.cached_in_ranges()
         self.residents.table.advance(self._rows)
         self._rows = self._rows[:0]
         self.drafts.settle(step.drafts, accepted)
@@ -195,6 +204,7 @@ class Scheduler:
             for chunk in mini_batch.prompts:
                 sequence = self.residents.prompts[int(chunk["sequence_id"])]
                 self.residents.table.num_cached[sequence.row] += chunk["num_rows"]
+                self.residents.go_on(sequence)
                 if not sequence.in_prompt:
                     self._finish_prompt(sequence)
         for sequence_id in step.arrived:
@@ -236,19 +246,36 @@ class Scheduler:
             self.queue.discard(sequence)
 
     def lost(self, worker: int) -> list[Sequence]:
-        """R-worker ``worker`` is gone: what it held is queued to be computed again on the others, by age.
+        """R-worker ``worker`` is gone: what it held is queued to be computed again on the others, by age. Of sequences
+        with several ranges only those that were lost are computed again, at once, if there is room for them.
 
         Returns the waiting sequences that none of the others could hold; they are forgotten.
         """
+        broken = self.residents.lose_ranges(worker, self._sound)
         for sequence in self.residents.lose(worker):
             self.queue.release_followers(sequence)
             self.queue.push(sequence)
         self.admission.load_control.lose(worker)
+        for sequence in broken:
+            self._mend(sequence)
+        for sequence in self.residents.all:
+            if sequence.max_cached > self.limits.range_tokens and not self.admission.fits_somewhere(sequence):
+                self._preempt(sequence)
         hopeless = [sequence for sequence in self.queue.all if not self.admission.fits_somewhere(sequence)]
         for sequence in hopeless:
             self.queue.discard(sequence)
             self.queue.release_followers(sequence)
         return hopeless
+
+    def _mend(self, sequence: Sequence) -> None:
+        """Compute the lost ranges of ``sequence`` again, or all of it where there is no room for them now."""
+        self.queue.release_followers(sequence)
+        if not self.admission.fits_somewhere(sequence) or not self.admission.place_again(sequence):
+            self._preempt(sequence)
+            return
+        self.residents.go_on(sequence)
+        if not sequence.in_prompt:
+            self._finish_prompt(sequence)
 
     def join(self, num_blocks: int, bandwidth: float, index: int | None = None) -> None:
         """One more R-worker, next in number or in a vacant place ``index``; as long as it is less loaded than others,
@@ -263,12 +290,15 @@ class Scheduler:
 
     def drained(self) -> list[int]:
         """R-workers that were to go, hold no sequence any more, and are not waited for: never the last."""
+        if not self.workers.draining:
+            return []
+        growing = [each for each in self.residents.all if each.max_cached > self.limits.range_tokens]
         return [
             worker
             for worker in self.workers.draining
             if self.workers.accepting
-            and not self.workers[worker].num_sequences
-            and all(map(self.admission.fits_elsewhere, self.queue.all))
+            and not self.workers[worker].num_ranges
+            and all(map(self.admission.fits_elsewhere, [*self.queue.all, *growing]))
         ]
 
     def next_move(self) -> Move | None:
@@ -298,13 +328,26 @@ class Scheduler:
         while True:
             table.refresh()
             rows = self._within_load_limit()
-            growing = rows[table.num_cached[rows] // self.limits.block_size >= table.num_blocks[rows]]
+            tail_lens = table.tail_lens(rows)
+            if (tail_lens >= table.range_tokens).any():
+                self._extend(rows[tail_lens >= table.range_tokens])
+                continue
+            growing = rows[tail_lens // self.limits.block_size >= table.num_blocks[rows]]
             needed = np.bincount(table.workers[growing], minlength=len(self.workers)).tolist()
             short = [worker for worker, count in enumerate(needed) if not self.prefix_cache.make_room(worker, count)]
             if not short:
                 self.residents.grow(growing)
                 return rows
             self._preempt(self._victim(short[0]))
+
+    def _extend(self, rows: np.ndarray) -> None:
+        """The first of these rows of the table, whose tails are whole, gets a new tail, or a victim makes room."""
+        sequence = self.residents.decoding[int(self.residents.table.chunks["sequence_id"][rows[0]])]
+        worker, has_room = self.admission.next_tail(sequence)
+        if has_room:
+            self.residents.extend(sequence, worker)
+        else:
+            self._preempt(self._victim(worker) if worker >= 0 else sequence)
 
     def _place_drafts(self, chunks: list[Chunk]) -> dict[int, list[int]]:
         """The draft tokens of this step, beside its decodes and prompts."""
@@ -330,12 +373,14 @@ class Scheduler:
             return rows
         limits = self.admission.load_control.limits.copy()
         for prompt in self.residents.prompts.values():
-            limits[prompt.worker] -= prompt.num_prefill if prompt.attends_in_prompt else 0
+            for each in prompt.ranges if prompt.attends_in_prompt else ():
+                limits[each.worker] -= min(table.range_tokens, prompt.num_prefill - each.start)
         for worker in np.flatnonzero(table.kv_loads(len(limits)) > limits):
-            here = rows[table.workers[rows] == worker]
-            oldest_first = here[np.argsort(table.chunks["sequence_id"][here])]
-            load = np.cumsum(table.num_cached[oldest_first] + 1)
-            rows = rows[~np.isin(rows, oldest_first[load > limits[worker]])]
+            loads = table.loads_on(int(worker), rows)
+            here, loads = rows[loads > 0], loads[loads > 0]
+            by_age = np.argsort(table.chunks["sequence_id"][here])
+            beyond = np.cumsum(loads[by_age]) > limits[worker]
+            rows = rows[~np.isin(rows, here[by_age[beyond]])]
         return rows
 
     def _victim(self, worker: int) -> Sequence:

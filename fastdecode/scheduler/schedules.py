@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from fastdecode.scheduler.ranges import UNLIMITED
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.step import Chunk
 
@@ -53,7 +54,8 @@ class Limits:
     R-worker of mean speed attends in the time of the S-part, where that is known beforehand; without a load limit it
     gives one. ``idle_s_share``: S-part seconds of a step with hardly any row over those of one with all seats taken.
     ``seconds_per_moved_token``: what a cached token takes from one R-worker to another, before any was moved; infinite
-    where nothing is to move for evenness."""
+    where nothing is to move for evenness. ``range_tokens``: longer sequences lie in ranges of so many tokens, a
+    multiple of the block size."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -70,6 +72,12 @@ class Limits:
     idle_s_share: float = 1.0
     seconds_per_moved_token: float = math.inf
     num_speculative_tokens: int = 0
+    range_tokens: int = UNLIMITED
+
+
+MOST_PARTIAL_RESULTS = 2048
+"""Rows of a prompt's chunk times the ranges that it attends in. Of every row and head a range answers with float32
+numbers, some 17 kB with 32 heads of 128, and an R-worker takes at most 256 MiB of them for a layer."""
 
 
 class ChunkCutter:
@@ -91,6 +99,9 @@ class ChunkCutter:
     def cut(self, sequence: Sequence) -> None:
         """Put the next tokens of ``sequence``'s prompt into the step, as many as go."""
         if count := self.rows_for(sequence.num_prefill - sequence.num_cached):
+            count = min(count, sequence.left_in_tail)
+            if sequence.closed and sequence.attends_in_prompt:
+                count = min(count, max(1, MOST_PARTIAL_RESULTS // (1 + len(sequence.closed))))
             self.chunks.append(_chunk(sequence, count))
             self._budget -= count
 
@@ -104,7 +115,10 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
         sequence.num_cached,
         sequence.tokens(sequence.num_cached, count),
         attends=sequence.attends_in_prompt,
-        samples=last,
+        samples=last and sequence.num_prefill == sequence.num_tokens,
         last_of_prompt=last,
         is_decode=False,
+        base=sequence.base,
+        cache_id=sequence.cache_id,
+        reads=tuple((each.worker, each.cache_id, each.start) for each in sequence.closed * sequence.attends_in_prompt),
     )

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fastdecode.scheduler.ranges import UNLIMITED, Range
 from fastdecode.scheduler.worker_state import Block
-from fastdecode.step import CHUNK, MiniBatch
+from fastdecode.step import CHUNK, NO_READS, READ, MiniBatch
 
 
 @dataclass(eq=False)
@@ -22,6 +23,10 @@ class Sequence:
     holds a cache, its progress is in ``row`` of ``table``. ``outputs_at_start``: output tokens that it had when it last
     began, None before its first start. ``may_stop``: its output may end before ``max_tokens``. ``job_id``: under which
     prefill workers compute its prompt; 0: the S-worker does, or has.
+
+    A long one lies in several :class:`Range`: it appends to its tail, to which ``worker``, ``num_blocks``, ``shared``
+    and ``chain_id`` belong. Those before it are ``closed``: whole, and only read. Those ``ahead`` have blocks for the
+    rest of the prompt, or were there when one before them was lost.
     """
 
     sequence_id: int
@@ -41,6 +46,8 @@ class Sequence:
     was_preempted: bool = False
     table: SequenceTable | None = field(default=None, repr=False)
     row: int = -1
+    closed: list[Range] = field(default_factory=list)
+    ahead: list[Range] = field(default_factory=list)
 
     def append(self, token_id: int) -> None:
         """One more output token."""
@@ -57,6 +64,37 @@ class Sequence:
     def num_blocks(self) -> int:
         """Blocks held."""
         return 0 if self.table is None else int(self.table.num_blocks[self.row])
+
+    @property
+    def base(self) -> int:
+        """Tokens before its tail."""
+        return 0 if self.table is None else int(self.table.bases[self.row])
+
+    @property
+    def cache_id(self) -> int:
+        """What its R-worker calls its tail."""
+        return self.sequence_id if self.table is None else int(self.table.cache_ids[self.row])
+
+    @property
+    def left_in_tail(self) -> int:
+        """Tokens that its tail still takes."""
+        return (self.table.range_tokens if self.table else UNLIMITED) - (self.num_cached - self.base)
+
+    @property
+    def tail(self) -> Range:
+        """The range that it appends to, as it is now."""
+        num_tokens = self.num_cached - self.base
+        return Range(self.cache_id, self.worker, self.base, num_tokens, self.num_blocks, self.shared, self.chain_id)
+
+    @property
+    def ranges(self) -> list[Range]:
+        """All of them, in order, as they are now."""
+        return [*self.closed, self.tail, *self.ahead]
+
+    @property
+    def is_sharded(self) -> bool:
+        """True where it has more than one range."""
+        return bool(self.closed or self.ahead)
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +137,8 @@ def text_tokens(prompt: list[int], output: list[int], start: int, count: int) ->
 class SequenceTable:
     """Progress of the sequences that hold a cache, a row each: planning thousands of decodes takes a few arrays.
 
-    ``chunks``: CHUNK [most rows], the next decode of each; ``workers`` and ``num_cached`` are columns of it.
+    ``chunks``: CHUNK [most rows], the next decode of each; ``workers``, ``num_cached``, ``bases`` and ``cache_ids`` are
+    columns of it. Ranges end at multiples of ``range_tokens``.
     ``prompt_lens``, ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most rows]; a sequence writes its last
     token there itself, since looking it up in thousands of lists takes longer than all the rest. ``rows``: int64 [n],
     those that decode, as of the last :meth:`refresh` ordered by R-worker and longest context first. ``drafts``: int64
@@ -107,9 +146,11 @@ class SequenceTable:
     many were tested and accepted, the last ones counting most.
     """
 
-    def __init__(self, most_rows: int, most_drafts: int = 0) -> None:
+    def __init__(self, most_rows: int, most_drafts: int = 0, range_tokens: int = UNLIMITED) -> None:
+        self.range_tokens = range_tokens
         self.chunks = np.zeros(most_rows, CHUNK)
         self.workers, self.num_cached = self.chunks["worker"], self.chunks["context_len"]
+        self.bases, self.cache_ids = self.chunks["base"], self.chunks["cache_id"]
         self.prompt_lens, self.max_tokens, self.num_blocks, self.last_tokens = np.zeros((4, most_rows), np.int64)
         self.drafts, self.num_drafts = np.zeros((most_rows, most_drafts), np.int64), np.zeros(most_rows, np.int64)
         self.tried, self.kept = np.zeros((2, most_rows))
@@ -117,25 +158,41 @@ class SequenceTable:
         self._free = list(range(most_rows))
         self._added: dict[int, None] = {}
         self._closed = np.zeros(most_rows, bool)
+        self._reads: dict[int, np.ndarray] = {}
 
-    def open(self, sequence: Sequence, worker: int, num_cached: int, num_blocks: int) -> None:
-        """``sequence`` holds ``num_blocks`` blocks on R-worker ``worker`` from now on."""
+    def open(self, sequence: Sequence, tail: Range) -> None:
+        """``sequence`` has a row, and appends to ``tail``, from now on."""
         row = self._free.pop()
-        self.chunks[row] = (sequence.sequence_id, worker, num_cached, 1, True, True, True, True, False, 0)
+        self.chunks[row] = (sequence.sequence_id, -1, 0, 1, True, True, True, True, False, 0, 0)
         self.prompt_lens[row], self.max_tokens[row] = len(sequence.prompt_token_ids), sequence.max_tokens
-        self.num_blocks[row] = num_blocks
         self.num_drafts[row], self.tried[row], self.kept[row] = 0, 0.0, 0.0
         self.last_tokens[row] = sequence.output_token_ids[-1] if len(sequence.output_token_ids) else 0
-        sequence.worker, sequence.table, sequence.row = worker, self, row
+        sequence.table, sequence.row = self, row
+        self.put(sequence, tail)
+
+    def put(self, sequence: Sequence, tail: Range) -> None:
+        """``sequence`` appends to ``tail``, and reads its closed ranges, from now on."""
+        row = sequence.row
+        self.workers[row], self.bases[row], self.cache_ids[row] = tail.worker, tail.start, tail.cache_id
+        self.num_cached[row], self.num_blocks[row] = tail.start + tail.num_tokens, tail.num_blocks
+        sequence.worker, sequence.shared, sequence.chain_id = tail.worker, tail.shared, tail.chain_id
+        self._reads.pop(row, None)
+        if sequence.closed:
+            self._reads[row] = np.array([(0, each.worker, each.cache_id, each.start) for each in sequence.closed], READ)
 
     def decode(self, sequence: Sequence) -> None:
         """``sequence`` decodes from the next refresh on."""
         self._added[sequence.row] = None
 
-    def close(self, sequence: Sequence) -> None:
-        """``sequence`` holds nothing any more."""
+    def stop(self, sequence: Sequence) -> None:
+        """``sequence`` decodes no more from the next refresh on."""
         if self._added.pop(sequence.row, self) is self:
             self._closed[sequence.row] = True
+
+    def close(self, sequence: Sequence) -> None:
+        """``sequence`` holds nothing any more."""
+        self.stop(sequence)
+        self._reads.pop(sequence.row, None)
         self._free.append(sequence.row)
         sequence.worker, sequence.table, sequence.row = -1, None, -1
 
@@ -158,16 +215,44 @@ class SequenceTable:
         """The next tokens of ``rows`` are cached."""
         self.num_cached[rows] += 1
 
+    def tail_lens(self, rows: np.ndarray) -> np.ndarray:
+        """Cached tokens of the tails of ``rows``; int64 [n]."""
+        return self.num_cached[rows] - self.bases[rows]
+
+    def reads(self, rows: np.ndarray) -> np.ndarray:
+        """READ records of ``rows``: their closed ranges, with the place of each in ``rows``, in order."""
+        if not self._reads:
+            return NO_READS
+        found = {}
+        for row, records in self._reads.items():
+            for place in np.flatnonzero(rows == row).tolist():
+                found[place] = records.copy()
+                found[place]["chunk"] = place
+        return np.concatenate([found[place] for place in sorted(found)]) if found else NO_READS
+
     def kv_loads(self, num_workers: int) -> np.ndarray:
         """KV tokens that each R-worker attends if all rows decode, float64 [num_workers]."""
-        loads = np.bincount(self.workers[self.rows], self.num_cached[self.rows] + 1, num_workers)
-        return loads.astype(np.float64)
+        loads = np.bincount(self.workers[self.rows], self.tail_lens(self.rows) + 1, num_workers).astype(np.float64)
+        if self._reads:
+            loads += self.range_tokens * np.bincount(self.reads(self.rows)["worker"], minlength=num_workers)
+        return loads
+
+    def cached_in_ranges(self) -> dict[int, int]:
+        """Cached tokens of each sequence with closed ranges."""
+        return {int(self.chunks["sequence_id"][row]): int(self.num_cached[row]) for row in self._reads}
+
+    def loads_on(self, worker: int, rows: np.ndarray) -> np.ndarray:
+        """KV tokens that each of ``rows`` has R-worker ``worker`` attend; int64 [n]."""
+        loads = np.where(self.workers[rows] == worker, self.tail_lens(rows) + 1, 0)
+        reads = self.reads(rows)
+        return loads + self.range_tokens * np.bincount(reads["chunk"][reads["worker"] == worker], minlength=len(rows))
 
     def mini_batch(self, rows: np.ndarray) -> MiniBatch:
         """The next chunks of ``rows``, with their tokens: the last one, and drafts."""
         chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.num_drafts[rows]
+        reads = self.reads(rows)
         if not num_drafts.any():
-            return MiniBatch(chunks, last)
+            return MiniBatch(chunks, last, reads)
         chunks["num_rows"], chunks["scored"] = 1 + num_drafts, num_drafts > 0
         tokens = np.column_stack([last, self.drafts[rows]])
-        return MiniBatch(chunks, tokens[np.arange(tokens.shape[1]) <= num_drafts[:, None]])
+        return MiniBatch(chunks, tokens[np.arange(tokens.shape[1]) <= num_drafts[:, None]], reads)

@@ -52,7 +52,8 @@ class WorkerState:
     ``free`` of its ``num_blocks`` KV blocks are counted as the R-worker counts them. Most blocks of a sequence are its
     own, and only counted; those that other sequences may hold as well are :class:`Block` objects, counted once however
     many hold them. ``cached`` blocks are held by ``chains`` only, the prefixes it retains, least recently used first:
-    they can be freed at any time. ``num_sequences``: that hold a cache there. ``controls``: what it has yet to be told.
+    they can be freed at any time. ``num_sequences``: that append there. ``num_ranges``: what it holds of sequences,
+    those included. ``controls``: what it has yet to be told.
     """
 
     index: int
@@ -60,6 +61,7 @@ class WorkerState:
     free: int
     cached: int = 0
     num_sequences: int = 0
+    num_ranges: int = 0
     is_draining: bool = False
     is_gone: bool = False
     chains: OrderedDict[int, Chain] = field(default_factory=OrderedDict)
@@ -153,7 +155,7 @@ class Workers:
 
     @property
     def num_sequences(self) -> np.ndarray:
-        """Sequences on each: int64 [num_workers]."""
+        """Sequences that append on each: int64 [num_workers]."""
         return np.array([worker.num_sequences for worker in self._states])
 
     @property

@@ -9,7 +9,9 @@ from typing import Protocol
 import numpy as np
 
 from fastdecode.perfmodel.gpu_only import GpuStepTime
+from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, tail_partials
 from fastdecode.perfmodel.step_model import StepModel
+from fastdecode.step import ScheduledStep
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,24 @@ class Machine(Protocol):
     @property
     def seconds_per_moved_token(self) -> float: ...
 
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float]) -> StepCost:
+    def cost(
+        self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float], ranges: RangeParts = NO_RANGES
+    ) -> StepCost:
         """Of a step with ``num_tokens`` rows on the S-worker, logits wanted of ``num_output_tokens``; each R-worker
-        attends its part of ``kv_loads``."""
+        attends its part of ``kv_loads``. ``ranges``: of sequences with several."""
         ...
+
+
+def range_parts(step: ScheduledStep) -> RangeParts:
+    """What its sequences with several ranges ask and are answered; ``kv_loads`` has what they read."""
+    reads = tails = 0
+    for mini_batch in step.mini_batches:
+        chunks = mini_batch.chunks
+        reads += int(chunks["num_rows"][mini_batch.reads["chunk"]].sum())
+        for chunk in chunks[chunks["attends"] & (chunks["base"] > 0)] if len(mini_batch.reads) else ():
+            local = int(chunk["context_len"] - chunk["base"] + chunk["num_rows"])
+            tails += int(chunk["num_rows"]) * tail_partials(local)
+    return RangeParts(reads, reads + tails)
 
 
 @dataclass(frozen=True)
@@ -52,19 +68,21 @@ class SplitMachine:
     speeds: tuple[float, ...] | None = None
     seconds_per_moved_token: float = 0.0
 
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float]) -> StepCost:
+    def cost(
+        self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float], ranges: RangeParts = NO_RANGES
+    ) -> StepCost:
         """By the model, as if every R-worker were as fast as the mean and had the busiest one's load."""
         model = self.model
         loads = np.asarray(kv_loads, np.float64)
         if self.speeds is not None:
             loads = loads * np.mean(self.speeds) / self.speeds
         as_busiest = model.num_r_workers * float(loads.max())
-        stages, k = model.stages(num_tokens, as_busiest, num_output_tokens), model.num_mini_batches
+        stages, k = model.stages(num_tokens, as_busiest, num_output_tokens, ranges), model.num_mini_batches
         calls = model.num_layers * k
-        fixed = model.r_part.seconds(0, num_output_tokens / k / model.num_r_workers)
+        fixed = model.r_part.seconds(0, (num_output_tokens + ranges.num_reads) / k / model.num_r_workers)
         attending = fixed * (loads > 0) + model.r_part.seconds_per_token * loads / k
         return StepCost(
-            wall_seconds=model(num_tokens, as_busiest, num_output_tokens),
+            wall_seconds=model(num_tokens, as_busiest, num_output_tokens, ranges),
             s_seconds=calls * stages.s_part + k * model.s_part.head_seconds(num_output_tokens / k),
             host_seconds=model.host_seconds(num_output_tokens),
             transfer_seconds=calls * stages.trip,
@@ -84,8 +102,10 @@ class GpuMachine:
         """Of the cache over all layers."""
         return self.step_time.kv_bytes_per_token
 
-    def cost(self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float]) -> StepCost:
-        """By the roofline; S is what weights and arithmetic take."""
+    def cost(
+        self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float], ranges: RangeParts = NO_RANGES
+    ) -> StepCost:
+        """By the roofline; S is what weights and arithmetic take. Nothing is in several ``ranges`` there."""
         kv_tokens = sum(kv_loads)
         wall, s_part = (self.step_time(num_tokens, tokens, num_output_tokens) for tokens in (kv_tokens, 0))
         return StepCost(wall, s_part, 0.0, 0.0, np.array([wall - s_part]))

@@ -16,7 +16,7 @@ import numpy as np
 
 from fastdecode.errors import ConfigError, PlanError
 from fastdecode.metrics import StepRecord
-from fastdecode.perfmodel.simulate.machine import Machine, StepCost
+from fastdecode.perfmodel.simulate.machine import Machine, StepCost, range_parts
 from fastdecode.perfmodel.simulate.prefill import PrefillFleet
 from fastdecode.perfmodel.simulate.speculation import SimulatedDrafter
 from fastdecode.perfmodel.simulate.tokens import SimulatedOutput, TokenTimes
@@ -132,7 +132,7 @@ class Simulator:
         if not step.num_tokens:
             return StepCost(0.0, 0.0, 0.0, 0.0, np.zeros(len(step.kv_loads)))
         kv_loads = self.drafter.kv_loads(step) if self.drafter else step.kv_loads
-        return self.machine.cost(step.num_tokens, num_scored_rows, kv_loads)
+        return self.machine.cost(step.num_tokens, num_scored_rows, kv_loads, range_parts(step))
 
     def _hear_of_prompts(self) -> None:
         for job_id in self.prefill.take(self.now_seconds) if self.prefill else ():

@@ -59,7 +59,7 @@ class PyRWorker {
                                      std::optional<py::array>& partials) const;
 
     std::shared_ptr<rworker::Worker> worker_;  // shared with the stores of other threads
-    std::vector<std::array<py::array, 5>> in_use_;  // per mini-batch: what its running job reads and writes
+    std::vector<std::array<py::object, 5>> in_use_;  // per mini-batch: what its running job reads and writes
 };
 
 /// Dtype and shape, for messages.

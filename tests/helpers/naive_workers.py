@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from fastdecode.step import Chunk, ScheduledStep
 from fastdecode.types import Verb
 
+SPOILT = -1
+"""Stands for a token that was computed without all that it should have attended to."""
+
 
 @dataclass
 class Held:
@@ -15,6 +18,11 @@ class Held:
     worker: int
     tokens: list[int]
     blocks: list[object]
+
+
+def name(chunk: Chunk) -> int:
+    """What its R-worker calls the sequence that a chunk is appended to."""
+    return chunk.sequence_id if chunk.cache_id is None else chunk.cache_id
 
 
 class NaiveWorkers:
@@ -28,7 +36,7 @@ class NaiveWorkers:
 
     def of(self, chunk: Chunk) -> Held:
         """What is held of a chunk's sequence before it is written."""
-        return self.held.get(chunk.sequence_id, Held(chunk.worker, [], []))
+        return self.held.get(name(chunk), Held(chunk.worker, [], []))
 
     def blocks_used(self, num_workers: int) -> list[int]:
         """Of each R-worker."""
@@ -50,17 +58,23 @@ class NaiveWorkers:
     def write(self, chunks: list[Chunk]) -> None:
         """Append the tokens of ``chunks``."""
         for chunk in chunks:
-            held = self.held.setdefault(chunk.sequence_id, self.of(chunk))
+            held = self.held.setdefault(name(chunk), self.of(chunk))
             held.tokens += chunk.token_ids
             held.blocks += [object() for _ in range(self._blocks_for(len(held.tokens)) - len(held.blocks))]
 
     def unwrite(self, chunks: list[Chunk]) -> None:
         """The step was abandoned."""
         for chunk in chunks:
-            held = self.held[chunk.sequence_id]
-            del held.tokens[chunk.context_len :], held.blocks[self._blocks_for(chunk.context_len) :]
+            held, num_tokens = self.held[name(chunk)], chunk.context_len - chunk.base
+            del held.tokens[num_tokens:], held.blocks[self._blocks_for(num_tokens) :]
             if not held.tokens:
-                del self.held[chunk.sequence_id]
+                del self.held[name(chunk)]
+
+    def spoil(self, chunks: list[Chunk]) -> None:
+        """What was written of ``chunks`` is wrong: an R-worker was lost that should have had a part in it."""
+        for chunk in chunks:
+            held, num_tokens = self.held[name(chunk)], chunk.context_len - chunk.base
+            held.tokens[num_tokens : num_tokens + len(chunk.token_ids)] = [SPOILT] * len(chunk.token_ids)
 
     def copy(self, sequence_id: int, target: int) -> None:
         """The cache of a sequence goes to ``target``; its old place is released later."""

@@ -100,9 +100,11 @@ class Run:
         while self.step_number <= max(job.arrives for job in self.jobs) or self.alive:
             self.arrive_and_abort()
             if self.alive:
-                self.step(fails=self.step_number in fail_steps)
-                if losses and self.step_number in losses:
-                    self.lose(losses[self.step_number])
+                lost = (losses or {}).get(self.step_number)
+                within = lost is not None and bool(self.limits.range_tokens % 3)
+                self.step(fails=self.step_number in fail_steps, loses=lost if within else None)
+                if lost is not None and not within:
+                    self.lose(lost)
             self._change((changes or {}).get(self.step_number))
             self.move(moves_per_step)
             self.step_number += 1
@@ -130,8 +132,8 @@ class Run:
         assert self.scheduler.residents.scratch_free == self.limits.scratch_tokens
         assert self.scheduler.prefix_cache._computing == {} and self.scheduler.queue._following == {}
 
-    def step(self, fails: bool = False) -> ScheduledStep:
-        """One step, checked."""
+    def step(self, fails: bool = False, loses: int | None = None) -> ScheduledStep:
+        """One step, checked. ``loses``: an R-worker that is lost before the step's tokens are taken."""
         num_preemptions = self.scheduler.num_preemptions
         self._propose()
         step = self.scheduler.schedule()
@@ -149,6 +151,8 @@ class Run:
             accepted = {i: (*tokens, WRONG_TOKEN).index(WRONG_TOKEN) for i, tokens in step.drafts.items()}
             self.scheduler.commit(step, accepted)
             self._check_decoding_blocks()
+            if loses is not None:
+                chunks = self._lose_within(loses, chunks)
             self._take(chunks, accepted)
             self._observe(step)
         return step
@@ -200,6 +204,15 @@ class Run:
                 self._finish(member, "error")
         return hopeless
 
+    def _lose_within(self, worker: int, chunks: list[Chunk]) -> list[Chunk]:
+        """An R-worker is lost in mid-step; returns the chunks in which it had no part."""
+        spoilt = [c for c in chunks if any(read[0] == worker for read in c.reads) and c.attends]
+        without = {c.sequence_id for c in chunks} - {each.sequence_id for each in self.scheduler.residents.on(worker)}
+        if self.recounts:
+            self.naive.spoil(spoilt)
+        self.lose(worker)
+        return [chunk for chunk in chunks if chunk.sequence_id in without]
+
     def _change(self, change: Join | Drain | None) -> None:
         if isinstance(change, Join):
             self.scheduler.join(change.num_blocks, change.bandwidth)
@@ -213,17 +226,17 @@ class Run:
             if move is None:
                 break
             self.naive.apply(self.scheduler.controls_alone())
-            sequence_id, workers = move.sequence.sequence_id, self.scheduler.workers
-            held = self.naive.held[sequence_id]
-            assert held.worker == move.sequence.worker != move.target and move.target in workers.accepting
+            workers, held = self.scheduler.workers, self.naive.held[move.cache_id]
+            assert held.worker == move.source != move.target and move.target in workers.accepting
             assert len(held.tokens) == move.num_tokens
-            self.naive.copy(sequence_id, move.target)
+            self.naive.copy(move.cache_id, move.target)
             assert self.naive.blocks_used(len(workers))[move.target] <= workers[move.target].num_blocks
             self.scheduler.moved(move, 0.0)
             self.num_moves += 1
         for worker in self.scheduler.drained():
             self.naive.apply(self.scheduler.controls_alone())
-            assert all(held.worker != worker for i, held in self.naive.held.items() if i >= 0)
+            chains = self.scheduler.workers[worker].chains
+            assert {i for i, held in self.naive.held.items() if held.worker == worker} == set(chains)
             assert not self.lose(worker)
 
     def _check_order(self, step: ScheduledStep) -> None:
@@ -236,17 +249,23 @@ class Run:
     def _check_chunk(self, chunk: Chunk, drafts: list[int]) -> None:
         """Right tokens after the right tokens: whatever was forked, retained or recomputed."""
         member = self.alive[chunk.sequence_id]
-        held = self.naive.of(chunk)
+        held, range_tokens = self.naive.of(chunk), self.limits.range_tokens
         tokens = [*member.prompt_token_ids, *member.output_token_ids]
         end = chunk.context_len + len(chunk.token_ids)
-        assert (held.worker, held.tokens) == (chunk.worker, tokens[: chunk.context_len])
+        assert chunk.base <= chunk.context_len < end <= chunk.base + range_tokens
+        assert (held.worker, held.tokens) == (chunk.worker, tokens[chunk.base : chunk.context_len])
+        starts = range(0, chunk.base, range_tokens) if chunk.attends else ()
+        assert [start for _, _, start in chunk.reads] == list(starts)
+        for worker, range_id, start in chunk.reads:
+            closed = self.naive.held[range_id]
+            assert (closed.worker, closed.tokens) == (worker, tokens[start : start + range_tokens])
         assert list(chunk.token_ids) == [*tokens, *drafts][chunk.context_len : end] and len(chunk.token_ids) > 0
         if chunk.is_decode:
             assert len(chunk.token_ids) == 1 + len(drafts) and chunk.attends and chunk.samples
             assert end == len(tokens) + len(drafts) and chunk.scored == bool(drafts)
             assert member.output_token_ids and len(member.output_token_ids) + len(drafts) < member.max_tokens
         else:
-            assert chunk.samples == chunk.last_of_prompt == (end == len(tokens))
+            assert chunk.samples == (end == len(tokens)) and chunk.last_of_prompt == (end == member.num_prefill)
 
     def _check_budgets(self, step: ScheduledStep, chunks: list[Chunk]) -> None:
         """Tokens, sequences, KV load and scratch, each counted anew; and no decode is held up unduly."""
@@ -254,7 +273,7 @@ class Run:
         if prompts is not Prefill.UNBOUNDED:
             assert step.num_tokens <= self.limits.max_num_batched_tokens
         assert len(self.scheduler.residents) <= self.limits.max_num_seqs
-        decoding = {i for i in self.naive.held if i >= 0 and self._decodes(self.alive[i])}
+        decoding = {i for i, member in self.alive.items() if member.table is not None and self._decodes(member)}
         decoded = {chunk.sequence_id for chunk in chunks if chunk.is_decode}
         if prompts is Prefill.FIRST and len(decoded) < len(chunks):
             assert not decoded
@@ -274,6 +293,8 @@ class Run:
             return
         if schedule.prefill is Prefill.FIRST and self.has_preempted:
             return  # its blocks came free after the prompts were looked at
+        if head.max_cached > self.limits.range_tokens or self.scheduler.workers.draining:
+            return  # its ranges need several places; it goes to an R-worker that drains only if it fits no other
         members, workers = 1 + len(head.siblings), self.scheduler.workers
         partial = head.num_tokens % self.limits.block_size
         rows_left = self.limits.max_num_batched_tokens - step.num_tokens
@@ -299,15 +320,20 @@ class Run:
         """What R-workers hold at the end of the step is there, and within what the scheduler counts."""
         workers = self.scheduler.workers
         for used, worker in zip(self.naive.blocks_used(len(workers)), workers, strict=True):
-            assert used <= worker.num_blocks - worker.free <= worker.num_blocks
+            assert used <= worker.num_blocks - worker.free <= worker.num_blocks, (used, worker, self.naive.held)
 
     def _check_decoding_blocks(self) -> None:
         """Of what decodes those that its tokens take, whatever was drafted, or, after a move, the next one too."""
         if not SCHEDULES[self.schedule].reserves_longest:
             for sequence in self.scheduler.residents.decoding.values():
                 extra = len(sequence.siblings) * (sequence.num_cached % self.limits.block_size > 0)  # until they fork
-                least, most = map(self.scheduler.workers.blocks_for, (sequence.num_cached, sequence.num_cached + 1))
-                assert least + extra <= sequence.num_blocks <= most + extra
+                *closed, tail = sequence.ranges
+                least, most = map(self.scheduler.workers.blocks_for, (tail.num_tokens, tail.num_tokens + 1))
+                assert least + extra <= tail.num_blocks <= most + extra
+                assert all(each.num_blocks * self.limits.block_size == each.num_tokens for each in closed), (
+                    sequence,
+                    tail,
+                )
 
     def _take(self, chunks: list[Chunk], accepted: dict[int, int]) -> None:
         """As ``LLMEngine._take``: fork, append a token each, or those accepted and one more, end what is done."""

@@ -143,7 +143,7 @@ def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) 
         ([*NAMES, "--mini-batch-size", "0"], 2, "mini_batch_size must be at least 1"),
         ([*NAMES, "--num-mini-batches", "0"], 2, "num_mini_batches must be at least 1"),
         ([*NAMES, "--gpu-price", "nan"], 2, "a price must be"),
-        ([*NAMES, "--kv-cache-memory", "1GB"], 1, "holds 1907 cached tokens, 2189 fewer than one sequence of 4096"),
+        ([*NAMES, "--kv-cache-memory", "100MB"], 1, "holds 191 cached tokens, 834 fewer than one sequence of 1024"),
         ([*NAMES, "--latency-limit", "1"], 1, "cannot be met"),
         ([*NAMES, "--model", "opt-175b"], 1, "GB too little"),
         ([*NAMES, "--profile", "/no/such/profile.json", "--cpu", "epyc-7452"], 2, "cpu and profile"),
@@ -174,8 +174,6 @@ def test_failures_are_one_clear_line(
     arguments: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Exit 2 for wrong usage, 1 where no plan can be; the later of two equal flags counts."""
-    if "1GB" in arguments:
-        arguments = [*arguments, "--seq-len", "4096"]
     assert main(["plan", *arguments]) == status
     error = capfd.readouterr().err.strip()
     assert error.startswith("fastdecode: error: ") and message in error

@@ -1,10 +1,11 @@
-"""``fastdecode plan --emit kubernetes``: manifests that hold the plan, valid by the API's schemas; and what `--emit`
-passes on to the engine."""
+"""``fastdecode plan --emit kubernetes``: manifests that hold the plan, valid by the API's schemas; ``--emit ray``; and
+what ``--emit`` passes on to the engine."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from helpers.kubernetes import Manifests, base, container, find, parsed, pods
 
 from fastdecode.cli.flags import engine_config
 from fastdecode.cli.main import build_parser, main
+from fastdecode.config import EngineConfig
 from fastdecode.settings import parse_bytes
 
 NAMES = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452", "--link", "100Gb", "--seq-len", "1024"]
@@ -74,8 +76,26 @@ def test_without_names_the_template_stays(capsys: pytest.CaptureFixture[str]) ->
 def test_what_no_manifest_starts_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     prompts = ["--prompt-len", "512", "--mini-batch-size", "256", "--num-prefill-workers", "2"]
     for flags, name in ((prompts, "num_prefill_workers"), (["--tensor-parallel-size", "2"], "tensor_parallel_size")):
-        assert main(["plan", *NAMES, *flags, "--emit", "kubernetes"]) == 2
-        assert f"{name}: --emit kubernetes has one S-worker and its R-workers" in capfd.readouterr().err
+        for form in ("kubernetes", "ray"):
+            assert main(["plan", *NAMES, *flags, "--emit", form]) == 2
+            assert f"{name}: --emit {form} has an S-worker of one rank" in capfd.readouterr().err
+
+
+def test_emitted_ray_lines_hold_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "plan.json"
+    flags = [*NAMES, "--model", SHAPE, *DRAFTS, "--output-json", str(figures)]
+    assert main(["plan", *flags, "--emit", "ray"]) == 0
+    text = capsys.readouterr().out
+    plan = json.loads(figures.read_text())
+    head, node, job = text.replace("\\\n", "").splitlines()
+    assert head.startswith("ray start --head --num-cpus=0 ") and len(node.split(", ")) == plan["num_hosts"]
+    words = shlex.split(job)
+    assert words[:3] == ["ray", "job", "submit"] and words[words.index("--") + 1] == "fastdecode"
+    given = vars(build_parser().parse_args(words[words.index("--") + 2 :]))
+    config = EngineConfig(**{each.name: given[each.name] for each in fields(EngineConfig)})  # Ray may be missing here
+    assert (config.r_worker_spec.kind, config.num_r_workers) == ("ray", plan["num_r_workers"])
+    assert (config.r_threads, config.bytes_of("kv_cache_memory")) == (32, int(0.8 * 128e9))
+    assert config.speculative_config == json.loads(DRAFTS[1])
 
 
 @pytest.mark.parametrize("form", ["sbatch", "mpirun"])

@@ -169,8 +169,9 @@ def test_memory_may_ask_for_more_r_workers() -> None:
     assert (plan.num_r_workers, plan.r_workers_set_by) == (13, "memory")
     assert [row.fits_memory for row in plan.candidates] == [row.num_r_workers >= 13 for row in plan.candidates]
     assert paper(capacity_tokens=200_000).plan(1024).r_workers_set_by == "bandwidth"
-    with pytest.raises(PlanError, match=r"holds 1000 cached tokens, 24 fewer than one sequence of 1024"):
-        paper(capacity_tokens=1000)
+    with pytest.raises(PlanError, match=r"holds 500 cached tokens, 524 fewer than one sequence of 1024"):
+        paper(capacity_tokens=500)  # not even a split
+    assert paper(capacity_tokens=1000).plan(1024).num_r_workers == 1082  # sequences in ranges
 
 
 def test_a_shared_prefix_by_hand() -> None:

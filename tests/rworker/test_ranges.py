@@ -282,3 +282,20 @@ def test_merges_refuse_other_arrays() -> None:
         _rworker.merge_partials([partials], parts, spans, [0.5], out, "float32")
     with pytest.raises(TypeError):
         _rworker.merge_partials([partials], parts.astype(float), spans, [], out, "float32")
+
+
+@pytest.mark.parametrize("model_dtype", ["float32", "float16", "bfloat16"])
+def test_all_instruction_sets_but_scalar_merge_alike(model_dtype: str) -> None:
+    """So the S-worker may merge with another one than the R-workers have."""
+    rng = np.random.default_rng(7)
+    partials = rng.standard_normal((9 * 40, 3, 2 + 36), dtype=np.float32) * 4
+    partials[..., 1] = np.abs(partials[..., 1]) + 1
+    partials[5, :, 0], partials[5, :, 1:] = -np.inf, 0
+    parts = np.array([(0, i, 9, i if i < 8 else 8, 1) for i in range(9)])
+    merged = set()
+    for isa in ISAS:
+        out = to_bits(np.zeros((40, 3, 36), np.float32), model_dtype)
+        _rworker.merge_partials([partials], parts, np.array([(0, 40, 0, 9)]), [0.5, -3.0, 9.0], out, model_dtype, isa)
+        if isa != "scalar":
+            merged.add(out.tobytes())
+    assert len(merged) <= 1

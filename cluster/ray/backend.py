@@ -1,0 +1,173 @@
+"""The engine's side of R-workers on Ray: the process that speaks with Ray, and the backend over those that join."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import queue
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from fastdecode.cluster.joining import JoinListener
+from fastdecode.cluster.links.tcp import JoiningBackend
+from fastdecode.cluster.wire.handshake import Security, read_secret
+from fastdecode.errors import BackendError, CapacityError, ConfigError, FastDecodeError
+from fastdecode.settings import is_loopback, split_address
+from fastdecode.types import KVLayout, RWorkerInfo
+
+CODE = "from fastdecode.cluster.ray.driver import main; main()"
+
+ERRORS: dict[str, type[FastDecodeError]] = {
+    "config": ConfigError,
+    "capacity": CapacityError,
+    "backend": BackendError,
+}
+
+END_SECONDS = 30.0
+"""How long the process that speaks with Ray may take to end; a cluster that it has started ends with it."""
+
+START_SECONDS = 120.0
+"""Most time from the start of the actors until all have joined."""
+
+log = logging.getLogger(__name__)
+
+
+def check_installed() -> None:
+    """ConfigError where Ray is not."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("r_workers: ray:N needs Ray: pip install 'fastdecode[ray]'")
+
+
+class RayJob:
+    """Room for R-workers in a Ray cluster, and then the actors there; the key of the job is made here.
+
+    ``host``: the address of this node in the cluster. ``is_alone``: the cluster was started for this job on this
+    machine; connections stay on it then, and are not encrypted unless asked for.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        num_threads: int | None,
+        kv_cache_bytes: int | None,
+        strict: bool = False,
+        key_file: str | None = None,
+        security: str | None = None,
+    ) -> None:
+        """Wait until Ray has the room; CapacityError, with what is missing, where it has not."""
+        check_installed()
+        secret = read_secret(key_file) if key_file else secrets.token_hex(32).encode()
+        self.count = count
+        self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CODE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            text=True,
+            start_new_session=True,
+        )
+        threading.Thread(target=self._listen, name="Ray", daemon=True).start()
+        try:
+            names = ("count", "num_threads", "kv_cache_bytes", "strict")
+            self._tell(dict(zip(names, (count, num_threads, kv_cache_bytes, strict), strict=True)))
+            placed = self._next(None)
+        except BaseException:
+            self.end()
+            raise
+        self.host, self.is_alone = str(placed["host"]), bool(placed["is_alone"])
+        self.security = Security(secret, not self.is_alone if security is None else security != "authenticate")
+        log.warning("Ray placed %s", placed["placed"])
+
+    def start(self, pool: str) -> None:
+        """Start the actors, which are to join at ``pool`` ("host:port")."""
+        secret = self.security.secret or b""
+        self._tell({"pool": pool, "secret": secret.decode(), "encrypts": self.security.encrypts})
+
+    def check(self) -> None:
+        """Raise what an actor was refused for, if any; never waits."""
+        while not self._said.empty():
+            log.info("Ray started an R-worker: %s", self._next(None).get("started"))
+
+    def end(self) -> None:
+        """End the actors; may be called twice."""
+        if self._process.stdin:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # ``_next`` says why it ended
+            print(json.dumps(what), file=self._process.stdin, flush=True)
+
+    def _listen(self) -> None:
+        for line in self._process.stdout or ():
+            self._said.put(json.loads(line))
+        self._said.put(None)
+
+    def _next(self, timeout_seconds: float | None) -> dict[str, Any]:
+        said = self._said.get(timeout=timeout_seconds)
+        if said is None:
+            raise BackendError(f"the process that speaks with Ray has ended with status {self._process.wait()}")
+        if "refused" in said:
+            raise ERRORS.get(said["refused"], BackendError)(said["message"])
+        return said
+
+
+class RayBackend(JoiningBackend):
+    """``AttentionBackend`` over the actors of a ``RayJob``, which it starts and ends. It takes a listener.
+
+    What Ray restarts joins again, as any R-worker does.
+    """
+
+    def __init__(self, job: RayJob) -> None:
+        super().__init__(job.count)
+        self._job, self._deadline = job, 0.0
+
+    @property
+    def security(self) -> Security:
+        """Of the connections to its R-workers."""
+        return self._job.security
+
+    @property
+    def listen_at(self) -> str:
+        """Where R-workers of the cluster can join."""
+        return f"{self._job.host}:0"
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        if self.join_listener is None:
+            raise BackendError("R-workers on Ray join, and there is no listener")
+        self._job.start(self._reachable(self.join_listener))
+        self._deadline = time.monotonic() + START_SECONDS
+        return super().open(layout)
+
+    def wait_for_more(self) -> None:
+        self._job.check()
+        if time.monotonic() > self._deadline:
+            raise BackendError(
+                f"r_workers: not all of {self._job.count} R-workers on Ray have joined within {START_SECONDS:g} s; "
+                f"their logs are in Ray's: ray logs, or session_latest/logs on their nodes"
+            )
+        super().wait_for_more()
+
+    def close(self) -> None:
+        super().close()
+        self._job.end()
+
+    def _reachable(self, listener: JoinListener) -> str:
+        """The address of ``listener`` for other nodes; ConfigError where they cannot reach it."""
+        host, port = split_address("pool_listen", listener.address)
+        if is_loopback(host) and not self._job.is_alone:
+            raise ConfigError(f"pool_listen: {host} cannot be reached from other nodes of the Ray cluster")
+        return f"{self._job.host if host in ('*', '0.0.0.0') else host}:{port}"

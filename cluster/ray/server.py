@@ -1,0 +1,160 @@
+"""An R-worker within a Ray actor's process: a thread that listens, joins the job's pool, and serves its S-worker."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from fastdecode.cluster.joining import Joiner, local_address
+from fastdecode.cluster.links.tcp import Server
+from fastdecode.cluster.links.zeromq import ZmqListener
+from fastdecode.cluster.r_worker.host import Host, take_host
+from fastdecode.cluster.wire.handshake import Security
+from fastdecode.errors import FastDecodeError
+from fastdecode.machine import has_cpu_quota, numa_nodes
+
+WATCH_SECONDS = 1.0
+"""Time between two looks at whether this node's raylet lives, and whether Ray drains the node."""
+
+RETRY_SECONDS = 1.0
+"""Time between two attempts of a restarted R-worker to take its memory, which the one before may still hold."""
+
+LEFT = 3
+"""Exit status of one that has left a node that Ray drains: Ray restarts it elsewhere."""
+
+MOST_SLOTS = 4096
+
+log = logging.getLogger("fastdecode.r_worker")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an actor is told: the pool's "host:port", its key, and the R-worker's threads and memory."""
+
+    pool: str
+    security: Security
+    num_threads: int
+    kv_cache_bytes: int
+
+
+class ActorServer:
+    """Runs an R-worker's ordinary loop in a thread; the process ends with it, whatever ends it.
+
+    ``is_draining`` says whether Ray drains this node: then the S-worker moves its sequences away, and the process ends.
+    """
+
+    def __init__(self, order: Order, is_draining: Callable[[], bool], is_restarted: bool) -> None:
+        self._order, self._is_draining, self._is_restarted = order, is_draining, is_restarted
+        self._started: Future[str] = Future()
+        self._server: Server | None = None
+        self._raylet = os.getppid()
+
+    def start(self) -> str:
+        """Return the R-worker's address and size once it listens; FastDecodeError where this node cannot run it."""
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        threading.Thread(target=self._run, name="R-worker", daemon=True).start()
+        return self._started.result()
+
+    def _run(self) -> None:
+        try:
+            server, address = self._listen()
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._server = server
+        self._started.set_result(address)
+        status = 1
+        try:
+            server.run()
+            status = LEFT
+        except BaseException:
+            log.exception("the R-worker ends")
+        os._exit(status)  # no half of a process stays: Ray starts another
+
+    def _listen(self) -> tuple[Server, str]:
+        while self._is_draining():
+            time.sleep(WATCH_SECONDS)  # restarted where it has just left: this node ends soon
+        _reset_niceness()
+        order = self._order
+        self._slot, cores = take_cores(order.num_threads)
+        mine = local_address(order.pool)
+        listener = ZmqListener(mine, 0, order.security.curve_secret)
+        try:
+            machine = self._take_host(cores)
+        except BaseException:
+            listener.close()
+            raise
+        address = f"{mine}:{listener.address.rpartition(':')[2]}"
+        joiner = Joiner(order.pool, address, order.security.secret)
+        log.info("R-worker at %s, %s", address, machine.describe())
+        return Server(listener, machine, joiner, order.security, mine), f"{address}, {machine.describe()}"
+
+    def _take_host(self, cores: list[int] | None) -> Host:
+        while True:
+            try:
+                return take_host(cores, self._order.num_threads, self._order.kv_cache_bytes)
+            except FastDecodeError as error:
+                if not self._is_restarted:
+                    raise
+                log.warning("%s; trying again", error)
+                time.sleep(RETRY_SECONDS)
+
+    def _watch(self) -> None:
+        """End with the raylet, whose actors Ray starts elsewhere; leave a node that Ray drains."""
+        is_leaving = False
+        while os.getppid() == self._raylet:
+            time.sleep(WATCH_SECONDS)
+            if self._server and not is_leaving and self._is_draining():
+                log.warning("Ray drains this node: the R-worker leaves")
+                is_leaving = True
+                if not self._server.leave():
+                    os._exit(LEFT)
+        os._exit(1)  # Ray itself may let the process of an actor go on
+
+
+def take_cores(num_threads: int) -> tuple[socket.socket | None, list[int] | None]:
+    """Cores of one NUMA node that no other R-worker of Ray on this host was given, as long as there are such.
+
+    The socket keeps the claim: its name is free again as soon as this process has ended in whatever way. None where a
+    quota of processor time says how much this process may use, and not which cores.
+    """
+    if has_cpu_quota():
+        return None, None
+    for slot in range(MOST_SLOTS):
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claim.bind(f"\0fastdecode-ray-r-worker-{slot}")  # in Linux's abstract namespace: it leaves no file
+        except OSError:
+            claim.close()
+            continue
+        return claim, choose_cores(slot, num_threads, numa_nodes())
+    return None, None
+
+
+def choose_cores(slot: int, num_threads: int, nodes: Sequence[Sequence[int]]) -> list[int]:
+    """The cores of R-worker number ``slot`` of a host whose NUMA nodes have the cores ``nodes``.
+
+    NUMA nodes are dealt in turn, their cores one after another, again from the first where they run out. An R-worker
+    with more threads than a NUMA node has cores gets all cores.
+    """
+    cores = nodes[slot % len(nodes)]
+    if num_threads > len(cores):
+        return sorted(core for each in nodes for core in each)
+    first = slot // len(nodes) * num_threads
+    return sorted({cores[(first + index) % len(cores)] for index in range(num_threads)})
+
+
+def _reset_niceness() -> None:
+    """Undo Ray's niceness of 15 for this thread and those that it starts, where the system allows it.
+
+    An R-worker is as much the job's bottleneck as its S-worker is.
+    """
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)

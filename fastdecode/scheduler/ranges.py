@@ -1,0 +1,142 @@
+"""Ranges: a sequence longer than one R-worker is to read lies in several, each on an R-worker of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fastdecode.scheduler.worker_state import Block
+from fastdecode.types import SPLIT_TOKENS
+
+UNLIMITED = 1 << 60
+"""Tokens of a range where sequences have one only."""
+
+LEAST_RANGE_TOKENS = 4096
+"""Of ranges whose length is chosen freely."""
+
+
+Size = tuple[int, int]
+"""Blocks and tokens of a range."""
+
+
+@dataclass(eq=False, slots=True)
+class Range:
+    """Consecutive tokens of a sequence on R-worker ``worker``, which knows them as a sequence named ``cache_id``.
+
+    They begin at token ``start``. ``num_tokens`` are cached; blocks are held for those that come soon as well.
+    ``num_blocks``, ``shared``, ``chain_id``: as a sequence of a single range has them. ``worker`` -1: it was lost, and
+    has no place yet.
+    """
+
+    cache_id: int
+    worker: int
+    start: int = 0
+    num_tokens: int = 0
+    num_blocks: int = 0
+    shared: list[Block] = field(default_factory=list)
+    chain_id: int | None = None
+
+    @property
+    def num_own_blocks(self) -> int:
+        """Blocks that no other sequence can hold."""
+        return self.num_blocks - len(self.shared)
+
+
+def starts(num_tokens: int, range_tokens: int) -> range:
+    """First token of each range of so many tokens; there is at least one."""
+    return range(0, max(num_tokens, 1), range_tokens)
+
+
+def pool_holds(sizes: Sequence[Size], capacities: np.ndarray) -> bool:
+    """Whether ranges of ``sizes``, all alike but for one, fit ``capacities``, int64 [num_workers, 2], as ``sizes``.
+
+    The others do wherever they are put one after the other: what is left beside as many as fit is always the same.
+    """
+    whole, other = np.array(sizes[0]), np.array(max(sizes) if max(sizes) > sizes[0] else sizes[-1])
+    slots, fits = (capacities // whole).min(axis=1), (capacities >= other).all(axis=1)
+    beside = slots.sum() - slots + ((capacities - other) // whole).min(axis=1)
+    return bool((beside[fits] >= len(sizes) - 1).any())
+
+
+def place_ranges(
+    sizes: Iterable[tuple[int, Size, int]],
+    room: np.ndarray,
+    capacities: np.ndarray,
+    loads: np.ndarray,
+    load_room: np.ndarray,
+    speeds: np.ndarray,
+) -> list[int] | None:
+    """R-workers for ranges of ``sizes``, in order: blocks now, size in the end, KV tokens; None where one has none.
+
+    Each goes where the coming load, with it, takes least time, among equals where most blocks are left. All arrays but
+    ``speeds`` count what was placed: ``room``, int64 [num_workers], blocks that are left now, ``capacities``, int64
+    [num_workers, 2], what is left for this sequence in the end; ``loads`` and ``load_room``, float64 [num_workers], KV
+    tokens that will be attended, and that may be. ``speeds``, float64 [num_workers], are 0 where nothing may go.
+    """
+    places = []
+    for blocks, most, tokens in sizes:
+        able = (blocks <= room) & (np.array(most) <= capacities).all(axis=1) & (tokens <= load_room) & (speeds > 0)
+        if not able.any():
+            return None
+        seconds = np.where(able, (loads + tokens) / np.where(able, speeds, 1.0), np.inf)
+        best = np.flatnonzero(seconds == seconds.min())
+        worker = int(best[np.argmax(room[best])])
+        room[worker] -= blocks
+        capacities[worker] -= most
+        loads[worker] += tokens
+        load_room[worker] -= tokens
+        places.append(worker)
+    return places
+
+
+def beyond_ranges(
+    workers: np.ndarray, cached: np.ndarray, decode_steps: np.ndarray, range_tokens: int, shape: tuple[int, int]
+) -> np.ndarray:
+    """Tokens that tails will have beyond their ends, which other R-workers will have: float64 [num_workers, horizon].
+
+    ``workers``, ``cached`` (tokens of the tail) and ``decode_steps``: int64 [n].
+    """
+    crossing = np.flatnonzero(cached + decode_steps > range_tokens)
+    if not len(crossing):
+        return np.zeros(shape)
+    first, last = range_tokens - cached[crossing], decode_steps[crossing]
+    rows, size = workers[crossing] * shape[1], shape[0] * shape[1]
+    begun, done = (np.bincount(rows + step, minlength=size).reshape(shape) for step in (first, last))
+    num_beyond = np.cumsum(begun - done, axis=1)
+    ended = np.cumsum(np.bincount(rows + last, last - first, size).reshape(shape), axis=1)
+    return np.cumsum(num_beyond, axis=1) - ended
+
+
+def sizes_of(num_tokens: int, range_tokens: int, block_size: int) -> list[Size]:
+    """Of each range of a sequence of ``num_tokens``."""
+    tokens = [min(range_tokens, num_tokens - start) for start in starts(num_tokens, range_tokens)]
+    return [(-(-each // block_size), each) for each in tokens]
+
+
+def choose_range_tokens(
+    longest: int, num_blocks: Sequence[int], block_size: int, balanced_kv_tokens: int | None
+) -> int | None:
+    """Tokens of a range where the user leaves it open; None where every R-worker holds a longest sequence, and none is
+    known to take one longer to read than the S-part takes; also where not even the smallest ranges fit the pool.
+
+    ``balanced_kv_tokens``: what an R-worker attends in S time, if known.
+    """
+    if len(num_blocks) == 1:
+        return None
+    fits_one = -(-longest // block_size) <= min(num_blocks)
+    range_tokens = LEAST_RANGE_TOKENS
+    while range_tokens < (longest if balanced_kv_tokens is None else balanced_kv_tokens):
+        range_tokens *= 2
+    if fits_one:
+        return range_tokens if range_tokens < longest and balanced_kv_tokens is not None else None
+    while range_tokens > SPLIT_TOKENS and not fits_pool(longest, range_tokens, num_blocks, block_size):
+        range_tokens //= 2
+    return range_tokens if fits_pool(longest, range_tokens, num_blocks, block_size) else None
+
+
+def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_size: int) -> bool:
+    """Whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in ranges."""
+    blocks = np.array(num_blocks)
+    return pool_holds(sizes_of(longest, range_tokens, block_size), np.column_stack([blocks, blocks * block_size]))

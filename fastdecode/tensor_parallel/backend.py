@@ -1,0 +1,165 @@
+"""Rank 0's attention backend: its own group of R-workers, with every step told to the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastdecode.errors import RankLostError, interrupts_deferred
+from fastdecode.step import MiniBatch, ScheduledStep
+from fastdecode.tensor_parallel.lifeline import Lifelines
+from fastdecode.tensor_parallel.member import Group, Member
+from fastdecode.tensor_parallel.messages import Message, step_message
+from fastdecode.types import KVLayout, RWorkerInfo, StepPlan, StepReport
+
+ADMIT_SECONDS = 0.2
+"""How often the ranks are asked for R-workers that have joined."""
+
+
+class TensorParallelBackend:
+    """``AttentionBackend`` over logical R-workers, of which every rank has a part.
+
+    The other ranks hear of a step once, when its layers begin (``lead``) or, where it has none, at its end.
+    """
+
+    def __init__(self, member: Member, lifelines: Lifelines) -> None:
+        self._member, self._lifelines = member, lifelines
+        self._pending: StepPlan | None = None
+        self._open = False
+        self._broken = False
+        self._asked = 0.0
+
+    @property
+    def pool(self) -> Group:
+        """This rank's own R-workers."""
+        return self._member.pool
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a pool has, of this rank's own."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._member.pool, name)
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        with self._talking():
+            return self._member.open(layout)
+
+    def begin_prompts(self, num_tokens: int) -> None:
+        """Have the other ranks attend prompts of ``num_tokens`` tokens; their last preparation."""
+        self._tell(Message("prompts", {"num_tokens": num_tokens}))
+
+    def begin_step(self, plan: StepPlan) -> None:
+        with interrupts_deferred():
+            self._check()
+            self.pool.begin_step(plan)
+            self._pending = plan
+
+    @contextlib.contextmanager
+    def lead(self, step: ScheduledStep, overlap: bool) -> Iterator[None]:
+        """The layers of ``step``, on all ranks; Ctrl-C waits for their end."""
+        with interrupts_deferred(), self._talking():
+            self._pending = None
+            self._open = True
+            self._member.rank.broadcast(step_message(step, True, overlap).encode())
+            yield
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        self.pool.submit(mini_batch, layer, q, k, v)
+
+    def ready(self, mini_batch: int) -> bool:
+        return self.pool.ready(mini_batch)
+
+    def collect(self, mini_batch: int) -> np.ndarray:
+        return self.pool.collect(mini_batch)
+
+    def end_step(self) -> StepReport:
+        with interrupts_deferred(), self._talking():
+            self._tell_controls()
+            self._open = False
+            self._member.rank.broadcast(Message("end").encode())
+            return self._member.end_step()
+
+    def abandon_step(self) -> None:
+        with interrupts_deferred(), contextlib.suppress(RankLostError):
+            self.pool.abandon_step()
+            if not self._broken and (self._pending or self._open):
+                with self._talking():
+                    self._tell_controls()
+                    self._open = False
+                    self._member.rank.broadcast(Message("abandon").encode())
+
+    def export(self, worker: int, sequence_id: int) -> np.ndarray:
+        with interrupts_deferred():
+            self._tell(Message("export", {"worker": worker, "sequence_id": sequence_id}))
+            with self._talking():
+                return self._member.export(worker, sequence_id)
+
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+        """See ``AttentionBackend.import_``; of what ``export`` returned last."""
+        with interrupts_deferred():
+            told = {"worker": worker, "sequence_id": sequence_id, "num_tokens": num_tokens}
+            self._tell(Message("import", told))
+            with self._talking():
+                self._member.import_(worker, sequence_id, num_tokens)
+
+    def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
+        self._check()
+        if self.pool.join_listener is None or time.monotonic() < self._asked + ADMIT_SECONDS:
+            return {}
+        self._asked = time.monotonic()
+        with interrupts_deferred():
+            self._tell(Message("admit", {"vacant": list(vacant)}))
+            with self._talking():
+                return self._member.admit(vacant)
+
+    def dismiss(self, worker: int) -> None:
+        with interrupts_deferred():
+            self._tell(Message("dismiss", {"worker": worker}))
+            self._member.dismiss(worker)
+
+    def forget(self, sequence_id: int) -> None:
+        """Free what the ranks keep of an aborted prompt."""
+        if not self._broken:
+            self._tell(Message("forget", {"sequence_id": sequence_id}))
+
+    def close(self) -> None:
+        with interrupts_deferred():
+            if not self._broken:
+                with contextlib.suppress(RankLostError):
+                    self._tell(Message("close"))
+            self._broken = True
+            self.pool.close()
+
+    def _tell_controls(self) -> None:
+        """Of a step that had no layers, if one has begun."""
+        if self._pending is not None:
+            controls = tuple(tuple(map(tuple, part.controls.tolist())) for part in self._pending.workers)
+            step = ScheduledStep((MiniBatch.of([]),), controls)
+            self._pending, self._open = None, True
+            self._member.rank.broadcast(step_message(step, False).encode())
+
+    def _tell(self, message: Message) -> None:
+        with interrupts_deferred(), self._talking():
+            self._member.rank.broadcast(message.encode())
+
+    def _check(self) -> None:
+        if self._broken or self._lifelines.lost:
+            self._broken = True
+            raise RankLostError(self._lifelines.describe())
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        """RankLostError where a rank goes meanwhile; whatever fails within the layers ends the job, too."""
+        self._check()
+        try:
+            yield
+        except RuntimeError as error:  # of torch.distributed
+            self._broken = True
+            raise RankLostError(self._lifelines.describe(error)) from error
+        except BaseException:
+            self._broken = self._open
+            raise

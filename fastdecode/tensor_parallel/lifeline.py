@@ -1,0 +1,103 @@
+"""How the ranks notice that one of them is gone: a connection to rank 0, which ends with its process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from fastdecode.errors import RankLostError
+
+ENDING_SECONDS = 3.0
+"""How long rank 0 may take to end in order once a rank is lost; it may stand in a layer that never ends."""
+
+NAMING_SECONDS = 1.0
+"""From an error of the group to the news of who is gone."""
+
+MOST_NAME_BYTES = 512
+
+logger = logging.getLogger(__name__)
+
+
+class Lifelines:
+    """Rank 0's ends of the connections of the others."""
+
+    def __init__(self, host: str) -> None:
+        """To listen at some port of ``host``."""
+        self._listener = socket.create_server((host, 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.lost: list[str] = []
+        self._lines: list[socket.socket] = []
+        self._closed = False
+
+    def accept(self, count: int, timeout_seconds: float) -> None:
+        """Wait for the ``count`` other ranks."""
+        self._listener.settimeout(timeout_seconds)
+        for _ in range(count):
+            line, _ = self._listener.accept()
+            line.settimeout(None)
+            name = line.recv(MOST_NAME_BYTES).decode(errors="replace")
+            self._lines.append(line)
+            threading.Thread(target=self._watch, args=(line, name), name=f"lifeline {name}", daemon=True).start()
+        self._listener.close()
+
+    def describe(self, error: Exception | None = None) -> str:
+        """Who is gone."""
+        deadline = time.monotonic() + NAMING_SECONDS
+        while not self.lost and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self.lost:
+            return f"{self.lost[0]} of tensor parallelism is lost, and the job with it: start it again"
+        return f"tensor parallelism has failed, and the job with it: start it again ({error or 'it failed before'})"
+
+    def close(self) -> None:
+        """Let the others end; may be called twice."""
+        self._closed = True
+        self._listener.close()
+        for line in self._lines:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+            line.close()
+
+    def _watch(self, line: socket.socket, name: str) -> None:
+        with contextlib.suppress(OSError):
+            line.recv(1)
+        if self._closed:
+            return
+        self.lost.append(name)
+        time.sleep(ENDING_SECONDS)
+        if not self._closed:
+            print(f"fastdecode: error: {self.describe()}", flush=True)
+            os._exit(1)
+
+
+def hold_on(host: str, port: int, name: str) -> Callable[[], None]:
+    """Another rank's end: this process ends when rank 0's does, until what is returned is called.
+
+    RankLostError where rank 0 is not there.
+    """
+    try:
+        line = socket.create_connection((host, port))
+    except OSError as error:
+        raise RankLostError(f"rank 0 cannot be reached at {host}:{port}: {error}") from None
+    line.sendall(name.encode())
+    over = threading.Event()
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            line.recv(1)
+        if not over.wait(ENDING_SECONDS):
+            os._exit(1)
+
+    def let_go() -> None:
+        over.set()
+        with contextlib.suppress(OSError):
+            line.shutdown(socket.SHUT_RDWR)
+        line.close()
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    return let_go

@@ -1,0 +1,139 @@
+"""What all ranks do alike between layers: each for its own R-workers, and then they compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from fastdecode import errors
+from fastdecode.errors import BackendError, FastDecodeError, WorkerLostError
+from fastdecode.protocols import AttentionBackend
+from fastdecode.sworker.tensor_parallel import Rank
+from fastdecode.tensor_parallel.messages import Message, combined, read_report, report_message
+from fastdecode.types import KVLayout, RWorkerInfo, StepReport
+
+
+class Group(AttentionBackend, Protocol):
+    """The R-workers of one rank (``PoolBackend``)."""
+
+    join_listener: Any
+
+    @property
+    def num_newcomers(self) -> int:
+        """R-workers that have joined and were not admitted yet."""
+        ...
+
+    def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
+        """See ``AttentionBackend.admit``; ``most`` of them, the others another time."""
+        ...
+
+    def give_up(self, worker: int) -> None:
+        """Between steps: forget R-worker ``worker`` and what it holds; it may join anew."""
+        ...
+
+
+class Member:
+    """One rank and its group of R-workers. R-worker i of every group together are the scheduler's R-worker i.
+
+    Every method is called on all ranks at the same time, and returns the same on all.
+    """
+
+    def __init__(self, rank: Rank, pool: Group) -> None:
+        self.rank, self.pool = rank, pool
+        self._seconds_ahead = [np.inf] * rank.size
+        self._gone: set[int] = set()
+        self._exported: np.ndarray | None = None
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        """All groups for the heads of their ranks; the logical R-workers."""
+        groups = self._compare(lambda: {"infos": [asdict(info) for info in self.pool.open(layout)]})
+        counts = [len(group["infos"]) for group in groups]
+        if len(set(counts)) > 1:
+            raise BackendError(
+                f"tensor_parallel_size: ranks have unlike numbers of R-workers ({counts}): give as many to each"
+            )
+        return [
+            _logical([RWorkerInfo(**info) for info in infos])
+            for infos in zip(*(g["infos"] for g in groups), strict=True)
+        ]
+
+    def end_step(self) -> StepReport:
+        """The groups' reports as one. What is lost in one group is given up in the others."""
+        own = self.pool.end_step()
+        now = time.perf_counter()
+        messages = [Message.decode(each) for each in self.rank.all_gather(report_message(own, now).encode())]
+        now = time.perf_counter()
+        for rank, message in enumerate(messages):
+            self._seconds_ahead[rank] = min(self._seconds_ahead[rank], now - message.told["now"])
+        ahead = [0.0 if abs(each) < 1 else each for each in self._seconds_ahead]  # one clock where it is one machine
+        report = combined([read_report(message, ahead[rank]) for rank, message in enumerate(messages)])
+        self._gone.update(report.lost)
+        for worker in report.lost:
+            self.pool.give_up(worker)
+        if len(self._gone) == len(report.workers):
+            raise WorkerLostError("no R-worker is left that all ranks have")
+        return report
+
+    def export(self, worker: int, sequence_id: int) -> np.ndarray:
+        """This rank's part of a sequence; ``import_`` gives it to another R-worker of the group."""
+
+        def take() -> dict[str, Any]:
+            self._exported = self.pool.export(worker, sequence_id)
+            return {}
+
+        self._compare(take)
+        return np.zeros(0, np.uint8) if self._exported is None else self._exported
+
+    def import_(self, worker: int, sequence_id: int, num_tokens: int) -> None:
+        """What ``export`` took last."""
+
+        def give() -> dict[str, Any]:
+            if self._exported is None:
+                raise BackendError("nothing was exported")
+            self.pool.import_(worker, sequence_id, num_tokens, self._exported)
+            return {}
+
+        self._compare(give)
+        self._exported = None
+
+    def admit(self, vacant: Sequence[int]) -> dict[int, RWorkerInfo]:
+        """As many newcomers as every group has."""
+        count = min(each["count"] for each in self._compare(lambda: {"count": self.pool.num_newcomers}))
+        if not count:
+            return {}
+        own = {str(index): asdict(info) for index, info in self.pool.admit(vacant, count).items()}
+        groups = self._compare(lambda: own)
+        self._gone.difference_update(map(int, own))
+        return {int(index): _logical([RWorkerInfo(**group[index]) for group in groups]) for index in own}
+
+    def dismiss(self, worker: int) -> None:
+        """Let the R-worker go in all groups."""
+        self._gone.add(worker)
+        self.pool.dismiss(worker)
+
+    def _compare(self, do: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """What ``do`` returns on each rank; the first one's error where it fails on any."""
+        try:
+            answer = Message("done", do())
+        except FastDecodeError as error:
+            answer = Message("failed", {"error": type(error).__name__, "text": str(error)})
+        answers = [Message.decode(each) for each in self.rank.all_gather(answer.encode())]
+        for rank, each in enumerate(answers):
+            if each.kind == "failed":
+                text = each.told["text"] if rank == self.rank.index else f"rank {rank}: {each.told['text']}"
+                raise getattr(errors, each.told["error"], BackendError)(text)
+        return [each.told for each in answers]
+
+
+def _logical(infos: Sequence[RWorkerInfo]) -> RWorkerInfo:
+    """Partners as the scheduler sees them: the least of what they have."""
+    return replace(
+        infos[0],
+        num_blocks=min(info.num_blocks for info in infos),
+        own_cores=any(info.own_cores for info in infos),
+        read_gb_per_s=min(info.read_gb_per_s for info in infos),
+    )

@@ -1,0 +1,106 @@
+"""What the ranks tell each other between layers, as bytes: a header in JSON, then arrays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fastdecode.step import CHUNK, READ, MiniBatch, ScheduledStep
+from fastdecode.types import StepReport, WorkerReport
+
+DTYPES = {"chunk": CHUNK, "read": READ, "i8": np.dtype("<i8"), "f8": np.dtype("<f8"), "u1": np.dtype("u1")}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+HEADER_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Message:
+    """``kind``: what is to be done; ``told``: what JSON can say of it; and arrays of ``DTYPES``."""
+
+    kind: str
+    told: dict[str, Any] = field(default_factory=dict)
+    arrays: Sequence[np.ndarray] = ()
+
+    def encode(self) -> bytes:
+        """The message as bytes."""
+        arrays = [(NAMES[array.dtype], array.shape) for array in self.arrays]
+        header = json.dumps({"kind": self.kind, "told": self.told, "arrays": arrays}).encode()
+        parts = [len(header).to_bytes(HEADER_LENGTH_BYTES, "little"), header]
+        return b"".join([*parts, *(np.ascontiguousarray(array).tobytes() for array in self.arrays)])
+
+    @staticmethod
+    def decode(data: bytes) -> Message:
+        """The inverse of ``encode``."""
+        start = HEADER_LENGTH_BYTES + int.from_bytes(data[:HEADER_LENGTH_BYTES], "little")
+        header = json.loads(data[HEADER_LENGTH_BYTES:start])
+        arrays = []
+        for name, shape in header["arrays"]:
+            count = int(np.prod(shape, dtype=int))
+            arrays.append(np.frombuffer(data, DTYPES[name], count, start).reshape(shape).copy())
+            start += count * DTYPES[name].itemsize
+        return Message(header["kind"], header["told"], arrays)
+
+
+def step_message(step: ScheduledStep, computes: bool, overlap: bool = True) -> Message:
+    """``step`` as every rank needs it; ``computes``: the model's part too, not only the R-workers' controls."""
+    arrays = [np.array(list(controls), np.int64).reshape(-1, 4) for controls in step.controls]
+    for mini_batch in step.mini_batches:
+        arrays += [mini_batch.chunks, mini_batch.token_ids, mini_batch.reads]
+    told = {"num_workers": len(step.controls), "computes": computes, "overlap": overlap}
+    return Message("step", told, arrays)
+
+
+def read_step(message: Message) -> ScheduledStep:
+    """The inverse of ``step_message``."""
+    num_workers = message.told["num_workers"]
+    controls = tuple(tuple(map(tuple, array.tolist())) for array in message.arrays[:num_workers])
+    rest = iter(message.arrays[num_workers:])
+    return ScheduledStep(tuple(MiniBatch(*parts) for parts in zip(rest, rest, rest, strict=True)), controls)
+
+
+def report_message(report: StepReport, now: float) -> Message:
+    """What a rank's R-workers say of a step; ``now``: this rank's clock."""
+    told = {
+        "now": now,
+        "lost": report.lost,
+        "leaving": report.leaving,
+        "workers": [
+            (each.transfer_seconds, each.bytes_read, each.blocks_free, each.leaving) for each in report.workers
+        ],
+    }
+    return Message("report", told, [part for each in report.workers for part in (each.busy_start, each.busy_end)])
+
+
+def read_report(message: Message, seconds_ahead: float) -> StepReport:
+    """The inverse of ``report_message``; ``seconds_ahead``: of this rank's clock before the other's."""
+    times = iter(message.arrays)
+    workers = []
+    for (transfer, num_bytes, free, leaving), start, end in zip(message.told["workers"], times, times, strict=True):
+        start, end = (np.where(each > 0, each + seconds_ahead, 0) for each in (start, end))
+        workers.append(WorkerReport(start, end, transfer, num_bytes, free, leaving))
+    return StepReport(tuple(workers), tuple(message.told["lost"]), tuple(message.told["leaving"]))
+
+
+def combined(reports: Sequence[StepReport]) -> StepReport:
+    """The ranks' reports as one, of logical R-workers: times of the slowest, bytes of all, the fewest free blocks."""
+    workers = []
+    for parts in zip(*(report.workers for report in reports), strict=True):
+        slowest = max(parts, key=lambda part: float((part.busy_end - part.busy_start).sum()))
+        workers.append(
+            WorkerReport(
+                slowest.busy_start,
+                slowest.busy_end,
+                max(part.transfer_seconds for part in parts),
+                sum(part.bytes_read for part in parts),
+                min(part.blocks_free for part in parts),
+                any(part.leaving for part in parts),
+            )
+        )
+    lost = sorted({worker for report in reports for worker in report.lost})
+    leaving = sorted({worker for report in reports for worker in report.leaving} - set(lost))
+    return StepReport(tuple(workers), tuple(lost), tuple(leaving))

@@ -1,0 +1,115 @@
+"""Who is who among the ranks, from what started this process, and what each rank gets of the settings."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastdecode.config import EngineConfig
+from fastdecode.errors import ConfigError
+from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes, usable_cores
+from fastdecode.settings import split_address
+
+STARTERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun of Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpirun of MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "srun of Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+}
+"""What starts ranks, and the variables in which it tells a process its rank, their number, and both on its machine."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank ``index`` of ``size``, number ``local_index`` of the ``local_size`` on its machine.
+
+    ``host``, ``port``: where the ranks meet. ``has_store``: rank 0 has to open that port itself.
+    """
+
+    index: int
+    size: int
+    local_index: int
+    local_size: int
+    host: str
+    port: int
+    has_store: bool
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"rank {self.index} (process {os.getpid()} on {socket.gethostname()})"
+
+
+def find_place(size: int, environment: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place among ``size`` ranks that something started; None where they are yet to be started.
+
+    ConfigError where they are another number, or do not know where to meet.
+    """
+    for starter, names in STARTERS.items():
+        index, count, local_index, local_size = (environment.get(name, "") for name in names)
+        if not index.isdigit() or not count.isdigit() or (count == "1" and starter != "torchrun"):
+            continue
+        if int(count) != size:
+            raise ConfigError(f"tensor_parallel_size is {size}, and {starter} started {count} processes: give as many")
+        host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+        if not host or not port.isdigit():
+            raise ConfigError(
+                f"tensor_parallel_size: of {starter}, the ranks meet at MASTER_ADDR and MASTER_PORT: set both, to the "
+                f"host of rank 0 and a free port of it"
+            )
+        local = int(local_index) if local_index.isdigit() else 0
+        own_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return Place(
+            int(index), size, local, int(local_size) if local_size.isdigit() else 1, host, int(port),
+            own_store and index == "0",
+        )  # fmt: skip
+    return None
+
+
+def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> EngineConfig:
+    """What rank ``index`` of ``size`` gets of ``config``: ``num_here`` ranks share this machine's memory and cores.
+
+    Of R-workers at host:port each rank gets as many, in order; at the port of ``pool_listen`` rank 0 listens, at the
+    next one rank 1, and so on.
+    """
+    spec = config.r_worker_spec
+    changes: dict[str, Any] = {}
+    if spec.kind == "tcp":
+        if len(spec.addresses) % size:
+            raise ConfigError(
+                f"r_workers: {len(spec.addresses)} R-workers cannot be dealt to {size} ranks: give each as many"
+            )
+        each = len(spec.addresses) // size
+        changes["r_workers"] = ",".join(spec.addresses[index * each : (index + 1) * each])
+    if config.pool_listen is not None:
+        host, port = split_address("pool_listen", config.pool_listen)
+        changes["pool_listen"] = f"{host}:{port + index}"
+    if spec.on_this_machine and config.kv_cache_memory is None:
+        num_bytes = int(available_memory_bytes() * KV_CACHE_SHARE) // (config.num_r_workers * num_here)
+        changes["kv_cache_memory"] = num_bytes
+    return replace(config, **changes)
+
+
+def cores_of(config: EngineConfig, index: int, size: int) -> EngineConfig:
+    """Of ranks that are started here: each gets its share of the S-worker's cores, and of the R-workers'."""
+    changes: dict[str, Any] = {}
+    s_cores, r_cores = config.s_core_list or usable_cores(), config.r_core_list or usable_cores()
+    changes["s_threads"] = config.s_threads or max(1, len(s_cores) // size)
+    if len(s_cores) >= size:
+        changes["s_cores"] = _share(s_cores, index, size)
+    if config.r_worker_spec.on_this_machine and len(r_cores) >= size:
+        changes["r_cores"] = _share(r_cores, index, size)
+    return replace(config, **changes)
+
+
+def _share(cores: list[int], index: int, size: int) -> str:
+    first, end = index * len(cores) // size, (index + 1) * len(cores) // size
+    return ",".join(map(str, cores[first:end]))

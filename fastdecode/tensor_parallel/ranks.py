@@ -1,0 +1,205 @@
+"""The ranks of a job: started here or found, and what those after the first do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import ClassVar
+
+from fastdecode.backends import make_backend, make_prompt_backend
+from fastdecode.config import EngineConfig
+from fastdecode.engine_setup import pin_s_worker
+from fastdecode.errors import FastDecodeError, RankLostError
+from fastdecode.machine import usable_cores
+from fastdecode.metrics import StateClock
+from fastdecode.protocols import AttentionBackend
+from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
+from fastdecode.sworker.tensor_parallel import Meeting, Rank, leave
+from fastdecode.tensor_parallel.backend import TensorParallelBackend
+from fastdecode.tensor_parallel.lifeline import Lifelines, hold_on
+from fastdecode.tensor_parallel.member import Member
+from fastdecode.tensor_parallel.messages import Message, read_step
+from fastdecode.tensor_parallel.place import Place, cores_of, find_place, settings_of
+from fastdecode.types import KVLayout
+
+MEETING_SECONDS = 300.0
+END_SECONDS = 5.0
+"""How long a started rank may take to end."""
+
+logger = logging.getLogger(__name__)
+
+
+class Ranks:
+    """Rank 0's view of all: ``rank``, and its own ``config``."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
+        place = find_place(size)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        host = place.host if place else "127.0.0.1"
+        if place is None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._meeting = Meeting(0, size, host, place.port if place else 0, place is None or place.has_store)
+        self._lifelines = Lifelines(host if place else "127.0.0.1")
+        try:
+            if place is None:
+                self._start(config, size)
+            self._meeting.tell("lifeline", str(self._lifelines.port))
+            self._wait_for([f"rank {index}" for index in range(1, size)])
+            self._lifelines.accept(size - 1, MEETING_SECONDS)
+            self.rank = self._meeting.join(config.device, place.local_index if place else 0)
+        except BaseException:
+            self.close()
+            raise
+        own = config if place else cores_of(config, 0, size)
+        self.config = settings_of(own, 0, size, place.local_size if place else size)
+
+    def backend(self, pool: AttentionBackend) -> TensorParallelBackend:
+        """``pool`` and those of the other ranks as one."""
+        return TensorParallelBackend(Member(self.rank, pool), self._lifelines)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """End the processes that were started; may be called twice."""
+        self._lifelines.close()
+        deadline = time.monotonic() + END_SECONDS
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+                continue
+            process.kill()
+            process.wait()
+        leave()
+
+    def _start(self, config: EngineConfig, size: int) -> None:
+        for index in range(1, size):
+            settings = json.dumps(asdict(cores_of(config, index, size)))
+            place: dict[str, object] = {
+                "RANK": index,
+                "WORLD_SIZE": size,
+                "LOCAL_RANK": index,
+                "LOCAL_WORLD_SIZE": size,
+            }
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._meeting.port}
+            environment = os.environ | {name: str(value) for name, value in place.items()} | {"PYTHONSAFEPATH": "1"}
+            command = [sys.executable, "-m", "fastdecode.tensor_parallel.process", settings]
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            )
+
+    def _wait_for(self, names: list[str]) -> None:
+        deadline = time.monotonic() + MEETING_SECONDS
+        while not self._meeting.knows(names):
+            for index, process in enumerate(self._processes, 1):
+                if process.poll() is not None:
+                    raise RankLostError(
+                        f"rank {index} of tensor parallelism ended as it started, with {process.returncode}"
+                    )
+            if time.monotonic() > deadline:
+                raise RankLostError(f"not all ranks of tensor parallelism came within {MEETING_SECONDS:.0f} s")
+            time.sleep(0.01)
+
+
+def begin_ranks(config: EngineConfig) -> Ranks | None:
+    """The ranks that ``config`` asks for; None for one. On another rank than the first this does not return: it serves
+    the first one until that ends, and raises SystemExit."""
+    if config.tensor_parallel_size == 1:
+        return None
+    place = find_place(config.tensor_parallel_size)
+    if place is not None and place.index:
+        serve(config, place)
+    return Ranks(config)
+
+
+def serve(config: EngineConfig, place: Place) -> None:
+    """What a rank after the first does; raises SystemExit at its end."""
+    ending = contextlib.ExitStack()
+    try:
+        meeting = Meeting(place.index, place.size, place.host, place.port, False)
+        meeting.tell(f"rank {place.index}", place.name)
+        ending.callback(hold_on(place.host, int(meeting.ask("lifeline")), place.name))
+        rank = meeting.join(config.device, place.local_index)
+        Follower(settings_of(config, place.index, place.size, place.local_size), rank).run()
+    except FastDecodeError as error:
+        print(f"fastdecode: {place.name}: error: {error}", file=sys.stderr, flush=True)
+        ending.close()
+        leave()
+        raise SystemExit(1) from None
+    except RuntimeError as error:  # rank 0, or another, is gone
+        print(f"fastdecode: {place.name} ends: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        os._exit(1)
+    ending.close()
+    leave()
+    raise SystemExit(0)
+
+
+class Follower:
+    """A rank after the first: its part of the model, its R-workers, and what rank 0 says."""
+
+    def __init__(self, config: EngineConfig, rank: Rank) -> None:
+        self._rank, self._cleanup = rank, contextlib.ExitStack()
+        set_threads(pin_s_worker(config))
+        model = SModel(config, rank)
+        pool = make_backend(config, config.r_core_list or usable_cores())
+        self._cleanup.callback(pool.close)
+        self._member = Member(rank, pool)  # type: ignore[arg-type]
+        layout = layout_for(config, model)
+        r_workers = self._member.open(layout)
+        num_tokens = Message.decode(rank.broadcast()).told["num_tokens"]
+        prompts = None
+        if num_tokens and not model.on_gpu:
+            backend = make_prompt_backend(config, layout, num_tokens, r_workers)
+            self._cleanup.callback(backend.close)
+            prompts = PromptCache(backend)
+        self._pool = pool
+        self._s_worker = SWorker(model.model, model.layout, pool, StateClock(), prompts=prompts, in_order=True)
+
+    def run(self) -> None:
+        """Do what rank 0 says until it says no more."""
+        with self._cleanup:
+            while (message := Message.decode(self._rank.broadcast())).kind != "close":
+                self._do[message.kind](self, message)
+
+    def _step(self, message: Message) -> None:
+        step = read_step(message)
+        self._pool.begin_step(step.to_step_plan())
+        if message.told["computes"]:
+            self._s_worker.follow(step, message.told["overlap"])
+
+    def _compared(self, message: Message) -> None:
+        told = message.told
+        with contextlib.suppress(FastDecodeError):  # all ranks know of it, and the first one decides
+            if message.kind == "export":
+                self._member.export(told["worker"], told["sequence_id"])
+            elif message.kind == "import":
+                self._member.import_(told["worker"], told["sequence_id"], told["num_tokens"])
+            else:
+                self._member.admit(told["vacant"])
+
+    _do: ClassVar[dict[str, Callable[[Follower, Message], object]]] = {
+        "step": _step,
+        "end": lambda self, message: self._member.end_step(),
+        "abandon": lambda self, message: self._pool.abandon_step(),
+        "export": _compared,
+        "import": _compared,
+        "admit": _compared,
+        "dismiss": lambda self, message: self._member.dismiss(message.told["worker"]),
+        "forget": lambda self, message: self._s_worker.forget(message.told["sequence_id"]),
+    }
+
+
+def layout_for(config: EngineConfig, model: SModel) -> KVLayout:
+    """What this rank's R-workers are told."""
+    return replace(model.layout, isa=config.uniform_arithmetic)

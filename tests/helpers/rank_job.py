@@ -1,0 +1,43 @@
+"""One rank of a job that loads one model after the other, so that its processes start once: for the tests.
+
+``python rank_job.py JOBS RESULTS`` with RANK, WORLD_SIZE and MASTER_ADDR set as torchrun sets them. JOBS: JSON, a list
+of {"folder", "port", "prompts", "params", "settings"}; rank 0 writes a list of token ids, or of errors, to RESULTS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.errors import FastDecodeError
+
+
+def run(job: dict[str, Any]) -> Any:
+    """The tokens of every completion of every prompt, and every logprob that was asked for, or the error."""
+    os.environ["MASTER_PORT"] = str(job["port"])
+    size = int(os.environ["WORLD_SIZE"])
+    try:
+        with LLM(job["folder"], skip_tokenizer_init=True, tensor_parallel_size=size, **job["settings"]) as llm:
+            params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "detokenize": False} | job["params"])
+            prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            score = llm.engine.score(job["prompts"][0]).tolist() if len(job["prompts"][0]) > 1 else []
+            held = llm.engine.backend.blocks_used - sum(worker.cached for worker in llm.engine.scheduler.workers)
+            tokens = [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
+            found = [output.outputs[0].logprobs for output in outputs]
+            best = [[max(each.values(), key=lambda p: p.logprob).logprob for each in some or ()] for some in found]
+            return {"tokens": tokens, "score": score, "logprobs": best, "held": held}
+    except FastDecodeError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    except SystemExit:  # another rank than the first has served
+        return None
+
+
+if __name__ == "__main__":
+    results = [run(job) for job in json.loads(Path(sys.argv[1]).read_text())]
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[2]).write_text(json.dumps(results))

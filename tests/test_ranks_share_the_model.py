@@ -1,0 +1,219 @@
+"""Tensor parallelism: real ranks over gloo give the tokens that one S-worker gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import model_zoo
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.config import EngineConfig
+from fastdecode.errors import ConfigError, RankLostError
+from fastdecode.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.tensor_parallel.messages import Message, read_step, step_message
+from fastdecode.tensor_parallel.place import cores_of, find_place, settings_of
+
+PLANNED = ("llama-mha", "llama-gqa", "mistral", "qwen2", "qwen3", "gpt_neox", "phi3", "gemma2", "mixtral", "qwen3_moe")
+PLANNED += ("gpt_oss",)
+"""Architectures of the zoo for which transformers has a plan."""
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kv_cache_memory": "64MiB"}
+SETTINGS |= {"s_threads": 1, "r_threads": 1}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine at which nothing listens."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def run_ranks(size: int, jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
+    """The results of ``jobs``, one after the other in the same ``size`` processes."""
+    ports = free_ports(len(jobs))
+    jobs = [{"params": {}, "settings": SETTINGS} | job | {"port": port} for job, port in zip(jobs, ports, strict=True)]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    script = Path(__file__).parent / "helpers" / "rank_job.py"
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONSAFEPATH": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder / "jobs.json"), str(folder / "results.json")],
+            env={**os.environ, **place, "RANK": str(index), "LOCAL_WORLD_SIZE": str(size)},
+        )
+        for index in range(size)
+    ]
+    try:
+        assert [rank.wait(240) for rank in ranks] == [0] * size
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return list(json.loads((folder / "results.json").read_text()))
+
+
+def job_of(name: str, root: Path, **settings: Any) -> dict[str, Any]:
+    folder = root / name
+    if not folder.exists():
+        model_zoo.save_model(name, folder)
+    prompts = model_zoo.prompts(name)
+    return {"folder": str(folder), "prompts": prompts, "params": {"max_tokens": 24}, "settings": SETTINGS | settings}
+
+
+def tokens_of(result: Any) -> list[list[int]]:
+    """Of the only completion of each prompt."""
+    return [tokens for (tokens,) in result["tokens"]]
+
+
+def test_two_ranks_match_generate(tmp_path: Path) -> None:
+    """Every planned architecture, over 1 to 3 mini-batches and 1 or 2 R-workers each; others are refused by name."""
+    others = sorted(set(model_zoo.ARCHITECTURES) - set(PLANNED))
+    jobs = [
+        job_of(name, tmp_path, num_mini_batches=1 + number % 3, r_workers=f"inproc:{1 + number % 2}")
+        for number, name in enumerate(PLANNED)
+    ]
+    heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16}
+    odd = job_of("llama-gqa", tmp_path, load_format="dummy", hf_overrides=heads)
+    *results, no_plan, uneven = run_ranks(2, [*jobs, job_of("opt", tmp_path), odd], tmp_path)
+    for name, result in zip(PLANNED, results, strict=True):
+        assert tokens_of(result) == [list(tokens[:24]) for tokens in model_zoo.reference(name).tokens], name
+        assert result["held"] == 0, name
+    assert "no plan for opt models" in no_plan["error"]
+    assert "2 ranks cannot share the model's 5 heads" in uneven["error"]
+    assert all(not getattr(model_zoo.build_model(name), "_tp_plan", None) for name in others)
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    """Two KV heads for four ranks, and prompts that attend on the S-worker."""
+    job = job_of("llama-gqa", tmp_path, prefill_scratch="16MiB", num_mini_batches=2)
+    (result,) = run_ranks(4, [job], tmp_path)
+    assert tokens_of(result) == [list(tokens[:24]) for tokens in model_zoo.reference("llama-gqa").tokens]
+
+
+def test_same_as_one_rank(tmp_path: Path) -> None:
+    """Seeded samples, several of a prompt, logprobs, scores, preemption, prefixes and ranges: as of one S-worker."""
+    shared = model_zoo.prompts("llama-gqa")[0]
+    prompts = [shared, [*shared[:160], 7, 8], shared[:100]]
+    base = job_of("llama-gqa", tmp_path) | {"prompts": prompts}
+    sampled = {"temperature": 0.8, "seed": 5, "n": 2, "logprobs": 2, "max_tokens": 20}
+    jobs = [
+        base | {"params": sampled},
+        base | {"settings": SETTINGS | {"kv_cache_memory": "640KiB", "max_model_len": 300}},
+        base
+        | {"settings": SETTINGS | {"r_workers": "inproc:2", "kv_shard_tokens": 512}, "prompts": [shared * 2]}
+        | {"params": {"max_tokens": 100}},
+    ]
+    results = run_ranks(2, jobs, tmp_path)
+    for job, result in zip(jobs, results, strict=True):
+        assert "error" not in result, result
+        with LLM(job["folder"], skip_tokenizer_init=True, **job["settings"]) as llm:
+            params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "detokenize": False} | job["params"])
+            outputs = llm.generate([{"prompt_token_ids": each} for each in job["prompts"]], params, use_tqdm=False)
+            assert result["tokens"] == [[list(c.token_ids) for c in output.outputs] for output in outputs]
+            np.testing.assert_allclose(result["score"], llm.engine.score(job["prompts"][0]), atol=1e-3)
+        assert result["held"] == 0
+
+
+def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
+    """One R-worker of either group is killed: no token changes. A rank is killed: the job ends, and names it."""
+    job = job_of("llama-gqa", tmp_path)
+    expected = [list(tokens) for tokens in model_zoo.reference("llama-gqa").tokens]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    settings = SETTINGS | {"r_workers": "spawn:3", "num_mini_batches": 2, "tensor_parallel_size": 2}
+    with LLM(job["folder"], skip_tokenizer_init=True, **settings) as llm:
+        (rank,) = _children(os.getpid(), "tensor_parallel.process")
+        victims = {10: _children(os.getpid(), "r-worker")[0], 25: _children(rank, "r-worker")[1]}
+        steps = [0]
+
+        def kill(record: Any) -> None:
+            steps[0] += 1
+            if steps[0] in victims:
+                os.kill(victims[steps[0]], signal.SIGKILL)
+
+        llm.engine.on_step = kill
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert len(llm.engine.scheduler.workers.present) == 1
+        llm.engine.on_step = None
+        os.kill(rank, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(RankLostError, match=rf"rank 1 \(process {rank} "):
+            llm.generate(prompts, params, use_tqdm=False)
+        assert time.monotonic() - start < 5
+
+
+def _children(parent: int, word: str) -> list[int]:
+    """Processes that ``parent`` started with ``word`` in their command line, by age."""
+    found = []
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return sorted(found)
+
+
+def test_steps_survive_the_way() -> None:
+    """What is told of a step is what was scheduled."""
+    chunks = [Chunk(3, 0, 5, [1, 2]), Chunk(4, 1, 700, [9], base=512, reads=((0, 8, 0),), cache_id=11)]
+    step = ScheduledStep((MiniBatch.of(chunks), MiniBatch.of([])), (((0, 1, 2, 3), (2, 5, 0, 0)), ()))
+    message = Message.decode(step_message(step, True, False).encode())
+    found = read_step(message)
+    assert message.told["overlap"] is False and found.controls == step.controls
+    for mine, theirs in zip(found.mini_batches, step.mini_batches, strict=True):
+        assert list(mine) == list(theirs)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, (1, 1, False)),
+        ({"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}, (0, 0, False)),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, (0, 0, True)),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, (1, 0, False)),
+    ],
+)
+def test_who_is_who(environment: dict[str, str], expected: Any) -> None:
+    place = find_place(2, environment | {"MASTER_ADDR": "here", "MASTER_PORT": "29500"})
+    assert (place and (place.index, place.local_index, place.has_store)) == expected
+
+
+def test_places_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="torchrun started 3 processes"):
+        find_place(2, {"RANK": "0", "WORLD_SIZE": "3"})
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
+        find_place(2, {"PMI_RANK": "0", "PMI_SIZE": "2"})
+
+
+def test_settings_of_ranks() -> None:
+    config = EngineConfig(r_workers="localhost:1,localhost:2", pool_listen="localhost:7000", tensor_parallel_size=2)
+    second = settings_of(config, 1, 2, 2)
+    assert (second.r_workers, second.pool_listen) == ("localhost:2", "localhost:7001")
+    assert cores_of(EngineConfig(tensor_parallel_size=2, s_threads=3), 1, 2).s_threads == 3
+    with pytest.raises(ConfigError, match="1 R-workers cannot be dealt to 2 ranks"):
+        settings_of(EngineConfig(r_workers="localhost:1", tensor_parallel_size=2), 0, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"r_workers": "mpi"}, "r_workers: mpi"),
+        ({"prefill_workers": "spawn:1"}, "prefill_workers"),
+        ({"speculative_config": {"method": "early_exit", "num_layers": 1, "num_speculative_tokens": 2}}, "early_exit"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.* is not for tensor_parallel_size 2"):
+        EngineConfig(tensor_parallel_size=2, **settings)

@@ -1,0 +1,330 @@
+"""R-workers as actors of a real Ray cluster of three nodes on this machine: placed, killed, drained, and gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from helpers import model_zoo
+from helpers.engine_checks import assert_nothing_held
+from helpers.processes import alive
+from test_elastic import Job, make_llm
+
+from fastdecode.cluster.ray.backend import RayJob
+from fastdecode.cluster.ray.placement import Ask, Node, check_fits, choose_ask
+from fastdecode.cluster.ray.server import choose_cores
+from fastdecode.config import EngineConfig
+from fastdecode.engine import LLMEngine
+from fastdecode.errors import BackendError, CapacityError, ConfigError
+from fastdecode.machine import numa_nodes, usable_cores
+
+JOIN_SECONDS = 10.0
+"""From the start of an actor's process by Ray until it has joined."""
+
+PATIENCE_SECONDS = 60.0
+NODE: dict[str, Any] = {"num_cpus": 4, "memory": 1 << 30, "object_store_memory": 80 << 20, "include_dashboard": False}
+
+QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_timeout_ms": 1000}
+QUICK |= {"health_check_failure_threshold": 2}
+"""Ray misses a dead node after one second, and not 15."""
+
+HOSTS = [Node("a", 8, 8 << 30), Node("b", 8, 8 << 30), Node("c", 2, 4 << 30)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama on disk."""
+    return model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Three raylets, found by RAY_ADDRESS; started once, since that takes ten seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        from ray.cluster_utils import Cluster
+
+        temp = Path(tempfile.mkdtemp(prefix="fd-test-"))  # short: it holds sockets
+        (temp / "ray").mkdir()
+        patch.setenv("RAY_TMPDIR", str(temp))
+        nodes = Cluster()
+        try:
+            nodes.add_node(**NODE, _system_config=QUICK)
+            for _ in range(2):
+                nodes.add_node(**NODE)
+            patch.setenv("RAY_ADDRESS", nodes.address)
+            nodes.temp = temp
+            yield nodes
+        finally:
+            nodes.shutdown()
+            wait_until(lambda: is_removed(temp), 20.0)
+
+
+def actors() -> list[psutil.Process]:
+    """The processes of R-workers on Ray, whichever raylet has started them."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if "ray::RWorkerActor" in " ".join(process.info["cmdline"] or ()) and alive(process.pid):
+            found.append(process)
+    return found
+
+
+def claims() -> int:
+    """R-workers on Ray that hold cores of this machine."""
+    return Path("/proc/net/unix").read_text().count("@fastdecode-ray-r-worker-")
+
+
+def is_removed(folder: Path) -> bool:
+    """Try; what ends just now may still write there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def assert_nothing_left() -> None:
+    wait_until(lambda: not actors() and not claims(), 20.0)
+
+
+def present(engine: LLMEngine) -> int:
+    return len(engine.scheduler.workers.present)
+
+
+def run_until_replaced(job: Job, victims: int, before: set[int]) -> None:
+    """Step until as many are back as were killed; the new ones have joined soon after Ray started them."""
+    engine, joined = job.engine, len(job.engine.backend.joined)  # type: ignore[attr-defined]
+    job.step_until(lambda: len(engine.backend.joined) >= joined + victims)  # type: ignore[attr-defined]
+    now = time.time()
+    started = [process.create_time() for process in actors() if process.pid not in before]
+    assert len(started) >= victims
+    assert now - max(started) <= JOIN_SECONDS
+    job.step_until(lambda: present(engine) == 6)
+
+
+def test_six_on_three_nodes_and_what_is_killed_is_replaced(folder: Path, cluster: Any) -> None:
+    """Actors, then a whole node, with ``kill -9`` under load: each sequence gets its tokens."""
+    with make_llm(folder, r_workers="ray:6", pool_listen=None) as llm:
+        engine = llm.engine
+        lost: list[int] = []
+        engine.on_step = lambda record: lost.append(record.lost_workers)
+        assert Counter(Counter(process.ppid() for process in actors()).values()) == {2: 3}, "two on each node"
+        assert_key_is_nowhere(engine, cluster.temp)
+        job = Job(engine)
+        for _ in range(2):
+            for _ in range(5):
+                job.step()
+            before = actors()
+            for process in before[:2]:
+                process.kill()
+            run_until_replaced(job, 2, {each.pid for each in before})
+        before = actors()
+        raylet = next(iter(cluster.worker_nodes))
+        pid = raylet.all_processes["raylet"][0].process.pid
+        on_node = sum(process.ppid() == pid for process in before)
+        os.kill(pid, signal.SIGKILL)
+        run_until_replaced(job, on_node, {each.pid for each in before})
+        job.finish()
+        assert sum(lost) >= 4 + on_node and on_node >= 1  # more where a loaded machine keeps one silent for too long
+        assert_nothing_held(engine)
+    assert_nothing_left()
+    cluster.remove_node(raylet)
+    cluster.add_node(**NODE)
+
+
+def assert_key_is_nowhere(engine: LLMEngine, temp: Path) -> None:
+    """Not on a command line, not in an environment, not in Ray's logs."""
+    secret = engine.backend.security.secret  # type: ignore[attr-defined]
+    assert len(secret) == 64
+    shown = [Path(f"/proc/{process.pid}/{name}") for process in actors() for name in ("cmdline", "environ")]
+    shown += [path for path in temp.glob("ray/session_*/logs/**/*") if path.is_file()]
+    assert len(shown) > 20
+    assert not [path for path in shown if secret in path.read_bytes()]
+
+
+def test_a_node_that_ray_drains_is_left_first(folder: Path, cluster: Any) -> None:
+    """No sequence is computed again; the R-worker is back once Ray has a place for it."""
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    leaves = next(iter(cluster.worker_nodes))
+    pid = leaves.all_processes["raylet"][0].process.pid
+    with make_llm(folder, r_workers="ray:3:strict-spread", pool_listen=None, key_file=None) as llm:
+        engine, job = llm.engine, Job(llm.engine)
+        job.step_until(lambda: all(engine.scheduler.workers[index].num_sequences for index in range(3)))
+        assert sum(process.ppid() == pid for process in actors()) == 1
+        preempted = engine.scheduler.num_preemptions
+        reason, until = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, int(time.time() * 1000) + 600_000
+        GcsClient(cluster.address).drain_node(leaves.node_id, reason, "spot", until)
+        job.step_until(lambda: present(engine) == 2, pause_seconds=0.01)
+        assert engine.scheduler.num_preemptions == preempted, "all have moved"
+        cluster.add_node(**NODE)
+        cluster.remove_node(leaves)
+        job.step_until(lambda: present(engine) == 3, pause_seconds=0.01)
+        job.finish()
+    assert_nothing_left()
+
+
+def test_nothing_is_left_of_an_engine_that_was_killed(cluster: Any) -> None:
+    code = """
+from fastdecode.cluster.ray.backend import RayJob
+import time
+job = RayJob(2, 1, 64 << 20)
+job.start("127.0.0.1:9")
+print(job._process.pid, flush=True)
+time.sleep(600)
+"""
+    engine = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert engine.stdout
+        driver = int(engine.stdout.readline())
+        wait_until(lambda: len(actors()) == 2)
+    finally:
+        engine.kill()
+        engine.communicate()
+    assert_nothing_left()
+    wait_until(lambda: not alive(driver))
+
+
+def test_a_cluster_started_here_ends_with_its_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One R-worker takes the cores of this machine; neither processes nor the folder of the session are left."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    before = set(Path(tempfile.gettempdir()).glob("fd-ray-*"))
+    job = RayJob(1, None, 64 << 20)
+    started = psutil.Process(job._process.pid).children(recursive=True)
+    try:
+        assert (job.host, job.is_alone, job.security.encrypts) == ("127.0.0.1", True, False)
+        assert len(started) > 1 and set(Path(tempfile.gettempdir()).glob("fd-ray-*")) > before
+    finally:
+        job.end()
+    wait_until(lambda: not any(alive(process.pid) for process in started), 20.0)
+    assert set(Path(tempfile.gettempdir()).glob("fd-ray-*")) == before
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ((13, 1, 1 << 20), r"cannot place 13 R-worker\(s\) of 1 CPU\(s\) .* room for 12\. Missing: 1 CPU\(s\)"),
+        ((1, 5, 1 << 20), r"cannot place 1 R-worker\(s\) of 5 CPU\(s\) .* 4 CPU\(s\) and 1\.00 GiB; .* room for 0"),
+        ((1, 1, 2 << 30), r"2\.00 GiB each, .* Missing: 1 CPU\(s\) and 2\.00 GiB more"),
+        ((4, 1, 1 << 20, True), r"each on a node of its own\. .* Missing: 1 more node"),
+    ],
+    ids=str,
+)
+def test_what_no_node_has_is_refused(cluster: Any, asked: Any, message: str) -> None:
+    with pytest.raises(CapacityError, match=message):
+        RayJob(*asked)
+
+
+def test_waiting_for_room_ends(cluster: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """As where other jobs have it, or an autoscaler brings no node in time; refused before the model is loaded."""
+    monkeypatch.setenv("FASTDECODE_RAY_SECONDS", "1")
+    with pytest.raises(CapacityError, match=r"did not place 13 .* within 1 s: .* 12 of 12 CPU\(s\) .* free"):
+        make_llm(folder, r_workers="ray:13", kv_cache_memory="1MiB", pool_listen=None)
+    monkeypatch.setenv("FASTDECODE_RAY_SECONDS", "soon")
+    with pytest.raises(ConfigError, match="FASTDECODE_RAY_SECONDS must be a number of seconds, not 'soon'"):
+        RayJob(1, 1, 1 << 20)
+
+
+def test_an_actor_that_cannot_start_says_why(cluster: Any) -> None:
+    """The node has less memory free than Ray counts there."""
+    job = RayJob(1, 1, 64 << 20)
+    try:
+        job.start("no-such-host.invalid:1")
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        with pytest.raises(ConfigError, match=r"join: no-such-host\.invalid cannot be reached from here"):
+            while time.monotonic() < deadline:
+                job.check()
+                time.sleep(0.05)
+    finally:
+        job.end()
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:9", "RAY_ADDRESS: no Ray cluster answers at 127.0.0.1:9"),
+        ("ray://127.0.0.1:10001", "must run on a node of the cluster.* ray job submit"),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_is_refused(
+    monkeypatch: pytest.MonkeyPatch, address: str, message: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises((BackendError, ConfigError), match=message):
+        RayJob(1, 1, 1 << 20)
+
+
+def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"ray:N needs Ray: pip install 'fastdecode\[ray\]'"):
+        make_llm(folder, r_workers="ray:2", pool_listen=None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"r_workers": "ray:0"}, "r_workers must be"),
+        ({"r_workers": "ray:2:spread"}, "r_workers must be"),
+        ({"r_workers": "ray"}, "r_workers must be"),
+        ({"r_cores": "0"}, "r_cores: R-workers that this process does not start have their own"),
+        ({"profile": __file__}, "profile: it knows R-workers by their address"),
+        ({"prefill_workers": "spawn:1"}, "prefill_workers: with r_workers ray:N they take a --key-file"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**{"r_workers": "ray:2", **settings})
+
+
+def test_memory_is_that_of_rays_nodes() -> None:
+    config = EngineConfig(r_workers="ray:2:strict-spread", kv_cache_memory="999GiB", r_threads=64, security="encrypt")
+    assert (config.r_worker_spec.strict_spread, config.num_r_workers) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    ("count", "threads", "memory", "strict", "wanted"),
+    [
+        (2, None, None, False, Ask(2, 8, int(0.4 * (8 << 30)))),
+        (3, None, None, False, Ask(3, 4, int(0.4 * (8 << 30)) // 2)),
+        (3, None, 1 << 30, True, Ask(3, 2, 1 << 30, True)),
+        (6, 2, 5, False, Ask(6, 2, 5)),
+        (99, None, None, False, Ask(99, 1, int(0.4 * (8 << 30)) // 8)),
+    ],
+)
+def test_shares_of_a_cluster(count: int, threads: int | None, memory: int | None, strict: bool, wanted: Ask) -> None:
+    """Equal ones, as large as all of them can be."""
+    assert choose_ask(count, HOSTS, threads, memory, strict) == wanted
+
+
+def test_room_is_where_both_cpus_and_memory_are() -> None:
+    check_fits(Ask(5, 3, 3 << 30), [*HOSTS, Node("d", 3, 3 << 30)])
+    with pytest.raises(CapacityError, match=r"room for 4\. Missing: 6 CPU\(s\) and 6\.00 GiB more"):
+        check_fits(Ask(6, 3, 3 << 30), HOSTS)
+    with pytest.raises(CapacityError, match="The cluster has no node: room for 0"):
+        check_fits(Ask(1, 1, 1), [])
+
+
+def test_cores_are_those_of_one_numa_node() -> None:
+    nodes = [[0, 1, 2, 3], [8, 9, 10, 11]]
+    dealt = [choose_cores(slot, 2, nodes) for slot in range(5)]
+    assert dealt == [[0, 1], [8, 9], [2, 3], [10, 11], [0, 1]]
+    assert choose_cores(1, 3, nodes) == [8, 9, 10]
+    assert choose_cores(0, 6, nodes) == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert sorted(core for node in numa_nodes() for core in node) == usable_cores()
