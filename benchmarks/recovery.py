@@ -2,7 +2,8 @@
 
 64 greedy float32 sequences on three R-workers, of which one is killed with ``kill -9`` at a random token, in the middle
 of a step. Every sequence must get the tokens of an undisturbed run, whose two best tokens are nowhere closer than 1e-4,
-so that a wrong cache shows. With ``--stop 30`` it is stopped for so long instead, and then wakes.
+so that a wrong cache shows. With ``--stop 30`` it is stopped for so long instead, and then wakes. With
+``--tensor-parallel-size 2`` each of two ranks has three R-workers, and one of those of a random rank is killed.
 
 Printed for each: seconds from the kill to the last of the other sequences' next token, and to the last of the lost
 ones', which are computed again; and what as many tokens took as prompts at the start.
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import psutil
 from models import llama_folder
 
 from fastdecode import SamplingParams
@@ -84,6 +86,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="(20)")
     parser.add_argument("--sequences", type=int, default=64, help="(64)")
     parser.add_argument("--transport", choices=["spawn", "tcp"], default="spawn", help="(spawn)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="with spawned R-workers (1)")
     parser.add_argument("--stop", type=float, metavar="SECONDS", help="SIGSTOP for so long, in place of SIGKILL")
     parser.add_argument("--seed", type=int, default=3, help="of prompts and kills (3)")
     args = parser.parse_args()
@@ -93,9 +96,11 @@ def main() -> None:
     found: list[Recovery] = []
     for _ in range(args.kills):
         moment, victim = rng.randrange(1, args.sequences * (OUTPUT_LEN - 2)), rng.randrange(3)
-        with _workers(args.transport) as (spec, processes), _engine(folder, spec) as engine:
-            pids = processes or [worker._link._process.pid for worker in engine.backend.workers]
-            blow = Blow(pids[victim], victim, moment, args.stop)
+        size = args.tensor_parallel_size
+        with _workers(args.transport) as (spec, processes), _engine(folder, spec, size) as engine:
+            groups = [processes or [worker._link._process.pid for worker in engine.backend.workers]]
+            groups += [_spawned(rank) for rank in psutil.Process().children() if rank.pid not in groups[0]]
+            blow = Blow(rng.choice(groups)[victim], victim, moment, args.stop)
             engine.on_step = lambda record, blow=blow, engine=engine: blow.watch(engine, record)
             outputs = _run(engine, prompts, GREEDY)
         if [output.outputs[0].token_ids for output in outputs] != wanted:
@@ -146,10 +151,16 @@ def listening_workers() -> Iterator[tuple[str, list[int]]]:
 
 
 @contextlib.contextmanager
-def _engine(folder: str, r_workers: str) -> Iterator[LLMEngine]:
+def _engine(folder: str, r_workers: str, tensor_parallel_size: int = 1) -> Iterator[LLMEngine]:
     own = {} if ":" in r_workers and "spawn" not in r_workers else {"kv_cache_memory": "256MiB", "r_threads": 1}
     config = EngineConfig(
-        model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="float32", r_workers=r_workers, **own
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        r_workers=r_workers,
+        tensor_parallel_size=tensor_parallel_size,
+        **own,
     )
     engine = LLMEngine(config)
     try:
@@ -190,6 +201,11 @@ def _summarise(found: list[Recovery], args: argparse.Namespace) -> None:
     later = max(each.lost_seconds - each.prefill_seconds for each in found)
     print(f"{sum(each.num_lost for each in found)} rebuilt, at most {later:.2f} s later than their prefill takes")
     print(f"all tokens of {args.kills} x {args.sequences} sequences are those of an undisturbed run")
+
+
+def _spawned(rank: psutil.Process) -> list[int]:
+    """The R-workers of another rank, in order: it started them one after the other."""
+    return [child.pid for child in sorted(rank.children(), key=lambda child: child.create_time())]
 
 
 def _wake(process: int) -> None:
