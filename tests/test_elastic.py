@@ -7,22 +7,18 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import model_zoo, r_workers
+from helpers.elastic import NAME, Job, make_llm
 from helpers.engine_checks import assert_nothing_held
 
-from fastdecode import LLM, SamplingParams
 from fastdecode.cluster.attempts import MOST_ADDRESSES, Attempts
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import ConfigError
 from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
 
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
-NAME = "llama-gqa"
 PATIENCE_SECONDS = 60.0
 
 
@@ -40,12 +36,6 @@ def key(tmp_path: Path) -> str:
     return str(path)
 
 
-def make_llm(folder: Path, **settings: Any) -> LLM:
-    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 300, "s_threads": 1, "r_threads": 1}
-    where = {"kv_cache_memory": "64MiB", "r_workers": "spawn:1", "pool_listen": "127.0.0.1:0"}
-    return LLM(str(folder), **{**defaults, **where, **settings})
-
-
 def pool_address(engine: LLMEngine) -> str:
     return engine.backend.join_listener.address  # type: ignore[attr-defined]
 
@@ -53,39 +43,6 @@ def pool_address(engine: LLMEngine) -> str:
 def num_on(engine: LLMEngine, worker: int) -> int:
     """Sequences on one R-worker, none where it has not joined yet."""
     return engine.scheduler.workers[worker].num_sequences if worker < len(engine.r_workers) else 0
-
-
-class Job:
-    """24 sequences at a time through one engine, step by step; ``finish`` checks every token."""
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
-        self.tokens: dict[int, list[int]] = {}
-        self.wanted: list[list[int]] = []
-        self.add_round()
-
-    def add_round(self) -> None:
-        """24 more."""
-        for number, prompt in enumerate(model_zoo.prompts(NAME) * 3, len(self.wanted)):
-            self.engine.add_request(str(number), prompt, GREEDY)
-        self.wanted += [list(tokens) for tokens in model_zoo.reference(NAME).tokens] * 3
-
-    def step_until(self, condition: Callable[[], bool], pause_seconds: float = 0.0) -> None:
-        """Go on until ``condition``, with another round where the last has ended: processes start when they can."""
-        while not condition():
-            if not self.engine.has_unfinished_requests():
-                self.add_round()
-            self.step()
-            time.sleep(pause_seconds)
-
-    def step(self) -> None:
-        for output in self.engine.step():
-            self.tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-
-    def finish(self) -> None:
-        while self.engine.has_unfinished_requests():
-            self.step()
-        assert [self.tokens[number] for number in range(len(self.wanted))] == self.wanted
 
 
 def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 from helpers import model_zoo
+from helpers.elastic import Job, make_llm
 from helpers.engine_checks import assert_nothing_held
 from helpers.processes import alive
-from test_elastic import Job, make_llm
 
 from fastdecode.cluster.ray.backend import RayJob
 from fastdecode.cluster.ray.placement import Ask, Node, check_fits, choose_ask
