@@ -358,10 +358,10 @@ class LLMEngine:
         return outputs
 
     def _lose(self, workers: Sequence[int], sampled: dict[int, list[SampledToken]]) -> None:
-        """What lost R-workers held is computed again elsewhere; the tokens they had a part in are not taken."""
-        for sequence in (held for worker in workers for held in self.scheduler.residents.on(worker)):
-            sampled.pop(sequence.sequence_id, None)
-            self._forget(sequence.sequence_id)
+        """What lost R-workers alone held is computed again elsewhere; tokens that they had a part in are not taken."""
+        for sequence_id in self.scheduler.spoilt(workers):
+            sampled.pop(sequence_id, None)
+            self._forget(sequence_id)
         for sequence in (hopeless for worker in workers for hopeless in self.scheduler.lost(worker)):
             request, completions = self._in_flight.family(sequence.sequence_id)
             for completion in completions:

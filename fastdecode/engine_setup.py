@@ -71,6 +71,7 @@ def make_scheduler(
         micro_batch_interval=config.micro_batch_interval,
         prefix_caching=config.enable_prefix_caching,
         kv_replicas=config.kv_replicas,
+        hosts=tuple(worker.host for worker in r_workers),
         seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
     )

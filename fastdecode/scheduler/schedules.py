@@ -124,4 +124,5 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
         base=sequence.base,
         cache_id=sequence.cache_id,
         reads=tuple((each.worker, each.cache_id, each.start) for each in sequence.closed * sequence.attends_in_prompt),
+        copy=sequence.copy_worker,
     )
