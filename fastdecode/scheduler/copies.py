@@ -164,7 +164,8 @@ class _Choice:
         there = seconds[via] + tokens[mine] / speeds[via]
         alone = np.maximum(left, there)
         best = int(np.argmin(alone))
-        found, lowest = (int(mine[best]),), float(alone[best])
+        lowest = float(alone[best])
+        found: tuple[int, ...] = (int(mine[best]),)
         onward = np.flatnonzero((attending != busiest) & np.isin(attending, via))
         if len(onward):
             to_busiest = others[onward] == busiest
