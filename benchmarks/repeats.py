@@ -2,9 +2,9 @@
 
 A random four-layer Llama decodes 24 requests, greedy and sampled with seeds, some with n = 4, some that begin alike.
 Settings are drawn: dtype of model and cache, prefix caching, one to three mini-batches, chunk size, where prompts
-attend, spawned R-workers or such over TCP; by turns sequences are cached once and twice. Each draw runs undisturbed, with
-one copy, then with R-workers killed by ``kill -9`` at random tokens, then in a cache so small that sequences are preempted.
-Exits 1 if any token differs or is lost.
+attend, spawned R-workers or such over TCP; by turns sequences are cached once and twice. Each draw runs undisturbed
+with one copy, then with R-workers killed by ``kill -9`` at random tokens, then in a cache so small that sequences are
+preempted. Exits 1 if any token differs or is lost.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ the longest time between two tokens of any sequence until the next loss, beyond 
 again; and seconds until every sequence decodes with as many copies as there are to be. Every token must be that of an
 undisturbed run with one copy. ``--kv-replicas 1``: the same where each sequence is cached once.
 
-    python benchmarks/replicas.py --throughput --rounds 8
+    python benchmarks/replicas.py --throughput --rounds 6
 
 Decode with two copies against one, without losses: two engines that are open at once take turns, A B A B …, at
-``--context`` tokens, over caches filled with random keys and values. Marks: 0.25 s with ``kill -9``, 1.7 s with silence,
-0 tokens computed again, 0.93 of the throughput. Exits 1 if any token differs.
+``--context`` tokens, over caches filled with random keys and values. Marks: 0.25 s with ``kill -9``, 1.7 s with
+silence, 0 tokens computed again, 0.93 of the throughput. Exits 1 if any token differs.
 """
 
 from __future__ import annotations
@@ -57,11 +57,10 @@ class Loss:
     gap: float = 0.0
 
     def __str__(self) -> str:
-        whole = f"{self.whole - self.struck:.2f} s" if self.whole else "never"
         return (
             f"R-worker {self.victim}: gap {self.gap:.3f} s beyond a step of {self.normal_step:.3f} s, noticed after "
             f"{self.noticed - self.struck:.3f} s, {self.num_repeated} rows repeated, {self.num_recomputed} tokens "
-            f"computed again, whole after {whole}"
+            f"computed again, whole after {self.whole - self.struck:.2f} s"
         )
 
 
@@ -137,17 +136,18 @@ def main() -> None:
     parser.add_argument("--transport", choices=["spawn", "tcp"], default="spawn", help="(spawn)")
     parser.add_argument("--silence", action="store_true", help="SIGSTOP in place of SIGKILL")
     parser.add_argument("--runs", type=int, default=5, help="of two losses each (5)")
-    parser.add_argument("--sequences", type=int, default=32, help="(32; 64 with --throughput)")
+    parser.add_argument("--sequences", type=int, help="(32; 64 with --throughput)")
     parser.add_argument("--prompt-len", type=int, default=512, help="(512)")
     parser.add_argument("--output-len", type=int, default=400, help="(400)")
     parser.add_argument("--seed", type=int, default=3, help="of prompts and losses (3)")
     parser.add_argument("--dtypes", default="bfloat16,float32", metavar="LIST", help="(bfloat16,float32)")
     parser.add_argument("--throughput", action="store_true", help="without losses, two copies against one")
-    parser.add_argument("--rounds", type=int, default=8, help="of A and B each (8)")
+    parser.add_argument("--rounds", type=int, default=6, help="of A and B each (6)")
     parser.add_argument("--context", type=int, default=1024, help="(1024)")
     parser.add_argument("--r-workers", default="spawn:2", help="with --throughput (spawn:2)")
     parser.add_argument("--shape", default="512,4,1", help="with --throughput: hidden size, layers, heads per KV head")
     args = parser.parse_args()
+    args.sequences = args.sequences or (64 if args.throughput else 32)
     for dtype in args.dtypes.split(","):
         if args.throughput:
             _compare_rates(args, dtype)
@@ -173,6 +173,8 @@ def _lose(args: argparse.Namespace, dtype: str) -> None:
             losses = Losses(engine, processes, rng.sample(range(3), 2), moment, args.silence)
             engine.on_step = losses.watch
             outputs = run_requests(engine, prompts, params)
+        if not all(loss.whole for loss in losses.found) or len(losses.found) < 2:
+            sys.exit("the sequences ended before all of them had their second copies again: raise --output-len")
         losses.measure_gaps(outputs)
         mine = [output.outputs[0].token_ids for output in outputs]
         different += sum(one != other for one, other in zip(wanted, mine, strict=True))
@@ -187,17 +189,17 @@ def _lose(args: argparse.Namespace, dtype: str) -> None:
 def _summarise(args: argparse.Namespace, dtype: str, found: list[Loss], different: int) -> None:
     gaps = [loss.gap for loss in found]
     mark = SILENT_GAP_MARK if args.silence else GAP_MARK
-    whole = [loss.whole - loss.struck for loss in found if loss.whole]
+    whole = [loss.whole - loss.struck for loss in found[::2]]
+    how = "silence" if args.silence else "kill -9"
     print(
-        f"{dtype}, kv_replicas {args.kv_replicas}, {args.transport}, {'silence' if args.silence else 'kill -9'}: "
-        f"{len(found)} losses; longest gap beyond a step: median {statistics.median(gaps):.3f} s, most "
-        f"{max(gaps):.3f} s{'' if max(gaps) <= mark else f' (MISSES {mark})'}; computed again: "
-        f"{sum(loss.num_recomputed for loss in found)} tokens; whole after {statistics.median(whole):.2f} s (median), "
-        f"{max(whole):.2f} s (most); {different} of {args.runs * args.sequences} sequences differ",
+        f"{dtype}, kv_replicas {args.kv_replicas}, {args.transport}, {how}: {len(found)} losses; longest gap beyond a "
+        f"step: median {statistics.median(gaps):.3f} s, most {max(gaps):.3f} s"
+        f"{'' if max(gaps) <= mark else f' (MISSES {mark})'}; computed again: "
+        f"{sum(loss.num_recomputed for loss in found)} tokens; whole after the first loss of a run in "
+        f"{statistics.median(whole):.2f} s (median), {max(whole):.2f} s (most); {different} of "
+        f"{args.runs * args.sequences} sequences differ",
         flush=True,
     )
-    if len(found) < 2 * args.runs:
-        print(f"only {len(found)} losses: the second copies were not all made in time; raise --output-len")
 
 
 def _compare_rates(args: argparse.Namespace, dtype: str) -> None:
@@ -210,7 +212,7 @@ def _compare_rates(args: argparse.Namespace, dtype: str) -> None:
     ratio = float(np.median(ratios))
     one, two = np.median(rates, axis=0)
     print(
-        f"{dtype}, {args.r_workers}, {2 * args.sequences} sequences at {args.context} tokens, shape {args.shape}: "
+        f"{dtype}, {args.r_workers}, {args.sequences} sequences at {args.context} tokens, shape {args.shape}: "
         f"{one:.0f} tokens/s with one copy, {two:.0f} with two: {ratio:.3f} (median of {args.rounds} pairs, "
         f"{ratios.min():.3f} to {ratios.max():.3f}){'' if ratio >= RATE_MARK else f', MISSES {RATE_MARK}'}",
         flush=True,
@@ -218,7 +220,7 @@ def _compare_rates(args: argparse.Namespace, dtype: str) -> None:
 
 
 def _rig(args: argparse.Namespace, folder: str, dtype: str, kv_replicas: int) -> DecodeRig:
-    num_tokens = 2 * args.sequences * (args.context + 64)
+    num_tokens = args.sequences * (args.context + 64)
     hidden, layers, group = map(int, args.shape.split(","))
     config = EngineConfig(
         model=folder,
@@ -230,7 +232,7 @@ def _rig(args: argparse.Namespace, folder: str, dtype: str, kv_replicas: int) ->
         kv_replicas=kv_replicas,
         r_workers=args.r_workers,
         kv_cache_memory=num_tokens * layers * hidden // group * 2 * (2 if dtype == "bfloat16" else 4),
-        max_num_seqs=2 * args.sequences,
+        max_num_seqs=args.sequences,
         prefill_scratch="8GiB",  # prompts are only stored, not attended
     )
     return DecodeRig(config)
@@ -238,7 +240,7 @@ def _rig(args: argparse.Namespace, folder: str, dtype: str, kv_replicas: int) ->
 
 def _rate(rig: DecodeRig, args: argparse.Namespace) -> float:
     """Tokens per second of the decode steps of one round."""
-    records = rig.decode(2 * args.sequences, args.context, num_steps=24)
+    records = rig.decode(args.sequences, args.context, num_steps=48)
     return sum(record.num_output_tokens for record in records) / sum(record.wall_seconds for record in records)
 
 
