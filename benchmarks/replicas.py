@@ -6,7 +6,7 @@ the longest time between two tokens of any sequence until the next loss, beyond 
 again; and seconds until every sequence decodes with as many copies as there are to be. Every token must be that of an
 undisturbed run with one copy. ``--kv-replicas 1``: the same where each sequence is cached once.
 
-    python benchmarks/replicas.py --throughput --rounds 6
+    python benchmarks/replicas.py --throughput --rounds 40
 
 Decode with two copies against one, without losses: two engines that are open at once take turns, A B A B …, at
 ``--context`` tokens, over caches filled with random keys and values. Marks: 0.25 s with ``kill -9``, 1.7 s with
@@ -24,6 +24,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -32,13 +33,15 @@ from models import llama_folder
 from recovery import run_requests, small_engine, three_workers
 
 from fastdecode import SamplingParams
-from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
-from fastdecode.measure.decode_rig import DecodeRig
+from fastdecode.measure.decode_rig import RandomPrompts
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import RequestOutput
 
 GAP_MARK, SILENT_GAP_MARK, RATE_MARK = 0.25, 1.7, 0.93
+STEPS = 8
+"""Of each engine in a round."""
+
 STEPS_BETWEEN = 10
 """From when all is as before a loss to the next loss."""
 
@@ -142,7 +145,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=3, help="of prompts and losses (3)")
     parser.add_argument("--dtypes", default="bfloat16,float32", metavar="LIST", help="(bfloat16,float32)")
     parser.add_argument("--throughput", action="store_true", help="without losses, two copies against one")
-    parser.add_argument("--rounds", type=int, default=6, help="of A and B each (6)")
+    parser.add_argument("--rounds", type=int, default=40, help="of A and B each (40)")
     parser.add_argument("--context", type=int, default=1024, help="(1024)")
     parser.add_argument("--r-workers", default="spawn:2", help="with --throughput (spawn:2)")
     parser.add_argument("--shape", default="512,4,1", help="with --throughput: hidden size, layers, heads per KV head")
@@ -203,45 +206,72 @@ def _summarise(args: argparse.Namespace, dtype: str, found: list[Loss], differen
 
 
 def _compare_rates(args: argparse.Namespace, dtype: str) -> None:
-    hidden, layers, group = map(int, args.shape.split(","))
-    folder = llama_folder(hidden, layers, group=group)
     with contextlib.ExitStack() as stack:
-        rigs = [stack.enter_context(contextlib.closing(_rig(args, folder, dtype, copies))) for copies in (1, 2)]
-        rates = np.array([[_rate(rig, args) for rig in rigs] for _ in range(args.rounds + 1)])[1:]  # one to warm up
+        engines = [stack.enter_context(_full_engine(args, dtype, copies)) for copies in (1, 2)]
+        blocks = [[_decode(engine) for engine in engines] for _ in range(args.rounds + 1)][1:]  # one to warm up
+    rates = np.array([[_rate(records) for records in pair] for pair in blocks])
     ratios = rates[:, 1] / rates[:, 0]
     ratio = float(np.median(ratios))
-    one, two = np.median(rates, axis=0)
+    low, high = np.percentile(ratios, (10, 90))
+    for copies in (1, 2):
+        records = [record for pair in blocks for record in pair[copies - 1]]
+        print(f"{dtype}, copies {copies}: {np.median(rates[:, copies - 1]):.0f} tokens/s, {_parts(records)}")
     print(
-        f"{dtype}, {args.r_workers}, {args.sequences} sequences at {args.context} tokens, shape {args.shape}: "
-        f"{one:.0f} tokens/s with one copy, {two:.0f} with two: {ratio:.3f} (median of {args.rounds} pairs, "
-        f"{ratios.min():.3f} to {ratios.max():.3f}){'' if ratio >= RATE_MARK else f', MISSES {RATE_MARK}'}",
+        f"{dtype}, {args.r_workers}, {args.sequences} sequences at {args.context} tokens, shape {args.shape}: two "
+        f"copies / one: {ratio:.3f} (median of {args.rounds} pairs; p10 {low:.3f}, p90 {high:.3f})"
+        f"{'' if ratio >= RATE_MARK else f', MISSES {RATE_MARK}'}",
         flush=True,
     )
 
 
-def _rig(args: argparse.Namespace, folder: str, dtype: str, kv_replicas: int) -> DecodeRig:
-    num_tokens = args.sequences * (args.context + 64)
+@contextlib.contextmanager
+def _full_engine(args: argparse.Namespace, dtype: str, kv_replicas: int) -> Iterator[LLMEngine]:
+    """One whose sequences decode; they reach ``--context`` in the middle of what is measured."""
     hidden, layers, group = map(int, args.shape.split(","))
-    config = EngineConfig(
-        model=folder,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype=dtype,
-        schedule="prefill-first",
-        enable_prefix_caching=False,
-        kv_replicas=kv_replicas,
-        r_workers=args.r_workers,
-        kv_cache_memory=num_tokens * layers * hidden // group * 2 * (2 if dtype == "bfloat16" else 4),
-        max_num_seqs=args.sequences,
-        prefill_scratch="8GiB",  # prompts are only stored, not attended
-    )
-    return DecodeRig(config)
+    num_steps = (args.rounds + 2) * STEPS
+    num_tokens = args.sequences * (args.context + num_steps)
+    settings = {
+        "dtype": dtype,
+        "schedule": "prefill-first",
+        "enable_prefix_caching": False,
+        "kv_replicas": kv_replicas,
+        "kv_cache_memory": num_tokens * layers * hidden // group * 2 * (2 if dtype == "bfloat16" else 4),
+        "max_num_seqs": args.sequences,
+        "prefill_scratch": "8GiB",  # prompts are only stored, not attended
+    }
+    params = SamplingParams(temperature=0, max_tokens=num_steps, ignore_eos=True, detokenize=False)
+    with small_engine(llama_folder(hidden, layers, group=group), args.r_workers, **settings) as engine:
+        for number in range(args.sequences):
+            engine.add_request(str(number), [1] * (args.context - num_steps // 2), params)
+        with engine.computed_by(RandomPrompts):
+            while engine.scheduler.residents.prompts or len(engine.scheduler.queue):
+                engine.step()
+        yield engine
+        engine.abort_request(map(str, range(args.sequences)))
 
 
-def _rate(rig: DecodeRig, args: argparse.Namespace) -> float:
-    """Tokens per second of the decode steps of one round."""
-    records = rig.decode(args.sequences, args.context, num_steps=48)
+def _decode(engine: LLMEngine) -> list[StepRecord]:
+    """The next STEPS steps but the first, for which R-workers wake up."""
+    records: list[StepRecord] = []
+    engine.on_step = records.append
+    engine.clock.restart()
+    for _ in range(STEPS):
+        engine.step()
+    return records[1:]
+
+
+def _rate(records: list[StepRecord]) -> float:
+    """Tokens per second."""
     return sum(record.num_output_tokens for record in records) / sum(record.wall_seconds for record in records)
+
+
+def _parts(records: list[StepRecord]) -> str:
+    """Medians of what a step takes."""
+    names = ("wall", "s", "wait", "host")
+    parts = [f"{name} {statistics.median(getattr(each, name + '_seconds') for each in records):.4f}" for name in names]
+    uneven = statistics.mean(max(each.kv_loads) / np.mean(each.kv_loads) for each in records)
+    r_seconds = statistics.median(max(each.r_seconds) for each in records)
+    return f"seconds of a step: {', '.join(parts)}, busiest R-worker {r_seconds:.4f}; KV loads {uneven:.4f} of the mean"
 
 
 if __name__ == "__main__":
