@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastdecode.cluster.copies import CopiedRows
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.ranges import Arrays, RangeRows
 from fastdecode.cluster.wire.handshake import Security
@@ -42,11 +43,12 @@ logger = logging.getLogger(__name__)
 class _MiniBatchRows:
     """The workers with rows in one mini-batch (index, attending rows, all rows), and the o being filled.
 
-    ``ranges``: where sequences attend in ranges.
+    ``ranges``: where sequences attend in ranges; ``copies``: where some have second copies.
     """
 
     busy: list[tuple[int, slice, slice]]
     ranges: RangeRows | None = None
+    copies: CopiedRows | None = None
     outputs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     current: np.ndarray | None = None
     layer: int = 0
@@ -119,6 +121,9 @@ class PoolBackend:
         o = rows.current = self._output(rows, layer, len(q))
         for index, attending, all_rows in rows.busy:
             arrays: Arrays = q[attending], k[all_rows], v[all_rows], o[attending], None
+            if rows.copies:
+                copied_k = rows.copies.stored(index, "k", k, all_rows)
+                arrays = q[attending], copied_k, rows.copies.stored(index, "v", v, all_rows), o[attending], None
             if rows.ranges:
                 arrays = rows.ranges.arrays(index, layer, q, *arrays[:4])
             try:
@@ -261,7 +266,7 @@ class PoolBackend:
             self.join_listener.forget(name)
         if all(isinstance(worker, LostWorker) for worker in self.workers):
             raise WorkerLostError(f"{error}, and no other R-worker is left") from error
-        logger.warning("%s; its sequences are computed again on the others", error)
+        logger.warning("%s; its sequences go on from second copies, or are computed again on the others", error)
         for rows in self._rows:
             if rows.ranges:
                 rows.ranges.lose(index)
@@ -304,14 +309,20 @@ class PoolBackend:
     def _mini_batch_rows(self, plan: StepPlan, mini_batch: int) -> _MiniBatchRows:
         spans = [part.mini_batches[mini_batch] for part in plan.workers]
         counts = [row_counts(each) for each in spans]
-        ranges = None
+        ranges = copies = None
+        if plan.copies and len(plan.copies[mini_batch]):
+            copies = CopiedRows(plan.copies[mini_batch], len(spans))
+            counts = [rows._replace(stored=rows.stored - copies.num_copied(i)) for i, rows in enumerate(counts)]
         if plan.gathers and len(plan.gathers[mini_batch]):
             ranges = RangeRows(self._layout, plan.gathers[mini_batch], spans)
             counts = [rows._replace(queries=rows.queries - ranges.num_copied(i)) for i, rows in enumerate(counts)]
         places = (slices([count[i] for count in counts]) for i in range(2))
         dealt = zip(range(len(counts)), *places, strict=True)
-        busy = [each for each in dealt if each[2].start < each[2].stop or (ranges and ranges.num_copied(each[0]))]
-        return _MiniBatchRows(busy, ranges)
+        extra = [each.num_copied for each in (ranges, copies) if each]
+        busy = [
+            each for each in dealt if each[2].start < each[2].stop or any(num_copied(each[0]) for num_copied in extra)
+        ]
+        return _MiniBatchRows(busy, ranges, copies)
 
     def _output(self, rows: _MiniBatchRows, layer: int, num_rows: int) -> np.ndarray:
         """The mini-batch's o buffer, one per head shape, reused by its layers."""

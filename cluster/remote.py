@@ -89,6 +89,7 @@ class RemoteWorker:
             read_gb_per_s=welcome.read_gb_per_s,
             kv_address=self._kv_address(welcome.kv_address),
             kv_epoch=welcome.kv_epoch,
+            host=welcome.host_id,
         )
 
     @interrupts_deferred()

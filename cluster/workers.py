@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker
+from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, host_id, make_rworker
 from fastdecode.cluster.r_worker.session import open_kv_port
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
@@ -123,7 +123,7 @@ class InprocWorker:
     def opened(self) -> RWorkerInfo:
         worker = self._open
         size = worker.num_blocks, worker.block_size, worker.num_threads
-        info = RWorkerInfo(self.name, *size, worker.isa, self._own_cores)
+        info = RWorkerInfo(self.name, *size, worker.isa, self._own_cores, host=host_id())
         if self._kv_port is None:
             return info
         return replace(info, kv_address=self._kv_port.address, kv_epoch=self._kv_port.epoch)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from fastdecode.config import MODEL, EngineConfig, flag_names
-from fastdecode.errors import CapacityError
+from fastdecode.errors import CapacityError, ConfigError
 from fastdecode.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.protocols import AttentionBackend, PrefillBackend
 from fastdecode.scheduler.ranges import fits_pool
@@ -219,7 +219,9 @@ def kv_cache_bytes(config: EngineConfig) -> int:
 
 def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
     """Every R-worker must hold one longest sequence, or all together its ranges; CapacityError says how much memory
-    that takes."""
+    that takes. ConfigError where there is one R-worker for two copies."""
+    if config.kv_replicas > len(workers) and not config.pool_listen:
+        raise ConfigError("kv_replicas: two copies need two R-workers, and there is one: give more, or kv_replicas 1")
     num_blocks, block_size = [worker.num_blocks for worker in workers], workers[0].block_size
     if config.may_shard and (config.kv_shard_tokens or len(workers) > 1):
         range_tokens = config.kv_shard_tokens or SPLIT_TOKENS

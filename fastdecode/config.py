@@ -104,6 +104,10 @@ class EngineConfig:
         unset="auto: what takes an R-worker longer to read than S time, by --profile; else as many as fit where no "
         "R-worker holds a sequence of max_model_len, and otherwise no ranges",
     )  # fmt: skip
+    kv_replicas: int = setting(
+        1, "R-workers that each sequence is cached on: with 2 a lost R-worker costs nothing but its speed, and either "
+        "attends, in each step the one with less to do", BATCHING, choices=(1, 2),
+    )  # fmt: skip
     micro_batch_interval: int | None = setting(
         None,
         "between the starts that sls spreads",
@@ -194,6 +198,7 @@ class EngineConfig:
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
         _ = self.speculative
         self._check_ranges()
+        self._check_replicas()
         self._check_r_workers()
         self._check_prefill_workers()
         self._check_memory()
@@ -231,7 +236,18 @@ class EngineConfig:
             why = f"schedule {self.schedule} reserves the longest sequence's blocks in one piece"
             if self.speculative and self.speculative.method == "early_exit":
                 why = "speculative_config: early_exit drafts over the whole cache of a sequence"
+            if self.kv_replicas > 1:
+                why = "kv_replicas: a second copy is of a whole sequence"
             raise ConfigError(f"kv_shard_tokens: {why}, on one R-worker; leave kv_shard_tokens out, or the other")
+
+    def _check_replicas(self) -> None:
+        """Two copies need two R-workers, at once or later."""
+        if self.kv_replicas == 1:
+            return
+        if self.schedule in ("request-level", "hybrid"):
+            raise ConfigError(
+                f"kv_replicas: schedule {self.schedule} is there to compare one copy with: leave one of them out"
+            )
 
     def _check_r_workers(self) -> None:
         """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
@@ -326,7 +342,7 @@ class EngineConfig:
     @property
     def may_shard(self) -> bool:
         """True where a sequence may lie on several R-workers."""
-        in_one_piece = self.schedule in ("request-level", "hybrid")
+        in_one_piece = self.schedule in ("request-level", "hybrid") or self.kv_replicas > 1
         return not in_one_piece and not (self.speculative and self.speculative.method == "early_exit")
 
     @property

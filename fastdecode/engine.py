@@ -316,6 +316,7 @@ class LLMEngine:
         """Schedule a step and open it on the R-workers; if they refuse, the scheduler keeps its controls."""
         with interrupts_deferred():
             step = self.scheduler.schedule(time.perf_counter())
+            self._forget_prompts_that_left()
             if not step.num_tokens and not step.arrived and not len(self.scheduler.remote_prompts):
                 raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
             try:
@@ -361,10 +362,10 @@ class LLMEngine:
         return outputs
 
     def _lose(self, workers: Sequence[int], sampled: dict[int, list[SampledToken]]) -> None:
-        """What lost R-workers held is computed again elsewhere; the tokens they had a part in are not taken."""
-        for sequence in (held for worker in workers for held in self.scheduler.residents.on(worker)):
-            sampled.pop(sequence.sequence_id, None)
-            self._forget(sequence.sequence_id)
+        """What lost R-workers alone held is computed again elsewhere; tokens that they had a part in are not taken."""
+        for sequence_id in self.scheduler.spoilt(workers):
+            sampled.pop(sequence_id, None)
+            self._forget(sequence_id)
         for sequence in (hopeless for worker in workers for hopeless in self.scheduler.lost(worker)):
             request, completions = self._in_flight.family(sequence.sequence_id)
             for completion in completions:
@@ -414,11 +415,18 @@ class LLMEngine:
 
     def _forget(self, sequence_id: int) -> None:
         """``sequence_id`` has ended, or what was cached of it is lost."""
-        if self._shared and self._s_worker.prompts.num_sequences:
+        if self._shared and self._s_worker.prompts.sequence_ids:
             self._shared.forget(sequence_id)
         self._s_worker.forget(sequence_id)
         if self.speculation:
             self.speculation.drafter.forget(sequence_id)
+
+    def _forget_prompts_that_left(self) -> None:
+        """Of prompts that were preempted the S-worker keeps nothing: others count on the scratch."""
+        prompts = self.scheduler.residents.prompts
+        for sequence_id in self._s_worker.prompts.sequence_ids:
+            if sequence_id not in prompts or not prompts[sequence_id].uses_scratch:
+                self._forget(sequence_id)
 
     def _settle(self) -> None:
         """When nothing runs, tell the R-workers of the last releases, so that an idle engine holds no blocks."""

@@ -70,6 +70,8 @@ def make_scheduler(
         idle_s_share=calibrated.idle_s_share(config.max_num_seqs) if calibrated else 1.0,
         micro_batch_interval=config.micro_batch_interval,
         prefix_caching=config.enable_prefix_caching,
+        kv_replicas=config.kv_replicas,
+        hosts=tuple(worker.host for worker in r_workers),
         seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
     )

@@ -62,7 +62,7 @@ class Membership:
         known = [self._scheduler.workers.bandwidths[worker] for worker in self._scheduler.workers.present]
         measured = info.read_gb_per_s and all(worker.read_gb_per_s for worker in self._r_workers)
         bandwidth = info.read_gb_per_s if measured else sum(known) / len(known)
-        self._scheduler.join(info.num_blocks, bandwidth, index)
+        self._scheduler.join(info.num_blocks, bandwidth, index, info.host)
         self._r_workers[index : index + 1] = [info]
         logger.info("R-worker %s has joined, with %d KV blocks", info.name, info.num_blocks)
 
@@ -71,7 +71,8 @@ class Membership:
         while move := self._scheduler.next_move():
             start = time.perf_counter()
             try:
-                self._tell()
+                if self._scheduler.has_controls:
+                    self._tell()
                 if not self._still_stands(move):
                     return
                 self._copy(move)

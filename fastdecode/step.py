@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastdecode.types import CONTROL, GATHER, SPAN, SpanMode, StepPlan, WorkerPlan
+from fastdecode.types import CONTROL, COPY, GATHER, SPAN, SpanMode, StepPlan, WorkerPlan
 
 CHUNK = np.dtype(
     [
@@ -25,6 +25,7 @@ CHUNK = np.dtype(
         ("scored", "?"),
         ("base", "<i8"),
         ("cache_id", "<i8"),
+        ("copy", "<i8"),
     ]
 )
 """A :class:`Chunk` without its tokens, as a record: thousands of decodes are planned as one array."""
@@ -48,7 +49,8 @@ class Chunk:
     ``is_decode``: no prompt token is among them. ``scored``: the logits of all its tokens are wanted. ``base``: tokens
     before the range that the chunk's own worker holds, the tail; a chunk ends where its range does. ``reads``: worker,
     range id and start of the closed ranges before it, in order; those that no layer's window reaches may be missing.
-    ``cache_id``: what the worker calls the sequence that the rows are appended to; None: ``sequence_id``.
+    ``cache_id``: what the worker calls the sequence that the rows are appended to; None: ``sequence_id``. ``copy``: the
+    R-worker with the sequence's second copy, which stores the chunk's keys and values too, under the same id; -1: none.
     """
 
     sequence_id: int
@@ -63,6 +65,7 @@ class Chunk:
     base: int = 0
     cache_id: int | None = None
     reads: tuple[tuple[int, int, int], ...] = ()
+    copy: int = -1
 
     @property
     def record(self) -> tuple[int | bool, ...]:
@@ -79,6 +82,7 @@ class Chunk:
             self.scored,
             self.base,
             self.sequence_id if self.cache_id is None else self.cache_id,
+            self.copy,
         )
 
 
@@ -149,11 +153,12 @@ class MiniBatch:
     def __iter__(self) -> Iterator[Chunk]:
         """The chunks one by one, for callers that need few of them."""
         tokens, end = self.token_ids.tolist(), 0
-        for index, (sequence_id, worker, context_len, num_rows, *rest, cache_id) in enumerate(self.chunks.tolist()):
+        for index, record in enumerate(self.chunks.tolist()):
+            sequence_id, worker, context_len, num_rows, *rest, cache_id, copy = record
             end += num_rows
             mine = self.reads[self.reads["chunk"] == index] if len(self.reads) else NO_READS
             reads = tuple(mine[["worker", "range_id", "start"]].tolist())
-            rest += [None if cache_id == sequence_id else cache_id, reads]
+            rest += [None if cache_id == sequence_id else cache_id, reads, copy]
             yield Chunk(sequence_id, worker, context_len, tokens[end - num_rows : end], *rest)
 
     @property
@@ -177,6 +182,15 @@ class MiniBatch:
         gathers["start"] = np.concatenate([reads["start"], chunks["base"][tails]])
         gathers["end"] = np.concatenate([self.read_ends, (chunks["context_len"] + chunks["num_rows"])[tails]])
         return gathers[np.argsort(gathers["row"], kind="stable")]
+
+    @property
+    def copies(self) -> np.ndarray:
+        """COPY [num_copied_chunks] of the chunks that a second R-worker stores too."""
+        copied, ends = np.flatnonzero(self.chunks["copy"] >= 0), np.cumsum(self.chunks["num_rows"])
+        copies = np.empty(len(copied), COPY)
+        copies["num_rows"], copies["worker"] = self.chunks["num_rows"][copied], self.chunks["copy"][copied]
+        copies["row"] = ends[copied] - copies["num_rows"]
+        return copies
 
     @cached_property
     def prompts(self) -> np.ndarray:
@@ -314,13 +328,17 @@ class ScheduledStep:
             WorkerPlan(np.array(list(controls), dtype=CONTROL), tuple(parts[worker] for parts in spans))
             for worker, controls in enumerate(self.controls)
         )
-        if not any(mini_batch.chunks["base"].any() for mini_batch in self.mini_batches):
-            return StepPlan(workers)
-        return StepPlan(workers, tuple(mini_batch.gathers for mini_batch in self.mini_batches))
+        gathers: tuple[np.ndarray, ...] = ()
+        copies: tuple[np.ndarray, ...] = ()
+        if any(mini_batch.chunks["base"].any() for mini_batch in self.mini_batches):
+            gathers = tuple(mini_batch.gathers for mini_batch in self.mini_batches)
+        if any((mini_batch.chunks["copy"] >= 0).any() for mini_batch in self.mini_batches):
+            copies = tuple(mini_batch.copies for mini_batch in self.mini_batches)
+        return StepPlan(workers, gathers, copies)
 
 
 def _spans(mini_batch: MiniBatch, num_workers: int) -> list[np.ndarray]:
-    """Each worker's closed ranges and chunks, which are sorted by worker, as SPAN records."""
+    """Each worker's closed ranges, chunks, which are sorted by worker, and second copies, as SPAN records."""
     chunks = mini_batch.chunks
     spans = np.empty(len(chunks), dtype=SPAN)
     spans["sequence_id"], spans["num_rows"] = chunks["cache_id"], chunks["num_rows"]
@@ -328,9 +346,20 @@ def _spans(mini_batch: MiniBatch, num_workers: int) -> list[np.ndarray]:
     spans["mode"] = chunks["attends"] * (1 + (chunks["base"] > 0))  # APPEND, ATTEND or PARTIAL
     bounds = np.searchsorted(chunks["worker"], np.arange(num_workers + 1)).tolist()
     parts = [spans[first:last] for first, last in pairwise(bounds)]
-    if not len(mini_batch.reads):
-        return parts
-    return [np.concatenate([_read_spans(mini_batch, worker), part]) for worker, part in enumerate(parts)]
+    if len(mini_batch.reads):
+        parts = [np.concatenate([_read_spans(mini_batch, worker), part]) for worker, part in enumerate(parts)]
+    if (chunks["copy"] >= 0).any():
+        parts = [np.concatenate(both) for both in zip(parts, _copy_spans(chunks, spans, num_workers), strict=True)]
+    return parts
+
+
+def _copy_spans(chunks: np.ndarray, spans: np.ndarray, num_workers: int) -> list[np.ndarray]:
+    """Each worker's second copies: the spans of their chunks, but that it only stores."""
+    order = np.argsort(chunks["copy"], kind="stable")
+    copied = spans.take(order)
+    copied["mode"] = SpanMode.APPEND
+    bounds = np.searchsorted(chunks["copy"][order], np.arange(num_workers + 1)).tolist()
+    return [copied[first:last] for first, last in pairwise(bounds)]
 
 
 def _read_spans(mini_batch: MiniBatch, worker: int) -> np.ndarray:

@@ -145,13 +145,21 @@ GATHER records name it, and so are its PARTIAL spans.
 """
 
 
+COPY = np.dtype([("row", "<i8"), ("num_rows", "<i8"), ("worker", "<i8")])
+"""``num_rows`` rows of a mini-batch's k and v, of which ``row`` is the first, that R-worker ``worker`` stores too.
+
+A worker's last APPEND spans are these, in the order in which COPY records name it.
+"""
+
+
 @dataclass(frozen=True)
 class WorkerPlan:
     """One R-worker's part of a step: controls in order, then the spans of each mini-batch.
 
     ``controls``: CONTROL [num_controls]; ``mini_batches``: per mini-batch SPAN [num_spans], READ spans
     first, then ATTEND, PARTIAL and APPEND spans. Rows of q are those of the first three, of k and v those of the last
-    three, of o those of ATTEND spans; READ and PARTIAL spans answer with partial results.
+    three, of o those of ATTEND spans; READ and PARTIAL spans answer with partial results. The last APPEND spans may be
+    those of second copies.
     """
 
     controls: np.ndarray
@@ -163,10 +171,12 @@ class StepPlan:
     """One step of every R-worker, in worker order; all workers list the same number of mini-batches.
 
     ``gathers``: per mini-batch GATHER [num_partial_results], or none at all where no sequence has several ranges.
+    ``copies``: per mini-batch COPY [num_copied_chunks], or none at all where no sequence has a second copy.
     """
 
     workers: tuple[WorkerPlan, ...]
     gathers: tuple[np.ndarray, ...] = ()
+    copies: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -175,7 +185,8 @@ class RWorkerInfo:
 
     ``read_gb_per_s``: its threads' read bandwidth in 1e9 bytes per second, measured at its start; 0 where it was not.
     ``kv_address``: "host:port" of its KV port, where prefill workers store keys and values, or "" where it has none;
-    ``kv_epoch``: the number of this session that every frame to that port must carry; a secret.
+    ``kv_epoch``: the number of this session that every frame to that port must carry; a secret. ``host``: its machine,
+    by a name that no other machine has; "" where that is not known.
     """
 
     name: str
@@ -187,6 +198,7 @@ class RWorkerInfo:
     read_gb_per_s: float = 0.0
     kv_address: str = ""
     kv_epoch: int = field(default=0, repr=False)
+    host: str = ""
 
 
 @dataclass(frozen=True)

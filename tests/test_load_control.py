@@ -75,7 +75,7 @@ def test_the_forecast_adds_up(running: list[tuple[int, int]], prompts: list[tupl
     peaks = []
     for length, d, n in prompts:
         prompt = Newcomer(0, length, length, d, n)
-        peaks.append(forecast.peak_with(prompt))
+        peaks.append(forecast.peak_with(prompt, 0))
         assert forecast.peaks_with(prompt).tolist() == peaks[-1:]
         forecast.add(prompt)
     expected = []

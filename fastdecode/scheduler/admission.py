@@ -9,6 +9,7 @@ from itertools import islice
 import numpy as np
 
 from fastdecode.errors import RequestError
+from fastdecode.scheduler.copy_placement import CopyPlacement
 from fastdecode.scheduler.load_control import LoadControl
 from fastdecode.scheduler.load_forecast import LoadForecast, Newcomer, placement_costs
 from fastdecode.scheduler.output_lengths import SAMPLE, Outlook, OutputLengths
@@ -35,6 +36,7 @@ class Admission:
         self._available = self._capacities = np.zeros(0, np.int64)
         self._speeds, self._num_present = np.zeros(0), 1
         self._is_open = True
+        self._copies = CopyPlacement(residents.workers, residents.table, limits.kv_replicas)
         self.num_starts = 0
         self.ranges = RangePlacement(
             residents.workers, residents.prefix_cache, residents.table.range_tokens, self._load_limits, self.forecast
@@ -71,6 +73,18 @@ class Admission:
             return self.ranges.has_room_to_move(sequence, moved, index)
         worker = self._workers[index]
         needed = self.blocks_for(sequence) + worker.num_sequences
+        return self._could_hold(sequence, worker) and needed <= worker.available
+
+    def copy_worker(self, sequence: Sequence) -> int:
+        """Where the second copy of ``sequence``, which decodes and has one copy, can go now; -1: nowhere."""
+        costs = self.forecast_anew().met_by(self._going_on(sequence)).means / np.maximum(self._workers.speeds, 1e-300)
+        found = self._copies.choose(sequence.worker, self._could_hold_where(sequence), sequence.num_blocks + 1, costs)
+        return -1 if found is None else found
+
+    def has_room_for_copy(self, sequence: Sequence, index: int) -> bool:
+        """Whether R-worker ``index`` could take a copy of ``sequence``, which decodes, without a preemption there."""
+        worker = self._workers[index]
+        needed = sequence.num_blocks + 1 + worker.num_sequences
         return self._could_hold(sequence, worker) and needed <= worker.available
 
     def blocks_to_move(self, sequence: Sequence, moved: Range) -> int:
@@ -126,14 +140,30 @@ class Admission:
             return None
         if sequence.num_tokens > self.ranges.range_tokens:
             return self._start_in_ranges(sequence, hits, would_begin)
-        for index in self._best_first(sequence, alone, hits):
+        costs = self._costs(sequence, alone, hits)
+        for index in self._best_first(sequence, alone, hits, costs):
             hit = hits.get(index)
             there = self._newcomer(sequence, index, hit)
-            has_room = self._has_room(sequence, self._workers[index], hit)
-            if has_room and would_begin(there.num_left, there.num_prefill - there.num_left) and self._may_start(there):
+            if not self._has_room(sequence, self._workers[index], hit):
+                continue
+            if (copy := self._copy_beside(sequence, index, hit, costs)) is None:
+                continue
+            there = replace(there, copy=copy)
+            if would_begin(there.num_left, there.num_prefill - there.num_left) and self._may_start(there):
                 self._start(sequence, there, hit)
                 return sequence
         return None
+
+    def _copy_beside(
+        self, sequence: Sequence, home: int, hit: tuple[int, Chain] | None, costs: np.ndarray
+    ) -> int | None:
+        """Where the second copy of ``sequence`` begins with it; -1: it gets none now, None: it has to wait for room.
+
+        What goes on from a cached prefix, which one R-worker has, gets its second copy once it decodes.
+        """
+        if hit or not self._copies.is_wanted:
+            return -1
+        return self._copies.choose(home, self._could_hold_where(sequence), self.blocks_for(sequence), costs)
 
     def steps_left(self, rows: np.ndarray) -> np.ndarray:
         """Steps that each of these rows of the table is expected to decode yet: int64 [n]."""
@@ -167,6 +197,7 @@ class Admission:
                 self._limits.max_num_batched_tokens,
                 table.range_tokens,
                 self._closed(left),
+                table.copies[rows] if self._copies.is_wanted else None,
             )
             for sequence in self._residents.prompts.values():
                 self._forecast.add(self._in_prompt(sequence))
@@ -206,6 +237,7 @@ class Admission:
 
     def _in_prompt(self, sequence: Sequence) -> Newcomer:
         newcomer = self._newcomer_of(sequence, sequence.worker, sequence.attends_in_prompt)
+        newcomer = replace(newcomer, copy=sequence.copy_worker)
         return self._in_ranges(newcomer, sequence.ranges) if sequence.is_sharded else newcomer
 
     def _in_ranges(self, newcomer: Newcomer, ranges: list[Range]) -> Newcomer:
@@ -275,24 +307,31 @@ class Admission:
     ) -> None:
         self._queue.pop()
         self.num_starts += sequence.outputs_at_start is None
-        self._residents.start(sequence, ranges, hit)
-        for each in ranges:
-            self._available[each.worker] = self._workers[each.worker].available
+        self._residents.start(sequence, ranges, hit, newcomer.copy)
+        for worker in (*(each.worker for each in ranges), *newcomer.holders):
+            self._available[worker] = self._workers[worker].available
         self.forecast().add(newcomer)
         if self._schedule.stabilizes_load:
             self.load_control.started(newcomer)
 
-    def _best_first(self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, tuple[int, Chain]]) -> Iterator[int]:
-        """Where ``sequence`` may start, best first; on R-workers that drain only if it could never run elsewhere.
-
-        Among equals the one with most blocks available comes first. After the best only those that have room.
-        """
+    def _costs(self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, tuple[int, Chain]]) -> np.ndarray:
+        """What ``sequence``, that is ``newcomer``, costs on each R-worker: float64 [num_workers]; infinite on those
+        that drain if it could run elsewhere."""
         hit_tokens = {worker: hit[0] * self._workers.block_size for worker, hit in hits.items()}
         forecast = self.forecast()
         row_kv_tokens = self._row_kv_tokens(forecast)
         costs = placement_costs(forecast, newcomer, self._speeds, self._capacities, hit_tokens, row_kv_tokens)
         if (draining := self._workers.draining) and self.fits_elsewhere(sequence):
             costs[draining] = np.inf
+        return costs
+
+    def _best_first(
+        self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, tuple[int, Chain]], costs: np.ndarray
+    ) -> Iterator[int]:
+        """Where ``sequence`` may start, best first: by ``costs``, and only where these are finite.
+
+        Among equals the one with most blocks available comes first. After the best only those that have room.
+        """
         best = np.flatnonzero(costs == costs.min())
         yield int(best[np.argmax(self._available[best])])  # nearly always it is that one
         able = self._able(sequence, newcomer)
@@ -318,6 +357,11 @@ class Admission:
         if self._most_blocks(sequence) > worker.num_blocks:
             return False
         return not self._schedule.stabilizes_load or self.load_control.holds(worker.index, self._longest(sequence))
+
+    def _could_hold_where(self, sequence: Sequence) -> np.ndarray:
+        """The same of every R-worker: bool [num_workers]."""
+        could = self._most_blocks(sequence) <= self._workers.num_blocks
+        return could & (self._longest(sequence) <= self._load_limits())
 
     def _fits_among(self, sequence: Sequence, workers: list[int]) -> bool:
         if sequence.max_cached > self.ranges.range_tokens:

@@ -134,8 +134,9 @@ class Drafts:
         table = self._table
         counts = np.minimum(table.num_drafts[rows], _cap(table.num_drafts[rows], max(0, budget)))
         if kv_limits is not None:
-            loads = table.kv_loads(len(kv_limits)) + np.bincount(table.workers[rows], counts, len(kv_limits))
-            counts[(loads > kv_limits)[table.workers[rows]]] = 0
+            attending = table.attending(rows)
+            loads = table.kv_loads(len(kv_limits)) + np.bincount(attending, counts, len(kv_limits))
+            counts[(loads > kv_limits)[attending]] = 0
         table.num_drafts[rows] = counts
         some = rows[counts > 0]
         ids, drafts = table.chunks["sequence_id"][some].tolist(), table.drafts[some].tolist()
@@ -161,9 +162,9 @@ class Drafts:
         table, workers = self._table, self._residents.workers
         held, cached = table.num_blocks[rows], table.tail_lens(rows)
         more = np.maximum(0, -(-(cached + 1 + counts) // workers.block_size) - held) * (counts > 0)
-        needed = np.bincount(table.workers[rows], more, len(workers)).astype(int)
+        needed = table.count_held(rows, more, len(workers))
         short = needed + workers.num_sequences > workers.available
-        lacking = short[table.workers[rows]]
+        lacking = short[table.workers[rows]] | (short[table.copies[rows]] & (table.copies[rows] >= 0))
         room = np.maximum(0, held * workers.block_size - cached - 1)
         counts, more = np.where(lacking, np.minimum(counts, room), counts), np.where(lacking, 0, more)
         for worker in np.flatnonzero(needed * ~short).tolist():

@@ -154,10 +154,11 @@ class LoadControl:
         return not self._is_paced or self._granted >= newcomer.kv_area
 
     def fits(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> bool:
-        """Whether ``newcomer``'s worker stays within its limit with it."""
+        """Whether ``newcomer``'s R-workers stay within their limits with it."""
         if not self.is_strict:
             return True
-        return forecast().peak_with(newcomer) <= self.limits[newcomer.worker]
+        limits, holders = self.limits, newcomer.holders
+        return all(forecast().peak_with(newcomer, each) <= limits[each] for each in holders)
 
     def fits_where(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> np.ndarray:
         """The same for every R-worker, were ``newcomer`` there: bool [num_workers]."""

@@ -22,7 +22,8 @@ class Newcomer:
     ``decode_steps`` steps follow, of it and of ``num_siblings`` forked from it. ``attends``: its prompt's chunks
     attend on the R-worker. ``expected_area``: KV tokens that each of them attends over its life, where lengths are
     only expected; None: Σ (p + k) over its decode steps k. ``base`` of its tokens are in closed ranges: ``reads`` has
-    the R-worker and tokens of each.
+    the R-worker and tokens of each. ``copy``: the R-worker with its second copy, which is expected to attend half of
+    its decode steps; -1: none.
     """
 
     worker: int
@@ -34,6 +35,12 @@ class Newcomer:
     expected_area: float | None = None
     base: int = 0
     reads: tuple[tuple[int, int], ...] = ()
+    copy: int = -1
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The R-workers that share its decode steps."""
+        return (self.worker,) if self.copy < 0 else (self.worker, self.copy)
 
     @property
     def kv_area(self) -> float:
@@ -77,7 +84,7 @@ class LoadForecast:
     ``loads``: float64 [num_workers, horizon]. ``room``: rows of each step that prompts may take, float64 [horizon]:
     the token budget less the decodes. Prompts take it in the order in which they are added, as the scheduler's
     chunks do. A tail that reaches the end of its range grows no more; it is not known where its sequence grows then, so
-    all R-workers take a part of that.
+    all R-workers take a part of that. Of a sequence with two copies each holder counts half.
     """
 
     def __init__(
@@ -89,16 +96,22 @@ class LoadForecast:
         token_budget: int,
         range_tokens: int = UNLIMITED,
         closed: tuple[np.ndarray, np.ndarray] | None = None,
+        copies: np.ndarray | None = None,
     ) -> None:
         """``workers``, ``cached`` and ``decode_steps``, int64 [n], are of the sequences that decode, or their tails.
 
         ``closed``: of their closed ranges, of ``range_tokens`` each, R-workers and decode steps, int64 [num_closed].
+        ``copies``: R-workers of their second copies, int64 [n], -1 where there is none; None: nowhere is one.
         """
         horizon = int(decode_steps.max(initial=0)) + 1
         cells = (num_workers, horizon)
-        place = workers * horizon + decode_steps
-        num_ending = np.bincount(place, minlength=num_workers * horizon).reshape(cells)
-        cached_ending = np.bincount(place, cached + 1, num_workers * horizon).reshape(cells)
+        place, weights = workers * horizon + decode_steps, np.ones(len(workers))
+        attended = cached + 1.0
+        if copies is not None:
+            place = np.concatenate([place, np.where(copies >= 0, copies, workers) * horizon + decode_steps])
+            weights, attended = np.full(len(place), 0.5), np.tile(attended / 2, 2)
+        num_ending = np.bincount(place, weights, num_workers * horizon).reshape(cells)
+        cached_ending = np.bincount(place, attended, num_workers * horizon).reshape(cells)
         if closed is not None:
             held = closed[0] * horizon + closed[1]
             cached_ending = cached_ending + range_tokens * np.bincount(held, minlength=cached_ending.size).reshape(
@@ -133,9 +146,9 @@ class LoadForecast:
             return self.horizon + int(-(-missing // self._budget))
         return int(np.searchsorted(free, newcomer.num_left)) + 1
 
-    def peak_with(self, newcomer: Newcomer) -> float:
-        """The most that the newcomer's R-worker attends in any step in which the new sequence runs."""
-        return float(self._peaks_with(newcomer, self.loads[newcomer.worker]))
+    def peak_with(self, newcomer: Newcomer, worker: int) -> float:
+        """The most that ``worker``, a holder of the newcomer, attends in any step in which the new sequence runs."""
+        return float(self._peaks_with(newcomer, self.loads[worker]))
 
     def peaks_with(self, newcomer: Newcomer) -> np.ndarray:
         """The same for every R-worker, were the newcomer there: float64 [num_workers]."""
@@ -159,7 +172,7 @@ class LoadForecast:
         start = self.first_decode(newcomer)
         first, last = -(-start // self._stride), -(-(start + newcomer.decode_steps) // self._stride)
         steps = np.arange(first, max(last, first + 1)) * self._stride - start
-        ramp = (newcomer.num_prefill + 1.0 + steps) * (1 + newcomer.num_siblings)
+        ramp = (newcomer.num_prefill + 1.0 + steps) * ((1 + newcomer.num_siblings) / len(newcomer.holders))
         return Meeting(self._sampled[:, first:last], ramp)
 
     def add(self, newcomer: Newcomer) -> None:
@@ -174,19 +187,20 @@ class LoadForecast:
         for worker, tokens in newcomer.reads:
             self.loads[worker, start:end] += tokens * members
         self._take_room(newcomer.num_left, start)
-        self.loads[newcomer.worker, start:end] += self._ramp(newcomer)
+        for worker in newcomer.holders:
+            self.loads[worker, start:end] += self._ramp(newcomer)
         if newcomer.num_prefill - newcomer.base + newcomer.decode_steps > self._range_tokens:
             first = start + self._range_tokens - (newcomer.num_prefill - newcomer.base)
             self.loads[:, first:end] += np.arange(1, end - first + 1) * members / len(self.loads)
-        for worker in {newcomer.worker, *(worker for worker, _ in newcomer.reads)}:
+        for worker in {*newcomer.holders, *(worker for worker, _ in newcomer.reads)}:
             self._sampled[worker] = self.loads[worker, :: self._stride]
         self.room[start:end] -= 1 + newcomer.num_siblings
 
     def _ramp(self, newcomer: Newcomer) -> np.ndarray:
-        """What the new sequences attend from their first decode on."""
+        """What the new sequences attend from their first decode on, on each of their holders."""
         first = newcomer.num_prefill - newcomer.base + 1
         one = np.arange(first, first + newcomer.decode_steps, dtype=np.float64)
-        return np.minimum(one, self._range_tokens) * (1 + newcomer.num_siblings)
+        return np.minimum(one, self._range_tokens) * ((1 + newcomer.num_siblings) / len(newcomer.holders))
 
     def mean_loads(self, newcomer: Newcomer) -> np.ndarray:
         """Of each R-worker in the steps in which ``newcomer`` decodes: float64 [num_workers]."""

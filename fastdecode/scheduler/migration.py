@@ -27,7 +27,8 @@ COOL_DOWN = 64
 @dataclass(frozen=True)
 class Move:
     """``num_tokens`` cached tokens of ``sequence``, which decodes, go from ``source`` to ``num_blocks`` blocks of
-    ``target``: all, or those of a range. Both R-workers call them ``cache_id``."""
+    ``target``: all, or those of a range. Both R-workers call them ``cache_id``.
+    ``keeps_source``: it is a second copy."""
 
     sequence: Sequence
     num_tokens: int
@@ -35,6 +36,7 @@ class Move:
     num_blocks: int
     source: int
     cache_id: int
+    keeps_source: bool = False
 
 
 class Migration:

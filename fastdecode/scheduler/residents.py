@@ -11,7 +11,7 @@ import numpy as np
 from fastdecode.scheduler.prefix import PrefixCache
 from fastdecode.scheduler.ranges import UNLIMITED, Range
 from fastdecode.scheduler.sequence import Sequence, SequenceTable
-from fastdecode.scheduler.worker_state import Chain, Control, Workers
+from fastdecode.scheduler.worker_state import Block, Chain, Control, Workers
 from fastdecode.types import Verb
 
 
@@ -129,12 +129,13 @@ class Residents:
         here = [
             s
             for s in self.all
-            if s.worker == worker or (s.is_sharded and any(each.worker == worker for each in s.ranges))
+            if worker in (s.worker, s.copy_worker) or (s.is_sharded and any(each.worker == worker for each in s.ranges))
         ]
         return sorted(here, key=lambda sequence: sequence.sequence_id)
 
-    def start(self, sequence: Sequence, ranges: list[Range], hit: tuple[int, Chain] | None) -> None:
-        """``sequence`` begins its prompt in ``ranges``, which have places and blocks, ``hit``'s among them."""
+    def start(self, sequence: Sequence, ranges: list[Range], hit: tuple[int, Chain] | None, copy: int = -1) -> None:
+        """``sequence`` begins its prompt in ``ranges``, which have places and blocks, ``hit``'s among them; with a
+        second copy on R-worker ``copy``, or none."""
         sequence.outputs_at_start = len(sequence.output_token_ids)
         self.prefix_cache.begin(sequence, ranges, hit)
         for each in ranges:
@@ -142,6 +143,8 @@ class Residents:
         self.workers[ranges[0].worker].num_sequences += 1
         sequence.ahead = ranges[1:]
         self.table.open(sequence, ranges[0])
+        if copy >= 0:
+            self._add_copy(sequence, copy)
         self.go_on(sequence)
         self.prompts[sequence.sequence_id] = sequence
         self._unborn += len(sequence.siblings)
@@ -167,19 +170,21 @@ class Residents:
     def grow(self, rows: np.ndarray, num_blocks: np.ndarray | int = 1) -> None:
         """Each of these rows of the table takes ``num_blocks`` more; fewer than none give some back."""
         self.table.num_blocks[rows] += num_blocks
-        weights = np.broadcast_to(num_blocks, rows.shape)
-        for worker, count in enumerate(np.bincount(self.table.workers[rows], weights).tolist()):
-            self.workers[worker].free -= int(count)
+        for worker, count in enumerate(self.table.count_held(rows, num_blocks, len(self.workers)).tolist()):
+            self.workers[worker].free -= count
 
     def truncate(self, sequence: Sequence) -> None:
         """The R-worker holds more tokens of ``sequence``, which decodes, than are cached: it is to drop the others."""
         tail = sequence.tail
-        self.workers[tail.worker].controls.append((int(Verb.TRUNCATE), tail.cache_id, 0, tail.num_tokens))
+        for worker in sequence.holders or [tail.worker]:
+            self.workers[worker].controls.append((int(Verb.TRUNCATE), tail.cache_id, 0, tail.num_tokens))
         surplus = tail.num_blocks - self.workers.blocks_for(tail.num_tokens)
         self.grow(np.array([sequence.row]), -surplus)
 
     def send_away(self, sequence: Sequence, job_id: int) -> None:
-        """Prefill workers compute the prompt of ``sequence``, which has just started, as job ``job_id``."""
+        """Prefill workers compute the prompt of ``sequence``, just started, as job ``job_id``, on its home."""
+        if (copy := sequence.copy_worker) >= 0:
+            self.drop_holder(sequence, copy)
         self._leave_scratch(sequence)
         sequence.job_id = job_id
         self._tell(sequence, Verb.RESERVE)
@@ -209,6 +214,9 @@ class Residents:
             tail = parent.tail
             self.table.open(sibling, self._fork(tail, sibling.sequence_id))
             self.workers[tail.worker].num_sequences += 1
+            if copy := parent.copy:
+                copied = self._fork(copy, sibling.sequence_id)
+                self._put_copy(sibling, copied.worker, copied.shared)
             self.decoding[sibling.sequence_id] = sibling
             self.table.decode(sibling)
         has_partial = parent.tail.num_tokens % self.workers.block_size > 0
@@ -234,6 +242,8 @@ class Residents:
         self._take_out(sequence)
         if keep:
             self.prefix_cache.retain(sequence)
+        if (copy := sequence.copy_worker) >= 0:
+            self.drop_holder(sequence, copy)
         for each in sequence.ranges:
             self._give_up(each, each.num_tokens > 0 or sequence.job_id > 0)
         self._forget_cache(sequence)
@@ -257,6 +267,65 @@ class Residents:
         for group in (sequence.closed, sequence.ahead):
             group[:] = [new if each.start == new.start else each for each in group]
         self.table.put(sequence, sequence.tail)
+
+    def add_copy(self, sequence: Sequence, worker: int) -> None:
+        """``sequence``, which decodes, was copied to ``worker``: that is its second copy from now on."""
+        if (before := sequence.copy_worker) >= 0:
+            self.drop_holder(sequence, before)
+        self._add_copy(sequence, worker)
+
+    def swap_home(self, sequence: Sequence) -> None:
+        """The R-worker with the second copy of ``sequence`` is its home from now on, and its home has the second."""
+        copy, home, attends_home = sequence.copy, sequence.tail, not self.table.on_copy[sequence.row]
+        if copy is None:
+            raise ValueError(f"sequence {sequence.sequence_id} has one copy")
+        self.table.put(sequence, copy)
+        self.table.copies[sequence.row], sequence.copy_shared = home.worker, home.shared
+        self.table.on_copy[sequence.row] = attends_home
+
+    def drop_holder(self, sequence: Sequence, worker: int) -> None:
+        """``sequence``, which has two copies, keeps the one that is not on ``worker``: that is its home from now on."""
+        copy = sequence.copy
+        if copy is None:
+            raise ValueError(f"sequence {sequence.sequence_id} has one copy")
+        gone, kept = (copy, sequence.tail) if worker == copy.worker else (sequence.tail, copy)
+        self._give_up(gone, gone.num_tokens > 0)
+        self.workers[worker].num_sequences -= 1
+        self.table.copies[sequence.row], self.table.on_copy[sequence.row] = -1, False
+        self.table.put(sequence, kept)
+        sequence.copy_shared = []
+
+    def lose_copies(self, worker: int, sound: Mapping[int, int]) -> None:
+        """``worker`` is about to be gone: sequences with two copies go on from the other one.
+
+        ``sound``: cached tokens, before its last rows, of each sequence in whose last rows it attended; they repeat
+        those rows.
+        """
+        for sequence in [each for each in self.on(worker) if len(each.holders) > 1]:
+            self.drop_holder(sequence, worker)
+            if sequence.sequence_id in sound:
+                self._repeat(sequence, sound[sequence.sequence_id])
+
+    def _repeat(self, sequence: Sequence, num_sound: int) -> None:
+        """What is cached of ``sequence`` beyond ``num_sound`` tokens is wrong, and is computed again."""
+        if sequence.sequence_id in self.decoding and num_sound < sequence.num_prefill:
+            del self.decoding[sequence.sequence_id]
+            self.table.stop(sequence)
+            self.prompts[sequence.sequence_id] = sequence
+        self.table.num_cached[sequence.row] = num_sound
+        verb = Verb.TRUNCATE if num_sound else Verb.RELEASE
+        self.workers[sequence.worker].controls.append((int(verb), sequence.cache_id, 0, num_sound))
+        if sequence.sequence_id in self.decoding:  # drafts had their own
+            surplus = sequence.num_blocks - self.workers.blocks_for(num_sound + 1)
+            self.grow(np.array([sequence.row]), -max(0, surplus))
+
+    def _add_copy(self, sequence: Sequence, worker: int) -> None:
+        self._take(Range(sequence.cache_id, worker, 0, sequence.num_cached, sequence.num_blocks))
+        self._put_copy(sequence, worker, [])
+
+    def _put_copy(self, sequence: Sequence, worker: int, shared: list[Block]) -> None:
+        self.workers[worker].num_sequences += 1
+        self.table.copies[sequence.row], sequence.copy_shared = worker, shared
 
     def lose(self, worker: int) -> list[Sequence]:
         """``worker`` is gone; returns the sequences of a single range that it held, oldest first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 
 from fastdecode.protocols import DraftPolicy, PrefillPolicy
 from fastdecode.scheduler.admission import Admission
+from fastdecode.scheduler.copies import Copies
 from fastdecode.scheduler.drafts import DraftCounts, Drafts
 from fastdecode.scheduler.load_control import BalanceFinder
 from fastdecode.scheduler.migration import Migration, Move
@@ -66,7 +68,7 @@ class Scheduler:
         """``prefill_policy``: of the prefill workers, where there are some; ``draft_policy``: where tokens are
         drafted."""
         self.limits = limits
-        self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.block_size)
+        self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.block_size, limits.hosts)
         caches = limits.prefix_caching and not schedule.reserves_longest
         self.prefix_cache = PrefixCache(self.workers, caches, limits.range_tokens)
         self.residents = Residents(
@@ -82,7 +84,10 @@ class Scheduler:
         self._schedule = schedule
         self.remote_prompts = RemotePrompts(self.residents, prefill_policy)
         self.drafts = Drafts(self.residents, limits, draft_policy)
-        self._migration = Migration(self.residents, self.admission, limits.seconds_per_moved_token)
+        price = math.inf if limits.kv_replicas > 1 else limits.seconds_per_moved_token  # copies even the load instead
+        self._migration = Migration(self.residents, self.admission, price)
+        self._copies = Copies(self.residents, self.admission) if limits.kv_replicas > 1 else None
+        self._committed: tuple[MiniBatch, ...] = ()
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
         self._sound: dict[int, int] = {}
@@ -123,6 +128,12 @@ class Scheduler:
             cache.num_queries, cache.num_hit_tokens, self.num_preemptions, self.drafts.counts.copy()
         )
 
+    @property
+    def num_copies(self) -> tuple[int, int]:
+        """Sequences that hold a cache on one R-worker, and on two."""
+        num_copies = [len(each.holders) for each in self.residents.all]
+        return num_copies.count(1), num_copies.count(2)
+
     def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
         """How long ``step`` took: each R-worker's part of the load, moves, and the limit where none is given, follow.
 
@@ -133,6 +144,8 @@ class Scheduler:
             self.workers.observe(kv_loads, r_seconds)
             self.admission.load_control.follow(self.workers.speeds)
         self._migration.observe(step, s_seconds, wait_seconds, r_seconds)
+        if self._copies:
+            self._copies.observe(s_seconds + wait_seconds)
         decodes = step.is_decode and step.num_tokens > 0  # a step may only sample first tokens of arrived prompts
         if self.drafts.policy and decodes:
             num_sequences = sum(map(len, step.mini_batches))
@@ -183,7 +196,7 @@ class Scheduler:
 
     def controls_alone(self) -> ScheduledStep:
         """A step without rows, which only tells the R-workers what they have yet to hear."""
-        self._sound = {}
+        self._sound, self._committed = {}, ()
         return ScheduledStep((MiniBatch.of([]),), self.residents.take_controls())
 
     def take_back(self, step: ScheduledStep) -> None:
@@ -196,7 +209,7 @@ class Scheduler:
 
         ``accepted``: how many draft tokens of each sequence are its next output tokens; none of those not listed.
         """
-        self._sound = self.residents.table.cached_in_ranges()
+        self._sound, self._committed = self.residents.table.cached_in_ranges(), step.mini_batches
         self.residents.table.advance(self._rows)
         self._rows = self._rows[:0]
         self.drafts.settle(step.drafts, accepted)
@@ -245,12 +258,29 @@ class Scheduler:
         else:
             self.queue.discard(sequence)
 
+    def spoilt(self, workers: PySequence[int]) -> list[int]:
+        """Of sequences that R-workers ``workers``, which are gone, had: those that lost something by it. Tokens of the
+        last step are not theirs: they attended there, or have to be computed again."""
+        attended = {each for worker in workers for each in self._attended_on(worker)}
+        held = {each.sequence_id: each for worker in workers for each in self.residents.on(worker)}
+        return [each for each, it in held.items() if each in attended or set(it.holders) <= set(workers)]
+
+    def _attended_on(self, worker: int) -> dict[int, int]:
+        """Sequences whose rows of the last step attended on ``worker``, and what they had cached before it."""
+        found: dict[int, int] = {}
+        for mini_batch in self._committed:
+            chunks = mini_batch.chunks[(mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]]
+            found |= dict(zip(chunks["sequence_id"].tolist(), chunks["context_len"].tolist(), strict=True))
+        return found
+
     def lost(self, worker: int) -> list[Sequence]:
-        """R-worker ``worker`` is gone: what it held is queued to be computed again on the others, by age. Of sequences
-        with several ranges only those that were lost are computed again, at once, if there is room for them.
+        """R-worker ``worker`` is gone: sequences with a second copy go on from that; what else it held is queued to be
+        computed again on the others, by age. Of sequences with several ranges only those that were lost are computed
+        again, at once, if there is room for them.
 
         Returns the waiting sequences that none of the others could hold; they are forgotten.
         """
+        self.residents.lose_copies(worker, self._attended_on(worker))
         broken = self.residents.lose_ranges(worker, self._sound)
         for sequence in self.residents.lose(worker):
             self.queue.release_followers(sequence)
@@ -277,12 +307,15 @@ class Scheduler:
         if not sequence.in_prompt:
             self._finish_prompt(sequence)
 
-    def join(self, num_blocks: int, bandwidth: float, index: int | None = None) -> None:
+    def join(self, num_blocks: int, bandwidth: float, index: int | None = None, host: str = "") -> None:
         """One more R-worker, next in number or in a vacant place ``index``; as long as it is less loaded than others,
         sequences move to it."""
         index = len(self.workers) if index is None else index
-        self.admission.load_control.join(index, self.workers.join(index, num_blocks, bandwidth))
-        self._migration.even_out(index)
+        self.admission.load_control.join(index, self.workers.join(index, num_blocks, bandwidth, host))
+        if self._copies:
+            self._copies.joined(index)
+        else:
+            self._migration.even_out(index)
 
     def drain(self, worker: int) -> None:
         """R-worker ``worker`` is to go: nothing starts there that could run elsewhere, and what is there moves away."""
@@ -306,13 +339,19 @@ class Scheduler:
 
         Those that must leave an R-worker, but for whom no other has room, are preempted.
         """
+        if self._copies:
+            self._copies.leave_draining()
         for sequence in self._migration.homeless():
             self._preempt(sequence)
-        return self._migration.next()
+        return self._migration.next() or (self._copies.next() if self._copies else None)
 
     def moved(self, move: Move, seconds: float) -> None:
-        """The cache was copied in ``seconds``, during which no step ran; the old one is released with the next step."""
-        self._migration.moved(move, seconds)
+        """The cache was copied in ``seconds``, during which no step ran; the old one is released with the next step,
+        unless it stays."""
+        if self._copies and move.keeps_source:
+            self._copies.made(move, seconds)
+        else:
+            self._migration.moved(move, seconds)
 
     def reset_prefix_cache(self) -> None:
         """Forget every retained prefix; running sequences go on."""
@@ -327,13 +366,15 @@ class Scheduler:
         table = self.residents.table
         while True:
             table.refresh()
+            if self._copies:
+                self._copies.choose()
             rows = self._within_load_limit()
             tail_lens = table.tail_lens(rows)
             if (tail_lens >= table.range_tokens).any():
                 self._extend(rows[tail_lens >= table.range_tokens])
                 continue
             growing = rows[tail_lens // self.limits.block_size >= table.num_blocks[rows]]
-            needed = np.bincount(table.workers[growing], minlength=len(self.workers)).tolist()
+            needed = table.count_held(growing, 1, len(self.workers)).tolist()
             short = [worker for worker, count in enumerate(needed) if not self.prefix_cache.make_room(worker, count)]
             if not short:
                 self.residents.grow(growing)

@@ -55,7 +55,8 @@ class Limits:
     gives one. ``idle_s_share``: S-part seconds of a step with hardly any row over those of one with all seats taken.
     ``seconds_per_moved_token``: what a cached token takes from one R-worker to another, before any was moved; infinite
     where nothing is to move for evenness. ``range_tokens``: longer sequences lie in ranges of so many tokens, a
-    multiple of the block size."""
+    multiple of the block size. ``kv_replicas``: R-workers on which each sequence is cached, 1 or 2. ``hosts``: the
+    machine of each R-worker, by any name that tells them apart; empty where that is not known."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -73,6 +74,8 @@ class Limits:
     seconds_per_moved_token: float = math.inf
     num_speculative_tokens: int = 0
     range_tokens: int = UNLIMITED
+    kv_replicas: int = 1
+    hosts: tuple[str, ...] = ()
 
 
 MOST_PARTIAL_RESULTS = 2048
@@ -121,4 +124,5 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
         base=sequence.base,
         cache_id=sequence.cache_id,
         reads=tuple((each.worker, each.cache_id, each.start) for each in sequence.closed * sequence.attends_in_prompt),
+        copy=sequence.copy_worker,
     )

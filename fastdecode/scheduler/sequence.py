@@ -27,6 +27,9 @@ class Sequence:
     A long one lies in several :class:`Range`: it appends to its tail, to which ``worker``, ``num_blocks``, ``shared``
     and ``chain_id`` belong. Those before it are ``closed``: whole, and only read. Those ``ahead`` have blocks for the
     rest of the prompt, or were there when one before them was lost.
+
+    One with a second copy (``kv_replicas``) has all tokens in as many blocks on R-worker ``copy_worker`` too, of which
+    the first are ``copy_shared`` with copies of siblings; ``worker`` is its home.
     """
 
     sequence_id: int
@@ -48,6 +51,7 @@ class Sequence:
     row: int = -1
     closed: list[Range] = field(default_factory=list)
     ahead: list[Range] = field(default_factory=list)
+    copy_shared: list[Block] = field(default_factory=list)
 
     def append(self, token_id: int) -> None:
         """One more output token."""
@@ -85,6 +89,23 @@ class Sequence:
         """The range that it appends to, as it is now."""
         num_tokens = self.num_cached - self.base
         return Range(self.cache_id, self.worker, self.base, num_tokens, self.num_blocks, self.shared, self.chain_id)
+
+    @property
+    def copy_worker(self) -> int:
+        """The R-worker that has its second copy; -1: none."""
+        return -1 if self.table is None else int(self.table.copies[self.row])
+
+    @property
+    def copy(self) -> Range | None:
+        """Its second copy, as it is now."""
+        if (worker := self.copy_worker) < 0:
+            return None
+        return Range(self.cache_id, worker, 0, self.num_cached, self.num_blocks, self.copy_shared)
+
+    @property
+    def holders(self) -> list[int]:
+        """The R-workers that have all of it; one of several ranges has none."""
+        return [] if self.is_sharded else [each for each in (self.worker, self.copy_worker) if each >= 0]
 
     @property
     def ranges(self) -> list[Range]:
@@ -137,8 +158,9 @@ def text_tokens(prompt: list[int], output: list[int], start: int, count: int) ->
 class SequenceTable:
     """Progress of the sequences that hold a cache, a row each: planning thousands of decodes takes a few arrays.
 
-    ``chunks``: CHUNK [most rows], the next decode of each; ``workers``, ``num_cached``, ``bases`` and ``cache_ids`` are
-    columns of it. Ranges end at multiples of ``range_tokens``.
+    ``chunks``: CHUNK [most rows], the next decode of each; ``workers``, ``num_cached``, ``bases``, ``cache_ids`` and
+    ``copies`` are columns of it: the R-worker of the tail, and that of the second copy. ``on_copy``: bool [most rows],
+    whether the second copy's attends. Ranges end at multiples of ``range_tokens``.
     ``prompt_lens``, ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most rows]; a sequence writes its last
     token there itself, since looking it up in thousands of lists takes longer than all the rest. ``rows``: int64 [n],
     those that decode, as of the last :meth:`refresh` ordered by R-worker and longest context first. ``drafts``: int64
@@ -150,7 +172,8 @@ class SequenceTable:
         self.range_tokens = range_tokens
         self.chunks = np.zeros(most_rows, CHUNK)
         self.workers, self.num_cached = self.chunks["worker"], self.chunks["context_len"]
-        self.bases, self.cache_ids = self.chunks["base"], self.chunks["cache_id"]
+        self.bases, self.cache_ids, self.copies = (self.chunks[name] for name in ("base", "cache_id", "copy"))
+        self.on_copy = np.zeros(most_rows, bool)
         self.prompt_lens, self.max_tokens, self.num_blocks, self.last_tokens = np.zeros((4, most_rows), np.int64)
         self.drafts, self.num_drafts = np.zeros((most_rows, most_drafts), np.int64), np.zeros(most_rows, np.int64)
         self.tried, self.kept = np.zeros((2, most_rows))
@@ -163,7 +186,8 @@ class SequenceTable:
     def open(self, sequence: Sequence, tail: Range) -> None:
         """``sequence`` has a row, and appends to ``tail``, from now on."""
         row = self._free.pop()
-        self.chunks[row] = (sequence.sequence_id, -1, 0, 1, True, True, True, True, False, 0, 0)
+        self.chunks[row] = (sequence.sequence_id, -1, 0, 1, True, True, True, True, False, 0, 0, -1)
+        self.on_copy[row] = False
         self.prompt_lens[row], self.max_tokens[row] = len(sequence.prompt_token_ids), sequence.max_tokens
         self.num_drafts[row], self.tried[row], self.kept[row] = 0, 0.0, 0.0
         self.last_tokens[row] = sequence.output_token_ids[-1] if len(sequence.output_token_ids) else 0
@@ -195,6 +219,7 @@ class SequenceTable:
         self._reads.pop(sequence.row, None)
         self._free.append(sequence.row)
         sequence.worker, sequence.table, sequence.row = -1, None, -1
+        sequence.copy_shared = []
 
     def refresh(self) -> None:
         """Drop the rows closed, append those added, and restore the order."""
@@ -203,9 +228,26 @@ class SequenceTable:
             self.rows = np.append(self.rows[~closed], np.array(list(self._added), np.int64))
             self._added.clear()
         self._closed[:] = False
-        key = (self.workers[self.rows] << 40) - self.num_cached[self.rows]
+        self.sort()
+
+    def sort(self) -> None:
+        """Restore the order: by the R-worker that attends, longest context first."""
+        key = (self.attending(self.rows) << 40) - self.num_cached[self.rows]
         if (key[1:] < key[:-1]).any():
             self.rows = self.rows[np.argsort(key, kind="stable")]  # nearly sorted: linear
+
+    def attending(self, rows: np.ndarray) -> np.ndarray:
+        """The R-workers that attend ``rows``, or their tails; int64 [n]."""
+        return np.where(self.on_copy[rows], self.copies[rows], self.workers[rows])
+
+    def count_held(self, rows: np.ndarray, counts: np.ndarray | int, num_workers: int) -> np.ndarray:
+        """``counts`` of each of ``rows`` summed over R-workers, second copies included; int64 [num_workers]."""
+        weights = np.broadcast_to(counts, rows.shape)
+        held = np.bincount(self.workers[rows], weights, num_workers)
+        copied = rows[self.copies[rows] >= 0]
+        if len(copied):
+            held += np.bincount(self.copies[copied], weights[self.copies[rows] >= 0], num_workers)
+        return held.astype(np.int64)
 
     def num_outputs(self, rows: np.ndarray) -> np.ndarray:
         """Output tokens that decoding sequences have: all but the last are cached; int64 [n]."""
@@ -232,7 +274,8 @@ class SequenceTable:
 
     def kv_loads(self, num_workers: int) -> np.ndarray:
         """KV tokens that each R-worker attends if all rows decode, float64 [num_workers]."""
-        loads = np.bincount(self.workers[self.rows], self.tail_lens(self.rows) + 1, num_workers).astype(np.float64)
+        tokens = self.tail_lens(self.rows) + 1
+        loads = np.bincount(self.attending(self.rows), tokens, num_workers).astype(np.float64)
         if self._reads:
             loads += self.range_tokens * np.bincount(self.reads(self.rows)["worker"], minlength=num_workers)
         return loads
@@ -243,14 +286,17 @@ class SequenceTable:
 
     def loads_on(self, worker: int, rows: np.ndarray) -> np.ndarray:
         """KV tokens that each of ``rows`` has R-worker ``worker`` attend; int64 [n]."""
-        loads = np.where(self.workers[rows] == worker, self.tail_lens(rows) + 1, 0)
+        loads = np.where(self.attending(rows) == worker, self.tail_lens(rows) + 1, 0)
         reads = self.reads(rows)
         return loads + self.range_tokens * np.bincount(reads["chunk"][reads["worker"] == worker], minlength=len(rows))
 
     def mini_batch(self, rows: np.ndarray) -> MiniBatch:
         """The next chunks of ``rows``, with their tokens: the last one, and drafts."""
         chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.num_drafts[rows]
-        reads = self.reads(rows)
+        reads, swapped = self.reads(rows), self.on_copy[rows]
+        if swapped.any():
+            homes = chunks["worker"][swapped]
+            chunks["worker"][swapped], chunks["copy"][swapped] = chunks["copy"][swapped], homes
         if not num_drafts.any():
             return MiniBatch(chunks, last, reads)
         chunks["num_rows"], chunks["scored"] = 1 + num_drafts, num_drafts > 0

@@ -53,7 +53,7 @@ class WorkerState:
     own, and only counted; those that other sequences may hold as well are :class:`Block` objects, counted once however
     many hold them. ``cached`` blocks are held by ``chains`` only, the prefixes it retains, least recently used first:
     they can be freed at any time. ``num_sequences``: that append there. ``num_ranges``: what it holds of sequences,
-    those included. ``controls``: what it has yet to be told.
+    those included. ``controls``: what it has yet to be told. ``host``: its machine.
     """
 
     index: int
@@ -64,6 +64,7 @@ class WorkerState:
     num_ranges: int = 0
     is_draining: bool = False
     is_gone: bool = False
+    host: str = ""
     chains: OrderedDict[int, Chain] = field(default_factory=OrderedDict)
     controls: list[Control] = field(default_factory=list)
 
@@ -102,10 +103,14 @@ class Workers:
     KV load limit that each may attend, float64 [num_workers], kept by :class:`LoadControl`.
     """
 
-    def __init__(self, num_blocks: Iterable[int], bandwidths: Sequence[float], block_size: int) -> None:
+    def __init__(
+        self, num_blocks: Iterable[int], bandwidths: Sequence[float], block_size: int, hosts: Sequence[str] = ()
+    ) -> None:
         self.block_size = block_size
         self._gone: list[int] = []
         self._states = [WorkerState(index, count, count) for index, count in enumerate(num_blocks)]
+        for state, host in zip(self._states, hosts, strict=False):
+            state.host = host
         self._columns = np.zeros((4, len(bandwidths)))
         self.bandwidths, self.shares, self._seen_tokens, self._seen_seconds = self._columns
         self.bandwidths[:] = bandwidths
@@ -193,7 +198,7 @@ class Workers:
         """Blocks that so many tokens take."""
         return -(-num_tokens // self.block_size)
 
-    def join(self, index: int, num_blocks: int, bandwidth: float) -> float:
+    def join(self, index: int, num_blocks: int, bandwidth: float, host: str = "") -> float:
         """One more, with all its blocks free and no share yet; returns how fast it is beside all others together.
 
         ``index`` is vacant, or the next one.
@@ -203,7 +208,7 @@ class Workers:
             self._columns = np.column_stack([self._columns, np.zeros(4)])
         else:
             self._gone.remove(index)
-        self._states[index : index + 1] = [WorkerState(index, num_blocks, num_blocks)]
+        self._states[index : index + 1] = [WorkerState(index, num_blocks, num_blocks, host=host)]
         self._columns[:, index] = bandwidth, 0.0, 0.0, 0.0
         self.bandwidths, self.shares, self._seen_tokens, self._seen_seconds = self._columns
         return float(self.speeds[index] / self.speeds[others].sum())
