@@ -65,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
     check_output_files(args.output_json, plots=(args.plot,))
     if args.num_configurations is not None and args.num_configurations < 1:
         raise ConfigError(f"num_configurations must be at least 1, not {args.num_configurations}")
+    if args.tensor_parallel_size < 1 or (args.tensor_parallel_size > 1 and args.ranges):
+        raise ConfigError(
+            f"tensor_parallel_size is {args.tensor_parallel_size}: it must be at least 1, and 1 beside --ranges"
+        )
+    check_own_ranks(args.tensor_parallel_size)
     profile = load_profile(args.profile)
     config = _checked_config(args, profile)
     from fastdecode.measure.offline_run import offline_line
@@ -90,14 +95,8 @@ def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Conf
     from fastdecode.measure.rank_calibrator import rank_configurations
     from fastdecode.measure.validation import configurations, range_configurations
 
-    num_ranks = args.tensor_parallel_size
-    if num_ranks < 1 or (num_ranks > 1 and args.ranges):
-        raise ConfigError(
-            f"tensor_parallel_size is {num_ranks}: it must be at least 1, and 1 beside --ranges (give one of the two)"
-        )
-    if num_ranks > 1:
-        check_own_ranks(num_ranks)
-        return rank_configurations(profile.shape, usable_cores(), num_ranks), False
+    if args.tensor_parallel_size > 1:
+        return rank_configurations(profile.shape, usable_cores(), args.tensor_parallel_size), False
     if args.ranges:
         return range_configurations(profile.shape, usable_cores()), False
     return configurations(profile.shape, usable_cores()), True
