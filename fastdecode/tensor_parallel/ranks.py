@@ -21,6 +21,7 @@ from fastdecode.machine import usable_cores
 from fastdecode.metrics import StateClock
 from fastdecode.protocols import AttentionBackend
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
+from fastdecode.sworker.random_prompts import RandomPrompts
 from fastdecode.sworker.tensor_parallel import Meeting, Rank, leave
 from fastdecode.tensor_parallel.backend import TensorParallelBackend
 from fastdecode.tensor_parallel.lifeline import Lifelines, hold_on
@@ -168,6 +169,7 @@ class Follower:
             prompts = PromptCache(backend)
         self._pool = pool
         self._s_worker = SWorker(model.model, model.layout, pool, StateClock(), prompts=prompts, in_order=True)
+        self._random = RandomPrompts(model.model, model.layout, pool, StateClock())
 
     def run(self) -> None:
         """Do what rank 0 says until it says no more."""
@@ -179,7 +181,8 @@ class Follower:
         step = read_step(message)
         self._pool.begin_step(step.to_step_plan())
         if message.told["computes"]:
-            self._s_worker.follow(step, message.told["overlap"])
+            s_worker = self._random if message.told["at_random"] else self._s_worker
+            s_worker.follow(step, message.told["overlap"])
 
     def _compared(self, message: Message) -> None:
         told = message.told
