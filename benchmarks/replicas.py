@@ -191,7 +191,7 @@ def _lose(args: argparse.Namespace, dtype: str) -> None:
 
 def _summarise(args: argparse.Namespace, dtype: str, found: list[Loss], different: int) -> None:
     gaps = [loss.gap for loss in found]
-    mark = SILENT_GAP_MARK if args.silence else GAP_MARK
+    mark = (SILENT_GAP_MARK if args.silence else GAP_MARK) if args.kv_replicas == 2 else np.inf
     whole = [loss.whole - loss.struck for loss in found[::2]]
     how = "silence" if args.silence else "kill -9"
     print(

@@ -36,7 +36,7 @@ from fastdecode.errors import BackendError, CapacityError, FrameError, WorkerLos
 from fastdecode.settings import is_loopback
 from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
-TICK_SECONDS = 0.1
+TICK_SECONDS = 0.05
 """How long a wait lasts before the S-worker checks the connection again."""
 
 OPEN_SECONDS = 30.0

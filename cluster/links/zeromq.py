@@ -180,6 +180,7 @@ class ZmqChannel(_Socket):
         self._connected = self._connected or bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if self._connected:
             if events & zmq.EVENT_DISCONNECTED and not self.poll(0):
+                self.socket.linger = 0  # what could not be sent has nowhere to go: closing need not wait
                 raise ConnectionError("the connection is closed")
             return
         if events & _FAILED or now > self._next_diagnosis:

@@ -37,9 +37,17 @@ class Copies:
         self._workers = residents.workers
         self._credit = 0.0
         self._joined: list[int] = []
+        self._has_lost = False
+
+    def lost(self) -> None:
+        """An R-worker is gone: those whose tokens of this step are missing get them first, however long it took."""
+        self._has_lost = True
 
     def observe(self, step_seconds: float) -> None:
         """A step took so long: a part of that may go to copies."""
+        if self._has_lost:
+            self._credit, self._has_lost = min(self._credit, 0.0), False
+            return
         self._credit = min(self._credit + SHARE * step_seconds, SHARE * step_seconds)
 
     def made(self, move: Move, seconds: float) -> None:

@@ -281,6 +281,8 @@ class Scheduler:
         Returns the waiting sequences that none of the others could hold; they are forgotten.
         """
         self.residents.lose_copies(worker, self._attended_on(worker))
+        if self._copies:
+            self._copies.lost()
         broken = self.residents.lose_ranges(worker, self._sound)
         for sequence in self.residents.lose(worker):
             self.queue.release_followers(sequence)
