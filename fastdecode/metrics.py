@@ -124,6 +124,7 @@ def step_record(
         transfer_seconds=tuple(worker.transfer_seconds for worker in report.workers),
         kv_bytes_read=sum(worker.bytes_read for worker in report.workers),
         lost_workers=len(report.lost),
+        num_copies=num_copies,
         num_starts=step.num_starts,
     )
 
