@@ -170,7 +170,7 @@ def test_unknown_sequence_and_open_step_are_refused() -> None:
     with pytest.raises(KeyError, match="sequence 2 is unknown"):
         worker.export(2)
     for piece in ((-1, 5), (0, 21), (21,), (16, -1), (2**62, 2**62)):
-        with pytest.raises(ValueError, match="export: .* tokens from token .* on; sequence 1 has 20"):
+        with pytest.raises(ValueError, match=r"export: .* tokens from token .* on; sequence 1 has 20"):
             worker.export(1, *piece)
     with pytest.raises(KeyError, match="sequence 2 is unknown"):
         worker.import_(2, 20, data, 16)
