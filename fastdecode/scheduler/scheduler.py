@@ -86,7 +86,8 @@ class Scheduler:
         self.drafts = Drafts(self.residents, limits, draft_policy)
         price = math.inf if limits.kv_replicas > 1 else limits.seconds_per_moved_token  # copies even the load instead
         self._migration = Migration(self.residents, self.admission, price)
-        self._copies = Copies(self.residents, self.admission) if limits.kv_replicas > 1 else None
+        per_token = limits.seconds_per_moved_token
+        self._copies = Copies(self.residents, self.admission, per_token) if limits.kv_replicas > 1 else None
         self._committed: tuple[MiniBatch, ...] = ()
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
@@ -127,12 +128,6 @@ class Scheduler:
         return SchedulerStatistics(
             cache.num_queries, cache.num_hit_tokens, self.num_preemptions, self.drafts.counts.copy()
         )
-
-    @property
-    def num_copies(self) -> tuple[int, int]:
-        """Sequences that hold a cache on one R-worker, and on two."""
-        num_copies = [len(each.holders) for each in self.residents.all]
-        return num_copies.count(1), num_copies.count(2)
 
     def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
         """How long ``step`` took: each R-worker's part of the load, moves, and the limit where none is given, follow.
@@ -381,7 +376,8 @@ class Scheduler:
             if not short:
                 self.residents.grow(growing)
                 return rows
-            self._preempt(self._victim(short[0]))
+            if not (self._copies and self._copies.give_up(short[0])):
+                self._preempt(self._victim(short[0]))
 
     def _extend(self, rows: np.ndarray) -> None:
         """The first of these rows of the table, whose tails are whole, gets a new tail, or a victim makes room."""
