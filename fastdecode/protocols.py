@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fastdecode.step import PrefillOutcomes, PrefillPart, RemotePrefill
+from fastdecode.remote_prefill import PrefillOutcomes, PrefillPart, RemotePrefill
 from fastdecode.types import KVLayout, RWorkerInfo, StepPlan, StepReport
 
 
