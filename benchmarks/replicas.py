@@ -120,7 +120,7 @@ class Losses:
         scheduler = self.engine.scheduler
         if scheduler.residents.prompts or len(scheduler.queue):
             return False
-        alone, _ = scheduler.num_copies
+        alone, _ = scheduler.residents.num_copies
         return self.engine.config.kv_replicas == 1 or len(scheduler.workers.present) == 1 or alone == 0
 
     def measure_gaps(self, outputs: list[RequestOutput]) -> None:
