@@ -56,7 +56,7 @@ def add_command(commands: Any) -> None:
     add_speculation_flags(parser.add_argument_group("speculative decoding"))
     group = parser.add_argument_group("engine")
     add_flags(
-        group, EngineConfig, (*SCHEDULE, "kv_shard_tokens"),
+        group, EngineConfig, (*SCHEDULE, "kv_shard_tokens", "kv_replicas"),
         kv_shard_tokens={"unset": "auto: what takes an R-worker longer to read than S time, or does not fit one"},
     )  # fmt: skip
     add_pipeline_flags(group, automatic=True)
@@ -139,8 +139,17 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     scheduler = simulator.scheduler
     return Simulation(
         requests, steps, simulator.now_seconds, time.perf_counter() - start, scheduler.statistics,
-        scheduler.kv_load_limit, interrupted, simulator.prefill,
+        scheduler.kv_load_limit, interrupted, simulator.prefill, _copies(simulator),
     )  # fmt: skip
+
+
+def _copies(simulator: Simulator) -> dict[str, float] | None:
+    """Sequences with ``one`` copy and with ``two`` in the mean step, and how many were ``made`` between steps."""
+    if simulator.scheduler.limits.kv_replicas == 1:
+        return None
+    steps = simulator.num_steps or 1
+    two = simulator.num_copied / steps
+    return {"one": simulator.num_sequences / steps - two, "two": two, "made": simulator.num_moves}
 
 
 def _shown(bar: tqdm, simulator: Simulator) -> bool:
@@ -192,6 +201,7 @@ class Simulation:
     kv_load_limit: int | None
     interrupted: KeyboardInterrupt | None = None
     prefill: PrefillFleet | None = None
+    copies: dict[str, float] | None = None
 
 
 def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[str, Any]:
@@ -208,6 +218,7 @@ def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[
             "p99": float(np.percentile(started, 99)) if started else 0.0,
         },
         "utilisation": _utilisation(simulation) | _prefill_utilisation(simulation),
+        "copies": simulation.copies,
         "simulated_steps": len(simulation.steps),
         "simulated_steps_per_second": len(simulation.steps) / simulation.wall_seconds,
         "machine": {"simulated": inputs.title, "assumptions": list(inputs.assumptions)},
@@ -230,6 +241,11 @@ def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
         f"(the busiest {busy['r_workers_max']:.0%}) of {report['elapsed_time']:.4g} simulated seconds, "
         f"{report['simulated_steps']} steps at {report['simulated_steps_per_second']:.0f} a second"
     )
+    if copies := report["copies"]:
+        yield (
+            f"Copies: of {copies['one'] + copies['two']:.0f} sequences in the mean step {copies['two']:.0f} had two; "
+            f"{copies['made']} were made between steps"
+        )
     yield from summary_lines(report)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from fastdecode.errors import ConfigError, PlanError
 from fastdecode.metrics import StepRecord
-from fastdecode.perfmodel.simulate.machine import Machine, StepCost, range_parts
+from fastdecode.perfmodel.simulate.machine import Machine, StepCost, copied_rows, range_parts
 from fastdecode.perfmodel.simulate.prefill import PrefillFleet
 from fastdecode.perfmodel.simulate.speculation import SimulatedDrafter
 from fastdecode.perfmodel.simulate.tokens import SimulatedOutput, TokenTimes
@@ -48,6 +48,7 @@ class Simulator:
         self.drafter = drafter
         self.now_seconds = 0.0
         self.num_steps = self.num_moves = 0
+        self.num_sequences = self.num_copied = 0  # summed over steps: all, and those with second copies
         self._step_seconds = 0.0
         self._requests: list[SimulatedRequest] = []
         self._sequences: list[Sequence] = []
@@ -101,6 +102,7 @@ class Simulator:
             self._wait(step, next_arrival_seconds)
             return
         self._note_starts(step)
+        self._count_copies(step)
         sampled = _sampled_ids(step)
         cost = self._cost(step, len(sampled) + sum(map(len, step.drafts.values())))
         self.now_seconds += cost.wall_seconds
@@ -132,7 +134,7 @@ class Simulator:
         if not step.num_tokens:
             return StepCost(0.0, 0.0, 0.0, 0.0, np.zeros(len(step.kv_loads)))
         kv_loads = self.drafter.kv_loads(step) if self.drafter else step.kv_loads
-        return self.machine.cost(step.num_tokens, num_scored_rows, kv_loads, range_parts(step))
+        return self.machine.cost(step.num_tokens, num_scored_rows, kv_loads, range_parts(step), copied_rows(step))
 
     def _hear_of_prompts(self) -> None:
         for job_id in self.prefill.take(self.now_seconds) if self.prefill else ():
@@ -167,6 +169,11 @@ class Simulator:
         for mini_batch in step.mini_batches:
             for sequence_id in mini_batch.prompts["sequence_id"].tolist():
                 self._start(sequence_id)
+
+    def _count_copies(self, step: ScheduledStep) -> None:
+        for mini_batch in step.mini_batches:
+            self.num_sequences += len(mini_batch.chunks)
+            self.num_copied += int(np.count_nonzero(mini_batch.chunks["copy"] >= 0))
 
     def _start(self, sequence_id: int) -> None:
         request = self._requests[sequence_id]
