@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from fastdecode.config import MODEL, EngineConfig, flag_names
-from fastdecode.errors import CapacityError
+from fastdecode.errors import CapacityError, ConfigError
 from fastdecode.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.protocols import AttentionBackend, PrefillBackend
 from fastdecode.scheduler.ranges import fits_pool

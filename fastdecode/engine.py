@@ -313,6 +313,7 @@ class LLMEngine:
         """Schedule a step and open it on the R-workers; if they refuse, the scheduler keeps its controls."""
         with interrupts_deferred():
             step = self.scheduler.schedule(time.perf_counter())
+            self._forget_prompts_that_left()
             if not step.num_tokens and not step.arrived and not len(self.scheduler.remote_prompts):
                 raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
             try:
@@ -411,11 +412,18 @@ class LLMEngine:
 
     def _forget(self, sequence_id: int) -> None:
         """``sequence_id`` has ended, or what was cached of it is lost."""
-        if self._shared and self._s_worker.prompts.num_sequences:
+        if self._shared and self._s_worker.prompts.sequence_ids:
             self._shared.forget(sequence_id)
         self._s_worker.forget(sequence_id)
         if self.speculation:
             self.speculation.drafter.forget(sequence_id)
+
+    def _forget_prompts_that_left(self) -> None:
+        """Of prompts that were preempted the S-worker keeps nothing: others count on the scratch."""
+        prompts = self.scheduler.residents.prompts
+        for sequence_id in self._s_worker.prompts.sequence_ids:
+            if sequence_id not in prompts or not prompts[sequence_id].uses_scratch:
+                self._forget(sequence_id)
 
     def _settle(self) -> None:
         """When nothing runs, tell the R-workers of the last releases, so that an idle engine holds no blocks."""

@@ -71,7 +71,8 @@ class Membership:
         while move := self._scheduler.next_move():
             start = time.perf_counter()
             try:
-                self._tell()
+                if self._scheduler.has_controls:
+                    self._tell()
                 if not self._still_stands(move):
                     return
                 self._copy(move)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fastdecode.errors import interrupts_deferred
 from fastdecode.protocols import AttentionBackend
 from fastdecode.step import MiniBatch
 from fastdecode.sworker.packing import PromptRows
@@ -150,8 +151,8 @@ class PromptAttention(Protocol):
         ...
 
     @property
-    def num_sequences(self) -> int:
-        """Prompts in progress."""
+    def sequence_ids(self) -> tuple[int, ...]:
+        """Sequences of which something is kept."""
         ...
 
 
@@ -161,21 +162,30 @@ class PromptCache:
     def __init__(self, backend: AttentionBackend) -> None:
         """``backend``: one R-worker, open for the model's layout."""
         self._backend = backend
-        self._kept: set[int] = set()
-        self._chunks: set[int] = set()
+        self._kept: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
         self._unwanted: list[int] = []
         self._in_step = False
 
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """See ``PromptAttention.begin_step``; nothing is asked of the R-worker in steps without such prompts."""
+        """See ``PromptAttention.begin_step``; nothing is asked of the R-worker in steps without such prompts.
+
+        What is kept beyond the beginning of a chunk is dropped: the prompt has begun again, or a step failed.
+        """
         spans = tuple(_spans(mini_batch) for mini_batch in mini_batches)
-        self._in_step = bool(self._unwanted) or any(map(len, spans))
-        if not self._in_step:
+        if not self._unwanted and not any(map(len, spans)):
             return
-        controls = [(int(Verb.RELEASE), sequence_id, 0, 0) for sequence_id in self._unwanted]
-        self._unwanted.clear()
-        self._backend.begin_step(StepPlan((WorkerPlan(np.array(controls, CONTROL), spans),)))
-        self._chunks = {sequence_id for each in spans for sequence_id in each["sequence_id"].tolist()}
+        names = ("sequence_id", "context_len", "num_rows")
+        ids, starts, counts = (np.concatenate([each[name] for each in spans]).tolist() for name in names)
+        dropped = {each: start for each, start in zip(ids, starts, strict=True) if self._kept.get(each, 0) > start}
+        controls = [(int(Verb.RELEASE), each, 0, 0) for each in self._unwanted]
+        controls += [(int(Verb.TRUNCATE), each, 0, start) for each, start in dropped.items()]
+        with interrupts_deferred():
+            self._backend.begin_step(StepPlan((WorkerPlan(np.array(controls, CONTROL), spans),)))
+            self._in_step = True
+            self._unwanted.clear()
+            self._kept |= dropped
+        self._ends = {each: start + count for each, start, count in zip(ids, starts, counts, strict=True)}
 
     def attend(
         self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
@@ -188,9 +198,10 @@ class PromptCache:
 
     def end_step(self) -> None:
         if self._in_step:
-            self._in_step = False
-            self._backend.end_step()
-            self._kept |= self._chunks
+            with interrupts_deferred():
+                self._in_step = False
+                self._backend.end_step()
+                self._kept |= self._ends
 
     def abandon_step(self) -> None:
         if self._in_step:
@@ -200,12 +211,12 @@ class PromptCache:
     def forget(self, sequence_id: int) -> None:
         """See ``PromptAttention.forget``; its blocks are free from the next step on."""
         if sequence_id in self._kept:
-            self._kept.remove(sequence_id)
+            del self._kept[sequence_id]
             self._unwanted.append(sequence_id)
 
     @property
-    def num_sequences(self) -> int:
-        return len(self._kept)
+    def sequence_ids(self) -> tuple[int, ...]:
+        return tuple(self._kept)
 
 
 def _spans(mini_batch: MiniBatch) -> np.ndarray:
@@ -270,9 +281,8 @@ class PromptScratch:
         self._kept.pop(sequence_id, None)
 
     @property
-    def num_sequences(self) -> int:
-        """Prompts in progress."""
-        return len(self._kept)
+    def sequence_ids(self) -> tuple[int, ...]:
+        return tuple(self._kept)
 
 
 def _grown(rows: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -124,8 +124,8 @@ class SWorker:
             return self._run_here(step, forwards, overlap)
 
     def _run_here(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool) -> list[torch.Tensor]:
-        self.prompts.begin_step(step.mini_batches)
         try:
+            self.prompts.begin_step(step.mini_batches)
             logits = self._pipeline.run(forwards, overlap)
         except BaseException:
             self.prompts.abandon_step()

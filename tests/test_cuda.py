@@ -45,7 +45,7 @@ def check_nothing_left(llm: LLM) -> None:
     s_worker = llm.engine._s_worker
     assert s_worker.device.type == "cuda" and isinstance(s_worker._staging, CudaStaging)
     assert all(transfer.phase is Phase.IDLE for transfer in s_worker._staging._transfers.values())
-    assert s_worker.prompts.num_sequences == 0
+    assert s_worker.prompts.sequence_ids == ()
     assert isinstance(llm.engine.backend, InprocBackend)
     assert_nothing_held(llm.engine)
 

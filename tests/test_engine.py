@@ -136,6 +136,23 @@ def test_failed_step_leaves_the_engine_usable(folder: Path) -> None:
     engine.close()
 
 
+def test_a_step_that_fails_after_its_prompts_were_kept_is_tried_again(folder: Path) -> None:
+    """The S-worker's cache of prompts is a step ahead of the scheduler then."""
+    engine = make_engine(folder, prefill_scratch="1MiB", max_num_batched_tokens=16, max_num_seqs=8)
+    prompt = model_zoo.prompts("llama-gqa")[3]
+    engine.add_request("b", prompt, GREEDY)
+    engine.step()
+    sample = engine._s_worker._sample
+    engine._s_worker._sample = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine._s_worker._sample = sample
+    assert len(prompt) > 16
+    assert drain(engine) == {"b": list(model_zoo.reference("llama-gqa").tokens[3][:16])}
+    assert_nothing_held(engine)
+    engine.close()
+
+
 def test_nan_logits_fail_one_request_only(engine: LLMEngine) -> None:
     """A poisoned embedding makes its request end with "error"; the other gets its tokens."""
     prompts, expected = model_zoo.prompts("llama-gqa"), model_zoo.reference("llama-gqa").tokens

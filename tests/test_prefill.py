@@ -153,10 +153,10 @@ def test_scratch_writes_a_repeated_chunk_over_and_forgets() -> None:
     keys, values = scratch.extend(1, 0, 6, k[6:], v[6:])
     assert torch.equal(keys, k) and torch.equal(values, v)
     scratch.extend(2, 0, 0, k[:1], v[:1])
-    assert scratch.num_sequences == 2
+    assert scratch.sequence_ids == (1, 2)
     for sequence in (1, 1, 77):
         scratch.forget(sequence)
-    assert scratch.num_sequences == 1
+    assert scratch.sequence_ids == (2,)
     keys, _ = scratch.extend(2, 0, 1, k[1:2], v[1:2])
     assert torch.equal(keys, k[:2])
 

@@ -125,6 +125,36 @@ def test_sixteen_bits_and_quantised_caches_are_computed_again_bit_by_bit(
     assert others == wanted and preemptions > 0
 
 
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_prompts_that_are_preempted_leave_the_scratch(folder: Path, enable_prefix_caching: bool) -> None:
+    """What the S-worker keeps of prompts is what the scheduler counts; who starts again gets the same tokens."""
+    prompts = [[5, 6, number] for number in range(6)] + [list(range(180)), list(range(100, 250))]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
+
+    def run(**settings: Any) -> tuple[dict[str, list[int]], int]:
+        found, again = {}, set()
+        names = {"enable_prefix_caching": enable_prefix_caching, "schedule": "stall-free", "r_workers": "inproc:1"}
+        with make_llm(folder, **names, **settings) as llm:
+            engine = llm.engine
+            for number, prompt in enumerate(prompts):
+                engine.add_request(str(number), prompt, params)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    found[output.request_id] = list(output.outputs[0].token_ids)
+                counted = engine.scheduler.residents.prompts
+                kept = set(engine._s_worker.prompts.sequence_ids)
+                assert kept <= {each for each in counted if counted[each].uses_scratch}
+                sequences = [*engine.scheduler.queue.all, *counted.values()]
+                again |= {each.sequence_id for each in sequences if each.was_preempted and not each.output_token_ids}
+            assert_nothing_held(engine)
+        return found, len(again)
+
+    small = {"kv_cache_memory": 36 * 16 * KV_BYTES["float32"], "prefill_scratch": 25 * 16 * KV_BYTES["float32"]}
+    tokens, num_preempted_prompts = run(**small, max_num_batched_tokens=8, max_num_seqs=8)
+    assert tokens == run()[0]
+    assert num_preempted_prompts > 0
+
+
 def test_two_of_three_may_go_and_work_goes_on(folder: Path) -> None:
     prompts, wanted = model_zoo.prompts(NAME), [list(tokens) for tokens in model_zoo.reference(NAME).tokens]
     with make_llm(folder) as llm:

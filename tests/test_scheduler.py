@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.scheduler_harness import Drain, Job, Join, Run
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fastdecode.errors import RequestError
@@ -57,6 +57,7 @@ def runs(draw: st.DrawFn) -> Run:
         num_speculative_tokens=draw(st.sampled_from([0, 1, 3, 8])),
         range_tokens=draw(range_lengths(schedule, block_size)),
     )
+
     slowness = draw(
         st.none() | st.lists(st.sampled_from([0.1, 0.3]), min_size=len(bandwidths), max_size=len(bandwidths))
     )
@@ -84,14 +85,14 @@ def job(draw: st.DrawFn, max_num_seqs: int) -> Job:
 
 
 @given(runs(), st.frozensets(st.integers(0, 20), max_size=3))
-@settings(max_examples=400)
+@settings(max_examples=350)
 def test_every_promise_in_every_step(run: Run, fail_steps: frozenset[int]) -> None:
     """Where R-workers turn out slower than expected sequences move between steps, for nothing."""
     run.to_the_end(fail_steps, moves_per_step=2)
 
 
 @given(runs(), st.dictionaries(st.integers(0, 15), st.integers(0, 2), max_size=2))
-@settings(max_examples=200)
+@settings(max_examples=160)
 def test_every_promise_though_workers_are_lost(run: Run, losses: dict[int, int]) -> None:
     """All but the last worker may go, each once."""
     workers = list(dict.fromkeys(worker for worker in losses.values() if worker < len(run.limits.num_blocks) - 1))
@@ -122,6 +123,27 @@ def test_every_promise_though_workers_join_and_leave(
         if too_early or (isinstance(change, Drain) and change.worker >= num_workers):
             del changes[step]
     run.to_the_end(changes=changes, moves_per_step=moves_per_step)
+
+
+@given(runs(), st.dictionaries(st.integers(0, 15), st.integers(0, 1), max_size=2), changes())
+@settings(max_examples=100)
+def test_every_promise_with_two_copies(run: Run, losses: dict[int, int], changes: dict[int, Join | Drain]) -> None:
+    """Three R-workers, two of one host, of which up to two are lost, in mid-step; one may drain, and others join."""
+    assume(not SCHEDULES[run.schedule].reserves_longest)
+    largest, limit = max(run.limits.num_blocks), run.limits.kv_load_limit
+    limits = replace(
+        run.limits,
+        kv_replicas=2,
+        hosts=("a", "b", "a"),
+        range_tokens=UNLIMITED,
+        num_blocks=(largest, max(1, largest - 3), largest),
+        bandwidths=(1.0, 2.0, 1.0),
+        kv_load_limit=None if limit is None else 8 * limit,
+    )
+    two = Run(run.schedule, limits, run.jobs, True, (0.1, 0.3, 0.1) * bool(run.seconds_per_token), run.drafts_seed)
+    lost = list(dict.fromkeys(losses.values()))
+    changes = {step: change for step, change in changes.items() if isinstance(change, Join) or change == Drain(0)}
+    two.to_the_end(losses=dict(zip(losses, lost, strict=False)), changes=changes, moves_per_step=2)
 
 
 def limits_of(**changes: Any) -> Limits:

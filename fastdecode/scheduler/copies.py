@@ -167,7 +167,7 @@ class _Choice:
         lowest = float(alone[best])
         found: tuple[int, ...] = (int(mine[best]),)
         onward = np.flatnonzero((attending != busiest) & np.isin(attending, via))
-        if len(onward):
+        if lowest >= seconds[busiest] and len(onward):
             to_busiest = others[onward] == busiest
             follows = attending[onward][None, :] == via[:, None]
             goes_down = there[:, None] - (tokens[onward] / speeds[attending[onward]])[None, :]

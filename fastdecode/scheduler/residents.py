@@ -315,6 +315,9 @@ class Residents:
         self.table.num_cached[sequence.row] = num_sound
         verb = Verb.TRUNCATE if num_sound else Verb.RELEASE
         self.workers[sequence.worker].controls.append((int(verb), sequence.cache_id, 0, num_sound))
+        if sequence.sequence_id in self.decoding:  # drafts had their own
+            surplus = sequence.num_blocks - self.workers.blocks_for(num_sound + 1)
+            self.grow(np.array([sequence.row]), -max(0, surplus))
 
     def _add_copy(self, sequence: Sequence, worker: int) -> None:
         self._take(Range(sequence.cache_id, worker, 0, sequence.num_cached, sequence.num_blocks))

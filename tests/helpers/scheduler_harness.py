@@ -121,14 +121,14 @@ class Run:
     def _check_end(self) -> None:
         self.naive.apply(self.scheduler.schedule())
         workers, held = self.scheduler.workers, self.naive.held
-        assert set(held) == {i for i in held if i < 0} and len(held) == len(self.scheduler.prefix_cache)
+        assert all(sequence_id < 0 for _, sequence_id in held) and len(held) == len(self.scheduler.prefix_cache)
         used = self.naive.blocks_used(len(workers))
         assert used == [worker.num_blocks - worker.free for worker in workers]
         assert sum(used) == sum(worker.cached for worker in workers)
         self.scheduler.reset_prefix_cache()
         self.naive.apply(self.scheduler.schedule())
         assert self.naive.held == {} and all((w.free, w.cached) == (w.num_blocks, 0) for w in workers)
-        assert not self.naive.left_behind and not self.scheduler.has_unfinished and not self.scheduler.has_controls
+        assert not self.scheduler.has_unfinished and not self.scheduler.has_controls
         assert self.scheduler.residents.scratch_free == self.limits.scratch_tokens
         assert self.scheduler.prefix_cache._computing == {} and self.scheduler.queue._following == {}
 
@@ -184,6 +184,7 @@ class Run:
         self._check_the_head_waits_for_something(step)
         self.naive.write(chunks)
         self._check_blocks()
+        self._check_holders()
 
     def arrive_and_abort(self) -> None:
         """What happens between steps."""
@@ -196,7 +197,11 @@ class Run:
                     self._finish(member, "abort")
 
     def lose(self, worker: int) -> list[Sequence]:
-        """An R-worker goes with all it held; returns the requests that no other could hold, which end."""
+        """An R-worker goes between steps with all it held; returns the requests that no other could hold, which end."""
+        self.naive.apply(self.scheduler.controls_alone())
+        return self._lose(worker)
+
+    def _lose(self, worker: int) -> list[Sequence]:
         self.naive.lose(worker)
         hopeless = self.scheduler.lost(worker)
         for parent in hopeless:
@@ -206,12 +211,12 @@ class Run:
 
     def _lose_within(self, worker: int, chunks: list[Chunk]) -> list[Chunk]:
         """An R-worker is lost in mid-step; returns the chunks in which it had no part."""
-        spoilt = [c for c in chunks if any(read[0] == worker for read in c.reads) and c.attends]
-        without = {c.sequence_id for c in chunks} - {each.sequence_id for each in self.scheduler.residents.on(worker)}
+        wrong = [c for c in chunks if worker in (c.worker, *(read[0] for read in c.reads)) and c.attends]
+        spoilt = self.scheduler.spoilt([worker])
         if self.recounts:
-            self.naive.spoil(spoilt)
-        self.lose(worker)
-        return [chunk for chunk in chunks if chunk.sequence_id in without]
+            self.naive.spoil(wrong)
+        self._lose(worker)
+        return [chunk for chunk in chunks if chunk.sequence_id not in spoilt]
 
     def _change(self, change: Join | Drain | None) -> None:
         if isinstance(change, Join):
@@ -226,18 +231,18 @@ class Run:
             if move is None:
                 break
             self.naive.apply(self.scheduler.controls_alone())
-            workers, held = self.scheduler.workers, self.naive.held[move.cache_id]
-            assert held.worker == move.source != move.target and move.target in workers.accepting
+            workers, held = self.scheduler.workers, self.naive.held[move.source, move.cache_id]
+            assert (move.target, move.cache_id) not in self.naive.held and move.target in workers.accepting
             assert len(held.tokens) == move.num_tokens
-            self.naive.copy(move.cache_id, move.target)
+            self.naive.copy(move.cache_id, move.source, move.target)
             assert self.naive.blocks_used(len(workers))[move.target] <= workers[move.target].num_blocks
             self.scheduler.moved(move, 0.0)
             self.num_moves += 1
         for worker in self.scheduler.drained():
             self.naive.apply(self.scheduler.controls_alone())
             chains = self.scheduler.workers[worker].chains
-            assert {i for i, held in self.naive.held.items() if held.worker == worker} == set(chains)
-            assert not self.lose(worker)
+            assert self.naive.on(worker) == set(chains)
+            assert not self._lose(worker)
 
     def _check_order(self, step: ScheduledStep) -> None:
         ids = [chunk.sequence_id for mini_batch in step.mini_batches for chunk in mini_batch]
@@ -249,16 +254,16 @@ class Run:
     def _check_chunk(self, chunk: Chunk, drafts: list[int]) -> None:
         """Right tokens after the right tokens: whatever was forked, retained or recomputed."""
         member = self.alive[chunk.sequence_id]
-        held, range_tokens = self.naive.of(chunk), self.limits.range_tokens
+        range_tokens = self.limits.range_tokens
         tokens = [*member.prompt_token_ids, *member.output_token_ids]
         end = chunk.context_len + len(chunk.token_ids)
         assert chunk.base <= chunk.context_len < end <= chunk.base + range_tokens
-        assert (held.worker, held.tokens) == (chunk.worker, tokens[chunk.base : chunk.context_len])
+        assert chunk.copy != chunk.worker
+        assert all(held.tokens == tokens[chunk.base : chunk.context_len] for held in self.naive.of(chunk))
         starts = range(0, chunk.base, range_tokens) if chunk.attends else ()
         assert [start for _, _, start in chunk.reads] == list(starts)
         for worker, range_id, start in chunk.reads:
-            closed = self.naive.held[range_id]
-            assert (closed.worker, closed.tokens) == (worker, tokens[start : start + range_tokens])
+            assert self.naive.held[worker, range_id].tokens == tokens[start : start + range_tokens]
         assert list(chunk.token_ids) == [*tokens, *drafts][chunk.context_len : end] and len(chunk.token_ids) > 0
         if chunk.is_decode:
             assert len(chunk.token_ids) == 1 + len(drafts) and chunk.attends and chunk.samples
@@ -291,6 +296,8 @@ class Run:
         head, schedule = next(iter(self.scheduler.queue), None), SCHEDULES[self.schedule]
         if head is None or schedule.stabilizes_load or schedule.waves or self.limits.prefix_caching:
             return
+        if self.limits.kv_replicas > 1:
+            return  # it waits for blocks on two R-workers
         if schedule.prefill is Prefill.FIRST and self.has_preempted:
             return  # its blocks came free after the prompts were looked at
         if head.max_cached > self.limits.range_tokens or self.scheduler.workers.draining:
@@ -321,6 +328,13 @@ class Run:
         workers = self.scheduler.workers
         for used, worker in zip(self.naive.blocks_used(len(workers)), workers, strict=True):
             assert used <= worker.num_blocks - worker.free <= worker.num_blocks, (used, worker, self.naive.held)
+
+    def _check_holders(self) -> None:
+        """One R-worker, or two, and no other has all of a sequence."""
+        for sequence in self.scheduler.residents.all:
+            held = [worker for worker, sequence_id in self.naive.held if sequence_id == sequence.sequence_id]
+            assert sequence.is_sharded or sorted(held) in (sorted(sequence.holders), [])
+            assert len(sequence.holders) <= self.limits.kv_replicas
 
     def _check_decoding_blocks(self) -> None:
         """Of what decodes those that its tokens take, whatever was drafted, or, after a move, the next one too."""

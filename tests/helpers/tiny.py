@@ -135,7 +135,7 @@ def check_prompts_in_chunks_and_decodes(tiny: Tiny, num_mini_batches: int) -> No
         chunks = [first, second][number] if number < 2 else []
         for sequence_id, token in engine.step(*dealt(decodes + chunks)).items():
             outputs[sequence_id].append(token)
-        assert engine.worker.prompts.num_sequences == (1 if number == 0 else 0)
+        assert len(engine.worker.prompts.sequence_ids) == (1 if number == 0 else 0)
     for i, tokens in outputs.items():
         assert tokens == expected_tokens(tiny, PROMPTS[i], len(tokens))
         assert len(tokens) == 5 - (i in (0, 2))
