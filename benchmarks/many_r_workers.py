@@ -131,12 +131,11 @@ def misses(key: Key, figures: dict[str, Any], alone: dict[str, Any] | None, kv_r
     """What an R-worker among many lacks beside one alone."""
     if alone and figures["tokens_per_second"] < 0.97 * alone["tokens_per_second"]:
         yield "below 0.97 of one R-worker's"
-    if over_ideal := figures["over_ideal"]:
-        if np.mean(over_ideal) > 1.1:
-            yield "slow"
-    elif kv_replicas > 1 and figures["imbalance_max"] > 1.02:
-        yield "uneven"
-    elif kv_replicas == 1 and figures["imbalance"] > (1.10 if key[1] == "128" else 1.05):
+    over_ideal = figures["over_ideal"]
+    if over_ideal and np.mean(over_ideal) > 1.1:
+        yield "slow"
+    one_copy = figures["imbalance"] > (1.10 if key[1] == "128" else 1.05)
+    if not over_ideal and (figures["imbalance_max"] > 1.02 if kv_replicas > 1 else one_copy):
         yield "uneven"
     if figures["preemptions"]:
         yield f"{figures['preemptions']} preemptions"

@@ -144,7 +144,10 @@ def _add_workload_flags(group: Any) -> None:
     size.add_argument(
         "--latency-limit", type=float, metavar="SECONDS", help="of a whole sequence: the largest B for it"
     )
-    add_flags(group, EngineConfig, ("kv_shard_tokens", "kv_replicas"), kv_shard_tokens={"unset": "auto: as the engine chooses"})
+    add_flags(
+        group, EngineConfig, ("kv_shard_tokens", "kv_replicas"),
+        kv_shard_tokens={"unset": "auto: as the engine chooses"},
+    )  # fmt: skip
     group.add_argument("--interval-steps", type=int, metavar="F", help="between micro-batches (a 32nd of the output)")
     add_pipeline_flags(group)
 

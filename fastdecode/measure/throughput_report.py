@@ -111,8 +111,8 @@ def steady_figures(
 ) -> dict[str, float | int | None]:
     """From one mean output length (tokens, so steps) after the first start until the last request has started.
 
-    ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's, ``imbalance_max`` of the most
-    uneven step. Zeros where the run has no such steps: all requests started at once.
+    ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's, ``imbalance_max`` of the
+    most uneven step. Zeros where the run has no such steps: all requests started at once.
     """
     starts = [index for index, step in enumerate(steps) if step.num_starts]
     first, last = (starts[0] + round(mean_output_len), starts[-1]) if starts else (0, -1)

@@ -80,8 +80,10 @@ def test_plan_says_what_copies_and_a_loss_cost(tmp_path: Path, capsys: pytest.Ca
 
     (one, text), (two, text_two) = found(), found("--kv-replicas", "2")
     costs = one["replicas"]
-    assert costs["num_r_workers"] == [one["num_r_workers"], two["num_r_workers"]] == two["replicas"]["num_r_workers"]
-    assert costs["price_per_million_tokens"] == [one["price_per_million_tokens"], two["price_per_million_tokens"]]
+    for name in ("num_r_workers", "num_hosts", "output_tokens_per_second", "price_per_million_tokens"):
+        assert (costs["one"][name], costs["two"][name]) == (one[name], two[name])
+    assert two["replicas"]["one"] == costs["one"] and two["replicas"]["two"] == costs["two"]
+    assert (costs["one"]["memory_r_workers"], costs["two"]["memory_r_workers"]) == (6, 12)
     assert costs["link_growth"] == 0.5  # q, k, v, o and then k, v
     assert costs["recomputed_tokens"] == pytest.approx(2048 * 512 / one["num_r_workers"])
     assert costs["recompute_seconds"] > 1 and two["replicas"]["recompute_seconds"] == 0
