@@ -74,7 +74,7 @@ class Residents:
     """Keeps blocks, scratch, prefix cache and controls in step with the sequences that come and go; decides nothing.
 
     ``prompts``: those whose prompt is being computed, in the order of their start. ``decoding``: the others;
-    ``table`` has their progress.
+    ``table`` has their progress. ``copying``: the one of which a second copy is made, and how far that has come.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Residents:
         self.prompts: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
         self.table = SequenceTable(max_num_seqs, most_drafts, range_tokens)
+        self.copying: tuple[Sequence, Range] | None = None
         self._unborn = 0
 
     def __len__(self) -> int:
@@ -268,11 +269,38 @@ class Residents:
             group[:] = [new if each.start == new.start else each for each in group]
         self.table.put(sequence, sequence.tail)
 
-    def add_copy(self, sequence: Sequence, worker: int) -> None:
-        """``sequence``, which decodes, was copied to ``worker``: that is its second copy from now on."""
+    def begin_copy(self, sequence: Sequence, worker: int) -> None:
+        """``sequence``, which decodes, is copied to ``worker`` from now on, piece by piece."""
+        held = Range(sequence.cache_id, worker, 0, 0, sequence.num_blocks)
+        self._take(held)
+        self.copying = sequence, held
+
+    def extend_copy(self, sequence: Sequence, held: Range, num_tokens: int) -> None:
+        """So many more tokens of ``sequence`` were copied; once all are, that is its second copy."""
+        held.num_tokens += num_tokens
+        if held.num_tokens < sequence.num_cached:
+            return
+        self.copying = None
         if (before := sequence.copy_worker) >= 0:
             self.drop_holder(sequence, before)
-        self._add_copy(sequence, worker)
+        self._put_copy(sequence, held.worker, [])
+
+    def grow_copy(self, sequence: Sequence, held: Range) -> bool:
+        """Take the blocks that ``sequence`` has got since the copy began; False where there is no room for them."""
+        worker, more = self.workers[held.worker], sequence.num_blocks - held.num_blocks
+        if more > 0 and (worker.available < more + worker.num_sequences or worker.is_draining):
+            return False
+        self.prefix_cache.make_room(held.worker, more)
+        worker.free -= more
+        held.num_blocks += more
+        return True
+
+    def drop_copying(self) -> None:
+        """What was copied so far of a sequence is given up."""
+        if self.copying:
+            _, held = self.copying
+            self._give_up(held, held.num_tokens > 0)
+            self.copying = None
 
     def swap_home(self, sequence: Sequence) -> None:
         """The R-worker with the second copy of ``sequence`` is its home from now on, and its home has the second."""
@@ -301,6 +329,8 @@ class Residents:
         ``sound``: cached tokens, before its last rows, of each sequence in whose last rows it attended; they repeat
         those rows.
         """
+        if self.copying and self.copying[1].worker == worker:
+            self.drop_copying()
         for sequence in [each for each in self.on(worker) if len(each.holders) > 1]:
             self.drop_holder(sequence, worker)
             if sequence.sequence_id in sound:
@@ -430,6 +460,8 @@ class Residents:
             del self.decoding[sequence.sequence_id]
 
     def _forget_cache(self, sequence: Sequence) -> None:
+        if self.copying and self.copying[0] is sequence:
+            self.drop_copying()
         self.table.close(sequence)
         sequence.shared, sequence.chain_id, sequence.job_id = [], None, 0
         sequence.closed, sequence.ahead = [], []

@@ -86,7 +86,8 @@ class Scheduler:
         self.drafts = Drafts(self.residents, limits, draft_policy)
         price = math.inf if limits.kv_replicas > 1 else limits.seconds_per_moved_token  # copies even the load instead
         self._migration = Migration(self.residents, self.admission, price)
-        self._copies = Copies(self.residents, self.admission) if limits.kv_replicas > 1 else None
+        per_token = limits.seconds_per_moved_token
+        self._copies = Copies(self.residents, self.admission, per_token) if limits.kv_replicas > 1 else None
         self._committed: tuple[MiniBatch, ...] = ()
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
@@ -381,7 +382,8 @@ class Scheduler:
             if not short:
                 self.residents.grow(growing)
                 return rows
-            self._preempt(self._victim(short[0]))
+            if not (self._copies and self._copies.give_up(short[0])):
+                self._preempt(self._victim(short[0]))
 
     def _extend(self, rows: np.ndarray) -> None:
         """The first of these rows of the table, whose tails are whole, gets a new tail, or a victim makes room."""
