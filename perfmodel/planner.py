@@ -141,7 +141,8 @@ class Planner:
             self._other_stages(mini_batch_size),
             self.workload.shared_prefix_len,
             self.r_part.call_seconds,
-            self.r_part.row_seconds + self.copy_costs.append_seconds * self.copied_rows(1),
+            self.r_part.row_seconds
+            + self.copy_costs.append_seconds * self.copied_rows(self.workload.rows_per_output_token),
         )
 
     def step_model(self, num_r_workers: float) -> StepModel:
@@ -164,7 +165,7 @@ class Planner:
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         model, (tokens, kv_tokens) = self.step_model(num_r_workers), self.mean_step(in_flight, num_r_workers)
         ranges = mean_parts(in_flight, self.workload.mean_context, self.range_tokens)
-        step = tokens, kv_tokens, in_flight, ranges, self.copied_rows(in_flight, num_r_workers)
+        step = tokens, kv_tokens, in_flight, ranges, self.copied_rows(tokens, num_r_workers)
         stages, seconds = model.stages(*step), model(*step)
         rate = in_flight / seconds
         hosts = _round_up(self.num_ranks * num_r_workers / self.r_workers_per_host)
@@ -203,21 +204,21 @@ class Planner:
         """Half of all steps attend on second copies, and these read the prefix that home copies share."""
         return self.workload.mean_context + (self.kv_replicas - 1) / 2 * self.workload.shared_prefix_len
 
-    def copied_rows(self, in_flight: float, num_r_workers: float = math.inf) -> float:
-        """Rows of the mean step that a second R-worker stores too, where there is one: prompts' as well."""
-        return (min(self.kv_replicas, max(num_r_workers, 1)) - 1) * in_flight * self.workload.rows_per_output_token
+    def copied_rows(self, rows: float, num_r_workers: float = math.inf) -> float:
+        """Those of ``rows``, prompts' as well, that a second R-worker stores too, where there is one."""
+        return rows if self.kv_replicas > 1 and num_r_workers > 1 else 0.0
 
     def _balanced_sequence_seconds(self, mini_batch_size: int) -> float:
         workers = max(self.balanced_r_workers(mini_batch_size), 1.0)
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
-        step = *self.mean_step(in_flight, workers), in_flight
-        seconds = self.step_model(workers)(*step, copied_rows=self.copied_rows(in_flight))
+        rows, kv_tokens = self.mean_step(in_flight, workers)
+        seconds = self.step_model(workers)(rows, kv_tokens, in_flight, copied_rows=self.copied_rows(rows))
         return self.workload.output_len * seconds
 
     def _other_stages(self, mini_batch_size: int) -> float:
         """Seconds of the slowest stage of a layer but the R-part."""
         rows = mini_batch_size * self.workload.rows_per_output_token
-        copied_bytes = self.copy_costs.link_bytes * self.copied_rows(mini_batch_size)
+        copied_bytes = self.copy_costs.link_bytes * self.copied_rows(rows)
         hop = self.transport.stage_seconds(rows, last_bytes=copied_bytes) if self.transport.overlapped else 0.0
         return max(self.s_part.layer_seconds(rows), hop)
 

@@ -149,7 +149,7 @@ def _copies(simulator: Simulator) -> dict[str, float] | None:
         return None
     steps = simulator.num_steps or 1
     two = simulator.num_copied / steps
-    return {"one": simulator.num_sequences / steps - two, "two": two, "made": simulator.num_moves}
+    return {"one": simulator.num_sequences / steps - two, "two": two, "made": simulator.num_copies_made}
 
 
 def _shown(bar: tqdm, simulator: Simulator) -> bool:

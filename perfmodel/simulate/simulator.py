@@ -49,6 +49,7 @@ class Simulator:
         self.now_seconds = 0.0
         self.num_steps = self.num_moves = 0
         self.num_sequences = self.num_copied = 0  # summed over steps: all, and those with second copies
+        self.num_copies_made = 0
         self._step_seconds = 0.0
         self._requests: list[SimulatedRequest] = []
         self._sequences: list[Sequence] = []
@@ -162,7 +163,9 @@ class Simulator:
             seconds = self.machine.seconds_per_moved_token * move.num_tokens
             self.now_seconds += seconds
             self.scheduler.moved(move, seconds)
-            self.num_moves += 1
+            ends = move.start + move.num_tokens == move.sequence.num_cached
+            self.num_moves += not move.keeps_source
+            self.num_copies_made += move.keeps_source and ends  # of several pieces perhaps
         return self.now_seconds - start
 
     def _note_starts(self, step: ScheduledStep) -> None:

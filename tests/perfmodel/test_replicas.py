@@ -115,17 +115,31 @@ def test_simulated_copies_even_the_load(tmp_path: Path, capsys: pytest.CaptureFi
     assert "the GPU alone: kv_replicas has no place there" in capsys.readouterr().err
 
 
+def limits(**more: Any) -> Limits:
+    """Of four R-workers that are said to be alike."""
+    figures: dict[str, Any] = {
+        "max_num_seqs": 64, "max_num_batched_tokens": 2048, "num_mini_batches": 2, "scratch_tokens": 1 << 40,
+        "max_model_len": 400, "block_size": 16, "num_blocks": (1 << 20,) * 4, "bandwidths": (1.0,) * 4,
+        "prefix_caching": False, "kv_replicas": 2,
+    }  # fmt: skip
+    return Limits(**figures | more)
+
+
+def test_sequences_with_a_cached_prefix_get_their_second_copies_between_steps() -> None:
+    """All prompts are alike: most are hits, on one R-worker each at first."""
+    machine = SplitMachine(StepModel(4, S_PART, RPart(1e-6), 4), seconds_per_moved_token=1e-6)
+    simulator = Simulator(Scheduler(SCHEDULES["stall-free"], limits(prefix_caching=True)), machine)
+    simulator.run([SimulatedRequest([0] * 101, 250) for _ in range(64)])
+    assert 32 < simulator.num_copies_made < 64 and simulator.num_moves == 0
+    assert 0.95 < simulator.num_copied / simulator.num_sequences < 1
+
+
 def test_a_slow_r_worker_is_relieved() -> None:
-    """The live scheduler is told that four R-workers are alike; the first has half the speed of the others."""
+    """The first has half the speed of the others."""
     speeds = np.array([0.5, 1.0, 1.0, 1.0])
-    model = StepModel(4, S_PART, RPart(1e-6), 4)
-    limits = Limits(
-        max_num_seqs=64, max_num_batched_tokens=2048, num_mini_batches=2, scratch_tokens=1 << 40, max_model_len=400,
-        block_size=16, num_blocks=(1 << 20,) * 4, bandwidths=(1.0,) * 4, prefix_caching=False, kv_replicas=2,
-    )  # fmt: skip
     steps: list[StepRecord] = []
-    machine = SplitMachine(model, speeds=tuple(speeds.tolist()))
-    simulator = Simulator(Scheduler(SCHEDULES["stall-free"], limits), machine, steps.append)
+    machine = SplitMachine(StepModel(4, S_PART, RPart(1e-6), 4), speeds=tuple(speeds.tolist()))
+    simulator = Simulator(Scheduler(SCHEDULES["stall-free"], limits()), machine, steps.append)
     simulator.run([SimulatedRequest([0] * 100, 250) for _ in range(64)])
     late = [step for step in steps if step.num_output_tokens == 64][100:]
     ideals = [machine.cost(64, 64, (step.kv_load * speeds / speeds.sum()).tolist()).wall_seconds for step in late]
