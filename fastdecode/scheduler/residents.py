@@ -109,6 +109,12 @@ class Residents:
         return [*self.prompts.values(), *self.decoding.values()]
 
     @property
+    def num_copies(self) -> tuple[int, int]:
+        """Sequences that hold their cache once, and twice."""
+        twice = int(np.count_nonzero(self.table.copies >= 0))
+        return len(self.prompts) + len(self.decoding) - twice, twice
+
+    @property
     def has_controls(self) -> bool:
         """True while some R-worker has yet to be told something."""
         return any(worker.controls for worker in self.workers)

@@ -129,12 +129,6 @@ class Scheduler:
             cache.num_queries, cache.num_hit_tokens, self.num_preemptions, self.drafts.counts.copy()
         )
 
-    @property
-    def num_copies(self) -> tuple[int, int]:
-        """Sequences that hold a cache on one R-worker, and on two."""
-        num_copies = [len(each.holders) for each in self.residents.all]
-        return num_copies.count(1), num_copies.count(2)
-
     def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
         """How long ``step`` took: each R-worker's part of the load, moves, and the limit where none is given, follow.
 
