@@ -139,17 +139,8 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     scheduler = simulator.scheduler
     return Simulation(
         requests, steps, simulator.now_seconds, time.perf_counter() - start, scheduler.statistics,
-        scheduler.kv_load_limit, interrupted, simulator.prefill, _copies(simulator),
+        scheduler.kv_load_limit, interrupted, simulator.prefill, simulator.num_copies_made,
     )  # fmt: skip
-
-
-def _copies(simulator: Simulator) -> dict[str, float] | None:
-    """Sequences with ``one`` copy and with ``two`` in the mean step, and how many were ``made`` between steps."""
-    if simulator.scheduler.limits.kv_replicas == 1:
-        return None
-    steps = simulator.num_steps or 1
-    two = simulator.num_copied / steps
-    return {"one": simulator.num_sequences / steps - two, "two": two, "made": simulator.num_copies_made}
 
 
 def _shown(bar: tqdm, simulator: Simulator) -> bool:
@@ -201,7 +192,7 @@ class Simulation:
     kv_load_limit: int | None
     interrupted: KeyboardInterrupt | None = None
     prefill: PrefillFleet | None = None
-    copies: dict[str, float] | None = None
+    copies_made: int = 0
 
 
 def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[str, Any]:
@@ -218,7 +209,7 @@ def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[
             "p99": float(np.percentile(started, 99)) if started else 0.0,
         },
         "utilisation": _utilisation(simulation) | _prefill_utilisation(simulation),
-        "copies": simulation.copies,
+        "copies_made": simulation.copies_made,
         "simulated_steps": len(simulation.steps),
         "simulated_steps_per_second": len(simulation.steps) / simulation.wall_seconds,
         "machine": {"simulated": inputs.title, "assumptions": list(inputs.assumptions)},
@@ -241,11 +232,8 @@ def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
         f"(the busiest {busy['r_workers_max']:.0%}) of {report['elapsed_time']:.4g} simulated seconds, "
         f"{report['simulated_steps']} steps at {report['simulated_steps_per_second']:.0f} a second"
     )
-    if copies := report["copies"]:
-        yield (
-            f"Copies: of {copies['one'] + copies['two']:.0f} sequences in the mean step {copies['two']:.0f} had two; "
-            f"{copies['made']} were made between steps"
-        )
+    if report["copies_made"]:
+        yield f"Second copies made between steps: {report['copies_made']}"
     yield from summary_lines(report)
 
 

@@ -48,7 +48,6 @@ class Simulator:
         self.drafter = drafter
         self.now_seconds = 0.0
         self.num_steps = self.num_moves = 0
-        self.num_sequences = self.num_copied = 0  # summed over steps: all, and those with second copies
         self.num_copies_made = 0
         self._step_seconds = 0.0
         self._requests: list[SimulatedRequest] = []
@@ -103,7 +102,6 @@ class Simulator:
             self._wait(step, next_arrival_seconds)
             return
         self._note_starts(step)
-        self._count_copies(step)
         sampled = _sampled_ids(step)
         cost = self._cost(step, len(sampled) + sum(map(len, step.drafts.values())))
         self.now_seconds += cost.wall_seconds
@@ -173,11 +171,6 @@ class Simulator:
             for sequence_id in mini_batch.prompts["sequence_id"].tolist():
                 self._start(sequence_id)
 
-    def _count_copies(self, step: ScheduledStep) -> None:
-        for mini_batch in step.mini_batches:
-            self.num_sequences += len(mini_batch.chunks)
-            self.num_copied += int(np.count_nonzero(mini_batch.chunks["copy"] >= 0))
-
     def _start(self, sequence_id: int) -> None:
         request = self._requests[sequence_id]
         if request.start_seconds is None:
@@ -215,6 +208,7 @@ class Simulator:
             transfer_seconds=(cost.transfer_seconds,) * len(kv_loads),
             kv_bytes_read=self.machine.kv_bytes_per_token * sum(kv_loads),
             num_starts=step.num_starts,
+            num_copies=self.scheduler.residents.num_copies,
         )
 
 
