@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import psutil
@@ -96,13 +97,15 @@ def main() -> None:
     found: list[Recovery] = []
     for _ in range(args.kills):
         moment, victim = rng.randrange(1, args.sequences * (OUTPUT_LEN - 2)), rng.randrange(3)
-        size = args.tensor_parallel_size
-        with _workers(args.transport) as (spec, processes), _engine(folder, spec, size) as engine:
+        with contextlib.ExitStack() as stack:
+            spec, processes = stack.enter_context(three_workers(args.transport))
+            ranks = {"tensor_parallel_size": args.tensor_parallel_size}
+            engine = stack.enter_context(small_engine(folder, spec, **ranks))
             groups = [processes or [worker._link._process.pid for worker in engine.backend.workers]]
             groups += [_spawned(rank) for rank in psutil.Process().children() if rank.pid not in groups[0]]
             blow = Blow(rng.choice(groups)[victim], victim, moment, args.stop)
             engine.on_step = lambda record, blow=blow, engine=engine: blow.watch(engine, record)
-            outputs = _run(engine, prompts, GREEDY)
+            outputs = run_requests(engine, prompts, GREEDY)
         if [output.outputs[0].token_ids for output in outputs] != wanted:
             sys.exit(f"worker {victim} at token {moment}: tokens differ from those of an undisturbed run")
         found.append(_recovery(blow, outputs))
@@ -112,8 +115,8 @@ def main() -> None:
 
 def _reference(folder: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     """Tokens of an undisturbed run in this process; ends the command where they would prove little."""
-    with _engine(folder, "inproc") as engine:
-        outputs = _run(
+    with small_engine(folder, "inproc") as engine:
+        outputs = run_requests(
             engine, prompts, SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, logprobs=2)
         )
     steps = [step for output in outputs for step in output.outputs[0].logprobs or ()]
@@ -127,7 +130,7 @@ def _reference(folder: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
 
 
 @contextlib.contextmanager
-def _workers(transport: str) -> Iterator[tuple[str, list[int]]]:
+def three_workers(transport: str) -> Iterator[tuple[str, list[int]]]:
     """The ``r_workers`` setting, and process ids where they are started here."""
     if transport == "spawn":
         yield "spawn:3", []
@@ -151,25 +154,20 @@ def listening_workers() -> Iterator[tuple[str, list[int]]]:
 
 
 @contextlib.contextmanager
-def _engine(folder: str, r_workers: str, tensor_parallel_size: int = 1) -> Iterator[LLMEngine]:
-    own = {} if ":" in r_workers and "spawn" not in r_workers else {"kv_cache_memory": "256MiB", "r_threads": 1}
-    config = EngineConfig(
-        model=folder,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        r_workers=r_workers,
-        tensor_parallel_size=tensor_parallel_size,
-        **own,
-    )
-    engine = LLMEngine(config)
+def small_engine(folder: str, r_workers: str, **settings: Any) -> Iterator[LLMEngine]:
+    """An engine in float32, or as ``settings`` say, with 256 MiB on each of ``r_workers``; closed in the end."""
+    here = ":" not in r_workers or r_workers.startswith(("spawn", "inproc"))
+    memory: dict[str, Any] = {"kv_cache_memory": "256MiB", "r_threads": 1} if here else {}
+    settings = {"dtype": "float32", "load_format": "dummy", "skip_tokenizer_init": True} | memory | settings
+    engine = LLMEngine(EngineConfig(model=folder, r_workers=r_workers, **settings))
     try:
         yield engine
     finally:
         engine.close()
 
 
-def _run(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+def run_requests(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    """All prompts to their ends; outputs in their order."""
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, params)
     outputs = {}

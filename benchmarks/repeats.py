@@ -2,29 +2,26 @@
 
 A random four-layer Llama decodes 24 requests, greedy and sampled with seeds, some with n = 4, some that begin alike.
 Settings are drawn: dtype of model and cache, prefix caching, one to three mini-batches, chunk size, where prompts
-attend, spawned R-workers or such over TCP. Each draw runs undisturbed, then with R-workers killed by ``kill -9`` at
-random tokens, then in a cache so small that sequences are preempted. Exits 1 if any token differs or is lost.
+attend, spawned R-workers or such over TCP; by turns sequences are cached once and twice. Each draw runs undisturbed
+with one copy, then with R-workers killed by ``kill -9`` at random tokens, then in a cache so small that sequences are
+preempted. Exits 1 if any token differs or is lost.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from models import llama_folder
-from recovery import listening_workers
+from recovery import listening_workers, small_engine
 
 from fastdecode import SamplingParams
-from fastdecode.config import EngineConfig
-from fastdecode.engine import LLMEngine
 
 DTYPES = [
     ("float32", "auto"), ("bfloat16", "auto"), ("float16", "auto"), ("float32", "bfloat16"), ("float32", "float16"),
@@ -42,19 +39,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="(200)")
     parser.add_argument("--preemptions", type=int, default=200, help="(200)")
+    parser.add_argument("--kv-replicas", default="1,2", metavar="LIST", help="in turn (1,2)")
     parser.add_argument("--seed", type=int, default=1, help="of settings, prompts and kills (1)")
     args = parser.parse_args()
     rng, folder = random.Random(args.seed), llama_folder(256, 4, initializer_range=0.2)
+    replicas = [int(each) for each in args.kv_replicas.split(",")]
     done: Counter[str] = Counter()
     while done["kills"] < args.kills or done["preemptions"] < args.preemptions:
-        settings = _draw(rng, done["draws"])
+        settings = _draw(rng, done["draws"], replicas[done["draws"] % len(replicas)])
         requests = _requests(rng)
-        wanted = _run(folder, requests, "spawn:1", settings)[0]
+        wanted = _run(folder, requests, "spawn:1", settings | {"kv_replicas": 1})[0]
         for _ in range(4):
             killed, kills = _with_kills(folder, requests, settings, rng)
             _compare(wanted, killed, f"{kills} kills", settings)
             done["kills"] += kills
-        cramped, preemptions = _run(folder, requests, "inproc:1", settings, small=True)
+        cramped, preemptions = _run(folder, requests, f"inproc:{settings['kv_replicas']}", settings, small=True)
         _compare(wanted, cramped, f"{preemptions} preemptions", settings)
         done["preemptions"] += preemptions
         done["draws"] += 1
@@ -63,12 +62,13 @@ def main() -> None:
     print(f"{done['sequences']} sequences, {done['kills']} kills, {done['preemptions']} preemptions: no token differs")
 
 
-def _draw(rng: random.Random, number: int) -> dict[str, Any]:
+def _draw(rng: random.Random, number: int, kv_replicas: int) -> dict[str, Any]:
     """Settings; every pair of dtypes comes in turn."""
     dtype, kv_cache_dtype = DTYPES[number % len(DTYPES)]
     return {
         "dtype": dtype,
         "kv_cache_dtype": kv_cache_dtype,
+        "kv_replicas": kv_replicas,
         "enable_prefix_caching": rng.random() < 0.5,
         "num_mini_batches": rng.randint(1, 3),
         "max_num_batched_tokens": rng.choice([64, 200, 2048]),
@@ -113,7 +113,9 @@ def _run(
 ) -> tuple[Tokens, int]:
     """Tokens of each request, and preemptions; the R-workers are killed in order once so many tokens are out."""
     moments, found = list(kills or ()), {}
-    with _engine(folder, r_workers, settings, small) as engine:
+    memory = {"kv_cache_memory": _small_bytes(settings), "schedule": "stall-free"} if small else {}
+    sizes = {"max_model_len": 400, "max_num_seqs": 48, "s_threads": 1}
+    with small_engine(folder, r_workers, **sizes, **memory, **settings) as engine:
         victims = processes or [worker._link._process.pid for worker in engine.backend.workers if moments]
         for number, (prompt, params) in enumerate(requests):
             engine.add_request(str(number), prompt, params)
@@ -124,23 +126,6 @@ def _run(
                 os.kill(victims[len(moments) - 1], signal.SIGKILL)
                 moments.pop(0)
         return found, engine.scheduler.num_preemptions
-
-
-@contextlib.contextmanager
-def _engine(folder: str, r_workers: str, settings: dict[str, Any], small: bool) -> Iterator[LLMEngine]:
-    here = ":" not in r_workers or r_workers.startswith(("spawn", "inproc"))
-    memory: dict[str, Any] = {"kv_cache_memory": "256MiB", "r_threads": 1} if here else {}
-    if small:
-        memory |= {"kv_cache_memory": _small_bytes(settings), "schedule": "stall-free"}
-    config = EngineConfig(
-        model=folder, load_format="dummy", skip_tokenizer_init=True, r_workers=r_workers, max_model_len=400,
-        max_num_seqs=48, s_threads=1, **memory, **settings
-    )  # fmt: skip
-    engine = LLMEngine(config)
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def _small_bytes(settings: dict[str, Any]) -> int:

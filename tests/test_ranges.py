@@ -19,7 +19,7 @@ from helpers.scheduler_harness import AMPLE, Job, Run
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.errors import RequestError
-from fastdecode.scheduler.ranges import choose_range_tokens
+from fastdecode.scheduler.ranges import choose_range_tokens, place_ranges, pool_holds
 from fastdecode.step import ScheduledStep
 
 NUM_TOKENS = 24
@@ -208,6 +208,24 @@ def test_what_no_pool_could_hold_is_refused(folder: Path) -> None:
 def test_range_lengths_that_are_chosen(longest: int, num_blocks: list[int], balanced: int, wanted: int | None) -> None:
     """Blocks have 32 tokens."""
     assert choose_range_tokens(longest, num_blocks, 32, balanced) == wanted
+
+
+def test_what_a_pool_holds_finds_its_places() -> None:
+    """Of prompts that end in a range larger than the others too, by their siblings' copies of its last block."""
+    rng, found = np.random.default_rng(0), 0
+    for _ in range(2000):
+        capacities = rng.integers(0, 12, rng.integers(2, 5)).repeat(2).reshape(-1, 2) * (1, 256)
+        whole, last, siblings = (2, 512), int(rng.integers(1, 3)), int(rng.integers(0, 4))
+        sizes = [(2, whole, 512)] * int(rng.integers(1, 6)) + [(last + siblings, whole, last * 256 - 1)]
+        started = [(blocks, tokens) for blocks, _, tokens in sizes]
+        wanted = pool_holds(started, capacities) and pool_holds([whole] * len(sizes), capacities)
+        loads, endless = rng.random(len(capacities)), np.full(len(capacities), np.inf)
+        places = place_ranges(sizes, capacities[:, 0].copy(), capacities.copy(), loads, endless, np.ones(len(loads)))
+        assert (places is not None) == wanted
+        found += wanted and siblings + last > 2
+        for worker, (blocks, _) in enumerate(capacities.tolist()):
+            assert sum(size[0] for size, place in zip(sizes, places or (), strict=False) if place == worker) <= blocks
+    assert found > 100
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])

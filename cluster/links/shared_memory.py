@@ -11,13 +11,14 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from fastdecode._rworker import Ring
-from fastdecode.cluster.links.link import SILENCE_SECONDS, Link, PartChannel
+from fastdecode.cluster.links.link import SILENCE_SECONDS, SPIN_SECONDS, Link, PartChannel
 from fastdecode.cluster.wire.frames import HEADER, Frame, Kind
 from fastdecode.cluster.wire.payload import PayloadSlots
 from fastdecode.errors import FrameError
@@ -164,6 +165,10 @@ class StreamChannel(PartChannel):
             view = view[received:]
 
 
+class SilenceError(ConnectionError):
+    """The other process still is, but stands still."""
+
+
 class Heartbeat:
     """Increments ``word``, uint64 [1], every BEAT_SECONDS, from a thread of its own: also during computations."""
 
@@ -188,21 +193,22 @@ class HeartbeatMonitor:
     def __init__(self, word: np.ndarray) -> None:
         self._word = word
         self._last = 0
-        self._silent_seconds = 0.0
+        self._silent_seconds = self._looked = 0.0
 
     def check(self, waited_seconds: float) -> None:
-        """To be called after a wait in vain: ConnectionError once such waits add up to SILENCE_SECONDS without a beat.
+        """To be called after a wait in vain: SilenceError once such waits add up to SILENCE_SECONDS without a beat.
 
-        Only time spent waiting counts: a process that was itself suspended sees the other's beats before it judges.
+        Only time spent waiting, and spinning before, counts: a process that was itself suspended sees the other's beats
+        before it judges.
         Silence before the first beat is that of a process that starts.
         """
-        beats = int(self._word[0])
+        beats, before, self._looked = int(self._word[0]), self._looked, time.monotonic()
         if beats != self._last or beats == 0:
             self._last, self._silent_seconds = beats, 0.0
             return
-        self._silent_seconds += waited_seconds
+        self._silent_seconds += min(self._looked - before, waited_seconds + SPIN_SECONDS)
         if self._silent_seconds >= SILENCE_SECONDS:
-            raise ConnectionError(f"its process has stood still for {SILENCE_SECONDS} s")
+            raise SilenceError(f"its process has stood still for {SILENCE_SECONDS} s")
 
 
 def _map(descriptor: int, num_bytes: int, start: int) -> np.ndarray:

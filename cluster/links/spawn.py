@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fastdecode.cluster.links.shared_memory import SharedMemoryLink, make_memory
+from fastdecode.cluster.links.shared_memory import SharedMemoryLink, SilenceError, make_memory
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.r_worker.host import Host, RWorkerSize
 from fastdecode.cluster.r_worker.session import Session
@@ -94,7 +94,7 @@ class _SpawnedLink(SharedMemoryLink):
         self._process.wait()
 
     def _gone(self, error: ConnectionError) -> ConnectionError:
-        how_it_ended = self._how_it_ended()
+        how_it_ended = "" if isinstance(error, SilenceError) else self._how_it_ended()
         self._process.kill()
         return ConnectionError(how_it_ended or str(error))
 

@@ -27,7 +27,9 @@ from fastdecode.errors import BackendError, FrameError
 PATIENCE_SECONDS = 30.0
 """How long an R-worker waits for an S-worker that answers no heartbeat: it serves no other S-worker meanwhile."""
 
-HEARTBEAT_SECONDS = 0.3
+HEARTBEAT_SECONDS = 0.1
+"""A peer that falls silent is noticed up to so much later than its limit: that counts from the next heartbeat."""
+
 MAX_QUEUED = 256
 """Messages each way that may wait for the other side, most of them parts of a few hundred KiB."""
 

@@ -50,14 +50,21 @@ def starts(num_tokens: int, range_tokens: int) -> range:
 
 
 def pool_holds(sizes: Sequence[Size], capacities: np.ndarray) -> bool:
-    """Whether ranges of ``sizes``, all alike but for one, fit ``capacities``, int64 [num_workers, 2], as ``sizes``.
+    """Whether ranges of ``sizes``, all alike but for one, fit ``capacities``, int64 [num_workers, 2], as ``sizes``."""
+    other = max(sizes) if max(sizes) > sizes[0] else sizes[-1]
+    return bool((slots_beside(np.array(other), np.array(sizes[0]), capacities) >= len(sizes) - 1).any())
 
-    The others do wherever they are put one after the other: what is left beside as many as fit is always the same.
+
+def slots_beside(other: np.ndarray, whole: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """How many ranges of size ``whole`` the pool holds beside one of size ``other`` on each R-worker: [num_workers], -1
+    where that one does not fit.
+
+    They do wherever they are put one after the other: what is left beside as many as fit is always the same. ``left``:
+    [num_workers, as many as a size has].
     """
-    whole, other = np.array(sizes[0]), np.array(max(sizes) if max(sizes) > sizes[0] else sizes[-1])
-    slots, fits = (capacities // whole).min(axis=1), (capacities >= other).all(axis=1)
-    beside = slots.sum() - slots + ((capacities - other) // whole).min(axis=1)
-    return bool((beside[fits] >= len(sizes) - 1).any())
+    slots, fits = (np.maximum(left, 0) // whole).min(axis=1), (left >= other).all(axis=1)
+    beside = slots.sum() - slots + (np.maximum(left - other, 0) // whole).min(axis=1)
+    return np.where(fits, beside, -1)
 
 
 def place_ranges(
@@ -70,14 +77,22 @@ def place_ranges(
 ) -> list[int] | None:
     """R-workers for ranges of ``sizes``, in order: blocks now, size in the end, KV tokens; None where one has none.
 
-    Each goes where the coming load, with it, takes least time, among equals where most blocks are left. All arrays but
+    Each goes where the coming load, with it, takes least time, among equals where most blocks are left; one that takes
+    more blocks than the others, which are alike, goes first, where it leaves room for them. All arrays but
     ``speeds`` count what was placed: ``room``, int64 [num_workers], blocks that are left now, ``capacities``, int64
     [num_workers, 2], what is left for this sequence in the end; ``loads`` and ``load_room``, float64 [num_workers], KV
     tokens that will be attended, and that may be. ``speeds``, float64 [num_workers], are 0 where nothing may go.
     """
-    places = []
-    for blocks, most, tokens in sizes:
+    listed = list(sizes)
+    places = [-1] * len(listed)
+    order = sorted(range(len(listed)), key=lambda index: -listed[index][0])
+    for index in order:
+        blocks, most, tokens = listed[index]
         able = (blocks <= room) & (np.array(most) <= capacities).all(axis=1) & (tokens <= load_room) & (speeds > 0)
+        if len(order) > 1 and index == order[0] and blocks > listed[order[1]][0]:
+            columns = np.column_stack([room, capacities, load_room.clip(max=UNLIMITED)]) * (speeds > 0)[:, None]
+            one, whole = (np.array([size[0], *size[1], size[2]]) for size in (listed[index], listed[order[-1]]))
+            able &= slots_beside(one, whole, columns) >= len(listed) - 1
         if not able.any():
             return None
         seconds = np.where(able, (loads + tokens) / np.where(able, speeds, 1.0), np.inf)
@@ -87,7 +102,7 @@ def place_ranges(
         capacities[worker] -= most
         loads[worker] += tokens
         load_room[worker] -= tokens
-        places.append(worker)
+        places[index] = worker
     return places
 
 
