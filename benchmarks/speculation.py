@@ -34,13 +34,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
-from fastdecode.measure.decode_rig import RandomPrompts
 from fastdecode.metrics import StepRecord
 from fastdecode.outputs import RequestOutput
 from fastdecode.protocols import DraftPolicy
 from fastdecode.sampling_params import SamplingParams
 from fastdecode.step import MiniBatch, ScheduledStep
 from fastdecode.sworker import SWorker
+from fastdecode.sworker.random_prompts import RandomPrompts
 from fastdecode.sworker.sampling import SampledToken
 
 MODEL = Path.home() / ".cache/fastdecode/SmolLM2-135M-Instruct"

@@ -21,7 +21,6 @@ from models import llama_folder
 from fastdecode import SamplingParams
 from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
-from fastdecode.measure.decode_rig import RandomPrompts
 from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.simulate import SimulatedDrafter, SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.speculation import LOOKUP_SECONDS, DraftCost, Drafting, row_share
@@ -31,6 +30,7 @@ from fastdecode.scheduler import Limits, Scheduler
 from fastdecode.scheduler.draft_policy import BalancedDrafts
 from fastdecode.scheduler.schedules import SCHEDULES
 from fastdecode.step import ScheduledStep
+from fastdecode.sworker.random_prompts import RandomPrompts
 
 MOST_DRAFTS = 4
 NGRAM = {

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from fastdecode.scheduler import Scheduler
 from fastdecode.speculation import Speculation, num_accepted
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
+from fastdecode.sworker.random_prompts import RandomPrompts
 from fastdecode.sworker.sampling import SampledToken
 from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks
 from fastdecode.text import PromptType, read_prompt
@@ -291,12 +293,13 @@ class LLMEngine:
     def computed_by(self, make_s_worker: Callable[..., SWorker]) -> Iterator[None]:
         """Have another S-worker, ``make_s_worker(model, layout, backend, clock)``, compute the steps meanwhile.
 
-        For measurements that need full caches and not the prompts that fill them.
+        For measurements that need full caches and not the prompts that fill them. Where ranks share the model the
+        others know ``RandomPrompts`` alone.
         """
-        if self._shared:
+        if self._shared and make_s_worker is not RandomPrompts:
             raise ConfigError("tensor_parallel_size: another S-worker can compute the steps of one rank only: give 1")
-        own = self._s_worker
-        self._s_worker = make_s_worker(own.model, own.layout, own.backend, own.clock)
+        own, lead = self._s_worker, {"lead": partial(self._shared.lead, at_random=True)} if self._shared else {}
+        self._s_worker = make_s_worker(own.model, own.layout, own.backend, own.clock, **lead)
         try:
             yield
         finally:

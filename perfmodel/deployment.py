@@ -11,8 +11,9 @@ from fastdecode.errors import ProfileError
 from fastdecode.machine import cpu_name
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HERE, HardwareProfile, MachineIdentity
-from fastdecode.perfmodel.stages import Contention
+from fastdecode.perfmodel.stages import Contention, RPart
 from fastdecode.perfmodel.step_model import StepModel
+from fastdecode.perfmodel.tensor_parallel import rank_shape
 
 SHARED = Contention(2.0, 2.0)
 """S and R on the very same cores: what one does, the other cannot."""
@@ -21,7 +22,8 @@ SHARED = Contention(2.0, 2.0)
 @dataclass(frozen=True)
 class Deployment:
     """``r_worker``: "inproc", "spawn" or the "host:port" of R-workers elsewhere. ``separate_cores``: S and R share no
-    core. ``r_workers_per_core``: R-workers pinned to the same cores, which take turns."""
+    core. ``r_workers_per_core``: R-workers pinned to the same cores, which take turns. ``num_ranks``: S-worker
+    processes that share the model, each with so many threads and R-workers; all on ``cores`` cores of this machine."""
 
     s_threads: int
     r_threads: int
@@ -30,11 +32,19 @@ class Deployment:
     r_worker: str = "inproc"
     separate_cores: bool = False
     r_workers_per_core: int = 1
+    num_ranks: int = 1
+    cores: int | None = None
 
     @property
     def on_this_machine(self) -> bool:
         """True where S-worker and R-workers share a machine."""
         return self.r_worker in ("inproc", "spawn")
+
+    @property
+    def anchor_threads(self) -> tuple[int, int]:
+        """Of S and of R: those of all ranks on this machine together, no more than there are cores."""
+        s_threads, r_threads = self.num_ranks * self.s_threads, self.num_ranks * self.r_threads
+        return min(s_threads, self.cores or s_threads), min(r_threads, self.cores or r_threads)
 
 
 @dataclass(frozen=True)
@@ -50,21 +60,33 @@ def deployed_step_model(
 ) -> StepModel:
     """Seconds of any step of ``shape`` run that way; ProfileError where the profile lacks what that takes."""
     here = deployment.on_this_machine
-    fixed, per_row = profile.step_overhead_seconds(deployment.r_worker, deployment.num_r_workers)
-    r_part = profile.measured_r_part(kv_dtype, deployment.r_threads, shape, HERE if here else deployment.r_worker)
+    num_ranks = deployment.num_ranks
+    fixed, per_row = profile.step_overhead_seconds(deployment.r_worker, deployment.num_r_workers, num_ranks)
+    own = rank_shape(shape, num_ranks)
     return StepModel(
         num_layers=shape.num_layers,
-        s_part=profile.measured_s_part(deployment.s_threads, shape).times(drift.s_part, drift.s_part),
-        r_part=r_part.times(drift.r_part),
+        s_part=profile.measured_s_part(deployment.s_threads, shape, num_ranks).times(drift.s_part, drift.s_part),
+        r_part=_r_part(profile, shape, kv_dtype, deployment).times(drift.r_part),
         num_r_workers=deployment.num_r_workers,
         num_mini_batches=deployment.num_mini_batches,
-        transport=profile.transport(deployment.r_worker, shape.attending_row_bytes),
+        transport=profile.transport(deployment.r_worker, own.attending_row_bytes),
         step_overhead_seconds=fixed * drift.s_part,
         row_overhead_seconds=per_row * drift.s_part,
         contention=_contention(profile, deployment, shape.num_kv_heads) if here else Contention(),
         r_workers_per_core=deployment.r_workers_per_core,
         drains=True,
     )
+
+
+def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
+    """One rank's R-worker. Those of several ranks of this machine read at the same time: all together they are as fast
+    as one that has the threads of all, which holds all heads."""
+    num_ranks = deployment.num_ranks
+    if not deployment.on_this_machine:
+        return profile.measured_r_part(kv_dtype, deployment.r_threads, shape, deployment.r_worker, num_ranks)
+    whole = profile.measured_r_part(kv_dtype, deployment.anchor_threads[1], shape, HERE)
+    copies = num_ranks * rank_shape(shape, num_ranks).num_kv_heads / shape.num_kv_heads
+    return RPart(copies * whole.seconds_per_token, whole.call_seconds, copies * whole.row_seconds)
 
 
 def _contention(profile: HardwareProfile, deployment: Deployment, num_kv_heads: int) -> Contention:

@@ -86,11 +86,12 @@ class LinkPoint:
 
 @dataclass(frozen=True)
 class HostPoint:
-    """The engine's own work in a step: scheduling and bookkeeping."""
+    """The engine's own work in a step: scheduling and bookkeeping, and with more ranks than one telling the others."""
 
     num_sequences: int
     seconds: float
     spread: float = 0.0
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -235,9 +236,16 @@ class HardwareProfile:
         ways = [self._way(name, row_bytes, overlapped) for name in sorted(names)]
         return max(ways, key=lambda way: way.trip_seconds(64), default=Transport(row_bytes, overlapped=overlapped))
 
-    def step_overhead_seconds(self, r_worker: str | None = None, num_r_workers: int = 1) -> tuple[float, float]:
-        """Host seconds of a step: once, and per row; with ``num_r_workers`` such R-workers to be told of it."""
-        per_step, per_row = _fixed_and_per_row([(p.num_sequences, p.seconds) for p in self.host])
+    def step_overhead_seconds(
+        self, r_worker: str | None = None, num_r_workers: int = 1, num_ranks: int = 1
+    ) -> tuple[float, float]:
+        """Host seconds of a step: once, and per row; with ``num_r_workers`` such R-workers of each rank to tell.
+
+        Of one rank where ``num_ranks`` were not measured.
+        """
+        known = num_ranks if any(p.tensor_parallel_size == num_ranks for p in self.host) else 1
+        own = [(p.num_sequences, p.seconds) for p in self.host if p.tensor_parallel_size == known]
+        per_step, per_row = _fixed_and_per_row(own)
         names = {point.r_worker for point in self.plans} if r_worker is None else {r_worker}
         plans = [
             _fixed_and_per_row([(p.num_sequences, p.seconds) for p in self.plans if p.r_worker == n]) for n in names

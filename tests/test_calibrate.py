@@ -19,9 +19,15 @@ from fastdecode.measure.calibrator import CalibrationPlan, Calibrator
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.measure.decode_rig import DecodeRig
 from fastdecode.measure.offline_run import run_offline
+from fastdecode.measure.rank_calibrator import (
+    RankCalibration,
+    calibrate_ranks,
+    rank_configurations,
+    rank_threads,
+)
 from fastdecode.measure.samples import measuring, r_worker_config
 from fastdecode.measure.throughput import run_throughput
-from fastdecode.measure.validation import Configuration, Validation
+from fastdecode.measure.validation import Configuration, Validation, require_measured
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
 from fastdecode.perfmodel.profile import HardwareProfile, MachineIdentity
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
@@ -161,6 +167,33 @@ def test_a_configuration_is_held_against_its_prediction(
     assert np.isfinite(row.error) and 1 <= row.tries <= 3
 
 
+def test_two_ranks_are_measured_and_held_against_their_prediction(folder: str, profile: HardwareProfile) -> None:
+    """One thread each, all-reduces in S; a configuration of theirs follows from these points."""
+    config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
+    ticks: list[int] = []
+    plan = RankCalibration(2, (4,), anchor_threads=1, rounds=2, most_tries=1, num_engines=1)
+    found = read_profile(write_profile(calibrate_ranks(profile, config, plan, lambda: ticks.append(1))))
+    assert len(ticks) == plan.num_measurements and found.s_part[:-1] == profile.s_part
+    assert (found.s_part[-1].threads, found.s_part[-1].tensor_parallel_size) == (rank_threads(2), 2)
+    assert found.host[-1].tensor_parallel_size == 2 and any("2 ranks of" in line for line in summary_lines(found))
+    todo = next(each for each in rank_configurations(profile.shape, [0], 2) if each.kv_dtype == "float32")
+    todo = dataclasses.replace(todo, batch_size=4, context_len=64, num_kv_heads=profile.shape.num_kv_heads)
+    validation = Validation(config, found)
+    try:
+        (row,) = validation.run([todo], lambda: None)
+    finally:
+        validation.close()
+    s_part = found.s_part[-1]
+    expected = row.drift.s_part * (4 * s_part.layer_seconds + s_part.head_seconds)
+    assert row.predicted_s_seconds == pytest.approx(expected)
+    whole = profile.measured_r_part("float32", 1, profile.shape)
+    calls = row.drift.r_part * 4 * whole.seconds(4 * 64, 4)
+    assert row.predicted_r_seconds == pytest.approx(calls, rel=0.05)
+    assert row.measured_step_seconds > row.measured_s_seconds > 0 and row.measured_r_seconds > 0
+    with pytest.raises(ProfileError, match=r"no S-part of 2 rank\(s\)"):
+        require_measured(profile, [todo], None)
+
+
 def test_an_offline_run_has_the_simulations_schedule(folder: str, profile: HardwareProfile) -> None:
     """Within a load limit that the profile gives; how long both take is for `fastdecode validate` to say."""
     config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
@@ -217,6 +250,7 @@ def test_attention_is_rewound(folder: str) -> None:
     ("arguments", "message"),
     [
         (["--r-workers", "mpi"], "ranks of an MPI job not yet"),
+        (["--tensor-parallel-size", "0"], "tensor_parallel_size must be"),
         (["--output", "/no/such/folder/profile.json"], "there is no such folder"),
         (["--output", "."], ".: is a folder; name a file to write"),
         (["--model", "/no/such/model"], "no such folder"),
@@ -233,6 +267,7 @@ def test_what_cannot_be_calibrated_is_said(
     ("arguments", "message"),
     [
         (["--num-configurations", "0"], "num_configurations must be at least 1"),
+        (["--tensor-parallel-size", "2", "--ranges"], "ranges"),
         (["--output-json", "."], ".: is a folder; name a file to write"),
         (["--plot", "rows.txt"], "a plot must end in"),
         ([], "no.json"),

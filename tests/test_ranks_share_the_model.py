@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import model_zoo
+from helpers.processes import children_of
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.config import EngineConfig
@@ -84,12 +85,14 @@ def test_two_ranks_match_generate(tmp_path: Path) -> None:
     ]
     heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16}
     odd = job_of("llama-gqa", tmp_path, load_format="dummy", hf_overrides=heads)
-    *results, no_plan, uneven = run_ranks(2, [*jobs, job_of("opt", tmp_path), odd], tmp_path)
+    small = job_of("llama-gqa", tmp_path, kv_cache_memory="64KiB")
+    *results, no_plan, uneven, no_room = run_ranks(2, [*jobs, job_of("opt", tmp_path), odd, small], tmp_path)
     for name, result in zip(PLANNED, results, strict=True):
         assert tokens_of(result) == [list(tokens[:24]) for tokens in model_zoo.reference(name).tokens], name
         assert result["held"] == 0, name
     assert "no plan for opt models" in no_plan["error"]
     assert "2 ranks cannot share the model's 5 heads" in uneven["error"]
+    assert "CapacityError: one sequence of max_model_len" in no_room["error"]
     assert all(not getattr(model_zoo.build_model(name), "_tp_plan", None) for name in others)
 
 
@@ -132,8 +135,8 @@ def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     settings = SETTINGS | {"r_workers": "spawn:3", "num_mini_batches": 2, "tensor_parallel_size": 2}
     with LLM(job["folder"], skip_tokenizer_init=True, **settings) as llm:
-        (rank,) = _children(os.getpid(), "tensor_parallel.process")
-        victims = {10: _children(os.getpid(), "r-worker")[0], 25: _children(rank, "r-worker")[1]}
+        (rank,) = children_of(os.getpid(), "tensor_parallel.process")
+        victims = {10: children_of(os.getpid(), "r-worker")[0], 25: children_of(rank, "r-worker")[1]}
         steps = [0]
 
         def kill(record: Any) -> None:
@@ -153,23 +156,13 @@ def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
         assert time.monotonic() - start < 5
 
 
-def _children(parent: int, word: str) -> list[int]:
-    """Processes that ``parent`` started with ``word`` in their command line, by age."""
-    found = []
-    for task in Path(f"/proc/{parent}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(int(pid))
-    return sorted(found)
-
-
 def test_steps_survive_the_way() -> None:
     """What is told of a step is what was scheduled."""
     chunks = [Chunk(3, 0, 5, [1, 2]), Chunk(4, 1, 700, [9], base=512, reads=((0, 8, 0),), cache_id=11)]
     step = ScheduledStep((MiniBatch.of(chunks), MiniBatch.of([])), (((0, 1, 2, 3), (2, 5, 0, 0)), ()))
-    message = Message.decode(step_message(step, True, False).encode())
+    message = Message.decode(step_message(step, True, False, True).encode())
     found = read_step(message)
-    assert message.told["overlap"] is False and found.controls == step.controls
+    assert message.told["overlap"] is False and message.told["at_random"] and found.controls == step.controls
     for mine, theirs in zip(found.mini_batches, step.mini_batches, strict=True):
         assert list(mine) == list(theirs)
 

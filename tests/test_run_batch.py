@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import mpi_jobs, r_workers
+from helpers.processes import children_of
 
 from fastdecode.batch.lines import BatchLine, answer, read_request
 from fastdecode.cli.main import main
@@ -62,11 +64,19 @@ def wait_for_answers(out: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def test_a_job_that_lost_an_mpi_rank_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The answers to REQUESTS of a run that nothing broke off."""
+    folder = tmp_path_factory.mktemp("whole")
+    out = folder / "whole.jsonl"
+    assert main(["run-batch", "-i", write(folder / "in.jsonl", REQUESTS), "-o", str(out), *FLAGS]) == 0
+    assert len(texts(out)) == 6 and len(set(texts(out).values())) == 6
+    return texts(out)
+
+
+def test_a_job_that_lost_an_mpi_rank_goes_on_where_it_was(tmp_path: Path, whole: dict[str, str]) -> None:
     """Killed twice: under MPI by an R-worker's death, and in the middle of a line; each request is answered once."""
-    asked, whole, out = write(tmp_path / "in.jsonl", REQUESTS), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert main(["run-batch", "-i", asked, "-o", str(whole), *FLAGS]) == 0
-    assert len(texts(whole)) == 6 and len(set(texts(whole).values())) == 6
+    asked, out = write(tmp_path / "in.jsonl", REQUESTS), tmp_path / "out.jsonl"
     s_worker = [each for each in run_batch(asked, out) if each not in ("--kv-cache-memory", "64MiB")]
     command = mpi_jobs.command((1, [*s_worker, "--r-workers", "mpi"]), (1, mpi_jobs.R_WORKER))
     job = subprocess.Popen(
@@ -81,7 +91,33 @@ def test_a_job_that_lost_an_mpi_rank_goes_on_where_it_was(tmp_path: Path) -> Non
     with out.open("ab") as file:
         file.write(b'{"id": "batch_req-1", "custom_id": "r5", "resp')
     assert main(["run-batch", "-i", asked, "-o", str(out), *FLAGS]) == 0
-    assert texts(out) == texts(whole)
+    assert texts(out) == whole
+
+
+def test_a_job_that_lost_a_rank_goes_on_where_it_was(
+    tmp_path: Path, whole: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends at once and names the rank, under tensor parallelism; one rank answers what two have left."""
+    asked, out = write(tmp_path / "in.jsonl", REQUESTS), tmp_path / "out.jsonl"
+    killed: list[float] = []
+
+    def kill() -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline and not killed:
+            if out.exists() and b"\n" in out.read_bytes():
+                os.kill(children_of(os.getpid(), "tensor_parallel.process")[0], signal.SIGKILL)
+                killed.append(time.monotonic())
+            time.sleep(0.002)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert main(["run-batch", "-i", asked, "-o", str(out), *FLAGS, "--tensor-parallel-size", "2"]) == 1
+    assert time.monotonic() - killed[0] < 5
+    killer.join()
+    assert "rank 1 (process" in capsys.readouterr().err
+    assert 1 <= len(answers(out)) < 6
+    assert main(["run-batch", "-i", asked, "-o", str(out), *FLAGS]) == 0
+    assert texts(out) == whole
 
 
 def test_requests_that_cannot_run_are_answered_with_the_reason(

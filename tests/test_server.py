@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from helpers.processes import children_of
 from helpers.servers import MODEL, PATIENCE_SECONDS, RunningServer, metrics, serving, total, wait_until_idle
 
 from fastdecode import LLM, SamplingParams
@@ -172,16 +173,26 @@ def test_errors_have_openai_s_shape(server: RunningServer) -> None:
         assert [model.id for model in api.models.list()] == [MODEL, "other"]
 
 
-def test_an_api_key_guards_all_but_health(tmp_path: Path) -> None:
-    with serving(tmp_path, FASTDECODE_API_KEY="secret") as running:
+def test_an_api_key_guards_all_but_health(tmp_path: Path, expected: list[str]) -> None:
+    """Of a server of two ranks, which answers as one rank does, gives up what is aborted, and ends as a whole."""
+    with serving(tmp_path, "--tensor-parallel-size", "2", FASTDECODE_API_KEY="secret") as running:
         for path in ("/v1/models", "/version", "/metrics", "/openapi.json", "/docs", "/nothing"):
             status, body = running.request(path)
             assert status == 401 and "API key" in body["error"]["message"]
             assert running.request(path, headers={"authorization": "Bearer wrong"})[0] == 401
         assert running.request("/health") == (200, {})
-        assert running.request("/v1/models", headers={"authorization": "Bearer secret"})[0] == 200
+        key = {"authorization": "Bearer secret"}
+        assert running.request("/v1/models", headers=key)[0] == 200
+        (rank,) = children_of(running.process.pid, "tensor_parallel.process")
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="secret", max_retries=0) as api:
+            name = api.models.list().data[0].id
+            stream = api.completions.create(prompt=PROMPTS, stream=True, **{**GREEDY, "model": name, "max_tokens": 200})
+            next(iter(stream))
+            stream.close()
+            found = api.completions.create(prompt=PROMPTS, **{**GREEDY, "model": name})
+        assert [choice.text for choice in found.choices] == expected
         running.process.terminate()
-        assert running.process.wait(20) == 0
+        assert running.process.wait(20) == 0 and not Path(f"/proc/{rank}").exists()
 
 
 def test_metrics_count_what_was_done(server: RunningServer) -> None:

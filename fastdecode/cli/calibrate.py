@@ -6,7 +6,7 @@ import argparse
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.bench_prefill import LEAST_LEN, bench_config, wholes
 from fastdecode.cli.flags import add_calibrated_flags, add_common_flags, add_flags, engine_config
@@ -16,6 +16,9 @@ from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.prefill_rates import measured_prefill_model, measured_speeds
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import write_profile
+
+if TYPE_CHECKING:
+    from fastdecode.measure.calibrator import CalibrationPlan
 
 
 def add_command(commands: Any) -> None:
@@ -32,6 +35,10 @@ def add_command(commands: Any) -> None:
         "--quick", action="store_true", help="this KV dtype and all cores only, in under a minute (off)"
     )
     add_calibrated_flags(parser)
+    add_flags(
+        parser.add_argument_group("ranks"), EngineConfig, ["tensor_parallel_size"],
+        tensor_parallel_size={"help": "measure the S-part of N ranks of this machine too, all-reduces included"},
+    )  # fmt: skip
     _add_prefill_flags(parser.add_argument_group("prefill workers"))
     add_common_flags(parser)
     parser.set_defaults(run=run)
@@ -56,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("prefill_workers: they are measured with --prefill")
     if args.r_workers == "mpi":
         raise ConfigError("r_workers: calibrate measures inproc, spawn and host:port; ranks of an MPI job not yet")
-    config = engine_config(args)
+    num_ranks = args.tensor_parallel_size
+    check_own_ranks(num_ranks)
+    config = replace(engine_config(args), tensor_parallel_size=1)
     from fastdecode.measure.calibrator import Calibrator, full_plan, quick_plan
     from fastdecode.sworker.loader import device_name, model_shape
 
@@ -66,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     plan = quick_plan(shape, kv_dtype, links, on_gpu) if args.quick else full_plan(shape, links, on_gpu)
     with progress_bar(plan.num_measurements, "it") as bar:
         profile = Calibrator(without_prefill_workers(config), shape, plan, bar.update).run()
+    if num_ranks > 1:
+        profile = _with_ranks(profile, without_prefill_workers(config), plan, num_ranks)
     if args.prefill:
         profile = _with_prefill(profile, config, lengths, args.quick)
     Path(args.output).write_text(write_profile(profile))
@@ -78,6 +89,25 @@ def run(args: argparse.Namespace) -> int:
 def without_prefill_workers(config: EngineConfig) -> EngineConfig:
     """The same with the S-worker and R-workers alone."""
     return replace(config, prefill_workers=None, prefill_threads=None, prefill_cores=None)
+
+
+def check_own_ranks(num_ranks: int) -> None:
+    """ConfigError where something started ranks: measuring starts them itself, more than once."""
+    from fastdecode.tensor_parallel.place import find_place
+
+    if num_ranks > 1 and find_place(num_ranks):
+        raise ConfigError("tensor_parallel_size: the ranks that are measured are started here: run one process alone")
+
+
+def _with_ranks(
+    profile: HardwareProfile, config: EngineConfig, plan: CalibrationPlan, num_ranks: int
+) -> HardwareProfile:
+    """The profile with the S-part of ``num_ranks`` ranks."""
+    from fastdecode.measure.rank_calibrator import RankCalibration, calibrate_ranks
+
+    ranks = RankCalibration(num_ranks, plan.batch_sizes, plan.s_threads[-1], plan.rounds, plan.most_tries)
+    with progress_bar(ranks.num_measurements, "it") as bar:
+        return calibrate_ranks(profile, config, ranks, bar.update)
 
 
 def _with_prefill(profile: HardwareProfile, config: EngineConfig, lengths: list[int], quick: bool) -> HardwareProfile:
@@ -96,10 +126,11 @@ def _with_prefill(profile: HardwareProfile, config: EngineConfig, lengths: list[
 def summary_lines(profile: HardwareProfile) -> list[str]:
     """The measurements as lines of text."""
     lines = [f"{profile.shape.name} on {profile.machine.s_worker}, R-workers {profile.machine.r_worker}"]
-    for threads in sorted({point.threads for point in profile.s_part}):
-        points = [point for point in profile.s_part if point.threads == threads]
+    for ranks, threads in sorted({(point.tensor_parallel_size, point.threads) for point in profile.s_part}):
+        points = [p for p in profile.s_part if (p.tensor_parallel_size, p.threads) == (ranks, threads)]
         times = ", ".join(f"{p.batch_size}: {p.layer_seconds * 1e3:.3g} ± {50 * p.spread:.0f} %" for p in points)
-        lines.append(f"T(B) of a layer, {threads} thread(s), ms: {times}")
+        of_ranks = f"{ranks} ranks of " if ranks > 1 else ""
+        lines.append(f"T(B) of a layer, {of_ranks}{threads} thread(s), ms: {times}")
     shapes = sorted({(p.r_worker, p.kv_cache_dtype, p.num_kv_heads, p.threads) for p in profile.r_part})
     for r_worker, kv_dtype, kv_heads, threads in shapes:
         shape = profile.shape.with_kv_heads(kv_heads)

@@ -235,7 +235,7 @@ def _kv_dtype(args: argparse.Namespace, shape: ModelShape) -> str:
 
 def _with_overheads(planner: Planner, profile: HardwareProfile) -> Planner:
     """And the host's own time in a step, as measured."""
-    (none, per_row), (one, _) = (profile.step_overhead_seconds(num_r_workers=number) for number in (0, 1))
+    (none, per_row), (one, _) = (profile.step_overhead_seconds(None, number, planner.num_ranks) for number in (0, 1))
     return replace(
         planner, step_overhead_seconds=none, row_overhead_seconds=per_row, r_worker_overhead_seconds=one - none
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from fastdecode.cli.calibrate import check_own_ranks
 from fastdecode.cli.collect_env import chosen_isa
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
@@ -24,7 +25,7 @@ from fastdecode.perfmodel.profile_json import load_profile
 
 if TYPE_CHECKING:
     from fastdecode.measure.offline_run import OfflineRun
-    from fastdecode.measure.validation import ValidatedRow, Validation
+    from fastdecode.measure.validation import Configuration, ValidatedRow, Validation
 
 
 MILLI = 1e3
@@ -49,6 +50,10 @@ def add_command(commands: Any) -> None:
         "--ranges", action="store_true",
         help="of sequences in ranges over two R-workers, in place of the grid and the offline run (off)",
     )  # fmt: skip
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N",
+        help="of N ranks that share this machine's cores, in place of the grid and the offline run (1)",
+    )  # fmt: skip
     parser.add_argument("--output-json", metavar="FILE", help="write every figure")
     parser.add_argument("--plot", metavar="PNG", help="draw measured against predicted step times")
     add_common_flags(parser)
@@ -60,24 +65,41 @@ def run(args: argparse.Namespace) -> int:
     check_output_files(args.output_json, plots=(args.plot,))
     if args.num_configurations is not None and args.num_configurations < 1:
         raise ConfigError(f"num_configurations must be at least 1, not {args.num_configurations}")
+    if args.tensor_parallel_size < 1 or (args.tensor_parallel_size > 1 and args.ranges):
+        raise ConfigError(
+            f"tensor_parallel_size is {args.tensor_parallel_size}: it must be at least 1, and 1 beside --ranges"
+        )
+    check_own_ranks(args.tensor_parallel_size)
     profile = load_profile(args.profile)
     config = _checked_config(args, profile)
     from fastdecode.measure.offline_run import offline_line
-    from fastdecode.measure.validation import configurations, range_configurations, require_measured, validation
+    from fastdecode.measure.validation import require_measured, validation
     from fastdecode.sworker.loader import model_shape
 
-    grid = (range_configurations if args.ranges else configurations)(profile.shape, usable_cores())
+    grid, has_offline = _grid(args, profile)
     count = min(args.num_configurations or len(grid), len(grid))
     todo = [grid[index * len(grid) // count] for index in range(count)]
-    require_measured(profile, todo, None if args.ranges else model_shape(config))
+    require_measured(profile, todo, model_shape(config) if has_offline else None)
     print(f"{profile.shape.name} on {profile.machine.host}: {profile.machine.s_worker}")
     print(HEADER, flush=True)
     with validation(config, profile) as measuring, progress_bar(len(todo), "run") as bar:
         rows = (_shown(row, profile.shape.num_heads) for row in measuring.run(todo, bar.update))
-        offline = run_grid(rows, None if args.ranges else measuring, args.output_json, args.plot)
+        offline = run_grid(rows, measuring if has_offline else None, args.output_json, args.plot)
     if offline:
         print(offline_line(offline))
     return 0
+
+
+def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Configuration], bool]:
+    """The configurations that the flags ask for, and whether an offline run comes after them."""
+    from fastdecode.measure.rank_calibrator import rank_configurations
+    from fastdecode.measure.validation import configurations, range_configurations
+
+    if args.tensor_parallel_size > 1:
+        return rank_configurations(profile.shape, usable_cores(), args.tensor_parallel_size), False
+    if args.ranges:
+        return range_configurations(profile.shape, usable_cores()), False
+    return configurations(profile.shape, usable_cores()), True
 
 
 def run_grid(

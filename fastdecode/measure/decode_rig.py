@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+import os
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,13 +13,11 @@ from fastdecode.errors import BackendError
 from fastdecode.metrics import StepRecord
 from fastdecode.protocols import AttentionBackend
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.step import MiniBatch, ScheduledStep
-from fastdecode.sworker import SWorker, set_threads
-from fastdecode.sworker.sampling import SampledToken, SamplingRow
-from fastdecode.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport, to_wire
+from fastdecode.sworker import set_threads
+from fastdecode.sworker.random_prompts import RandomPrompts
+from fastdecode.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 
 WARM_UP_STEPS = 2
-RANDOM_ROWS = 1024
 
 
 class DecodeRig:
@@ -29,6 +27,7 @@ class DecodeRig:
         """``config``: its schedule should be "prefill-first", so that all prompts are there before any sequence
         decodes."""
         self.engine = LLMEngine(config, backend)
+        self._cores = os.sched_getaffinity(0)
         self._num_requests = 0
 
     def decode(
@@ -36,8 +35,21 @@ class DecodeRig:
     ) -> list[StepRecord]:
         """``num_steps`` decode steps of ``batch_size`` sequences, the last over ``context_len`` tokens each.
 
-        As many tokens less as a model of so short a reach demands, or more where there is no room for the steps.
+        As many tokens less as a model of so short a reach demands, or more where there is no room for the steps. On the
+        cores that this engine's thread got, whatever another one made of it since.
         """
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores)
+        try:
+            return self._decode(batch_size, context_len, num_steps, s_threads)
+        finally:
+            os.sched_setaffinity(0, before)
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.engine.close()
+
+    def _decode(self, batch_size: int, context_len: int, num_steps: int, s_threads: int | None) -> list[StepRecord]:
         engine = self.engine
         records: list[StepRecord] = []
         if s_threads is not None:
@@ -57,10 +69,6 @@ class DecodeRig:
             engine.abort_request(ids)
         return records[-num_steps:]
 
-    def close(self) -> None:
-        """Free the engine."""
-        self.engine.close()
-
     def _add(self, batch_size: int, prompt_len: int, output_len: int) -> list[str]:
         params = SamplingParams(
             temperature=0, max_tokens=output_len, min_tokens=output_len, ignore_eos=True, detokenize=False
@@ -71,40 +79,6 @@ class DecodeRig:
             self.engine.add_request(request_id, {"prompt_token_ids": [1] * prompt_len}, params)
         self.engine.clock.restart()
         return ids
-
-
-class RandomPrompts(SWorker):
-    """Sends random q, k and v in place of the model's, and draws token 1."""
-
-    def run(
-        self,
-        step: ScheduledStep,
-        sampling: Mapping[int, Sequence[SamplingRow]],
-        overlap: bool = True,
-        arrived: Mapping[int, np.ndarray] = MappingProxyType({}),
-    ) -> dict[int, list[SampledToken]]:
-        rng = np.random.default_rng(0)
-        for index, mini_batch in enumerate(step.mini_batches):
-            if mini_batch:
-                self._fill(index, mini_batch, rng)
-        ids = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
-        return {sequence_id: [SampledToken(1) for _ in sampling[sequence_id]] for sequence_id in ids}
-
-    def _fill(self, index: int, mini_batch: MiniBatch, rng: np.random.Generator) -> None:
-        chunks = mini_batch.chunks
-        rows, attending = int(chunks["num_rows"].sum()), int(chunks["num_rows"][chunks["attends"]].sum())
-        for number, layer in enumerate(self.layout.layers):
-            q = _random_rows(rng, attending, (layer.num_heads, layer.key_head_dim), self.layout)
-            k = _random_rows(rng, rows, (layer.num_kv_heads, layer.key_head_dim), self.layout)
-            v = _random_rows(rng, rows, (layer.num_kv_heads, layer.value_head_dim), self.layout)
-            self.backend.submit(index, number, q, k, v)
-            self.backend.collect(index)
-
-
-def _random_rows(rng: np.random.Generator, num_rows: int, shape: tuple[int, int], layout: KVLayout) -> np.ndarray:
-    """[num_rows, *shape] in the wire's dtype, from a few random rows again and again."""
-    few = to_wire(rng.standard_normal((min(num_rows, RANDOM_ROWS), *shape), dtype=np.float32), layout.model_dtype)
-    return np.resize(few, (num_rows, *shape)) if num_rows > len(few) else few
 
 
 ENDLESS_BLOCKS = 1 << 40

@@ -46,7 +46,7 @@ def measuring(config: EngineConfig) -> EngineConfig:
     return replace(
         here, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, schedule="prefill-first",
         kv_load_limit=None, tbt_target=None, profile=None, max_num_seqs=MANY_SEQUENCES,
-        max_num_batched_tokens=MANY_SEQUENCES,
+        max_num_batched_tokens=MANY_SEQUENCES, tensor_parallel_size=1,
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_mod
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, RangeRates, tail_partials
+from fastdecode.perfmodel.tensor_parallel import rank_shape
 
 NUM_STEPS = 12
 LOOKS = 4
@@ -96,6 +97,7 @@ class Configuration:
             r_cores=r_cores,
             s_threads=self.deployment.s_threads,
             r_threads=self.deployment.r_threads,
+            tensor_parallel_size=self.deployment.num_ranks,
         )
 
 
@@ -133,7 +135,7 @@ def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuratio
         ("process", Deployment(half, half, 1, 2, "spawn", separate_cores=True), "spawn:1", apart),
         ("two on one", Deployment(half, half, 2, 2, "spawn", True, r_workers_per_core=2), "spawn:2", apart),
     )
-    heads = _kv_heads(shape)
+    heads = kv_head_counts(shape)
     return [
         Configuration(
             name, deployment, r_workers, pinned, *size, KV_DTYPES[index % len(KV_DTYPES)], heads[index % len(heads)]
@@ -142,7 +144,8 @@ def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuratio
     ]
 
 
-def _kv_heads(shape: ModelShape) -> list[int]:
+def kv_head_counts(shape: ModelShape) -> list[int]:
+    """Of GROUPS, where they divide the heads of ``shape``."""
     return [shape.num_heads // group for group in GROUPS if shape.num_heads % group == 0]
 
 
@@ -150,7 +153,7 @@ def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Config
     """Sequences in ranges over two R-workers, which take turns on the second half of ``cores``."""
     if len(cores) < 2:
         raise ConfigError("validate needs at least two cores: S and R have cores of their own")
-    half, heads = len(cores) // 2, _kv_heads(shape)
+    half, heads = len(cores) // 2, kv_head_counts(shape)
     apart, deployment = (tuple(cores[:half]), tuple(cores[-half:])), Deployment(half, half, 2, 2, "spawn", True, 2)
     return [
         Configuration(
@@ -172,8 +175,8 @@ def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], mo
     for each in todo:
         shape = profile.shape.with_kv_heads(each.num_kv_heads)
         deployed_step_model(profile, shape, each.kv_dtype, each.deployment)
-        profile.anchor_seconds("s", each.deployment.s_threads)
-        profile.anchor_seconds("r", each.deployment.r_threads)
+        for part, threads in zip("sr", each.deployment.anchor_threads, strict=True):
+            profile.anchor_seconds(part, threads)
 
 
 class Validation:
@@ -205,10 +208,11 @@ class Validation:
 
     def _validated(self, configuration: Configuration) -> ValidatedRow:
         shape = replace(self.profile.shape, num_layers=NUM_LAYERS).with_kv_heads(configuration.num_kv_heads)
-        kv_bytes = shape.kv_layout(configuration.kv_dtype).kv_bytes_per_token
         deployment = configuration.deployment
+        kv_bytes = rank_shape(shape, deployment.num_ranks).kv_layout(configuration.kv_dtype).kv_bytes_per_token
         r_cores = configuration.cores[1] if configuration.cores else None
-        anchors = [self._s_anchor(deployment.s_threads), self._r_anchor(deployment.r_threads, r_cores)]
+        s_threads, r_threads = deployment.anchor_threads
+        anchors = [self._s_anchor(s_threads), self._r_anchor(r_threads, r_cores)]
         rig = DecodeRig(configuration.engine_config(self.config, kv_bytes))
         try:
             steadied = steadily(anchors, partial(_steps, rig, configuration))

@@ -59,12 +59,12 @@ class TensorParallelBackend:
             self._pending = plan
 
     @contextlib.contextmanager
-    def lead(self, step: ScheduledStep, overlap: bool) -> Iterator[None]:
-        """The layers of ``step``, on all ranks; Ctrl-C waits for their end."""
+    def lead(self, step: ScheduledStep, overlap: bool, at_random: bool = False) -> Iterator[None]:
+        """The layers of ``step``, or random keys and values, on all ranks; Ctrl-C waits for their end."""
         with interrupts_deferred(), self._talking():
             self._pending = None
             self._open = True
-            self._member.rank.broadcast(step_message(step, True, overlap).encode())
+            self._member.rank.broadcast(step_message(step, True, overlap, at_random).encode())
             yield
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:

@@ -46,12 +46,13 @@ class Message:
         return Message(header["kind"], header["told"], arrays)
 
 
-def step_message(step: ScheduledStep, computes: bool, overlap: bool = True) -> Message:
-    """``step`` as every rank needs it; ``computes``: the model's part too, not only the R-workers' controls."""
+def step_message(step: ScheduledStep, computes: bool, overlap: bool = True, at_random: bool = False) -> Message:
+    """``step`` as every rank needs it; ``computes``: the model's part too, not only the R-workers' controls;
+    ``at_random``: random keys and values in place of that part (``RandomPrompts``)."""
     arrays = [np.array(list(controls), np.int64).reshape(-1, 4) for controls in step.controls]
     for mini_batch in step.mini_batches:
         arrays += [mini_batch.chunks, mini_batch.token_ids, mini_batch.reads]
-    told = {"num_workers": len(step.controls), "computes": computes, "overlap": overlap}
+    told = {"num_workers": len(step.controls), "computes": computes, "overlap": overlap, "at_random": at_random}
     return Message("step", told, arrays)
 
 

@@ -21,6 +21,7 @@ from fastdecode.machine import usable_cores
 from fastdecode.metrics import StateClock
 from fastdecode.protocols import AttentionBackend
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
+from fastdecode.sworker.random_prompts import RandomPrompts
 from fastdecode.sworker.tensor_parallel import Meeting, Rank, leave
 from fastdecode.tensor_parallel.backend import TensorParallelBackend
 from fastdecode.tensor_parallel.lifeline import Lifelines, hold_on
@@ -157,7 +158,10 @@ class Follower:
         self._member = Member(rank, pool)  # type: ignore[arg-type]
         layout = layout_for(config, model)
         r_workers = self._member.open(layout)
-        num_tokens = Message.decode(rank.broadcast()).told["num_tokens"]
+        message = Message.decode(rank.broadcast())
+        if message.kind == "close":
+            raise RankLostError("rank 0 ended before it was ready")
+        num_tokens = message.told["num_tokens"]
         prompts = None
         if num_tokens and not model.on_gpu:
             backend = make_prompt_backend(config, layout, num_tokens, r_workers)
@@ -165,6 +169,7 @@ class Follower:
             prompts = PromptCache(backend)
         self._pool = pool
         self._s_worker = SWorker(model.model, model.layout, pool, StateClock(), prompts=prompts, in_order=True)
+        self._random = RandomPrompts(model.model, model.layout, pool, StateClock())
 
     def run(self) -> None:
         """Do what rank 0 says until it says no more."""
@@ -176,7 +181,8 @@ class Follower:
         step = read_step(message)
         self._pool.begin_step(step.to_step_plan())
         if message.told["computes"]:
-            self._s_worker.follow(step, message.told["overlap"])
+            s_worker = self._random if message.told["at_random"] else self._s_worker
+            s_worker.follow(step, message.told["overlap"])
 
     def _compared(self, message: Message) -> None:
         told = message.told

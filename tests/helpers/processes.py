@@ -25,6 +25,16 @@ def alive(pid: int) -> bool:
         return False
 
 
+def children_of(parent: int, word: str) -> list[int]:
+    """Processes that ``parent`` started with ``word`` in their command line, by age."""
+    found = []
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return sorted(found)
+
+
 def segments_of(pids: Iterable[int]) -> set[Path]:
     """Files of shared memory that these processes have mapped: theirs, whatever else runs on this machine."""
     mapped = {region.path for pid in pids for region in psutil.Process(pid).memory_maps()}
