@@ -16,12 +16,14 @@ from fastdecode.scheduler.admission import Admission
 from fastdecode.scheduler.copies import Copies
 from fastdecode.scheduler.drafts import DraftCounts, Drafts
 from fastdecode.scheduler.load_control import BalanceFinder
+from fastdecode.scheduler.losses import Losses
 from fastdecode.scheduler.migration import Migration, Move
 from fastdecode.scheduler.prefix import PrefixCache
 from fastdecode.scheduler.remote_prompts import RemotePrompts
-from fastdecode.scheduler.residents import Residents, WaitingQueue
+from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.schedules import ChunkCutter, Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.waiting import WaitingQueue
 from fastdecode.scheduler.worker_state import Workers
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep, deal
 
@@ -79,6 +81,7 @@ class Scheduler:
             limits.num_speculative_tokens,
             limits.range_tokens,
         )
+        self._losses = Losses(self.residents)
         self.queue = WaitingQueue(self.prefix_cache)
         self.admission = Admission(schedule, limits, self.residents, self.queue)
         self._schedule = schedule
@@ -277,9 +280,9 @@ class Scheduler:
 
         Returns the waiting sequences that none of the others could hold; they are forgotten.
         """
-        self.residents.lose_copies(worker, self._attended_on(worker))
-        broken = self.residents.lose_ranges(worker, self._sound)
-        for sequence in self.residents.lose(worker):
+        self._losses.of_copies(worker, self._attended_on(worker))
+        broken = self._losses.of_ranges(worker, self._sound)
+        for sequence in self._losses.of_whole(worker):
             self.queue.release_followers(sequence)
             self.queue.push(sequence)
         self.admission.load_control.lose(worker)
