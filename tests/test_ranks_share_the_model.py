@@ -85,12 +85,14 @@ def test_two_ranks_match_generate(tmp_path: Path) -> None:
     ]
     heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16}
     odd = job_of("llama-gqa", tmp_path, load_format="dummy", hf_overrides=heads)
-    *results, no_plan, uneven = run_ranks(2, [*jobs, job_of("opt", tmp_path), odd], tmp_path)
+    small = job_of("llama-gqa", tmp_path, kv_cache_memory="64KiB")
+    *results, no_plan, uneven, no_room = run_ranks(2, [*jobs, job_of("opt", tmp_path), odd, small], tmp_path)
     for name, result in zip(PLANNED, results, strict=True):
         assert tokens_of(result) == [list(tokens[:24]) for tokens in model_zoo.reference(name).tokens], name
         assert result["held"] == 0, name
     assert "no plan for opt models" in no_plan["error"]
     assert "2 ranks cannot share the model's 5 heads" in uneven["error"]
+    assert "CapacityError: one sequence of max_model_len" in no_room["error"]
     assert all(not getattr(model_zoo.build_model(name), "_tp_plan", None) for name in others)
 
 

@@ -158,7 +158,10 @@ class Follower:
         self._member = Member(rank, pool)  # type: ignore[arg-type]
         layout = layout_for(config, model)
         r_workers = self._member.open(layout)
-        num_tokens = Message.decode(rank.broadcast()).told["num_tokens"]
+        message = Message.decode(rank.broadcast())
+        if message.kind == "close":
+            raise RankLostError("rank 0 ended before it was ready")
+        num_tokens = message.told["num_tokens"]
         prompts = None
         if num_tokens and not model.on_gpu:
             backend = make_prompt_backend(config, layout, num_tokens, r_workers)
