@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from models import llama_folder
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.step import PrefillPart
+from fastdecode.remote_prefill import PrefillPart
 
 WATCHED = """
 import json, sys, time

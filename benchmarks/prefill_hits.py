@@ -16,7 +16,7 @@ import numpy as np
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.protocols import PrefillPolicy
-from fastdecode.step import Prefilled, PrefillPart
+from fastdecode.remote_prefill import Prefilled, PrefillPart
 
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 ALONE = {"s_threads": 1, "r_threads": 1, "s_cores": "0", "r_cores": "0"}

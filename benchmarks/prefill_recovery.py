@@ -18,7 +18,7 @@ import time
 from models import llama_folder
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.step import PrefillPart
+from fastdecode.remote_prefill import PrefillPart
 
 NUM_PROMPTS, OUTPUT_LEN = 32, 24
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, detokenize=False)

@@ -165,17 +165,17 @@ class PoolBackend:
         for worker in self.workers:
             worker.abandon_step()
 
-    def export(self, worker: int, sequence_id: int) -> np.ndarray:
+    def export(self, worker: int, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> np.ndarray:
         holder = self._worker(worker, "export")
         try:
-            return holder.export(sequence_id)
+            return holder.export(sequence_id, start, num_tokens)
         except (ValueError, KeyError) as error:
             raise _refusal(holder, "to export a sequence", error) from error
 
-    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray, start: int = 0) -> None:
         holder = self._worker(worker, "import")
         try:
-            holder.import_(sequence_id, num_tokens, data)
+            holder.import_(sequence_id, num_tokens, data, start)
         except (ValueError, KeyError) as error:
             raise _refusal(holder, "to import a sequence", error) from error
 

@@ -16,12 +16,13 @@ from fastdecode.cluster.links.link import Link, Spin
 from fastdecode.cluster.r_worker.host import host_id, own_address, process_name
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.messages import (
+    ALL_TOKENS,
     CHUNK_BYTES,
     CLOCK,
+    EXPORT,
     IMPORT,
     MAX_JSON_BYTES,
     NUM_BYTES,
-    SEQUENCE_ID,
     Hello,
     Welcome,
     decode_refusal,
@@ -159,8 +160,8 @@ class RemoteWorker:
                 raise
 
     @interrupts_deferred()
-    def export(self, sequence_id: int) -> np.ndarray:
-        self._send(Kind.EXPORT, SEQUENCE_ID.pack(sequence_id))
+    def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
+        self._send(Kind.EXPORT, EXPORT.pack(sequence_id, start, ALL_TOKENS if num_tokens is None else num_tokens))
         num_bytes = self._number(self._answer(Kind.EXPORTED), NUM_BYTES)
         if not 0 <= num_bytes <= self._room_bytes:
             raise self._lose(f"it exports {num_bytes:,} bytes, and its cache holds {self._room_bytes:,}")
@@ -176,10 +177,10 @@ class RemoteWorker:
         return data
 
     @interrupts_deferred()
-    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
             raise ValueError(f"import: data must be C-contiguous uint8 [num_bytes], not {data.dtype} {data.shape}")
-        self._send(Kind.IMPORT, IMPORT.pack(sequence_id, num_tokens, data.nbytes))
+        self._send(Kind.IMPORT, IMPORT.pack(sequence_id, start, num_tokens, data.nbytes))
         self._answer(Kind.READY)
         for start in range(0, data.nbytes, CHUNK_BYTES):
             self._send(Kind.DATA, data[start : start + CHUNK_BYTES])

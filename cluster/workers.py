@@ -78,9 +78,9 @@ class PoolWorker(Protocol):
         """Forget the step; no effect where none was begun, and no error where the worker is lost."""
         ...
 
-    def export(self, sequence_id: int) -> np.ndarray: ...
+    def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray: ...
 
-    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None: ...
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None: ...
 
     def close(self) -> None:
         """Free everything; may be called twice."""
@@ -176,11 +176,11 @@ class InprocWorker:
             self._in_step = False
             self._open.abandon_step()
 
-    def export(self, sequence_id: int) -> np.ndarray:
-        return self._open.export(sequence_id)
+    def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
+        return self._open.export(sequence_id, start, num_tokens)
 
-    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
-        self._open.import_(sequence_id, num_tokens, data)
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
+        self._open.import_(sequence_id, num_tokens, data, start)
 
     def close(self) -> None:
         self._in_step = False
@@ -245,10 +245,10 @@ class LostWorker:
     def abandon_step(self) -> None:
         """Nothing to do."""
 
-    def export(self, sequence_id: int) -> np.ndarray:
+    def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
         raise ValueError("it is lost")
 
-    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
         raise ValueError("it is lost")
 
     def close(self) -> None:

@@ -233,21 +233,23 @@ class RWorker:
         """Cached keys [length, num_kv_heads, Dk] and values [length, num_kv_heads, Dv], as float32 whatever the
         KV dtype, for oracles. ValueError while a step is open."""
 
-    def export(self, sequence_id: int) -> npt.NDArray[np.uint8]:
-        """The committed tokens of a sequence as bytes, uint8 [bytes]: what ``import_`` takes.
+    def export(self, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> npt.NDArray[np.uint8]:
+        """``num_tokens`` committed tokens of a sequence from token ``start`` on, or all that follow, as bytes, uint8
+        [bytes]: what ``import_`` takes.
 
         For each layer, for each token, keys [num_kv_heads, Dk] and then values [num_kv_heads, Dv], the stored bits of
         the KV dtype: the same for every block size and instruction set. In int8 and int4 the codes of a head's Dk or Dv
         (int4: two to a byte, the lower dim in the low bits) come before its scales: one float32, or for every 64 dims a
-        bfloat16 scale and a bfloat16 zero. ValueError while a step is open.
+        bfloat16 scale and a bfloat16 zero. ValueError for tokens that it has not, or while a step is open.
         """
 
-    def import_(self, sequence_id: int, num_tokens: int, data: npt.NDArray[np.uint8]) -> None:
+    def import_(self, sequence_id: int, num_tokens: int, data: npt.NDArray[np.uint8], start: int = 0) -> None:
         """A new sequence of ``num_tokens`` committed tokens from ``data``, exported by a worker of the same layers and
-        KV dtype; bit for bit the one that was exported.
+        KV dtype; bit for bit the one that was exported. From ``start`` > 0 on, a multiple of the block size, as many
+        more tokens of a sequence that has exactly those before.
 
-        ``data``: uint8 [bytes], C-contiguous. ValueError for an id that exists, too few free blocks, a length that is
-        not that of ``num_tokens``, another kind of array, or while a step is open.
+        ``data``: uint8 [bytes], C-contiguous. ValueError for an id that exists or a start that is not its length, too
+        few free blocks, a length that is not that of ``num_tokens``, another kind of array, or while a step is open.
         """
 
     def check_store(self, job_id: int, layer: int, start: int, num_rows: int) -> None:

@@ -447,7 +447,9 @@ class LLMEngine:
         if self.tracer:
             self.tracer.add(self.clock.intervals, report)
             self.clock.intervals.clear()
-        record = step_record(step, report, seconds, num_output_tokens, self.overlap)
+        record = step_record(
+            step, report, seconds, num_output_tokens, self.overlap, self.scheduler.residents.num_copies
+        )
         drafting = (self.speculation.s_seconds, self.speculation.wait_seconds) if self.speculation else (0.0, 0.0)
         s_seconds, wait_seconds = record.s_seconds - drafting[0], record.wait_seconds - drafting[1]
         self.scheduler.observe(step, s_seconds, wait_seconds, record.r_seconds)

@@ -89,5 +89,5 @@ class Membership:
         return move.source in present and move.target in present
 
     def _copy(self, move: Move) -> None:
-        data = self._backend.export(move.source, move.cache_id)
-        self._backend.import_(move.target, move.cache_id, move.num_tokens, data)
+        data = self._backend.export(move.source, move.cache_id, move.start, move.num_tokens)
+        self._backend.import_(move.target, move.cache_id, move.num_tokens, data, move.start)

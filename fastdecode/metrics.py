@@ -75,7 +75,8 @@ class StepRecord:
     """Seconds of one step. ``wall = s + wait + host``.
 
     ``kv_loads`` (KV tokens attended), ``r_seconds`` and ``transfer_seconds`` are per R-worker.
-    ``num_starts``: requests that began in this step for the first time.
+    ``num_starts``: requests that began in this step for the first time. ``num_copies``: sequences with one copy and
+    with two after it.
     """
 
     is_decode: bool
@@ -92,6 +93,7 @@ class StepRecord:
     kv_bytes_read: int
     lost_workers: int = 0
     num_starts: int = 0
+    num_copies: tuple[int, int] = (0, 0)
 
     @property
     def kv_load(self) -> int:
@@ -100,7 +102,12 @@ class StepRecord:
 
 
 def step_record(
-    step: ScheduledStep, report: StepReport, seconds: dict[str, float], num_output_tokens: int, overlapped: bool
+    step: ScheduledStep,
+    report: StepReport,
+    seconds: dict[str, float],
+    num_output_tokens: int,
+    overlapped: bool,
+    num_copies: tuple[int, int],
 ) -> StepRecord:
     """Put together what the scheduler planned, the R-workers reported and the clock counted for one step."""
     return StepRecord(
@@ -117,6 +124,7 @@ def step_record(
         transfer_seconds=tuple(worker.transfer_seconds for worker in report.workers),
         kv_bytes_read=sum(worker.bytes_read for worker in report.workers),
         lost_workers=len(report.lost),
+        num_copies=num_copies,
         num_starts=step.num_starts,
     )
 

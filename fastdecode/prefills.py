@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from fastdecode.protocols import PrefillBackend
+from fastdecode.remote_prefill import Prefilled, RemotePrefill
 from fastdecode.scheduler import Scheduler
-from fastdecode.step import Prefilled, RemotePrefill
 from fastdecode.types import RWorkerInfo
 
 logger = logging.getLogger(__name__)

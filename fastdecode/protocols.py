@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fastdecode.step import PrefillOutcomes, PrefillPart, RemotePrefill
+from fastdecode.remote_prefill import PrefillOutcomes, PrefillPart, RemotePrefill
 from fastdecode.types import KVLayout, RWorkerInfo, StepPlan, StepReport
 
 
@@ -53,17 +53,19 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def export(self, worker: int, sequence_id: int) -> np.ndarray:
-        """The committed keys and values of a sequence that R-worker ``worker`` holds, as bytes: uint8 [num_bytes].
+    def export(self, worker: int, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> np.ndarray:
+        """The committed keys and values of a sequence that R-worker ``worker`` holds, as bytes: uint8 [num_bytes]; of
+        ``num_tokens`` tokens from token ``start`` on, None: of all that follow.
 
         For each layer, for each token, keys [num_kv_heads, key_head_dim] and then values [num_kv_heads,
         value_head_dim], as the KV dtype stores them, whatever the block size and the instruction set. BackendError for
-        an unknown worker or sequence, or while a step is open.
+        an unknown worker or sequence, for tokens that it has not, or while a step is open.
         """
         ...
 
-    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray, start: int = 0) -> None:
         """Give R-worker ``worker`` a new sequence of ``num_tokens`` tokens, from what ``export`` returned anywhere.
+        From ``start`` > 0 on, a multiple of the block size: as many more of one that has exactly those before.
 
         ``data``: uint8 [num_bytes]. BackendError, with nothing changed, for an unknown worker, a sequence that exists,
         too few free blocks, bytes that are not those of ``num_tokens``, or while a step is open.

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
+from fastdecode.remote_prefill import RemotePrefill
 from fastdecode.types import CONTROL, COPY, GATHER, SPAN, SpanMode, StepPlan, WorkerPlan
 
 CHUNK = np.dtype(
@@ -207,63 +207,6 @@ class MiniBatch:
         """Rows of logits that each of ``sampled_ids`` gets: those of all its tokens where they are scored, else one."""
         counts = np.where(self.chunks["scored"], self.chunks["num_rows"], 1)[self.chunks["samples"]]
         return dict(zip(self.sampled_ids, counts.tolist(), strict=True))
-
-
-@dataclass(frozen=True)
-class PrefillPart:
-    """Tokens ``start`` to ``end`` of a prompt, which prefill worker ``worker`` computes."""
-
-    worker: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class RemotePrefill:
-    """A prompt that prefill workers compute: its tokens, cut into consecutive ``parts``, but for a cached prefix.
-
-    ``job_id`` is new for every attempt: the R-worker ``r_worker`` has reserved blocks under it, and refuses rows of any
-    other. ``method``: one of ``PREFILL_METHODS``.
-    """
-
-    job_id: int
-    sequence_id: int
-    r_worker: int
-    token_ids: tuple[int, ...]
-    parts: tuple[PrefillPart, ...]
-    method: str = "kvr"
-
-    @property
-    def context_len(self) -> int:
-        """Tokens of the prefix, which the R-worker has."""
-        return self.parts[0].start
-
-
-@dataclass(frozen=True, eq=False)
-class Prefilled:
-    """A prompt that prefill workers have computed, and its R-worker has stored.
-
-    ``logits``: of its last token, [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds``: of its
-    slowest part. ``sent_bytes`` of keys and values went from one prefill worker to another, ``stored_bytes`` to the
-    R-worker, and ``read_bytes`` of its prefix came from there.
-    """
-
-    sequence_id: int
-    job_id: int
-    logits: np.ndarray
-    seconds: float
-    sent_bytes: int
-    stored_bytes: int
-    read_bytes: int = 0
-
-
-class PrefillOutcomes(NamedTuple):
-    """Prompts that are computed, jobs that failed, and prefill workers that were lost and that have joined."""
-
-    computed: list[Prefilled]
-    failed: list[int]
-    lost: list[int]
-    joined: list[int]
 
 
 @dataclass(frozen=True, eq=False)

@@ -193,14 +193,19 @@ class SessionRun:
     def _ping(self) -> list[bytes]:
         return self._frame(Kind.PING)
 
+    def _piece(self) -> tuple[int, int]:
+        """First token and tokens; mostly of the beginning."""
+        whole = self._provider.ConsumeIntInRange(0, 3)
+        return (0, messages.ALL_TOKENS) if whole else (self._tokens(), self._tokens())
+
     def _export(self) -> list[bytes]:
-        return self._frame(Kind.EXPORT, messages.SEQUENCE_ID.pack(self._id()))
+        return self._frame(Kind.EXPORT, messages.EXPORT.pack(self._id(), *self._piece()))
 
     def _import(self) -> list[bytes]:
         tokens = self._tokens()
         right = self._provider.ConsumeIntInRange(0, 7)
         num_bytes = tokens * self._layout.kv_bytes_per_token if right and abs(tokens) < 1 << 40 else self._number()
-        return self._frame(Kind.IMPORT, messages.IMPORT.pack(self._id(), tokens, num_bytes))
+        return self._frame(Kind.IMPORT, messages.IMPORT.pack(self._id(), self._piece()[0], tokens, num_bytes))
 
     def _data(self) -> list[bytes]:
         incoming = self._session._incoming
@@ -308,8 +313,8 @@ class AnswersRun:
             times = worker.ended()
             if not np.isfinite(times.busy_start).all():
                 raise RuntimeError("a time is no number")
-            worker.export(1)
-            worker.import_(1, 2, np.zeros(2 * self._layout.kv_bytes_per_token, np.uint8))
+            worker.export(1, 0, None)
+            worker.import_(1, 2, np.zeros(2 * self._layout.kv_bytes_per_token, np.uint8), 0)
         worker.close()
 
     def _next(self) -> list[bytes]:

@@ -179,6 +179,13 @@ def test_sequences_travel(backend: AttentionBackend) -> None:
     backend.import_(0, 8, 0, local.export(0, 8))
     assert local.export(0, 1).tobytes() == data.tobytes()
     local.close()
+    backend.import_(1, 13, 32, backend.export(0, 1, 0, 32))
+    backend.import_(1, 13, 8, backend.export(0, 1, 32, 8), 32)
+    assert backend.export(1, 13).tobytes() == data.tobytes()
+    with pytest.raises(BackendError, match="41 tokens from token 0 on; sequence 1 has 40"):
+        backend.export(0, 1, 0, 41)
+    with pytest.raises(BackendError, match="start is 32, and sequence 13 has 40 tokens"):
+        backend.import_(1, 13, 40, data, 32)
     with pytest.raises(BackendError, match=r"import.*tokens"):
         backend.import_(0, 12, 39, data)
     with pytest.raises(BackendError, match="sequence 99 is unknown"):

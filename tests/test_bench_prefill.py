@@ -23,7 +23,7 @@ from fastdecode.perfmodel.partition import closed_form, even
 from fastdecode.perfmodel.prefill import PrefillModel, PromptAttention, chain_traffic_tokens, tsp_traffic_tokens
 from fastdecode.perfmodel.prefill_rates import before_share, measured_prefill_model, measured_speeds, slowdown
 from fastdecode.perfmodel.stages import MeasuredSPart
-from fastdecode.step import PrefillPart
+from fastdecode.remote_prefill import PrefillPart
 
 SHAPE = replace(profile().shape, num_layers=4)
 TRUE_MODEL = PrefillModel(

@@ -17,7 +17,7 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 }
 
 FLOORS = [
-    {"", "types", "step", "config", "protocols", "errors", "machine", "outputs", "sampling_params"}
+    {"", "types", "step", "remote_prefill", "config", "protocols", "errors", "machine", "outputs", "sampling_params"}
     | {"settings", "metrics", "structured_outputs", "speculative_config"},
     {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"sworker", "cluster", "perfmodel.simulate"},

@@ -315,7 +315,7 @@ def test_an_r_worker_that_answers_nonsense_is_lost(kind: Kind, body: bytes, mess
         worker.opened()
         worker.begin_step(WorkerPlan(np.zeros(0, CONTROL), ()))
         if kind is Kind.EXPORTED:
-            worker.export(1)
+            worker.export(1, 0, None)
         worker.ended()
 
 

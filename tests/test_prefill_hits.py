@@ -18,7 +18,7 @@ from helpers.prefill_workers import AnyParts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.perfmodel.prefill import chain_traffic_tokens
-from fastdecode.step import RemotePrefill
+from fastdecode.remote_prefill import RemotePrefill
 
 NAME, BLOCK_SIZE = "llama-gqa", 16
 SETTINGS: dict[str, Any] = {

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from fastdecode.perfmodel.partition import Forecast, PartitionEntry, PartitionTable, even
 from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel, PromptAttention
 from fastdecode.perfmodel.stages import MeasuredSPart
+from fastdecode.remote_prefill import PrefillPart
 from fastdecode.scheduler.prefill_policy import LeastWaiting
-from fastdecode.step import PrefillPart
 
 
 @dataclass(frozen=True)

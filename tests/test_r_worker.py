@@ -357,8 +357,8 @@ def test_bad_frames_of_the_served_one_change_nothing() -> None:
         assert "the plan does not have" in refusal(lambda: conversation.send(Kind.PAYLOAD, q, k, v, layer=99))
         assert "was not announced" in refusal(lambda: conversation.send(Kind.DATA, b"123"))
         assert "no place here" in refusal(lambda: conversation.send(Kind.HELLO, HELLO))
-        assert "8 at most" in refusal(lambda: conversation.send(Kind.EXPORT, bytes(9)))
-        assert "not 24" in refusal(lambda: conversation.send(Kind.IMPORT, bytes(9)))
+        assert "24 at most" in refusal(lambda: conversation.send(Kind.EXPORT, bytes(25)))
+        assert "not 32" in refusal(lambda: conversation.send(Kind.IMPORT, bytes(9)))
         assert "PLAN" in refusal(lambda: conversation.send(Kind.PLAN, bytes(9)))
         large = [np.array([(9, 0, 1 << 20, 1)], SPAN)] * 4
         plan = encode_plan(WorkerPlan(contract.plan([]).workers[0].controls, tuple(large)))

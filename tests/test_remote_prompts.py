@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from helpers.scheduler_harness import AMPLE
 
+from fastdecode.remote_prefill import PrefillPart
 from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
-from fastdecode.step import PrefillPart, ScheduledStep
+from fastdecode.step import ScheduledStep
 from fastdecode.types import Verb
 
 LEAST = 64

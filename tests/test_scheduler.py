@@ -139,6 +139,7 @@ def test_every_promise_with_two_copies(run: Run, losses: dict[int, int], changes
         num_blocks=(largest, max(1, largest - 3), largest),
         bandwidths=(1.0, 2.0, 1.0),
         kv_load_limit=None if limit is None else 8 * limit,
+        seconds_per_moved_token=0.1,
     )
     two = Run(run.schedule, limits, run.jobs, True, (0.1, 0.3, 0.1) * bool(run.seconds_per_token), run.drafts_seed)
     lost = list(dict.fromkeys(losses.values()))

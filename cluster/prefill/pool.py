@@ -30,7 +30,7 @@ from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal
 from fastdecode.errors import BackendError, FrameError, WorkerLostError
-from fastdecode.step import Prefilled, PrefillOutcomes, RemotePrefill
+from fastdecode.remote_prefill import Prefilled, PrefillOutcomes, RemotePrefill
 from fastdecode.types import ITEM_BYTES, WIRE_DTYPE, RWorkerInfo
 
 OPEN_SECONDS = 300.0

@@ -19,12 +19,13 @@ from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import (
+    ALL_TOKENS,
     CHUNK_BYTES,
     CLOCK,
+    EXPORT,
     IMPORT,
     MAX_JSON_BYTES,
     NUM_BYTES,
-    SEQUENCE_ID,
     Hello,
     Welcome,
     decode_hello,
@@ -65,9 +66,10 @@ def open_kv_port(worker: _rworker.RWorker, layout: KVLayout, security: Security,
 
 @dataclass
 class _Incoming:
-    """A sequence that arrives: uint8 [num_bytes], filled up to ``filled``."""
+    """Tokens of a sequence that arrive: uint8 [num_bytes], filled up to ``filled``."""
 
     sequence_id: int
+    start: int
     num_tokens: int
     data: np.ndarray
     filled: int = 0
@@ -233,19 +235,19 @@ class Session:
         self._link.send(Kind.ABANDONED)
 
     def _export(self, frame: Frame) -> None:
-        (sequence_id,) = self._numbers(frame, SEQUENCE_ID)
-        data = self._open_worker.export(sequence_id)
+        sequence_id, start, num_tokens = self._numbers(frame, EXPORT)
+        data = self._open_worker.export(sequence_id, start, None if num_tokens == ALL_TOKENS else num_tokens)
         self._link.send(Kind.EXPORTED, NUM_BYTES.pack(data.nbytes))
         for start in range(0, data.nbytes, CHUNK_BYTES):
             self._link.send(Kind.DATA, data[start : start + CHUNK_BYTES])
 
     def _import(self, frame: Frame) -> None:
-        sequence_id, num_tokens, num_bytes = self._numbers(frame, IMPORT)
+        sequence_id, start, num_tokens, num_bytes = self._numbers(frame, IMPORT)
         worker = self._open_worker
         room = worker.blocks_free * worker.block_size * self._layout.kv_bytes_per_token
         if not 0 <= num_bytes <= room:
             raise ValueError(f"import: {num_tokens} tokens of {num_bytes:,} bytes, and {room:,} bytes are free")
-        self._incoming = _Incoming(sequence_id, num_tokens, np.empty(num_bytes, np.uint8))
+        self._incoming = _Incoming(sequence_id, start, num_tokens, np.empty(num_bytes, np.uint8))
         self._link.send(Kind.READY)
         self._import_if_whole()
 
@@ -261,7 +263,7 @@ class Session:
         incoming = self._incoming
         if incoming and incoming.filled == incoming.data.nbytes:
             self._incoming = None
-            self._open_worker.import_(incoming.sequence_id, incoming.num_tokens, incoming.data)
+            self._open_worker.import_(incoming.sequence_id, incoming.num_tokens, incoming.data, incoming.start)
             self._link.send(Kind.IMPORTED)
 
     def _bye(self, frame: Frame) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 6
+VERSION = 7
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -47,9 +47,9 @@ class Kind(IntEnum):
     REPORT = 10  # R: busy times, bytes read, blocks free
     ABANDON = 11  # S
     ABANDONED = 12  # R
-    EXPORT = 13  # S: sequence id
+    EXPORT = 13  # S: sequence id, first token, tokens
     EXPORTED = 14  # R: number of bytes, which follow as DATA
-    IMPORT = 15  # S: sequence id, tokens, number of bytes, which follow as DATA after READY
+    IMPORT = 15  # S: sequence id, first token, tokens, number of bytes, which follow as DATA after READY
     IMPORTED = 16  # R
     DATA = 17  # either: the next bytes of a sequence
     REFUSED = 18  # R: reason (JSON)

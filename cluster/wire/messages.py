@@ -48,14 +48,16 @@ MAX_NUMBER = float(np.finfo(np.float32).max)
 CHUNK_BYTES = 1 << 22
 """Bytes of a sequence in one DATA frame."""
 
-SEQUENCE_ID = struct.Struct("<q")
-"""The body of EXPORT."""
+EXPORT = struct.Struct("<qqq")
+"""The body of EXPORT: sequence id, first token, tokens, or ``ALL_TOKENS`` that follow."""
+
+ALL_TOKENS = -1
 
 NUM_BYTES = struct.Struct("<q")
 """The body of EXPORTED."""
 
-IMPORT = struct.Struct("<qqq")
-"""The body of IMPORT: sequence id, tokens, bytes."""
+IMPORT = struct.Struct("<qqqq")
+"""The body of IMPORT: sequence id, first token, tokens, bytes."""
 
 KV_ROWS = struct.Struct("<qqq")
 """The first part of KV, and the body of READ: job id, first token, rows; the layer is in the header."""

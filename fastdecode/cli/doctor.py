@@ -227,16 +227,31 @@ SLOW_GB_PER_S = 1.0
 
 
 def check_links(r_workers: str, key_file: str | None, security: str | None) -> list[Finding]:
-    """One finding per R-worker at "host:port,…"; ConfigError for addresses that need a key and have none."""
+    """One finding per R-worker at "host:port,…", and one on two copies of sequences over them; ConfigError for
+    addresses that need a key and have none."""
     addresses = parse_r_workers(r_workers).addresses
     check_key("r_workers", [split_address("r_workers", each)[0] for each in addresses], key_file)
-    return [_check(address, key_file, security) for address in addresses]
+    hosts: list[str] = []
+    findings = [_check(address, key_file, security, hosts) for address in addresses]
+    return [*findings, *_copies_finding(hosts)]
 
 
-def _check(address: str, key_file: str | None, security: str | None) -> Finding:
+def _copies_finding(hosts: list[str]) -> Iterator[Finding]:
+    """What ``--kv-replicas 2`` would protect from, over R-workers of these machines."""
+    num_hosts = len(set(hosts))
+    if num_hosts > 1:
+        yield Finding("ok", f"--kv-replicas 2: each sequence would have its two copies on two of {num_hosts} machines")
+    elif len(hosts) > 1:
+        what = "--kv-replicas 2: all R-workers are of one machine, so both copies of a sequence would go with it"
+        yield Finding("note", what, "R-workers on two machines")
+
+
+def _check(address: str, key_file: str | None, security: str | None, hosts: list[str]) -> Finding:
+    """One R-worker; its machine is added to ``hosts``."""
     backend = make_backend(EngineConfig(r_workers=address, key_file=key_file, security=security), [])
     try:
         (info,) = backend.open(LAYOUT)
+        hosts.append(info.host)
         seconds, rate = _step_seconds(backend), _gb_per_s(backend)
     except (FastDecodeError, OSError) as error:
         cure = "is `fastdecode r-worker --listen` running there, with the same key, and does a firewall let it through?"

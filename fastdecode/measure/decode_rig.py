@@ -120,11 +120,11 @@ class InstantBackend:
     def abandon_step(self) -> None:
         """Nothing is kept, so there is nothing to do."""
 
-    def export(self, worker: int, sequence_id: int) -> np.ndarray:
+    def export(self, worker: int, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> np.ndarray:
         """Refused: there is nothing."""
         raise BackendError("export: this backend keeps nothing")
 
-    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray, start: int = 0) -> None:
         """Nothing is kept, so there is nothing to do."""
 
     def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:

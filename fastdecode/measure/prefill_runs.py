@@ -13,8 +13,8 @@ from fastdecode.config import EngineConfig
 from fastdecode.engine import LLMEngine
 from fastdecode.errors import BackendError
 from fastdecode.outputs import RequestMetrics
+from fastdecode.remote_prefill import Prefilled, PrefillPart
 from fastdecode.sampling_params import SamplingParams
-from fastdecode.step import Prefilled, PrefillPart
 
 WARM_UP_TOKENS = 64
 

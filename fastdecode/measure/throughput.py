@@ -81,7 +81,7 @@ def _add_arrived(engine: LLMEngine, waiting: deque[tuple[int, WorkItem]], start_
 
 NOT_MEASURED = (
     *("breakdown", "ttft_seconds", "tbt_seconds", "kv_load", "prefix_cache", "preemptions"),
-    *("lost_workers", "joined_workers"),
+    *("lost_workers", "joined_workers", "two_copies_share"),
 )
 """Keys of the report that static batches have no figure for: null."""
 

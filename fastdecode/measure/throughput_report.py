@@ -62,6 +62,7 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
         "steady": steady_figures(run.steps, _rate(output_tokens, len(run.outputs)), run.kv_load_limit),
         "lost_workers": sum(step.lost_workers for step in run.steps),
         "joined_workers": _joined_workers(run.steps),
+        "two_copies_share": _two_copies_share(run.steps),
     }
 
 
@@ -174,6 +175,8 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
         )
     if (joined := report.get("joined_workers")) or report.get("lost_workers"):
         yield f"R-workers: {joined} joined and {report['lost_workers']} were lost during the run"
+    if (copied := report.get("two_copies_share")) is not None:
+        yield f"Copies: {copied:.1%} of the sequences had two, over all steps"
     if (cache := report.get("prefix_cache")) and (cache["queries"] or report["preemptions"]):
         yield (
             f"Prefix cache: {cache['hit_tokens']} prompt tokens found for {cache['queries']} requests; "
@@ -197,6 +200,12 @@ def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
 def _joined_workers(steps: Sequence[StepRecord]) -> int:
     """R-workers that came after the first step; the last lost ones keep their place in a step's record."""
     return len(steps[-1].kv_loads) - len(steps[0].kv_loads) if steps else 0
+
+
+def _two_copies_share(steps: Sequence[StepRecord]) -> float | None:
+    """Of the sequences of all steps, those that two R-workers held; None where none ever was."""
+    one, two = (sum(step.num_copies[i] for step in steps) for i in range(2))
+    return two / (one + two) if two else None
 
 
 def _rate(amount: float, seconds: float) -> float:

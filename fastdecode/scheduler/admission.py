@@ -15,9 +15,10 @@ from fastdecode.scheduler.load_forecast import LoadForecast, Newcomer, placement
 from fastdecode.scheduler.output_lengths import SAMPLE, Outlook, OutputLengths
 from fastdecode.scheduler.range_placement import RangePlacement
 from fastdecode.scheduler.ranges import Range
-from fastdecode.scheduler.residents import Residents, WaitingQueue
+from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.schedules import Limits, Schedule
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.waiting import WaitingQueue
 from fastdecode.scheduler.worker_state import Chain, WorkerState
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from fastdecode.scheduler.admission import Admission
@@ -14,11 +12,23 @@ from fastdecode.scheduler.sequence import Sequence
 SHARE = 0.1
 """Of the steps' time, what making second copies may take: decodes wait meanwhile."""
 
+LEAST_SECONDS = 0.01
+"""A piece of a copy may take so long though steps are short: each has fixed costs."""
+
+MOST_BLOCKS = 1 << 20
+"""Of a piece."""
+
+KEPT = 0.8
+"""What of the time that pieces took counts after another one."""
+
 EVEN = 1.002
 """The busiest R-worker's time over the mean, from which on nothing is swapped."""
 
 MOST_SWAPS = 64
 """In one step; what is uneven beyond them is evened in the next."""
+
+MOST_TRIED = 4
+"""Sequences that are looked at before the next step; there may be room for none of thousands."""
 
 UNEVEN_HOLDERS = 0.9
 """An R-worker that holds less than this part of the mean, by its speed, is given second copies of others."""
@@ -29,22 +39,28 @@ class Copies:
     move; and a lost R-worker's sequences go on from their other copies.
 
     A prompt without a cached prefix is stored on both R-workers while it is computed. Whatever else has a single copy
-    gets its second one between steps, some at a time.
+    gets its second one between steps, one after another, in pieces that take a small part of a step.
     """
 
-    def __init__(self, residents: Residents, admission: Admission) -> None:
+    def __init__(self, residents: Residents, admission: Admission, seconds_per_copied_token: float) -> None:
+        """``seconds_per_copied_token``: before any was copied."""
         self._residents, self._admission = residents, admission
         self._workers = residents.workers
-        self._credit = 0.0
+        self._seconds_per_token = seconds_per_copied_token
+        self._copied = np.zeros(2)
+        self._credit = self._step_seconds = 0.0
         self._joined: list[int] = []
 
     def observe(self, step_seconds: float) -> None:
         """A step took so long: a part of that may go to copies."""
-        self._credit = min(self._credit + SHARE * step_seconds, SHARE * step_seconds)
+        self._step_seconds = step_seconds
+        self._credit = min(self._credit, 0.0) + SHARE * step_seconds
 
     def made(self, move: Move, seconds: float) -> None:
-        """The second copy is there, after ``seconds``."""
-        self._residents.add_copy(move.sequence, move.target)
+        """The piece is there, after ``seconds``."""
+        if copying := self._residents.copying:
+            self._residents.extend_copy(*copying, move.num_tokens)
+        self._copied = KEPT * self._copied + (move.num_tokens, seconds)
         self._credit -= seconds
 
     def joined(self, worker: int) -> None:
@@ -54,18 +70,41 @@ class Copies:
     def leave_draining(self) -> None:
         """What R-workers that drain hold, and others too, is theirs no more."""
         for worker in self._workers.draining:
+            self.give_up(worker)
             for sequence in self._residents.on(worker):
                 if len(sequence.holders) > 1:
                     self._residents.drop_holder(sequence, worker)
 
+    def give_up(self, worker: int) -> bool:
+        """Give up the copy that is being made on ``worker``; False where none is."""
+        copying = self._residents.copying
+        if copying is None or copying[1].worker != worker:
+            return False
+        self._residents.drop_copying()
+        return True
+
     def next(self) -> Move | None:
-        """The second copy to make now, if there is one and the time for it."""
+        """The next piece of a second copy, if there is one to make and the time for it."""
         if self._credit <= 0:
             return None
-        for sequence in self._lacking():
-            if (target := self._admission.copy_worker(sequence)) >= 0:
-                return self._copy(sequence, target)
-        return self._evening()
+        if self._residents.copying is None and (found := self._lacking() or self._evening()):
+            self._residents.begin_copy(*found)
+        if self._residents.copying is None:
+            return None
+        sequence, held = self._residents.copying
+        if not self._residents.grow_copy(sequence, held):
+            self._residents.drop_copying()
+            return None
+        left, most = sequence.num_cached - held.num_tokens, self._piece_tokens()
+        count = left if left <= most else most
+        return Move(sequence, count, held.worker, 0, sequence.worker, held.cache_id, True, held.num_tokens)
+
+    def _piece_tokens(self) -> int:
+        """Tokens that are copied in a part of a step's time, in whole blocks."""
+        per_token = self._copied[1] / self._copied[0] if self._copied[0] else self._seconds_per_token
+        seconds, block_size = max(SHARE * self._step_seconds, LEAST_SECONDS), self._workers.block_size
+        num_blocks = seconds / max(per_token * block_size, 1e-9)
+        return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size
 
     def choose(self) -> None:
         """Have each sequence that decodes attend on that one of its holders that makes all R-workers take as long."""
@@ -82,41 +121,43 @@ class Copies:
         table.on_copy[rows] = choice.on_copy
         table.sort()
 
-    def _lacking(self) -> Iterator[Sequence]:
-        """Sequences that decode with a single copy, oldest first."""
-        ids = self._residents.decoding
-        return (ids[each] for each in sorted(ids) if len(ids[each].holders) == 1)
-
-    def _evening(self) -> Move | None:
-        """A second copy for an R-worker that joined, until it holds as much as the others."""
+    def _lacking(self) -> tuple[Sequence, int] | None:
+        """The oldest sequence that decodes with a single copy, of those for whose second there is room, and where."""
         table = self._residents.table
-        self._joined = [each for each in self._joined if each in self._workers.accepting]
-        if not self._joined or not len(table.rows):
-            self._joined.clear()
+        table.refresh()
+        ids = table.chunks["sequence_id"][table.rows[table.copies[table.rows] < 0]]
+        for sequence_id in np.sort(ids)[:MOST_TRIED].tolist():
+            sequence = self._residents.decoding[sequence_id]
+            if (target := self._admission.copy_worker(sequence)) >= 0:
+                return sequence, target
+        return None
+
+    def _evening(self) -> tuple[Sequence, int] | None:
+        """A sequence for an R-worker that joined, until it holds as much as the others."""
+        while self._joined:
+            if found := self._for_newcomer(self._joined[0]):
+                return found, self._joined[0]
+            self._joined.pop(0)
+        return None
+
+    def _for_newcomer(self, target: int) -> Sequence | None:
+        """A sequence with two copies, one of them on the R-worker that holds most: that one ``target`` is to have."""
+        table, accepting = self._residents.table, self._workers.accepting
+        if target not in accepting:
             return None
         held = table.count_held(table.rows, table.num_cached[table.rows], len(self._workers))
         times = held / np.maximum(self._workers.speeds, 1e-300)
-        target = self._joined[0]
-        accepting = self._workers.accepting
         if times[target] >= UNEVEN_HOLDERS * times[accepting].mean():
-            self._joined.pop(0)
             return None
         source = max(accepting, key=lambda worker: times[worker])
         for sequence in self._residents.on(source):
-            free = sequence.sequence_id in self._residents.decoding and target not in sequence.holders
-            if free and len(sequence.holders) == 2 and self._admission.has_room_for_copy(sequence, target):
+            decodes = sequence.sequence_id in self._residents.decoding
+            may_go = decodes and len(sequence.holders) == 2 and target not in sequence.holders
+            if may_go and self._admission.has_room_for_copy(sequence, target):
                 if sequence.worker == source:
                     self._residents.swap_home(sequence)
-                return self._copy(sequence, target)
-        self._joined.pop(0)
+                return sequence
         return None
-
-    def _copy(self, sequence: Sequence, target: int) -> Move:
-        num_blocks = sequence.num_blocks
-        self._residents.prefix_cache.make_room(target, num_blocks)
-        return Move(
-            sequence, sequence.num_cached, target, num_blocks, sequence.worker, sequence.cache_id, keeps_source=True
-        )
 
 
 class _Choice:

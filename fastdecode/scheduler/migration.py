@@ -28,7 +28,7 @@ COOL_DOWN = 64
 class Move:
     """``num_tokens`` cached tokens of ``sequence``, which decodes, go from ``source`` to ``num_blocks`` blocks of
     ``target``: all, or those of a range. Both R-workers call them ``cache_id``.
-    ``keeps_source``: it is a second copy."""
+    ``keeps_source``: it is a piece of a second copy, from token ``start`` on."""
 
     sequence: Sequence
     num_tokens: int
@@ -37,6 +37,7 @@ class Move:
     source: int
     cache_id: int
     keeps_source: bool = False
+    start: int = 0
 
 
 class Migration:

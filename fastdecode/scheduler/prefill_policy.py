@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fastdecode.step import PrefillPart
+from fastdecode.remote_prefill import PrefillPart
 
 GAIN = 0.2
 """Of each prompt that ended, on the pace of its workers."""

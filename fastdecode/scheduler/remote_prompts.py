@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 from fastdecode.protocols import PrefillPolicy
+from fastdecode.remote_prefill import RemotePrefill
 from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.step import RemotePrefill, ScheduledStep
+from fastdecode.step import ScheduledStep
 
 
 class RemotePrompts:

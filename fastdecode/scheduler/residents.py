@@ -1,9 +1,7 @@
-"""Where sequences are: waiting, oldest first, or resident, holding a cache on an R-worker."""
+"""Which sequences hold a cache, and on which R-workers."""
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,66 +13,11 @@ from fastdecode.scheduler.worker_state import Block, Chain, Control, Workers
 from fastdecode.types import Verb
 
 
-class WaitingQueue:
-    """Ordered by age. One whose prefix is being computed right now steps aside and follows its leader."""
-
-    def __init__(self, prefix_cache: PrefixCache) -> None:
-        self._prefix_cache = prefix_cache
-        self._waiting: list[Sequence] = []
-        self._following: dict[int, list[Sequence]] = {}
-
-    def __len__(self) -> int:
-        """Those who wait, followers included."""
-        return len(self._waiting) + sum(map(len, self._following.values()))
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """Oldest first, without followers."""
-        return iter(self._waiting)
-
-    @property
-    def all(self) -> list[Sequence]:
-        """Those who wait, followers included, in no order."""
-        return [*self._waiting, *(follower for group in self._following.values() for follower in group)]
-
-    def push(self, sequence: Sequence) -> None:
-        """Queue ``sequence`` to compute all tokens it has."""
-        sequence.num_prefill = sequence.num_tokens
-        self._prefix_cache.arrive(sequence)
-        self._insert(sequence)
-
-    def head(self) -> Sequence | None:
-        """The oldest that need not wait for another's prefix."""
-        while self._waiting:
-            leader = self._prefix_cache.leader(self._waiting[0])
-            if leader is None:
-                return self._waiting[0]
-            self._following.setdefault(leader.sequence_id, []).append(self._waiting.pop(0))
-        return None
-
-    def pop(self) -> Sequence:
-        """Take the head out."""
-        return self._waiting.pop(0)
-
-    def release_followers(self, leader: Sequence) -> None:
-        """``leader`` has computed its prompt, or will not."""
-        for sequence in self._following.pop(leader.sequence_id, []):
-            self._insert(sequence)
-
-    def discard(self, sequence: Sequence) -> None:
-        """Take ``sequence`` out, wherever it waits, if it does."""
-        for group in (self._waiting, *self._following.values()):
-            if sequence in group:
-                group.remove(sequence)
-
-    def _insert(self, sequence: Sequence) -> None:
-        bisect.insort(self._waiting, sequence, key=lambda other: other.sequence_id)
-
-
 class Residents:
     """Keeps blocks, scratch, prefix cache and controls in step with the sequences that come and go; decides nothing.
 
     ``prompts``: those whose prompt is being computed, in the order of their start. ``decoding``: the others;
-    ``table`` has their progress.
+    ``table`` has their progress. ``copying``: the one of which a second copy is made, and how far that has come.
     """
 
     def __init__(
@@ -92,6 +35,7 @@ class Residents:
         self.prompts: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
         self.table = SequenceTable(max_num_seqs, most_drafts, range_tokens)
+        self.copying: tuple[Sequence, Range] | None = None
         self._unborn = 0
 
     def __len__(self) -> int:
@@ -106,6 +50,12 @@ class Residents:
     def all(self) -> list[Sequence]:
         """Those that hold a cache."""
         return [*self.prompts.values(), *self.decoding.values()]
+
+    @property
+    def num_copies(self) -> tuple[int, int]:
+        """Sequences that hold their cache once, and twice."""
+        twice = int(np.count_nonzero(self.table.copies >= 0))
+        return len(self.prompts) + len(self.decoding) - twice, twice
 
     @property
     def has_controls(self) -> bool:
@@ -139,7 +89,7 @@ class Residents:
         sequence.outputs_at_start = len(sequence.output_token_ids)
         self.prefix_cache.begin(sequence, ranges, hit)
         for each in ranges:
-            self._take(each)
+            self.take(each)
         self.workers[ranges[0].worker].num_sequences += 1
         sequence.ahead = ranges[1:]
         self.table.open(sequence, ranges[0])
@@ -185,7 +135,7 @@ class Residents:
         """Prefill workers compute the prompt of ``sequence``, just started, as job ``job_id``, on its home."""
         if (copy := sequence.copy_worker) >= 0:
             self.drop_holder(sequence, copy)
-        self._leave_scratch(sequence)
+        self.leave_scratch(sequence)
         sequence.job_id = job_id
         self._tell(sequence, Verb.RESERVE)
 
@@ -198,7 +148,7 @@ class Residents:
         sequence.job_id = 0
         del self.prompts[sequence.sequence_id]
         self.decoding[sequence.sequence_id] = sequence
-        self._leave_scratch(sequence)
+        self.leave_scratch(sequence)
         self.prefix_cache.stop_computing(sequence)
         self.prefix_cache.retain(sequence)
         self.table.decode(sequence)
@@ -239,21 +189,21 @@ class Residents:
 
     def leave(self, sequence: Sequence, keep: bool) -> None:
         """``sequence`` gives up its cache; its full blocks are retained if ``keep`` and prefix caching say so."""
-        self._take_out(sequence)
+        self.take_out(sequence)
         if keep:
             self.prefix_cache.retain(sequence)
         if (copy := sequence.copy_worker) >= 0:
             self.drop_holder(sequence, copy)
         for each in sequence.ranges:
-            self._give_up(each, each.num_tokens > 0 or sequence.job_id > 0)
-        self._forget_cache(sequence)
+            self.give_up(each, each.num_tokens > 0 or sequence.job_id > 0)
+        self.forget_cache(sequence)
 
     def move(self, sequence: Sequence, cache_id: int, target: int, num_blocks: int) -> None:
         """The range ``cache_id`` of ``sequence``, which decodes, is on ``target`` now, in blocks of its own."""
         moved = next(each for each in sequence.ranges if each.cache_id == cache_id)
-        self._give_up(moved, True)
+        self.give_up(moved, True)
         copy = Range(cache_id, target, moved.start, moved.num_tokens, num_blocks)
-        self._take(copy)
+        self.take(copy)
         self.replace(sequence, copy)
 
     def replace(self, sequence: Sequence, new: Range) -> None:
@@ -268,11 +218,38 @@ class Residents:
             group[:] = [new if each.start == new.start else each for each in group]
         self.table.put(sequence, sequence.tail)
 
-    def add_copy(self, sequence: Sequence, worker: int) -> None:
-        """``sequence``, which decodes, was copied to ``worker``: that is its second copy from now on."""
+    def begin_copy(self, sequence: Sequence, worker: int) -> None:
+        """``sequence``, which decodes, is copied to ``worker`` from now on, piece by piece."""
+        held = Range(sequence.cache_id, worker, 0, 0, sequence.num_blocks)
+        self.take(held)
+        self.copying = sequence, held
+
+    def extend_copy(self, sequence: Sequence, held: Range, num_tokens: int) -> None:
+        """So many more tokens of ``sequence`` were copied; once all are, that is its second copy."""
+        held.num_tokens += num_tokens
+        if held.num_tokens < sequence.num_cached:
+            return
+        self.copying = None
         if (before := sequence.copy_worker) >= 0:
             self.drop_holder(sequence, before)
-        self._add_copy(sequence, worker)
+        self._put_copy(sequence, held.worker, [])
+
+    def grow_copy(self, sequence: Sequence, held: Range) -> bool:
+        """Take the blocks that ``sequence`` has got since the copy began; False where there is no room for them."""
+        worker, more = self.workers[held.worker], sequence.num_blocks - held.num_blocks
+        if more > 0 and (worker.available < more + worker.num_sequences or worker.is_draining):
+            return False
+        self.prefix_cache.make_room(held.worker, more)
+        worker.free -= more
+        held.num_blocks += more
+        return True
+
+    def drop_copying(self) -> None:
+        """What was copied so far of a sequence is given up."""
+        if self.copying:
+            _, held = self.copying
+            self.give_up(held, held.num_tokens > 0)
+            self.copying = None
 
     def swap_home(self, sequence: Sequence) -> None:
         """The R-worker with the second copy of ``sequence`` is its home from now on, and its home has the second."""
@@ -289,121 +266,34 @@ class Residents:
         if copy is None:
             raise ValueError(f"sequence {sequence.sequence_id} has one copy")
         gone, kept = (copy, sequence.tail) if worker == copy.worker else (sequence.tail, copy)
-        self._give_up(gone, gone.num_tokens > 0)
+        self.give_up(gone, gone.num_tokens > 0)
         self.workers[worker].num_sequences -= 1
         self.table.copies[sequence.row], self.table.on_copy[sequence.row] = -1, False
         self.table.put(sequence, kept)
         sequence.copy_shared = []
 
-    def lose_copies(self, worker: int, sound: Mapping[int, int]) -> None:
-        """``worker`` is about to be gone: sequences with two copies go on from the other one.
-
-        ``sound``: cached tokens, before its last rows, of each sequence in whose last rows it attended; they repeat
-        those rows.
-        """
-        for sequence in [each for each in self.on(worker) if len(each.holders) > 1]:
-            self.drop_holder(sequence, worker)
-            if sequence.sequence_id in sound:
-                self._repeat(sequence, sound[sequence.sequence_id])
-
-    def _repeat(self, sequence: Sequence, num_sound: int) -> None:
-        """What is cached of ``sequence`` beyond ``num_sound`` tokens is wrong, and is computed again."""
-        if sequence.sequence_id in self.decoding and num_sound < sequence.num_prefill:
-            del self.decoding[sequence.sequence_id]
-            self.table.stop(sequence)
-            self.prompts[sequence.sequence_id] = sequence
-        self.table.num_cached[sequence.row] = num_sound
-        verb = Verb.TRUNCATE if num_sound else Verb.RELEASE
-        self.workers[sequence.worker].controls.append((int(verb), sequence.cache_id, 0, num_sound))
-        if sequence.sequence_id in self.decoding:  # drafts had their own
-            surplus = sequence.num_blocks - self.workers.blocks_for(num_sound + 1)
-            self.grow(np.array([sequence.row]), -max(0, surplus))
-
     def _add_copy(self, sequence: Sequence, worker: int) -> None:
-        self._take(Range(sequence.cache_id, worker, 0, sequence.num_cached, sequence.num_blocks))
+        self.take(Range(sequence.cache_id, worker, 0, sequence.num_cached, sequence.num_blocks))
         self._put_copy(sequence, worker, [])
 
     def _put_copy(self, sequence: Sequence, worker: int, shared: list[Block]) -> None:
         self.workers[worker].num_sequences += 1
         self.table.copies[sequence.row], sequence.copy_shared = worker, shared
 
-    def lose(self, worker: int) -> list[Sequence]:
-        """``worker`` is gone; returns the sequences of a single range that it held, oldest first."""
-        lost = [sequence for sequence in self.on(worker) if not sequence.is_sharded]
-        for sequence in lost:
-            self._take_out(sequence)
-            self.workers[worker].drop(sequence.shared)
-            self._forget_cache(sequence)
-        self.prefix_cache.lose(worker)
-        self.workers.lose(worker)
-        return lost
-
-    def lose_ranges(self, worker: int, sound: Mapping[int, int]) -> list[Sequence]:
-        """``worker`` is about to be gone; returns the sequences of several ranges that lost some of them, oldest first.
-
-        What they had elsewhere stays; they are prompts now, whose first tokens to compute are those of the first range
-        that was lost. ``sound``: cached tokens of sequences in whose last rows the lost ranges should have had a part.
-        """
-        broken = [sequence for sequence in self.on(worker) if sequence.is_sharded]
-        for sequence in broken:
-            decoded = sequence.sequence_id in self.decoding or sequence.num_prefill < sequence.num_tokens
-            decoded &= len(sequence.output_token_ids) > 0  # else its first was lost with the range
-            ranges = self._interrupt(sequence)
-            sequence.num_prefill = sequence.num_tokens - decoded  # who decodes has an output token that is not cached
-            num_sound = sound.get(sequence.sequence_id, sequence.num_tokens)
-            for place, each in enumerate(ranges):
-                most = self.workers.blocks_for(sequence.num_tokens - each.start) if decoded else each.num_blocks
-                if each.worker == worker:
-                    num_blocks = min(each.num_blocks, most)
-                    ranges[place] = Range(self.prefix_cache.new_id(), -1, each.start, 0, num_blocks)
-                elif each.num_tokens and each.start + each.num_tokens > num_sound:
-                    self._cut(each, max(0, num_sound - each.start), min(each.num_blocks, most))
-            whole = [each.num_tokens == self.table.range_tokens for each in ranges]
-            first = [*whole[:-1], False].index(False)
-            sequence.closed, sequence.ahead = ranges[:first], ranges[first + 1 :]
-            self.table.put(sequence, ranges[first])
-            if sequence.worker >= 0:
-                self.workers[sequence.worker].num_sequences += 1
-        return broken
-
     def place(self, sequence: Sequence, lost: Range, worker: int) -> None:
         """``lost``, a range of ``sequence``, is to be computed again on ``worker``."""
         new = replace(lost, worker=worker)
-        self._take(new)
+        self.take(new)
         self.replace(sequence, new)
 
-    def _interrupt(self, sequence: Sequence) -> list[Range]:
-        """``sequence`` neither decodes nor appends any more, but is a prompt, with the ranges that are returned."""
-        if self.decoding.pop(sequence.sequence_id, None):
-            self.table.stop(sequence)
-        else:
-            self._leave_scratch(sequence)
-            self.prefix_cache.stop_computing(sequence)
-        self.prompts[sequence.sequence_id] = sequence
-        if sequence.worker >= 0:
-            self.workers[sequence.worker].num_sequences -= 1
-        return sequence.ranges
-
-    def _cut(self, held: Range, num_tokens: int, num_blocks: int) -> None:
-        """What ``held`` has beyond ``num_tokens`` tokens is wrong: it is forgotten, and ``num_blocks`` are kept."""
-        worker = self.workers[held.worker]
-        self.prefix_cache.forget_beyond(held, num_tokens)
-        wrong = held.shared[num_tokens // self.workers.block_size :]
-        del held.shared[num_tokens // self.workers.block_size :]
-        worker.drop(wrong)
-        worker.free += held.num_blocks - num_blocks - len(wrong)
-        held.num_tokens, held.num_blocks = num_tokens, num_blocks
-        verb = Verb.TRUNCATE if num_tokens else Verb.RELEASE
-        worker.controls.append((int(verb), held.cache_id, 0, num_tokens))
-
-    def _take(self, held: Range) -> None:
+    def take(self, held: Range) -> None:
         """``held`` is on its R-worker now, which counts its blocks."""
         worker = self.workers[held.worker]
         self.prefix_cache.make_room(held.worker, held.num_own_blocks)
         worker.free -= held.num_own_blocks
         worker.num_ranges += 1
 
-    def _give_up(self, held: Range, is_there: bool) -> None:
+    def give_up(self, held: Range, is_there: bool) -> None:
         """Its blocks are free again; its R-worker is told where something ``is_there``."""
         if held.worker < 0:
             return
@@ -418,23 +308,25 @@ class Residents:
         controls = self.workers[sequence.worker].controls
         controls.append((int(verb), sequence.sequence_id, sequence.job_id, sequence.num_prefill))
 
-    def _take_out(self, sequence: Sequence) -> None:
+    def take_out(self, sequence: Sequence) -> None:
         """``sequence`` runs no more; what it holds is still to be given up."""
         if sequence.worker >= 0:
             self.workers[sequence.worker].num_sequences -= 1
         self._unborn -= len(sequence.siblings)
         if self.prompts.pop(sequence.sequence_id, None):
-            self._leave_scratch(sequence)
+            self.leave_scratch(sequence)
             self.prefix_cache.stop_computing(sequence)
         else:
             del self.decoding[sequence.sequence_id]
 
-    def _forget_cache(self, sequence: Sequence) -> None:
+    def forget_cache(self, sequence: Sequence) -> None:
+        if self.copying and self.copying[0] is sequence:
+            self.drop_copying()
         self.table.close(sequence)
         sequence.shared, sequence.chain_id, sequence.job_id = [], None, 0
         sequence.closed, sequence.ahead = [], []
 
-    def _leave_scratch(self, sequence: Sequence) -> None:
+    def leave_scratch(self, sequence: Sequence) -> None:
         if sequence.uses_scratch:
             sequence.uses_scratch = False
             self.scratch_free += sequence.num_prefill

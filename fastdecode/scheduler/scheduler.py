@@ -16,12 +16,14 @@ from fastdecode.scheduler.admission import Admission
 from fastdecode.scheduler.copies import Copies
 from fastdecode.scheduler.drafts import DraftCounts, Drafts
 from fastdecode.scheduler.load_control import BalanceFinder
+from fastdecode.scheduler.losses import Losses
 from fastdecode.scheduler.migration import Migration, Move
 from fastdecode.scheduler.prefix import PrefixCache
 from fastdecode.scheduler.remote_prompts import RemotePrompts
-from fastdecode.scheduler.residents import Residents, WaitingQueue
+from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.schedules import ChunkCutter, Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.waiting import WaitingQueue
 from fastdecode.scheduler.worker_state import Workers
 from fastdecode.step import Chunk, MiniBatch, ScheduledStep, deal
 
@@ -79,6 +81,7 @@ class Scheduler:
             limits.num_speculative_tokens,
             limits.range_tokens,
         )
+        self._losses = Losses(self.residents)
         self.queue = WaitingQueue(self.prefix_cache)
         self.admission = Admission(schedule, limits, self.residents, self.queue)
         self._schedule = schedule
@@ -86,7 +89,8 @@ class Scheduler:
         self.drafts = Drafts(self.residents, limits, draft_policy)
         price = math.inf if limits.kv_replicas > 1 else limits.seconds_per_moved_token  # copies even the load instead
         self._migration = Migration(self.residents, self.admission, price)
-        self._copies = Copies(self.residents, self.admission) if limits.kv_replicas > 1 else None
+        per_token = limits.seconds_per_moved_token
+        self._copies = Copies(self.residents, self.admission, per_token) if limits.kv_replicas > 1 else None
         self._committed: tuple[MiniBatch, ...] = ()
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
@@ -127,12 +131,6 @@ class Scheduler:
         return SchedulerStatistics(
             cache.num_queries, cache.num_hit_tokens, self.num_preemptions, self.drafts.counts.copy()
         )
-
-    @property
-    def num_copies(self) -> tuple[int, int]:
-        """Sequences that hold a cache on one R-worker, and on two."""
-        num_copies = [len(each.holders) for each in self.residents.all]
-        return num_copies.count(1), num_copies.count(2)
 
     def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
         """How long ``step`` took: each R-worker's part of the load, moves, and the limit where none is given, follow.
@@ -280,9 +278,9 @@ class Scheduler:
 
         Returns the waiting sequences that none of the others could hold; they are forgotten.
         """
-        self.residents.lose_copies(worker, self._attended_on(worker))
-        broken = self.residents.lose_ranges(worker, self._sound)
-        for sequence in self.residents.lose(worker):
+        self._losses.of_copies(worker, self._attended_on(worker))
+        broken = self._losses.of_ranges(worker, self._sound)
+        for sequence in self._losses.of_whole(worker):
             self.queue.release_followers(sequence)
             self.queue.push(sequence)
         self.admission.load_control.lose(worker)
@@ -379,7 +377,8 @@ class Scheduler:
             if not short:
                 self.residents.grow(growing)
                 return rows
-            self._preempt(self._victim(short[0]))
+            if not (self._copies and self._copies.give_up(short[0])):
+                self._preempt(self._victim(short[0]))
 
     def _extend(self, rows: np.ndarray) -> None:
         """The first of these rows of the table, whose tails are whole, gets a new tail, or a victim makes room."""

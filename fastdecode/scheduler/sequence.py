@@ -173,7 +173,7 @@ class SequenceTable:
         self.chunks = np.zeros(most_rows, CHUNK)
         self.workers, self.num_cached = self.chunks["worker"], self.chunks["context_len"]
         self.bases, self.cache_ids, self.copies = (self.chunks[name] for name in ("base", "cache_id", "copy"))
-        self.on_copy = np.zeros(most_rows, bool)
+        self.copies[:], self.on_copy = -1, np.zeros(most_rows, bool)
         self.prompt_lens, self.max_tokens, self.num_blocks, self.last_tokens = np.zeros((4, most_rows), np.int64)
         self.drafts, self.num_drafts = np.zeros((most_rows, most_drafts), np.int64), np.zeros(most_rows, np.int64)
         self.tried, self.kept = np.zeros((2, most_rows))
@@ -218,8 +218,8 @@ class SequenceTable:
         self.stop(sequence)
         self._reads.pop(sequence.row, None)
         self._free.append(sequence.row)
+        self.copies[sequence.row], sequence.copy_shared = -1, []
         sequence.worker, sequence.table, sequence.row = -1, None, -1
-        sequence.copy_shared = []
 
     def refresh(self) -> None:
         """Drop the rows closed, append those added, and restore the order."""

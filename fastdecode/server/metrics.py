@@ -273,6 +273,11 @@ class Metrics:
             family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
+        text = "Sequences that hold a cache, by the number of R-workers that hold it"
+        family = GaugeMetricFamily(PREFIX + "sequences_with_copies", text, labels=["model_name", "copies"])
+        for copies, count in enumerate(state.num_copies, 1):
+            family.add_metric([self._model_name, str(copies)], count)
+        yield family
         by_worker = {
             "r_worker_kv_load_tokens": ("KV tokens that an R-worker attended in the last step", "kv_load"),
             "r_worker_kv_load_limit_tokens": ("What they are limited to", "kv_load_limit"),

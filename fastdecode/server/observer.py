@@ -46,6 +46,7 @@ class EngineState:
     prefix_hit_tokens: int = 0
     r_workers: tuple[RWorkerState, ...] = ()
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    num_copies: tuple[int, int] = (0, 0)
 
 
 class TimedStep(NamedTuple):
@@ -120,6 +121,7 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
     return EngineState(
         now, len(scheduler.residents), len(scheduler.queue), used / total if total else 0.0,
         counted.preemptions, counted.prefix_hit_tokens, tuple(r_workers), counted.drafts,
+        scheduler.residents.num_copies,
     )  # fmt: skip
 
 

@@ -92,19 +92,20 @@ class TensorParallelBackend:
                     self._open = False
                     self._member.rank.broadcast(Message("abandon").encode())
 
-    def export(self, worker: int, sequence_id: int) -> np.ndarray:
+    def export(self, worker: int, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> np.ndarray:
         with interrupts_deferred():
-            self._tell(Message("export", {"worker": worker, "sequence_id": sequence_id}))
+            told = {"worker": worker, "sequence_id": sequence_id, "start": start, "num_tokens": num_tokens}
+            self._tell(Message("export", told))
             with self._talking():
-                return self._member.export(worker, sequence_id)
+                return self._member.export(worker, sequence_id, start, num_tokens)
 
-    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray, start: int = 0) -> None:
         """See ``AttentionBackend.import_``; of what ``export`` returned last."""
         with interrupts_deferred():
-            told = {"worker": worker, "sequence_id": sequence_id, "num_tokens": num_tokens}
+            told = {"worker": worker, "sequence_id": sequence_id, "num_tokens": num_tokens, "start": start}
             self._tell(Message("import", told))
             with self._talking():
-                self._member.import_(worker, sequence_id, num_tokens)
+                self._member.import_(worker, sequence_id, num_tokens, start)
 
     def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
         self._check()

@@ -78,23 +78,23 @@ class Member:
             raise WorkerLostError("no R-worker is left that all ranks have")
         return report
 
-    def export(self, worker: int, sequence_id: int) -> np.ndarray:
+    def export(self, worker: int, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
         """This rank's part of a sequence; ``import_`` gives it to another R-worker of the group."""
 
         def take() -> dict[str, Any]:
-            self._exported = self.pool.export(worker, sequence_id)
+            self._exported = self.pool.export(worker, sequence_id, start, num_tokens)
             return {}
 
         self._compare(take)
         return np.zeros(0, np.uint8) if self._exported is None else self._exported
 
-    def import_(self, worker: int, sequence_id: int, num_tokens: int) -> None:
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, start: int) -> None:
         """What ``export`` took last."""
 
         def give() -> dict[str, Any]:
             if self._exported is None:
                 raise BackendError("nothing was exported")
-            self.pool.import_(worker, sequence_id, num_tokens, self._exported)
+            self.pool.import_(worker, sequence_id, num_tokens, self._exported, start)
             return {}
 
         self._compare(give)

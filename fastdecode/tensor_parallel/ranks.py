@@ -188,9 +188,9 @@ class Follower:
         told = message.told
         with contextlib.suppress(FastDecodeError):  # all ranks know of it, and the first one decides
             if message.kind == "export":
-                self._member.export(told["worker"], told["sequence_id"])
+                self._member.export(told["worker"], told["sequence_id"], told["start"], told["num_tokens"])
             elif message.kind == "import":
-                self._member.import_(told["worker"], told["sequence_id"], told["num_tokens"])
+                self._member.import_(told["worker"], told["sequence_id"], told["num_tokens"], told["start"])
             else:
                 self._member.admit(told["vacant"])
 

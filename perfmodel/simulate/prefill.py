@@ -6,7 +6,7 @@ import heapq
 import math
 
 from fastdecode.perfmodel.partition import Forecast
-from fastdecode.step import RemotePrefill
+from fastdecode.remote_prefill import RemotePrefill
 
 
 class PrefillFleet:

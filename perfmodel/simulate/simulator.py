@@ -21,8 +21,9 @@ from fastdecode.perfmodel.simulate.prefill import PrefillFleet
 from fastdecode.perfmodel.simulate.speculation import SimulatedDrafter
 from fastdecode.perfmodel.simulate.tokens import SimulatedOutput, TokenTimes
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest
+from fastdecode.remote_prefill import RemotePrefill
 from fastdecode.scheduler import Scheduler, Sequence
-from fastdecode.step import RemotePrefill, ScheduledStep
+from fastdecode.step import ScheduledStep
 
 
 class Simulator:

@@ -73,9 +73,10 @@ void bind_tables(py::class_<PyRWorker>& cls) {
         "block_table", [](const PyRWorker& self, std::int64_t id) { return self.worker().cache().sequence(id).blocks; },
         py::arg("sequence_id"));
     cls.def("sequence_ids", [](const PyRWorker& self) { return self.worker().cache().sequence_ids(); });
-    cls.def("export", &PyRWorker::export_sequence, py::arg("sequence_id"));
+    cls.def("export", &PyRWorker::export_sequence, py::arg("sequence_id"), py::arg("start") = 0,
+            py::arg("num_tokens") = py::none());
     cls.def("import_", &PyRWorker::import_sequence, py::arg("sequence_id"), py::arg("num_tokens"),
-            py::arg("data").noconvert());
+            py::arg("data").noconvert(), py::arg("start") = 0);
     cls.def("check_store", &PyRWorker::check_store, py::arg("job_id"), py::arg("layer"), py::arg("start"),
             py::arg("num_rows"));
     cls.def("store", &PyRWorker::store, py::arg("job_id"), py::arg("layer"), py::arg("start"),

@@ -197,18 +197,22 @@ py::tuple PyRWorker::read_tokens(std::int64_t sequence_id, std::int64_t layer) c
     return py::make_tuple(keys, values);
 }
 
-py::array_t<std::uint8_t> PyRWorker::export_sequence(std::int64_t sequence_id) const {
+py::array_t<std::uint8_t> PyRWorker::export_sequence(std::int64_t sequence_id, std::int64_t start,
+                                                     std::optional<std::int64_t> most) const {
     const rworker::Worker& open = worker();
-    py::array_t<std::uint8_t> data(open.export_bytes(sequence_id));
+    if (!most) open.cache().check_export(sequence_id, start, 0);
+    const std::int64_t num_tokens = most ? *most : open.cache().whole_sequence(sequence_id).length - start;
+    py::array_t<std::uint8_t> data(open.export_bytes(sequence_id, start, num_tokens));
     std::uint8_t* out = data.mutable_data();
     {
         py::gil_scoped_release unlocked;
-        open.export_sequence(sequence_id, out);
+        open.export_sequence(sequence_id, start, num_tokens, out);
     }
     return data;
 }
 
-void PyRWorker::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, const py::array& data) {
+void PyRWorker::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, const py::array& data,
+                                std::int64_t start) {
     const bool contiguous = (data.flags() & py::array::c_style) != 0;
     if (!py::isinstance<py::array_t<std::uint8_t>>(data) || data.ndim() != 1 || !contiguous)
         throw Error("data must be a C-contiguous uint8 array of one dimension, not " + describe(data) +
@@ -216,7 +220,7 @@ void PyRWorker::import_sequence(std::int64_t sequence_id, std::int64_t num_token
     const std::span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(data.data()), data.size());
     rworker::Worker& open = worker();
     py::gil_scoped_release unlocked;
-    open.import_sequence(sequence_id, num_tokens, bytes);
+    open.import_sequence(sequence_id, start, num_tokens, bytes);
 }
 
 void PyRWorker::check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const {

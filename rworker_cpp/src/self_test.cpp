@@ -73,11 +73,11 @@ class Subject {
 
     std::vector<std::uint8_t> exported() const {
         std::vector<std::uint8_t> bytes(std::size_t(cache_.sequence_bytes(case_.length)));
-        cache_.export_sequence(kSequence, bytes.data());
+        cache_.export_sequence(kSequence, 0, case_.length, bytes.data());
         return bytes;
     }
 
-    void import(const std::vector<std::uint8_t>& bytes) { cache_.import_sequence(kSequence, case_.length, bytes); }
+    void import(const std::vector<std::uint8_t>& bytes) { cache_.import_sequence(kSequence, 0, case_.length, bytes); }
 
     /// float32 [num_rows, num_heads, value_dim].
     std::vector<float> attend(const Rows& rows, ReadAhead read_ahead) const {

@@ -29,19 +29,22 @@ std::int64_t KVCache::sequence_bytes(std::int64_t num_tokens) const {
     return bytes;
 }
 
-/// Calls f(position, KV head, where the token lies) for all committed tokens.
+/// Calls f(position, KV head, where the token lies) for the committed tokens [start, end).
 template <class F>
-void KVCache::for_each_token(const Sequence& sequence, std::int64_t layer, F f) const {
+void KVCache::for_each_token(const Sequence& sequence, std::int64_t layer, std::int64_t start, std::int64_t end,
+                             F f) const {
     for (std::int64_t head = 0; head < layers_[layer].num_kv_heads; ++head) {
         const HeadView head_view = view(layer, head, sequence.blocks.data());
-        for (std::int64_t position = 0; position < sequence.length; ++position)
+        for (std::int64_t position = start; position < end; ++position)
             f(position, head, place_of(head_view, position, sequence.length));
     }
 }
 
 void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* keys, float* values) const {
     const LayerSpec& spec = layers_[layer];
-    for_each_token(whole_sequence(sequence_id), layer, [&](std::int64_t position, std::int64_t head, const TokenPlace& at) {
+    const Sequence& sequence = whole_sequence(sequence_id);
+    for_each_token(sequence, layer, 0, sequence.length, [&](std::int64_t position, std::int64_t head,
+                                                            const TokenPlace& at) {
         const std::int64_t row = position * spec.num_kv_heads + head;
         for (std::int64_t dim = 0; dim < spec.key_dim; ++dim)
             keys[row * spec.key_dim + dim] = load_key(dtype_, at.key_order, at.key_tile, at.token, dim, spec.key_dim);
@@ -67,54 +70,78 @@ void KVCache::read_slice(const Incoming& job, std::int64_t layer, const Outgoing
     }
 }
 
-/// Calls f(codec, where the token lies, where its key and its value lie in `bytes`) for all tokens of all layers.
+/// Calls f(codec, where the token lies, where its key and its value lie in `bytes`) for tokens [start, end) of all layers.
 template <class Bytes, class F>
-void KVCache::walk_bytes(const Sequence& sequence, Bytes* bytes, F f) const {
+void KVCache::walk_bytes(const Sequence& sequence, std::int64_t start, std::int64_t end, Bytes* bytes, F f) const {
     for (std::int64_t layer = 0; layer < std::int64_t(layers_.size()); ++layer) {
         const TokenCodec codec(dtype_, layers_[layer]);
         const std::int64_t keys = layers_[layer].num_kv_heads * codec.key_bytes();
-        for_each_token(sequence, layer, [&](std::int64_t position, std::int64_t head, const TokenPlace& place) {
-            Bytes* const token = bytes + position * codec.token_bytes();
-            f(codec, place, token + head * codec.key_bytes(), token + keys + head * codec.value_bytes());
-        });
-        bytes += sequence.length * codec.token_bytes();
+        for_each_token(sequence, layer, start, end,
+                       [&](std::int64_t position, std::int64_t head, const TokenPlace& place) {
+                           Bytes* const token = bytes + (position - start) * codec.token_bytes();
+                           f(codec, place, token + head * codec.key_bytes(), token + keys + head * codec.value_bytes());
+                       });
+        bytes += (end - start) * codec.token_bytes();
     }
 }
 
-void KVCache::export_sequence(std::int64_t sequence_id, std::uint8_t* out) const {
-    walk_bytes(whole_sequence(sequence_id), out,
+void KVCache::check_export(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const {
+    const std::int64_t length = whole_sequence(sequence_id).length;
+    if (start < 0 || num_tokens < 0 || start > length || num_tokens > length - start)
+        throw Error("export: " + std::to_string(num_tokens) + " tokens from token " + std::to_string(start) +
+                    " on; sequence " + std::to_string(sequence_id) + " has " + std::to_string(length));
+}
+
+void KVCache::export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                              std::uint8_t* out) const {
+    check_export(sequence_id, start, num_tokens);
+    walk_bytes(whole_sequence(sequence_id), start, start + num_tokens, out,
                [](const TokenCodec& codec, const TokenPlace& place, std::uint8_t* key, std::uint8_t* value) {
                    codec.read_key(place, key);
                    codec.read_value(place, value);
                });
 }
 
-void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, std::span<const std::uint8_t> data) {
-    check_import(sequence_id, num_tokens, std::int64_t(data.size()));
+void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                              std::span<const std::uint8_t> data) {
+    check_import(sequence_id, start, num_tokens, std::int64_t(data.size()));
     Sequence& target = sequences_[sequence_id];
-    target.blocks.reserve(blocks_for(num_tokens));
+    const std::int64_t length = start + num_tokens;
+    target.blocks.reserve(blocks_for(length));
     pool_.forget_log();
-    while (std::int64_t(target.blocks.size()) < blocks_for(num_tokens)) target.blocks.push_back(pool_.take());
-    target.length = target.pending_length = num_tokens;
-    for (const std::int32_t block : target.blocks) clear_block(block);
+    while (std::int64_t(target.blocks.size()) < blocks_for(length)) {
+        target.blocks.push_back(pool_.take());
+        clear_block(target.blocks.back());
+    }
+    target.length = target.pending_length = length;
     walk_bytes(
-        target, data.data(),
+        target, start, length, data.data(),
         [](const TokenCodec& codec, const TokenPlace& place, const std::uint8_t* key, const std::uint8_t* value) {
             codec.write_key(place, key);
             codec.write_value(place, value);
         });
 }
 
-void KVCache::check_import(std::int64_t sequence_id, std::int64_t num_tokens, std::int64_t num_bytes) const {
-    require_of_import(!sequences_.contains(sequence_id), "sequence " + std::to_string(sequence_id) + " exists already");
-    require_of_import(num_tokens >= 0, "num_tokens is " + std::to_string(num_tokens) + "; it must not be negative");
+void KVCache::check_import(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                           std::int64_t num_bytes) const {
+    const auto number = [](std::int64_t value) { return std::to_string(value); };
+    require_of_import(start >= 0, "start is " + number(start) + "; it must not be negative");
+    require_of_import(num_tokens >= 0, "num_tokens is " + number(num_tokens) + "; it must not be negative");
+    if (start == 0) {
+        require_of_import(!sequences_.contains(sequence_id), "sequence " + number(sequence_id) + " exists already");
+    } else {
+        const std::int64_t length = whole_sequence(sequence_id).length;
+        require_of_import(start == length,
+                "start is " + number(start) + ", and sequence " + number(sequence_id) + " has " + number(length) + " tokens");
+        require_of_import(start % block_size_ == 0,
+                "start is " + number(start) + "; it must be a multiple of the block size, " + number(block_size_));
+    }
     require_of_import(num_tokens <= pool_.num_free() * block_size_,
-            "out of blocks: num_tokens is " + std::to_string(num_tokens) + ", and " + std::to_string(pool_.num_free()) +
-                " free blocks of " + std::to_string(block_size_) + " tokens hold " +
-                std::to_string(pool_.num_free() * block_size_));
+            "out of blocks: num_tokens is " + number(num_tokens) + ", and " + number(pool_.num_free()) +
+                " free blocks of " + number(block_size_) + " tokens hold " + number(pool_.num_free() * block_size_));
     require_of_import(num_bytes == sequence_bytes(num_tokens),
-            "data has " + std::to_string(num_bytes) + " bytes; keys and values of " + std::to_string(num_tokens) +
-                " tokens take " + std::to_string(sequence_bytes(num_tokens)) + " in this cache's layers and dtype");
+            "data has " + number(num_bytes) + " bytes; keys and values of " + number(num_tokens) +
+                " tokens take " + number(sequence_bytes(num_tokens)) + " in this cache's layers and dtype");
 }
 
 void KVCache::clear_block(std::int32_t block) const {

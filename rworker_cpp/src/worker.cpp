@@ -255,19 +255,22 @@ void Worker::unwrite(const MiniBatch& mini_batch) const {
     }
 }
 
-std::int64_t Worker::export_bytes(std::int64_t sequence_id) const {
+std::int64_t Worker::export_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const {
     require(!in_step_, "export: a step is open; end_step or abandon_step comes first");
-    return cache_.sequence_bytes(cache_.whole_sequence(sequence_id).length);
+    cache_.check_export(sequence_id, start, num_tokens);
+    return cache_.sequence_bytes(num_tokens);
 }
 
-void Worker::export_sequence(std::int64_t sequence_id, std::uint8_t* out) const {
-    export_bytes(sequence_id);
-    cache_.export_sequence(sequence_id, out);
+void Worker::export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                             std::uint8_t* out) const {
+    export_bytes(sequence_id, start, num_tokens);
+    cache_.export_sequence(sequence_id, start, num_tokens, out);
 }
 
-void Worker::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, std::span<const std::uint8_t> data) {
+void Worker::import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                             std::span<const std::uint8_t> data) {
     require(!in_step_, "import: a step is open; end_step or abandon_step comes first");
-    cache_.import_sequence(sequence_id, num_tokens, data);
+    cache_.import_sequence(sequence_id, start, num_tokens, data);
 }
 
 void Worker::store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows) {

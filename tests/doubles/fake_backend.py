@@ -141,22 +141,30 @@ class FakeBackend:
         self.cached = {i: sequence for i, sequence in self.cached.items() if sequence.num_tokens or i in kept}
         self._in_step = False
 
-    def export(self, worker: int, sequence_id: int) -> np.ndarray:
+    def export(self, worker: int, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> np.ndarray:
         self._check_between_steps(worker, "export")
         if sequence_id not in self.cached:
             raise BackendError(f"export: sequence {sequence_id} is unknown")
         cached = self.cached[sequence_id]
+        piece = slice(start, cached.num_tokens if num_tokens is None else start + num_tokens)
+        if not 0 <= piece.start <= piece.stop <= cached.num_tokens:
+            raise BackendError(
+                f"export: {piece.stop - start} tokens from token {start} on; sequence {sequence_id} has "
+                f"{cached.num_tokens}"
+            )
         return np.concatenate(
             [
-                _token_bytes(cached.keys[layer], cached.values[layer], cached.num_tokens, self.kv_dtype)
+                _token_bytes(cached.keys[layer][piece], cached.values[layer][piece], self.kv_dtype)
                 for layer in range(len(self.layers))
             ]
         )
 
-    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray, start: int = 0) -> None:
         self._check_between_steps(worker, "import")
-        if sequence_id in self.cached:
+        if start == 0 and sequence_id in self.cached:
             raise BackendError(f"import: sequence {sequence_id} exists already")
+        if start and (length := self.cached[sequence_id].num_tokens) != start:
+            raise BackendError(f"import: start is {start}, and sequence {sequence_id} has {length} tokens")
         item = WIRE_DTYPE[self.kv_dtype].itemsize
         sizes = [num_tokens * layer.kv_elements_per_token * item for layer in self.layers]
         if num_tokens < 0 or data.dtype != np.uint8 or data.shape != (sum(sizes),):
@@ -165,7 +173,14 @@ class FakeBackend:
             _from_token_bytes(part, layer, num_tokens, self.kv_dtype)
             for part, layer in zip(np.split(data, np.cumsum(sizes)[:-1]), self.layers, strict=True)
         ]
-        self.cached[sequence_id] = _Cached(num_tokens, [keys for keys, _ in parts], [values for _, values in parts])
+        new = [keys for keys, _ in parts], [values for _, values in parts]
+        if start:
+            old = self.cached[sequence_id]
+            new = tuple(
+                [np.concatenate(pair) for pair in zip(*both, strict=True)]
+                for both in zip((old.keys, old.values), new, strict=True)
+            )
+        self.cached[sequence_id] = _Cached(start + num_tokens, *new)
 
     def store(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
         """What a KV port does: rows [num_rows, num_kv_heads, dim], float32, of a sequence that is incoming."""
@@ -248,9 +263,9 @@ def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: in
     return np.einsum("ht,thd->hd", weights, seen_values).astype(np.float32)
 
 
-def _token_bytes(keys: np.ndarray, values: np.ndarray, num_tokens: int, kv_dtype: str) -> np.ndarray:
+def _token_bytes(keys: np.ndarray, values: np.ndarray, kv_dtype: str) -> np.ndarray:
     """One layer's part of an export."""
-    flat = [part[:num_tokens].reshape(num_tokens, part.shape[1] * part.shape[2]) for part in (keys, values)]
+    flat = [part.reshape(len(part), part.shape[1] * part.shape[2]) for part in (keys, values)]
     rows = np.concatenate(flat, axis=1)
     return to_wire(rows, kv_dtype).view(np.uint8).reshape(-1)
 

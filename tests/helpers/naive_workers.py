@@ -79,10 +79,13 @@ class NaiveWorkers:
             held, num_tokens = self.held[place], chunk.context_len - chunk.base
             held.tokens[num_tokens : num_tokens + len(chunk.token_ids)] = [SPOILT] * len(chunk.token_ids)
 
-    def copy(self, sequence_id: int, source: int, target: int) -> None:
-        """The cache of a sequence goes to ``target`` too."""
-        tokens = list(self.held[source, sequence_id].tokens)
-        self.held[target, sequence_id] = Held(tokens, [object() for _ in range(self._blocks_for(len(tokens)))])
+    def copy(self, sequence_id: int, source: int, target: int, start: int, num_tokens: int) -> None:
+        """Tokens of a sequence go to ``target`` too, after the first ``start``, which are there in whole blocks."""
+        tokens = self.held[source, sequence_id].tokens[start : start + num_tokens]
+        held = self.held.setdefault((target, sequence_id), Held([], []))
+        assert len(held.tokens) == start and start % self.block_size == 0
+        held.tokens += tokens
+        held.blocks += [object() for _ in range(self._blocks_for(len(held.tokens)) - len(held.blocks))]
 
     def lose(self, worker: int) -> None:
         """All that ``worker`` held is gone."""

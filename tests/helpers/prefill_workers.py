@@ -13,7 +13,7 @@ from pathlib import Path
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.config import EngineConfig
 from fastdecode.prefill_worker import PrefillWorker
-from fastdecode.step import PrefillPart
+from fastdecode.remote_prefill import PrefillPart
 from helpers.r_workers import FASTDECODE
 
 NO_KEY = Security()

@@ -232,11 +232,12 @@ class Run:
                 break
             self.naive.apply(self.scheduler.controls_alone())
             workers, held = self.scheduler.workers, self.naive.held[move.source, move.cache_id]
-            assert (move.target, move.cache_id) not in self.naive.held and move.target in workers.accepting
-            assert len(held.tokens) == move.num_tokens
-            self.naive.copy(move.cache_id, move.source, move.target)
+            assert ((move.target, move.cache_id) in self.naive.held) == (move.start > 0)
+            assert move.target in workers.accepting and len(held.tokens) >= move.start + move.num_tokens
+            assert move.keeps_source or len(held.tokens) == move.num_tokens
+            self.naive.copy(move.cache_id, move.source, move.target, move.start, move.num_tokens)
             assert self.naive.blocks_used(len(workers))[move.target] <= workers[move.target].num_blocks
-            self.scheduler.moved(move, 0.0)
+            self.scheduler.moved(move, 0.1 * move.num_tokens * move.keeps_source)
             self.num_moves += 1
         for worker in self.scheduler.drained():
             self.naive.apply(self.scheduler.controls_alone())
@@ -332,7 +333,9 @@ class Run:
     def _check_holders(self) -> None:
         """One R-worker, or two, and no other has all of a sequence."""
         for sequence in self.scheduler.residents.all:
-            held = [worker for worker, sequence_id in self.naive.held if sequence_id == sequence.sequence_id]
+            copying = self.scheduler.residents.copying
+            partial = copying[1].worker if copying and copying[0] is sequence else -1
+            held = [at for at, each in self.naive.held if each == sequence.sequence_id and at != partial]
             assert sequence.is_sharded or sorted(held) in (sorted(sequence.holders), [])
             assert len(sequence.holders) <= self.limits.kv_replicas
 

@@ -25,10 +25,10 @@ from fastdecode.perfmodel.simulate import (
 )
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
+from fastdecode.remote_prefill import PrefillPart, RemotePrefill
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler import Sequence as ScheduledSequence
 from fastdecode.scheduler.prefill_policy import LeastWaiting
-from fastdecode.step import PrefillPart, RemotePrefill
 
 
 def simulate(

@@ -92,6 +92,23 @@ def test_round_trip_between_block_sizes_and_isas(
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_pieces_are_one_sequence_bit_by_bit(kv_dtype: str) -> None:
+    """Taken while it grows, in whole blocks of either size, into blocks that held NaN; then both are appended to."""
+    first, second = two_layers(kv_dtype), two_layers(kv_dtype, block_size=32)
+    feed(second, kv_dtype, (7, 0, 3 * LENGTH, 0), 9, spoil=True)
+    controls(second, (RELEASE, 7, 0, 0))
+    feed(first, kv_dtype, (1, 0, 50, 0), 0)
+    second.import_(5, 32, first.export(1, 0, 32))
+    feed(first, kv_dtype, (1, 50, 60, 0), 1)
+    second.import_(5, 64, first.export(1, 32, 64), 32)
+    second.import_(5, 14, first.export(1, 96), 96)
+    assert second.export(5).tobytes() == first.export(1).tobytes()
+    want, _ = feed(first, kv_dtype, (1, 110, 30, 1), 5)
+    got, _ = feed(second, kv_dtype, (5, 110, 30, 1), 5)
+    assert [o.tobytes() for o in want] == [o.tobytes() for o in got]
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_attention_after_import_has_the_same_bits(kv_dtype: str) -> None:
     """The importing worker has another block size; the original attends afterwards as before."""
     first, second = two_layers(kv_dtype), two_layers(kv_dtype, block_size=128, num_blocks=4)
@@ -129,6 +146,9 @@ def test_an_empty_sequence_travels_too() -> None:
         ),
         (lambda data: (2, 20, data.reshape(2, -1)), "data must be a C-contiguous uint8 array of one dimension"),
         (lambda data: (2, 20, np.repeat(data, 2)[::2]), "data must be .* with strides"),
+        (lambda data: (2, 20, data, -16), "import: start is -16; it must not be negative"),
+        (lambda data: (1, 20, data, 16), "import: start is 16, and sequence 1 has 20 tokens"),
+        (lambda data: (1, 20, data, 20), "import: start is 20; it must be a multiple of the block size, 16"),
     ],
 )
 def test_import_errors_change_nothing(arguments: Callable[[np.ndarray], tuple], message: str) -> None:
@@ -149,6 +169,11 @@ def test_unknown_sequence_and_open_step_are_refused() -> None:
     data, before = worker.export(1), state(worker)
     with pytest.raises(KeyError, match="sequence 2 is unknown"):
         worker.export(2)
+    for piece in ((-1, 5), (0, 21), (21,), (16, -1), (2**62, 2**62)):
+        with pytest.raises(ValueError, match=r"export: .* tokens from token .* on; sequence 1 has 20"):
+            worker.export(1, *piece)
+    with pytest.raises(KeyError, match="sequence 2 is unknown"):
+        worker.import_(2, 20, data, 16)
     worker.begin_step(table([]), [table([(1, 20, 4, 1)])])
     with pytest.raises(ValueError, match="export: a step is open; end_step or abandon_step comes first"):
         worker.export(1)

@@ -76,13 +76,18 @@ class KVCache {
     /// Bytes that `export_sequence` writes of a sequence of that length: for each layer, for each token, keys
     /// [num_kv_heads, key_dim] and then values [num_kv_heads, value_dim], as stored (see TokenCodec).
     std::int64_t sequence_bytes(std::int64_t num_tokens) const;
-    /// The committed tokens of a sequence.
-    void export_sequence(std::int64_t sequence_id, std::uint8_t* out) const;
-    /// A new sequence from what a cache of the same layers and dtype exported. On an error nothing has changed.
-    void import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, std::span<const std::uint8_t> data);
+    /// `num_tokens` committed tokens of a sequence from token `start` on.
+    void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
+    /// Error unless the sequence has these tokens.
+    void check_export(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
+    /// A new sequence from what a cache of the same layers and dtype exported; from `start` > 0 on, whole blocks, more
+    /// tokens of one that has exactly those before. On an error nothing has changed.
+    void import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                         std::span<const std::uint8_t> data);
 
   private:
-    void check_import(std::int64_t sequence_id, std::int64_t num_tokens, std::int64_t num_bytes) const;
+    void check_import(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                      std::int64_t num_bytes) const;
     void clear_block(std::int32_t block) const;
     void apply(const Control& control);
     void fork(const Control& control);
@@ -106,9 +111,9 @@ class KVCache {
     void turn_to_rows(std::int64_t layer, std::int32_t block, std::int64_t tile) const;
     std::int64_t tile_cut(std::int64_t num_tokens, std::int64_t length) const;
     template <class F>
-    void for_each_token(const Sequence& sequence, std::int64_t layer, F f) const;
+    void for_each_token(const Sequence& sequence, std::int64_t layer, std::int64_t start, std::int64_t end, F f) const;
     template <class Bytes, class F>
-    void walk_bytes(const Sequence& sequence, Bytes* bytes, F f) const;
+    void walk_bytes(const Sequence& sequence, std::int64_t start, std::int64_t end, Bytes* bytes, F f) const;
     std::int64_t blocks_for(std::int64_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
 
     std::vector<LayerSpec> layers_;

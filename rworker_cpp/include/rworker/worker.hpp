@@ -89,9 +89,10 @@ class Worker {
     bool in_step() const { return in_step_; }
 
     /// The committed tokens as bytes, and back; see KVCache. Throw Error while a step is open.
-    std::int64_t export_bytes(std::int64_t sequence_id) const;
-    void export_sequence(std::int64_t sequence_id, std::uint8_t* out) const;
-    void import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, std::span<const std::uint8_t> data);
+    std::int64_t export_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
+    void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
+    void import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                         std::span<const std::uint8_t> data);
     /// Rows of an incoming sequence, [num_rows, num_kv_heads, key_dim or value_dim] in the model's dtype; see KVCache.
     /// May be called from any thread while others take steps.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows);
