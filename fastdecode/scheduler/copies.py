@@ -6,6 +6,7 @@ import numpy as np
 
 from fastdecode.scheduler.admission import Admission
 from fastdecode.scheduler.migration import Move
+from fastdecode.scheduler.recent_speeds import RecentSpeeds
 from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
 
@@ -51,6 +52,7 @@ class Copies:
         self._credit = self._step_seconds = 0.0
         self._joined: list[int] = []
         self._has_lost = False
+        self.speeds = RecentSpeeds(residents.workers)
 
     def lost(self) -> None:
         """An R-worker is gone: those whose tokens of this step are missing get them first, however long it took."""
@@ -74,6 +76,7 @@ class Copies:
     def joined(self, worker: int) -> None:
         """R-worker ``worker`` holds nothing yet."""
         self._joined.append(worker)
+        self.speeds.forget(worker)
 
     def leave_draining(self) -> None:
         """What R-workers that drain hold, and others too, is theirs no more."""
@@ -120,7 +123,7 @@ class Copies:
         rows = table.rows[table.copies[table.rows] >= 0]
         if not len(rows):
             return
-        speeds = np.maximum(self._workers.speeds, 1e-300)
+        speeds = self.speeds.speeds
         seconds = table.kv_loads(len(self._workers)) / speeds
         present = np.array(self._workers.present)
         mean = float((seconds[present] * speeds[present]).sum() / speeds[present].sum())
