@@ -73,7 +73,7 @@ class StepModel:
         rows, calls = tokens / self.num_mini_batches, self.num_mini_batches * self.num_r_workers
         attending = (tokens if output_tokens is None else output_tokens) + ranges.num_reads
         more_bytes = self.range_rates.link_bytes(ranges) / self.num_mini_batches
-        merging = self.range_rates.merge_seconds(ranges.over(self.num_mini_batches))
+        merging = self.range_rates.merge_seconds(ranges.over(self.num_mini_batches), rows)
         return Stages(
             s_part=self.s_part.layer_seconds(rows) + merging,
             r_part=self.r_workers_per_core * self.r_part.seconds(kv_tokens / calls, attending / calls),
