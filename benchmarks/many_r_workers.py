@@ -9,20 +9,31 @@ mean's (1.10 with 128), no preemption. ``sls``, equal lengths: steady mean load 
 0.56 of request-level's, steady tokens per second at least 1.18 times as many (1.10 with the presets of the paper's
 machine, each schedule with the number of mini-batches that is best for it); mixed: 0.95, and 1.02 times the best other
 schedule. Rows that miss a mark say so; exits with 1 then. ``--lengths`` and ``--fleets`` run a piece of it: comparisons
-are made where their rows are there.
+are made where their rows are there. ``unknown``: mixed lengths that the scheduler does not know, only that outputs have
+at most twice the mean.
+
+``--kv-replicas 2``: two copies, and twice the memory, without the schedules that have none (``--lengths mixed,unknown
+--fleets 8,32 --schedules sls``). Marks: in every steady step the busiest R-worker's time at most 1.02 times the mean's,
+no preemption. ``--slow``: one R-worker is half as fast for a minute. Mark: the mean step of that minute takes at most
+1.1 times as long as with an ideal division by the speeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
-from simulated import simulated
+import numpy as np
+from simulated import report_of, simulated, simulation_inputs
 
+from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts
+from fastdecode.perfmodel.simulate import SplitMachine, StepCost
 from fastdecode.scheduler import SCHEDULES
 
 FLEETS = ("1", "8", "32", "128", "1:2:3:4 twice")
@@ -30,6 +41,7 @@ LENGTHS = {
     "equal": (1.55e-8, "--random-input-len 16 --random-output-len 1008", (1024, 1024), 8),
     "mixed": (1.77e-8, "--random-input-len 128 --random-output-len 512 --random-range-ratio 0.8", (640, 1152), 12),
 }
+LENGTHS["unknown"] = LENGTHS["mixed"]
 """R seconds per token and layer of all R-workers together; the workload, its mean and its longest full length, and its
 generations."""
 
@@ -39,35 +51,91 @@ KV_BYTES_PER_TOKEN = 32 * 2 * 4096 * 2
 
 PRESET = "--model llama-7b --gpu a10 --cpu epyc-7452 --num-r-workers 8 --num-prompts 8192 --max-num-seqs 1024"
 
+MOST_TOKENS = 1024
+"""Of outputs of unknown lengths, as the scheduler is told."""
+
+SLOW_FROM_SECONDS, SLOW_SECONDS, SLOW_SPEED = 300.0, 60.0, 0.5
+"""When one R-worker becomes slow, for how long, and how fast it is then; from simulated start."""
+
 Key = tuple[str, str, str]
 
 
-def flags(lengths: str, fleet: str, schedule: str) -> str:
+def flags(lengths: str, fleet: str, schedule: str, kv_replicas: int = 1) -> str:
     """Of ``fastdecode simulate``."""
     seconds, workload, full_lens, generations = LENGTHS[lengths]
     workers = 8 if ":" in fleet else int(fleet)
     speeds = " --r-worker-speeds 1,2,3,4,1,2,3,4" if ":" in fleet else ""
     full_len = full_lens[SCHEDULES[schedule].reserves_longest]
-    memory = 2 * SEATS * full_len * KV_BYTES_PER_TOKEN // workers
+    memory = 2 * kv_replicas * SEATS * full_len * KV_BYTES_PER_TOKEN // workers
     return (
         f"--s-part-seconds 4e-3 --num-layers 32 --r-part-seconds-per-token {seconds * workers} "
         f"--model llama-7b --kv-cache-memory {memory} --seconds-per-moved-token 1e-3 "
-        f"--num-r-workers {workers} --max-num-seqs {SEATS} --schedule {schedule} "
+        f"--num-r-workers {workers} --max-num-seqs {SEATS} --schedule {schedule} --kv-replicas {kv_replicas} "
         f"{workload} --num-prompts {SEATS * generations}{speeds}"
     )
 
 
-def measure(key: Key) -> dict[str, Any]:
+class SlowingMachine:
+    """A machine whose first R-worker is slow for a while. ``over_ideal``: seconds of each step then over those of the
+    same step with its load divided by the speeds."""
+
+    kv_bytes_per_token = KV_BYTES_PER_TOKEN
+
+    def __init__(self, machine: SplitMachine, num_workers: int) -> None:
+        speeds = np.ones(num_workers)
+        speeds[0] = SLOW_SPEED
+        model, self._speeds = machine.model, speeds
+        r_part = model.r_part.times(1 / float(speeds.mean()))
+        self._usual = machine
+        self._slow = replace(machine, model=replace(model, r_part=r_part), speeds=tuple(speeds.tolist()))
+        self.seconds_per_moved_token = machine.seconds_per_moved_token
+        self._now_seconds, self.over_ideal = 0.0, list[float]()
+
+    def cost(
+        self,
+        num_tokens: int,
+        num_output_tokens: int,
+        kv_loads: Sequence[float],
+        ranges: RangeParts = NO_RANGES,
+        copied_rows: int = 0,
+    ) -> StepCost:
+        is_slow = 0 <= self._now_seconds - SLOW_FROM_SECONDS < SLOW_SECONDS
+        machine = self._slow if is_slow else self._usual
+        cost = machine.cost(num_tokens, num_output_tokens, kv_loads, ranges, copied_rows)
+        if is_slow:
+            divided = (sum(kv_loads) * self._speeds / self._speeds.sum()).tolist()
+            ideal = machine.cost(num_tokens, num_output_tokens, divided, ranges, copied_rows)
+            self.over_ideal.append(cost.wall_seconds / ideal.wall_seconds)
+        self._now_seconds += cost.wall_seconds
+        return cost
+
+
+def measure(key: Key, kv_replicas: int = 1, slow: bool = False) -> dict[str, Any]:
     """Steady figures of one run, with its peak load, preemptions and busiest R-worker."""
-    report = simulated(flags(*key))
-    return {**report["steady"], "peak": report["kv_load"]["peak_tokens"], "preemptions": report["preemptions"]}
+    inputs = simulation_inputs(flags(*key, kv_replicas))
+    if key[0] == "unknown":
+        inputs = replace(inputs, workload=replace(inputs.workload, max_tokens=MOST_TOKENS))
+    slowing = None
+    if slow:
+        machine = inputs.machine
+        if not isinstance(machine, SplitMachine):
+            raise TypeError("only R-workers can be slow")
+        slowing = SlowingMachine(machine, len(inputs.limits.num_blocks))
+        inputs = replace(inputs, machine=slowing)
+    report = report_of(inputs)
+    figures = {**report["steady"], "peak": report["kv_load"]["peak_tokens"], "preemptions": report["preemptions"]}
+    return figures | {"over_ideal": slowing.over_ideal if slowing else []}
 
 
-def misses(key: Key, figures: dict[str, Any], alone: dict[str, Any] | None) -> Iterator[str]:
+def misses(key: Key, figures: dict[str, Any], alone: dict[str, Any] | None, kv_replicas: int) -> Iterator[str]:
     """What an R-worker among many lacks beside one alone."""
     if alone and figures["tokens_per_second"] < 0.97 * alone["tokens_per_second"]:
         yield "below 0.97 of one R-worker's"
-    if figures["imbalance"] > (1.10 if key[1] == "128" else 1.05):
+    over_ideal = figures["over_ideal"]
+    if over_ideal and np.mean(over_ideal) > 1.1:
+        yield "slow"
+    one_copy = figures["imbalance"] > (1.10 if key[1] == "128" else 1.05)
+    if not over_ideal and (figures["imbalance_max"] > 1.02 if kv_replicas > 1 else one_copy):
         yield "uneven"
     if figures["preemptions"]:
         yield f"{figures['preemptions']} preemptions"
@@ -75,9 +143,9 @@ def misses(key: Key, figures: dict[str, Any], alone: dict[str, Any] | None) -> I
 
 def against_others(lengths: str, found: dict[Key, dict[str, Any]]) -> Iterator[str]:
     """``sls`` beside its limit and the other schedules, with one and with eight R-workers."""
-    marks = {"equal": (0.97, 1.18), "mixed": (0.95, 1.02)}[lengths]
+    marks = {"equal": (0.97, 1.18), "mixed": (0.95, 1.02)}.get(lengths)
     for fleet in ("1", "8"):
-        if (lengths, fleet, "sls") not in found:
+        if marks is None or any((lengths, fleet, name) not in found for name in SCHEDULES):
             continue
         own = found[lengths, fleet, "sls"]
         waves = found[lengths, fleet, "request-level"]
@@ -107,27 +175,47 @@ def presets() -> Iterator[str]:
     yield f"paper's machine, each at its best: {own / waves:.3f} times{'' if own >= 1.10 * waves else ' | MISSED'}"
 
 
+def _over_ideal(ratios: list[float]) -> str:
+    """Of all steps while one R-worker was slow."""
+    if not ratios:
+        return ""
+    p50, p99 = np.percentile(ratios, (50, 99))
+    above = sum(ratio > 1.1 for ratio in ratios)
+    return f" | {np.mean(ratios):.3f}, {p50:.3f}, {p99:.3f}, {max(ratios):.3f}, {above} of {len(ratios)}"
+
+
 def main() -> None:
     """Print all rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2, help="(2)")
-    parser.add_argument("--lengths", default=",".join(LENGTHS), help="(equal,mixed)")
+    parser.add_argument("--lengths", default="equal,mixed", help="of equal, mixed, unknown (equal,mixed)")
     parser.add_argument("--fleets", default=",".join(FLEETS), help=f"({','.join(FLEETS)})")
     parser.add_argument("--presets", action=argparse.BooleanOptionalAction, default=True, help="the paper's machine")
+    parser.add_argument("--schedules", help="(all that can be)")
+    parser.add_argument("--kv-replicas", type=int, default=1, choices=(1, 2), help="(1)")
+    parser.add_argument("--slow", action="store_true", help="one R-worker is half as fast for a minute (off)")
     args = parser.parse_args()
     lengths, fleets = args.lengths.split(","), args.fleets.split(",")
-    keys = [(each, fleet, schedule) for each in lengths for schedule in SCHEDULES for fleet in fleets]
+    able = [name for name, each in SCHEDULES.items() if args.kv_replicas == 1 or not each.reserves_longest]
+    schedules = args.schedules.split(",") if args.schedules else able
+    keys = [(each, fleet, schedule) for each in lengths for schedule in schedules for fleet in fleets]
     found: dict[Key, dict[str, Any]] = {}
     missed = False
-    print("lengths | schedule | R-workers | steady tokens/s | busiest over mean | mean load | peak load | preemptions")
+    print(
+        "lengths | schedule | R-workers | steady tokens/s | busiest over mean: mean, max | mean load | peak load | "
+        "preemptions" + (" | over ideal while slow: mean, median, P99, max, steps above 1.1" if args.slow else "")
+    )
     with ProcessPoolExecutor(args.processes) as pool:
-        for key, figures in zip(keys, pool.map(measure, keys), strict=True):
+        run = partial(measure, kv_replicas=args.kv_replicas, slow=args.slow)
+        for key, figures in zip(keys, pool.map(run, keys), strict=True):
             found[key] = figures
-            wrong = ", ".join(misses(key, figures, found.get((key[0], "1", key[2]))))
+            wrong = ", ".join(misses(key, figures, found.get((key[0], "1", key[2])), args.kv_replicas))
             missed |= bool(wrong)
             print(
-                f"{key[0]} | {key[2]} | {key[1]} | {figures['tokens_per_second']:.0f} | {figures['imbalance']:.3f} | "
+                f"{key[0]} | {key[2]} | {key[1]} | {figures['tokens_per_second']:.0f} | {figures['imbalance']:.3f}, "
+                f"{figures['imbalance_max']:.3f} | "
                 f"{figures['mean_kv_tokens']:.0f} | {figures['peak']} | {figures['preemptions']}"
+                f"{_over_ideal(figures['over_ideal'])}"
                 f"{' | MISSED: ' + wrong if wrong else ''}",
                 flush=True,
             )

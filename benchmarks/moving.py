@@ -66,11 +66,16 @@ class SlowingMachine:
         self._num_steps = 0
 
     def cost(
-        self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float], ranges: RangeParts = NO_RANGES
+        self,
+        num_tokens: int,
+        num_output_tokens: int,
+        kv_loads: Sequence[float],
+        ranges: RangeParts = NO_RANGES,
+        copied_rows: int = 0,
     ) -> StepCost:
         self._num_steps += 1
         machine = self._after if self._num_steps > SLOW_FROM else self._before
-        return machine.cost(num_tokens, num_output_tokens, kv_loads, ranges)
+        return machine.cost(num_tokens, num_output_tokens, kv_loads, ranges, copied_rows)
 
 
 def measure(scenario: Scenario, moves: bool) -> tuple[float, float, int]:

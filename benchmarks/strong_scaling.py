@@ -57,11 +57,16 @@ class SlowStart:
         return self.machine.kv_bytes_per_token
 
     def cost(
-        self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float], ranges: RangeParts = NO_RANGES
+        self,
+        num_tokens: int,
+        num_output_tokens: int,
+        kv_loads: Sequence[float],
+        ranges: RangeParts = NO_RANGES,
+        copied_rows: int = 0,
     ) -> StepCost:
         """Sequences are spread evenly."""
         each = int(self.tokens * num_tokens / len(kv_loads))
-        return self.machine.cost(num_tokens, num_output_tokens, [load + each for load in kv_loads], ranges)
+        return self.machine.cost(num_tokens, num_output_tokens, [load + each for load in kv_loads], ranges, copied_rows)
 
 
 def main() -> None:

@@ -122,7 +122,8 @@ class Plan:
     (``r_workers_set_by``). Both count those of one rank: ``tensor_parallel_size`` ranks have ``total_r_workers``, and
     each holds a rank's heads of its sequences. ``micro_batch_size`` sequences start every ``interval_steps`` steps,
     which keeps the load below ``kv_load_limit`` cached tokens over all R-workers. ``kv_bytes_per_token`` and
-    ``r_worker_bandwidth_gb_per_s`` (KV read) are of one R-worker.
+    ``r_worker_bandwidth_gb_per_s`` (KV read) are of one R-worker. ``kv_replicas``: R-workers that each sequence is
+    cached on.
     """
 
     mini_batch_size: int
@@ -147,3 +148,4 @@ class Plan:
     candidates: tuple[Candidate, ...]
     tensor_parallel_size: int = 1
     total_r_workers: int = 0
+    kv_replicas: int = 1

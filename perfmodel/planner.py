@@ -10,6 +10,7 @@ from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
 from fastdecode.perfmodel.plan import NO_PRICES, Candidate, Plan, Prices, Workload
 from fastdecode.perfmodel.ranges import RangeRates, mean_parts
+from fastdecode.perfmodel.replicas import FREE_COPIES, CopyCosts
 from fastdecode.perfmodel.stages import RPart, SPart, Transport
 from fastdecode.perfmodel.step_model import FREE_RANGES, NO_TRANSPORT, StepModel
 from fastdecode.types import SPLIT_TOKENS
@@ -34,7 +35,8 @@ class Planner:
     ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F, chosen when
     None. ``…_overhead_seconds``: the host's own time in a step, once, for each sequence (``row``), and for each
     R-worker that is told of it. ``kv_bytes_per_token`` over all layers is only reported. ``range_tokens``: longer
-    sequences lie in ranges of so many tokens on several R-workers.
+    sequences lie in ranges of so many tokens on several R-workers. ``kv_replicas``: R-workers, 1 or 2, that each
+    sequence is cached on.
     """
 
     workload: Workload
@@ -54,6 +56,8 @@ class Planner:
     num_ranks: int = 1
     range_tokens: float = math.inf
     range_rates: RangeRates = FREE_RANGES
+    kv_replicas: int = 1
+    copy_costs: CopyCosts = FREE_COPIES
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_mini_batches", "r_workers_per_host", "num_ranks"):
@@ -78,7 +82,7 @@ class Planner:
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         interval = self._interval(in_flight)
         exact, for_memory = self.balanced_r_workers(mini_batch_size), self.memory_r_workers(in_flight)
-        needed = max(_round_up(exact), 1)
+        needed = max(_round_up(exact), self.kv_replicas)
         chosen = self.candidate(mini_batch_size, max(needed, for_memory))
         return Plan(
             mini_batch_size=mini_batch_size,
@@ -106,6 +110,7 @@ class Planner:
             ),
             tensor_parallel_size=self.num_ranks,
             total_r_workers=self.num_ranks * chosen.num_r_workers,
+            kv_replicas=self.kv_replicas,
         )
 
     def knee_mini_batch(self) -> int:
@@ -131,12 +136,13 @@ class Planner:
         """Equation 11, against the slower of the S-part and an overlapped hop, unrounded."""
         return equations.balanced_r_workers(
             mini_batch_size,
-            self.workload.mean_context,
+            self._attended_context,
             self.r_part.seconds_per_token,
             self._other_stages(mini_batch_size),
             self.workload.shared_prefix_len,
             self.r_part.call_seconds,
-            self.r_part.row_seconds,
+            self.r_part.row_seconds
+            + self.copy_costs.append_seconds * self.copied_rows(self.workload.rows_per_output_token),
         )
 
     def step_model(self, num_r_workers: float) -> StepModel:
@@ -151,6 +157,7 @@ class Planner:
             self.step_overhead_seconds + self.r_worker_overhead_seconds * num_r_workers,
             self.row_overhead_seconds,
             range_rates=self.range_rates,
+            copy_costs=self.copy_costs,
         )
 
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
@@ -158,10 +165,8 @@ class Planner:
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         model, (tokens, kv_tokens) = self.step_model(num_r_workers), self.mean_step(in_flight, num_r_workers)
         ranges = mean_parts(in_flight, self.workload.mean_context, self.range_tokens)
-        stages, seconds = (
-            model.stages(tokens, kv_tokens, in_flight, ranges),
-            model(tokens, kv_tokens, in_flight, ranges),
-        )
+        step = tokens, kv_tokens, in_flight, ranges, self.copied_rows(tokens, num_r_workers)
+        stages, seconds = model.stages(*step), model(*step)
         rate = in_flight / seconds
         hosts = _round_up(self.num_ranks * num_r_workers / self.r_workers_per_host)
         per_stage = self.num_layers * self.num_mini_batches
@@ -173,7 +178,7 @@ class Planner:
             sequence_seconds=self.workload.output_len * seconds,
             s_busy=per_stage * stages.s_part / seconds,
             r_busy=per_stage * stages.r_part / seconds,
-            bottleneck=model.bottleneck(tokens, kv_tokens, in_flight, ranges),
+            bottleneck=model.bottleneck(*step),
             fits_memory=num_r_workers >= self.memory_r_workers(in_flight),
             price_per_million_tokens=self.prices.per_million_tokens(hosts, rate),
         )
@@ -181,19 +186,40 @@ class Planner:
     def mean_step(self, in_flight: float, num_r_workers: float) -> tuple[float, float]:
         """Rows, and cached tokens read, of the mean step: each R-worker reads a shared prefix once per mini-batch."""
         shared = self.workload.shared_prefix_len
-        own = in_flight * (self.workload.mean_context - shared)
+        own = in_flight * (self._attended_context - shared)
         tokens = in_flight * self.workload.rows_per_output_token
         return tokens, own + shared * num_r_workers * self.num_mini_batches
+
+    def recomputed_tokens(self, in_flight: float, num_r_workers: int) -> float:
+        """What a lost R-worker held of sequences with one copy: a shared prefix is in the others' caches."""
+        own = self.workload.mean_context - self.workload.shared_prefix_len
+        return in_flight / num_r_workers * own
+
+    def link_growth(self) -> float | None:
+        """Of the bytes on the way to R-workers and back, by second copies; None where they are not known."""
+        return self.copy_costs.link_bytes / self.transport.row_bytes if self.transport.row_bytes else None
+
+    @property
+    def _attended_context(self) -> float:
+        """Half of all steps attend on second copies, and these read the prefix that home copies share."""
+        return self.workload.mean_context + (self.kv_replicas - 1) / 2 * self.workload.shared_prefix_len
+
+    def copied_rows(self, rows: float, num_r_workers: float = math.inf) -> float:
+        """Those of ``rows``, prompts' as well, that a second R-worker stores too, where there is one."""
+        return rows if self.kv_replicas > 1 and num_r_workers > 1 else 0.0
 
     def _balanced_sequence_seconds(self, mini_batch_size: int) -> float:
         workers = max(self.balanced_r_workers(mini_batch_size), 1.0)
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
-        return self.workload.output_len * self.step_model(workers)(*self.mean_step(in_flight, workers), in_flight)
+        rows, kv_tokens = self.mean_step(in_flight, workers)
+        seconds = self.step_model(workers)(rows, kv_tokens, in_flight, copied_rows=self.copied_rows(rows))
+        return self.workload.output_len * seconds
 
     def _other_stages(self, mini_batch_size: int) -> float:
         """Seconds of the slowest stage of a layer but the R-part."""
         rows = mini_batch_size * self.workload.rows_per_output_token
-        hop = self.transport.stage_seconds(rows) if self.transport.overlapped else 0.0
+        copied_bytes = self.copy_costs.link_bytes * self.copied_rows(rows)
+        hop = self.transport.stage_seconds(rows, last_bytes=copied_bytes) if self.transport.overlapped else 0.0
         return max(self.s_part.layer_seconds(rows), hop)
 
     def _can_be_balanced(self, mini_batch_size: int) -> bool:
@@ -218,10 +244,13 @@ class Planner:
         return _round_up(max(peak, self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:
-        """Equation 9 at the schedule's peak; every R-worker holds a shared prefix of its own."""
-        shared = self.workload.shared_prefix_len
-        peak_context = self._load_limit(in_flight) / in_flight - shared
-        return max(_round_up(equations.memory_r_workers(in_flight, peak_context, self.capacity_tokens - shared)), 1)
+        """Equation 9 at the schedule's peak; every R-worker holds a shared prefix of its own. What second copies hold
+        is theirs alone, a shared prefix too."""
+        shared, copies = self.workload.shared_prefix_len, self.kv_replicas - 1
+        peak_context = self._load_limit(in_flight) / in_flight
+        held = peak_context - shared + copies * peak_context
+        needed = _round_up(equations.memory_r_workers(in_flight, held, self.capacity_tokens - shared))
+        return max(needed, self.kv_replicas)
 
     def _r_worker_bandwidth(self) -> float | None:
         if self.kv_bytes_per_token is None:

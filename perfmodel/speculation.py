@@ -140,7 +140,8 @@ def _rate(planner: Planner, in_flight: int, drafting: Drafting, drafts: int, num
     prompt_rows = (rows - in_flight) * tokens  # sequences end, and others begin, as much sooner
     sampled = in_flight * (1 + drafts)
     attended = kv_tokens * (1 + drafting.row_share * drafts)
-    seconds = planner.step_model(num_r_workers)(prompt_rows + sampled, attended, sampled)
+    step, copied_rows = planner.step_model(num_r_workers), planner.copied_rows(prompt_rows + sampled, num_r_workers)
+    seconds = step(prompt_rows + sampled, attended, sampled, copied_rows=copied_rows)
     if drafts:
         seconds += drafting.cost.seconds(in_flight, drafts, kv_tokens, num_r_workers)
     return in_flight * tokens / seconds if math.isfinite(seconds) else 0.0

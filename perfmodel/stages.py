@@ -162,14 +162,22 @@ class Transport:
         if self.row_bytes < 0 or self.latency_seconds < 0 or any(not rate > 0 for rate in self.hop_bytes_per_second):
             raise ConfigError("a link must have a bandwidth above zero, and rows and latencies none below")
 
-    def trip_seconds(self, rows: float, more_bytes: float = 0.0) -> float:
-        """From submit to o available for ``rows`` rows of one layer, the R-part itself apart: all hops in turn."""
-        num_bytes = rows * self.row_bytes + more_bytes
-        return self.latency_seconds + sum(num_bytes / rate for rate in self.hop_bytes_per_second)
+    def trip_seconds(self, rows: float, more_bytes: float = 0.0, last_bytes: float = 0.0) -> float:
+        """From submit to o available for ``rows`` rows of one layer, the R-part itself apart: all hops in turn.
 
-    def stage_seconds(self, rows: float, more_bytes: float = 0.0) -> float:
+        ``more_bytes`` go over every hop, ``last_bytes`` over the last one alone, which ends at the R-workers.
+        """
+        return self.latency_seconds + sum(self._hop_seconds(rows * self.row_bytes + more_bytes, last_bytes))
+
+    def stage_seconds(self, rows: float, more_bytes: float = 0.0, last_bytes: float = 0.0) -> float:
         """How long the slowest hop is busy with ``rows`` rows of one layer: it bounds an overlapped pipeline."""
-        return max((rows * self.row_bytes + more_bytes) / rate for rate in (*self.hop_bytes_per_second, math.inf))
+        return max(self._hop_seconds(rows * self.row_bytes + more_bytes, last_bytes), default=0.0)
+
+    def _hop_seconds(self, num_bytes: float, last_bytes: float) -> list[float]:
+        seconds = [num_bytes / rate for rate in self.hop_bytes_per_second]
+        if seconds:
+            seconds[-1] += last_bytes / self.hop_bytes_per_second[-1]
+        return seconds
 
 
 @dataclass(frozen=True)

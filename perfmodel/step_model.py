@@ -9,6 +9,7 @@ import numpy as np
 
 from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, RangeRates
+from fastdecode.perfmodel.replicas import FREE_COPIES, CopyCosts
 from fastdecode.perfmodel.stages import Contention, RPart, SPart, Stages, Transport
 
 NO_TRANSPORT = Transport()
@@ -31,6 +32,7 @@ class StepModel:
     machine. ``r_workers_per_core``: R-workers that take turns on the same cores. ``drains``: R-workers wait while the
     first mini-batch comes to its first attention and the last one leaves its last, a layer and the head in all; the
     paper's equations, and so presets, know nothing of it. ``range_rates``: what partial results of ranges cost.
+    ``copy_costs``: of rows that a second R-worker stores too.
     """
 
     num_layers: int
@@ -45,6 +47,7 @@ class StepModel:
     r_workers_per_core: int = 1
     drains: bool = False
     range_rates: RangeRates = FREE_RANGES
+    copy_costs: CopyCosts = FREE_COPIES
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.num_mini_batches, self.r_workers_per_core)
@@ -52,33 +55,47 @@ class StepModel:
             raise ConfigError("layers, mini-batches and R-workers must be at least 1")
 
     def __call__(
-        self, tokens: float, kv_tokens: float, output_tokens: float | None = None, ranges: RangeParts = NO_RANGES
+        self,
+        tokens: float,
+        kv_tokens: float,
+        output_tokens: float | None = None,
+        ranges: RangeParts = NO_RANGES,
+        copied_rows: float = 0.0,
     ) -> float:
         """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``, all mini-batches together.
 
         Only the rows that are sampled, ``output_tokens``, attend on R-workers and meet the head and the host; all rows
         unless given. The others are prompts', which attend on the S-worker. ``ranges``: of sequences with several.
+        ``copied_rows``: of sequences with second copies.
         """
         sampled = tokens if output_tokens is None else output_tokens
-        return self._pipeline_seconds(tokens, kv_tokens, sampled, ranges) + self.host_seconds(sampled)
+        stages = self.stages(tokens, kv_tokens, sampled, ranges, copied_rows)
+        return self._pipeline_seconds(stages, sampled) + self.host_seconds(sampled)
 
     def host_seconds(self, output_tokens: float) -> float:
         """The engine's own work in a step: once, and for each sequence that gets a token."""
         return self.step_overhead_seconds + self.row_overhead_seconds * output_tokens
 
     def stages(
-        self, tokens: float, kv_tokens: float, output_tokens: float | None = None, ranges: RangeParts = NO_RANGES
+        self,
+        tokens: float,
+        kv_tokens: float,
+        output_tokens: float | None = None,
+        ranges: RangeParts = NO_RANGES,
+        copied_rows: float = 0.0,
     ) -> Stages:
         """Of one layer and one mini-batch of such a step."""
         rows, calls = tokens / self.num_mini_batches, self.num_mini_batches * self.num_r_workers
         attending = (tokens if output_tokens is None else output_tokens) + ranges.num_reads
         more_bytes = self.range_rates.link_bytes(ranges) / self.num_mini_batches
         merging = self.range_rates.merge_seconds(ranges.over(self.num_mini_batches), rows)
+        copied_bytes = self.copy_costs.link_bytes * copied_rows / self.num_mini_batches
+        storing = self.copy_costs.append_seconds * copied_rows / calls
         return Stages(
             s_part=self.s_part.layer_seconds(rows) + merging,
-            r_part=self.r_workers_per_core * self.r_part.seconds(kv_tokens / calls, attending / calls),
-            hop=self.transport.stage_seconds(rows, more_bytes),
-            trip=self.transport.trip_seconds(rows, more_bytes),
+            r_part=self.r_workers_per_core * (self.r_part.seconds(kv_tokens / calls, attending / calls) + storing),
+            hop=self.transport.stage_seconds(rows, more_bytes, copied_bytes),
+            trip=self.transport.trip_seconds(rows, more_bytes, copied_bytes),
         )
 
     def layer_seconds(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> float:
@@ -86,10 +103,15 @@ class StepModel:
         return max(self._bounds(self.stages(tokens, kv_tokens, output_tokens)).values())
 
     def bottleneck(
-        self, tokens: float, kv_tokens: float, output_tokens: float | None = None, ranges: RangeParts = NO_RANGES
+        self,
+        tokens: float,
+        kv_tokens: float,
+        output_tokens: float | None = None,
+        ranges: RangeParts = NO_RANGES,
+        copied_rows: float = 0.0,
     ) -> str:
         """What the step waits for: "s-worker", "r-workers", "transport" or "round-trip"; the first of equals."""
-        bounds = self._bounds(self.stages(tokens, kv_tokens, output_tokens, ranges))
+        bounds = self._bounds(self.stages(tokens, kv_tokens, output_tokens, ranges, copied_rows))
         return max(bounds, key=lambda name: bounds[name])
 
     def balanced_kv_tokens(self, tokens: float) -> float:
@@ -109,9 +131,9 @@ class StepModel:
         seconds = [self.num_layers * layer(rows) + head(rows) for rows in (1, tokens / self.num_mini_batches)]
         return min(1.0, seconds[0] / seconds[1])
 
-    def _pipeline_seconds(self, tokens: float, kv_tokens: float, output_tokens: float, ranges: RangeParts) -> float:
+    def _pipeline_seconds(self, stages: Stages, output_tokens: float) -> float:
         """All layers and heads."""
-        n, k, stages = self.num_layers, self.num_mini_batches, self.stages(tokens, kv_tokens, output_tokens, ranges)
+        n, k = self.num_layers, self.num_mini_batches
         head = self.s_part.head_seconds(output_tokens / k)
         least = n * max(self._bounds(stages).values()) + head
         if k == 1 or not self.drains:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
 from fastdecode.errors import ConfigError, UnsupportedModelError
+from fastdecode.sworker.shared_exchange import SharedExchange, SharedMemory, whereabouts
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 """Styles of linear layers of which a rank has a part of the outputs; the last two gather them."""
@@ -42,16 +43,34 @@ MEETING = datetime.timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Rank:
-    """One of ``size`` ranks. ``layers``: the group whose operations are those of the model's layers."""
+    """One of ``size`` ranks. ``layers``: the group whose operations are those of the model's layers; ``near``: what
+    does them instead where all ranks compute on one machine's cores."""
 
     index: int
     size: int
     layers: Any
+    near: SharedExchange | None = None
 
     def cut(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part of ``tensor``, a copy; the last ranks' parts may be shorter."""
         parts = tensor.chunk(self.size, dim)
         return parts[self.index].clone() if self.index < len(parts) else tensor.narrow(dim, 0, 0).clone()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors, in ``tensor``'s place where it is contiguous."""
+        tensor = tensor.contiguous()
+        if self.near:
+            return self.near.sum(tensor)
+        dist.all_reduce(tensor, group=self.layers)
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' tensors, in order."""
+        if self.near:
+            return self.near.gather(tensor.contiguous())
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor, group=self.layers)
+        return parts
 
     def broadcast(self, message: bytes | None = None) -> bytes:
         """Rank 0's ``message``, on every rank."""
@@ -62,8 +81,10 @@ class Rank:
             dist.broadcast(data, 0)
         return message if message is not None else data.numpy().tobytes()
 
-    def all_gather(self, answer: bytes) -> list[bytes]:
-        """The answers of all ranks, in order, on every rank."""
+    def all_gather(self, answer: bytes, soon: bool = False) -> list[bytes]:
+        """The answers of all ranks, in order, on every rank; ``soon``: all of them come as in a layer."""
+        if soon and self.near:
+            return self.near.gather_bytes(answer)
         own = torch.tensor([len(answer)])
         lengths = [torch.zeros_like(own) for _ in range(self.size)]
         dist.all_gather(lengths, own)
@@ -100,11 +121,28 @@ class Meeting:
         if has_gpu:
             torch.cuda.set_device(local_index)
         layers = dist.new_group(backend="nccl" if has_gpu else "gloo", timeout=SILENCE)
-        return Rank(self.index, self.size, layers)
+        rank = Rank(self.index, self.size, layers)
+        return rank if has_gpu else replace(rank, near=self._share_memory(rank))
+
+    def _share_memory(self, rank: Rank) -> SharedExchange | None:
+        """What the ranks exchange through, where all are on this machine; None where one is not, or has no room."""
+        memory = SharedMemory.make(self.size) if self.index == 0 else None
+        try:
+            path = rank.broadcast((memory.path if memory else "").encode() if self.index == 0 else None).decode()
+            memory = memory or (SharedMemory.find(path) if path else None)
+            answers = rank.all_gather(whereabouts().encode() if memory else b"-")
+            if not memory or len({answer.rpartition(b" ")[0] for answer in answers}) > 1:
+                return None
+            return SharedExchange(memory.file, self.index, [int(answer.rpartition(b" ")[2]) for answer in answers])
+        finally:
+            if memory:
+                memory.close()
 
 
-def leave() -> None:
+def leave(rank: Rank | None = None) -> None:
     """The end of ``Meeting.join``; may be called twice."""
+    if rank and rank.near:
+        rank.near.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -208,18 +246,14 @@ def _repeated(rows: torch.Tensor, num_heads: int, size: int) -> torch.Tensor:
 
 
 def _summed(output: torch.Tensor, rank: Rank) -> torch.Tensor:
-    output = output.contiguous()
-    dist.all_reduce(output, group=rank.layers)
-    return output
+    return rank.sum(output)
 
 
 def _gathered(output: torch.Tensor, width: int, rank: Rank) -> torch.Tensor:
     """All columns, [..., width], of which each rank has as many as it got, the last ones fewer."""
     widest = -(-width // rank.size)
     own = torch.nn.functional.pad(output, (0, widest - output.shape[-1])).contiguous()
-    parts = [torch.empty_like(own) for _ in range(rank.size)]
-    dist.all_gather(parts, own, group=rank.layers)
-    return torch.cat(parts, -1)[..., :width]
+    return torch.cat(rank.gather(own), -1)[..., :width]
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

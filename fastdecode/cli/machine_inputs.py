@@ -20,6 +20,7 @@ from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.ranges import RangeRates
+from fastdecode.perfmodel.replicas import CopyCosts
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart, Transport, host_r_part
 from fastdecode.perfmodel.step_model import FREE_RANGES
 from fastdecode.perfmodel.tensor_parallel import (
@@ -179,6 +180,8 @@ def _planner(
         kv_bytes_per_token=kv_bytes,
         num_ranks=args.tensor_parallel_size,
         range_rates=RangeRates.of(shape) if shape else FREE_RANGES,
+        kv_replicas=args.kv_replicas,
+        copy_costs=CopyCosts.of(shape, r_part),
     )
 
 

@@ -20,6 +20,7 @@ from fastdecode.cli.output import check_output_files, write_json
 from fastdecode.cli.plan_lines import FORMATS, emit
 from fastdecode.cli.plan_ranges import RangePlan, plan_ranges, range_text, with_ranges
 from fastdecode.cli.plan_ranks import compare_ranks, rank_lines
+from fastdecode.cli.plan_replicas import ReplicaPlan, plan_replicas, replica_lines
 from fastdecode.cli.prefill_inputs import AUTOMATIC, add_prefill_flags, prefill_forecast
 from fastdecode.cli.speculation_inputs import add_speculation_flags, read_drafting
 from fastdecode.config import EngineConfig
@@ -62,23 +63,25 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("plan --validate is a command of its own: fastdecode validate --profile FILE --model MODEL")
     inputs = read_inputs(args)
     plan = inputs.planner.plan(_mini_batch_size(args, inputs))
+    EngineConfig(kv_shard_tokens=args.kv_shard_tokens, kv_replicas=args.kv_replicas)  # refuses the two together
     ranges = plan_ranges(args, inputs.planner, plan)
     planner = with_ranges(inputs.planner, ranges)
     inputs, plan = replace(inputs, planner=planner), planner.plan(plan.mini_batch_size)
     limit = math.inf if args.latency_limit is None else args.latency_limit
     alone = inputs.server.best(limit) if inputs.server else None
     verdict = judge(plan, alone, planner.prices)
+    replicas = None if ranges.kv_shard_tokens else plan_replicas(planner, plan)
     prefill, drafting = _prefill_plan(args, inputs, plan), read_drafting(args, inputs)
     speculation = plan_speculation(planner, plan, drafting) if drafting else None
     if args.emit:
         print(emit(args, inputs, plan, prefill))
     else:
         ranks = "\n".join(rank_lines(compare_ranks(args, _mini_batch_size), plan.tensor_parallel_size))
-        print(plan_text(inputs, plan, alone, verdict, prefill, speculation, ranks, ranges))
+        print(plan_text(inputs, plan, alone, verdict, prefill, speculation, ranks, ranges, replicas))
     if args.output_json:
         figures = plan_figures(inputs, plan, alone, verdict)
         figures["tensor_parallel"] = [asdict(row) for row in compare_ranks(args, _mini_batch_size)]
-        more = {"prefill": prefill, "speculation": speculation, "ranges": ranges}
+        more = {"prefill": prefill, "speculation": speculation, "ranges": ranges, "replicas": replicas}
         write_json(figures | {name: asdict(each) for name, each in more.items() if each}, args.output_json)
     if args.plot:
         from fastdecode.measure.plots import plot_plan
@@ -141,7 +144,10 @@ def _add_workload_flags(group: Any) -> None:
     size.add_argument(
         "--latency-limit", type=float, metavar="SECONDS", help="of a whole sequence: the largest B for it"
     )
-    add_flags(group, EngineConfig, ("kv_shard_tokens",), kv_shard_tokens={"unset": "auto: as the engine chooses"})
+    add_flags(
+        group, EngineConfig, ("kv_shard_tokens", "kv_replicas"),
+        kv_shard_tokens={"unset": "auto: as the engine chooses"},
+    )  # fmt: skip
     group.add_argument("--interval-steps", type=int, metavar="F", help="between micro-batches (a 32nd of the output)")
     add_pipeline_flags(group)
 
@@ -155,14 +161,15 @@ def plan_text(
     speculation: SpeculationPlan | None = None,
     ranks: str = "",
     ranges: RangePlan | None = None,
+    replicas: ReplicaPlan | None = None,
 ) -> str:
     """The figures, the GPU alone, the verdict, the candidates, ``ranks`` and what all of it rests on."""
-    range_lines = []
+    more_lines = [_line(*line) for line in replica_lines(replicas)] if replicas else []
     if ranges and ranges.kv_shard_tokens:
-        range_lines = [_line("ranges", range_text(inputs.planner, ranges))]
+        more_lines = [_line("ranges", range_text(inputs.planner, ranges))]
     blocks = [
         _title(inputs),
-        "\n".join((*_figures(plan), *range_lines, *_prefill_lines(prefill), *_speculation_lines(speculation, plan))),
+        "\n".join((*_figures(plan), *more_lines, *_prefill_lines(prefill), *_speculation_lines(speculation, plan))),
         _alone(inputs, alone),
         verdict.sentence,
     ]

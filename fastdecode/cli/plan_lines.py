@@ -90,6 +90,8 @@ def _s_words(args: argparse.Namespace, inputs: PlanInputs, plan: Plan) -> list[s
         "--kv-load-limit": plan.kv_load_limit,
     }
     given: dict[str, object] = {} if args.kv_cache_dtype == "auto" else {"--kv-cache-dtype": args.kv_cache_dtype}
+    if plan.kv_replicas > 1:
+        given["--kv-replicas"] = plan.kv_replicas
     if args.speculative_config:
         given["--speculative-config"] = json.dumps(args.speculative_config)
     return [str(word) for pair in (given | figures).items() for word in pair]

@@ -34,6 +34,13 @@ def plan_ranges(args: argparse.Namespace, planner: Planner, plan: Plan) -> Range
     balanced = planner.step_model(count).balanced_kv_tokens_each(plan.in_flight)
     needed = blocks * BLOCK_SIZE < longest
     chosen = args.kv_shard_tokens or choose_range_tokens(longest, (blocks,) * count, BLOCK_SIZE, balanced)
+    if planner.kv_replicas > 1:
+        chosen = None
+        if needed:
+            raise PlanError(
+                f"one R-worker holds {blocks * BLOCK_SIZE} cached tokens, and a copy is of a whole sequence, of "
+                f"{longest}: give more --kv-cache-memory, or leave --kv-replicas out"
+            )
     if needed and chosen is None:
         raise PlanError(
             f"{count} R-worker(s) hold {count * blocks * BLOCK_SIZE} cached tokens, and no ranges of one sequence of "

@@ -56,7 +56,7 @@ def add_command(commands: Any) -> None:
     add_speculation_flags(parser.add_argument_group("speculative decoding"))
     group = parser.add_argument_group("engine")
     add_flags(
-        group, EngineConfig, (*SCHEDULE, "kv_shard_tokens"),
+        group, EngineConfig, (*SCHEDULE, "kv_shard_tokens", "kv_replicas"),
         kv_shard_tokens={"unset": "auto: what takes an R-worker longer to read than S time, or does not fit one"},
     )  # fmt: skip
     add_pipeline_flags(group, automatic=True)
@@ -139,7 +139,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     scheduler = simulator.scheduler
     return Simulation(
         requests, steps, simulator.now_seconds, time.perf_counter() - start, scheduler.statistics,
-        scheduler.kv_load_limit, interrupted, simulator.prefill,
+        scheduler.kv_load_limit, interrupted, simulator.prefill, simulator.num_copies_made,
     )  # fmt: skip
 
 
@@ -192,6 +192,7 @@ class Simulation:
     kv_load_limit: int | None
     interrupted: KeyboardInterrupt | None = None
     prefill: PrefillFleet | None = None
+    copies_made: int = 0
 
 
 def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[str, Any]:
@@ -208,6 +209,7 @@ def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[
             "p99": float(np.percentile(started, 99)) if started else 0.0,
         },
         "utilisation": _utilisation(simulation) | _prefill_utilisation(simulation),
+        "copies_made": simulation.copies_made,
         "simulated_steps": len(simulation.steps),
         "simulated_steps_per_second": len(simulation.steps) / simulation.wall_seconds,
         "machine": {"simulated": inputs.title, "assumptions": list(inputs.assumptions)},
@@ -230,6 +232,8 @@ def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
         f"(the busiest {busy['r_workers_max']:.0%}) of {report['elapsed_time']:.4g} simulated seconds, "
         f"{report['simulated_steps']} steps at {report['simulated_steps_per_second']:.0f} a second"
     )
+    if report["copies_made"]:
+        yield f"Second copies made between steps: {report['copies_made']}"
     yield from summary_lines(report)
 
 

@@ -62,6 +62,7 @@ CHECKED = (
     "micro_batch_interval",
     "max_model_len",
     "kv_shard_tokens",
+    "kv_replicas",
 )
 """Flags that mean to the simulator what they mean to the engine."""
 
@@ -164,6 +165,8 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     for name in OF_R_WORKERS:
         if getattr(args, name) is not None and getattr(args, name) is not False:
             raise ConfigError(f"num_r_workers is 0, the GPU alone: {name} has no place there; leave it out")
+    if args.kv_replicas > 1:
+        raise ConfigError("num_r_workers is 0, the GPU alone: kv_replicas has no place there; leave it out")
     read_drafting(args, None)
     if args.model is None or args.gpu is None:
         raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
@@ -203,6 +206,8 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
         idle_s_share=model.idle_s_share(args.max_num_seqs),
         bandwidths=speeds or (1.0,) * workers,
         seconds_per_moved_token=per_moved,
+        kv_replicas=args.kv_replicas,
+        hosts=tuple(str(index // planner.r_workers_per_host) for index in range(workers)),
     )
     limits = replace(limits, range_tokens=_range_tokens(args, limits))
     machine = SplitMachine(model, planner.num_ranks * kv_bytes, speeds, per_moved)
@@ -218,7 +223,7 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
 
 def _range_tokens(args: argparse.Namespace, limits: Limits) -> int:
     """As the engine chooses it with a profile."""
-    if not EngineConfig(schedule=args.schedule).may_shard:
+    if not EngineConfig(schedule=args.schedule, kv_replicas=args.kv_replicas).may_shard:
         return UNLIMITED
     longest, balanced = limits.max_model_len, limits.balanced_kv_tokens
     wanted: int | None = args.kv_shard_tokens

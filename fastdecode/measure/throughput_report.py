@@ -112,8 +112,8 @@ def steady_figures(
 ) -> dict[str, float | int | None]:
     """From one mean output length (tokens, so steps) after the first start until the last request has started.
 
-    ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's. Zeros where the run has no
-    such steps: all requests started at once.
+    ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's, ``imbalance_max`` of the
+    most uneven step. Zeros where the run has no such steps: all requests started at once.
     """
     starts = [index for index, step in enumerate(steps) if step.num_starts]
     first, last = (starts[0] + round(mean_output_len), starts[-1]) if starts else (0, -1)
@@ -126,6 +126,7 @@ def steady_figures(
         "mean_kv_tokens": float(np.mean([step.kv_load for step in steady])) if steady else 0.0,
         "limit_kv_tokens": kv_load_limit,
         "imbalance": float(np.mean(uneven)) if uneven else 0.0,
+        "imbalance_max": max(uneven, default=0.0),
     }
 
 
@@ -166,7 +167,8 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
     if (steady := report.get("steady")) and steady["seconds"]:
         yield (
             f"Steady: {steady['tokens_per_second']:.1f} tokens/s over {steady['seconds']:.4g} s, mean KV load "
-            f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f}"
+            f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f} "
+            f"(at most {steady['imbalance_max']:.3f})"
         )
     if (drafts := report.get("speculative")) and drafts["drafts"]:
         yield (

@@ -6,6 +6,7 @@ import numpy as np
 
 from fastdecode.scheduler.admission import Admission
 from fastdecode.scheduler.migration import Move
+from fastdecode.scheduler.recent_speeds import RecentSpeeds
 from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
 
@@ -50,6 +51,7 @@ class Copies:
         self._copied = np.zeros(2)
         self._credit = self._step_seconds = 0.0
         self._joined: list[int] = []
+        self.speeds = RecentSpeeds(residents.workers)
 
     def observe(self, step_seconds: float) -> None:
         """A step took so long: a part of that may go to copies."""
@@ -66,6 +68,7 @@ class Copies:
     def joined(self, worker: int) -> None:
         """R-worker ``worker`` holds nothing yet."""
         self._joined.append(worker)
+        self.speeds.forget(worker)
 
     def leave_draining(self) -> None:
         """What R-workers that drain hold, and others too, is theirs no more."""
@@ -112,7 +115,7 @@ class Copies:
         rows = table.rows[table.copies[table.rows] >= 0]
         if not len(rows):
             return
-        speeds = np.maximum(self._workers.speeds, 1e-300)
+        speeds = self.speeds.speeds
         seconds = table.kv_loads(len(self._workers)) / speeds
         present = np.array(self._workers.present)
         mean = float((seconds[present] * speeds[present]).sum() / speeds[present].sum())

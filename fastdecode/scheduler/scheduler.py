@@ -140,6 +140,8 @@ class Scheduler:
         kv_loads = step.kv_loads
         if step.only_decodes_attend and step.num_prompt_rows <= MOST_PROMPT_ROWS * sum(kv_loads):
             self.workers.observe(kv_loads, r_seconds)
+            if self._copies:
+                self._copies.speeds.observe(kv_loads, r_seconds)
             self.admission.load_control.follow(self.workers.speeds)
         self._migration.observe(step, s_seconds, wait_seconds, r_seconds)
         if self._copies:

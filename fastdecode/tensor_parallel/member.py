@@ -65,7 +65,7 @@ class Member:
         """The groups' reports as one. What is lost in one group is given up in the others."""
         own = self.pool.end_step()
         now = time.perf_counter()
-        messages = [Message.decode(each) for each in self.rank.all_gather(report_message(own, now).encode())]
+        messages = [Message.decode(each) for each in self.rank.all_gather(report_message(own, now).encode(), soon=True)]
         now = time.perf_counter()
         for rank, message in enumerate(messages):
             self._seconds_ahead[rank] = min(self._seconds_ahead[rank], now - message.told["now"])

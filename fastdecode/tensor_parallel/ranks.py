@@ -76,7 +76,7 @@ class Ranks:
                 continue
             process.kill()
             process.wait()
-        leave()
+        leave(getattr(self, "rank", None))
 
     def _start(self, config: EngineConfig, size: int) -> None:
         for index in range(1, size):

@@ -37,11 +37,22 @@ class Machine(Protocol):
     def seconds_per_moved_token(self) -> float: ...
 
     def cost(
-        self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float], ranges: RangeParts = NO_RANGES
+        self,
+        num_tokens: int,
+        num_output_tokens: int,
+        kv_loads: Sequence[float],
+        ranges: RangeParts = NO_RANGES,
+        copied_rows: int = 0,
     ) -> StepCost:
         """Of a step with ``num_tokens`` rows on the S-worker, logits wanted of ``num_output_tokens``; each R-worker
-        attends its part of ``kv_loads``. ``ranges``: of sequences with several."""
+        attends its part of ``kv_loads``. ``ranges``: of sequences with several. ``copied_rows``: those that a second
+        R-worker stores too."""
         ...
+
+
+def copied_rows(step: ScheduledStep) -> int:
+    """Rows that a second R-worker stores too."""
+    return sum(int(each.chunks["num_rows"][each.chunks["copy"] >= 0].sum()) for each in step.mini_batches)
 
 
 def range_parts(step: ScheduledStep) -> RangeParts:
@@ -69,7 +80,12 @@ class SplitMachine:
     seconds_per_moved_token: float = 0.0
 
     def cost(
-        self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float], ranges: RangeParts = NO_RANGES
+        self,
+        num_tokens: int,
+        num_output_tokens: int,
+        kv_loads: Sequence[float],
+        ranges: RangeParts = NO_RANGES,
+        copied_rows: int = 0,
     ) -> StepCost:
         """By the model, as if every R-worker were as fast as the mean and had the busiest one's load."""
         model = self.model
@@ -77,12 +93,14 @@ class SplitMachine:
         if self.speeds is not None:
             loads = loads * np.mean(self.speeds) / self.speeds
         as_busiest = model.num_r_workers * float(loads.max())
-        stages, k = model.stages(num_tokens, as_busiest, num_output_tokens, ranges), model.num_mini_batches
+        of_step = num_tokens, as_busiest, num_output_tokens, ranges, copied_rows
+        stages, k = model.stages(*of_step), model.num_mini_batches
         calls = model.num_layers * k
         fixed = model.r_part.seconds(0, (num_output_tokens + ranges.num_reads) / k / model.num_r_workers)
-        attending = fixed * (loads > 0) + model.r_part.seconds_per_token * loads / k
+        storing = model.copy_costs.append_seconds * copied_rows / k / model.num_r_workers
+        attending = fixed * (loads > 0) + storing + model.r_part.seconds_per_token * loads / k
         return StepCost(
-            wall_seconds=model(num_tokens, as_busiest, num_output_tokens, ranges),
+            wall_seconds=model(*of_step),
             s_seconds=calls * stages.s_part + k * model.s_part.head_seconds(num_output_tokens / k),
             host_seconds=model.host_seconds(num_output_tokens),
             transfer_seconds=calls * stages.trip,
@@ -103,9 +121,14 @@ class GpuMachine:
         return self.step_time.kv_bytes_per_token
 
     def cost(
-        self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float], ranges: RangeParts = NO_RANGES
+        self,
+        num_tokens: int,
+        num_output_tokens: int,
+        kv_loads: Sequence[float],
+        ranges: RangeParts = NO_RANGES,
+        copied_rows: int = 0,
     ) -> StepCost:
-        """By the roofline; S is what weights and arithmetic take. Nothing is in several ``ranges`` there."""
+        """By the roofline; S is what weights and arithmetic take. Nothing is in several ``ranges`` there, or copied."""
         kv_tokens = sum(kv_loads)
         wall, s_part = (self.step_time(num_tokens, tokens, num_output_tokens) for tokens in (kv_tokens, 0))
         return StepCost(wall, s_part, 0.0, 0.0, np.array([wall - s_part]))

@@ -16,7 +16,7 @@ import numpy as np
 
 from fastdecode.errors import ConfigError, PlanError
 from fastdecode.metrics import StepRecord
-from fastdecode.perfmodel.simulate.machine import Machine, StepCost, range_parts
+from fastdecode.perfmodel.simulate.machine import Machine, StepCost, copied_rows, range_parts
 from fastdecode.perfmodel.simulate.prefill import PrefillFleet
 from fastdecode.perfmodel.simulate.speculation import SimulatedDrafter
 from fastdecode.perfmodel.simulate.tokens import SimulatedOutput, TokenTimes
@@ -49,6 +49,7 @@ class Simulator:
         self.drafter = drafter
         self.now_seconds = 0.0
         self.num_steps = self.num_moves = 0
+        self.num_copies_made = 0
         self._step_seconds = 0.0
         self._requests: list[SimulatedRequest] = []
         self._sequences: list[Sequence] = []
@@ -133,7 +134,7 @@ class Simulator:
         if not step.num_tokens:
             return StepCost(0.0, 0.0, 0.0, 0.0, np.zeros(len(step.kv_loads)))
         kv_loads = self.drafter.kv_loads(step) if self.drafter else step.kv_loads
-        return self.machine.cost(step.num_tokens, num_scored_rows, kv_loads, range_parts(step))
+        return self.machine.cost(step.num_tokens, num_scored_rows, kv_loads, range_parts(step), copied_rows(step))
 
     def _hear_of_prompts(self) -> None:
         for job_id in self.prefill.take(self.now_seconds) if self.prefill else ():
@@ -161,7 +162,9 @@ class Simulator:
             seconds = self.machine.seconds_per_moved_token * move.num_tokens
             self.now_seconds += seconds
             self.scheduler.moved(move, seconds)
-            self.num_moves += 1
+            ends = move.start + move.num_tokens == move.sequence.num_cached
+            self.num_moves += not move.keeps_source
+            self.num_copies_made += move.keeps_source and ends  # of several pieces perhaps
         return self.now_seconds - start
 
     def _note_starts(self, step: ScheduledStep) -> None:
@@ -206,6 +209,7 @@ class Simulator:
             transfer_seconds=(cost.transfer_seconds,) * len(kv_loads),
             kv_bytes_read=self.machine.kv_bytes_per_token * sum(kv_loads),
             num_starts=step.num_starts,
+            num_copies=self.scheduler.residents.num_copies,
         )
 
 

@@ -139,13 +139,15 @@ def _trace_item(line: str, where: str) -> TraceItem:
 class SimulatedWorkload:
     """What arrives, in order. ``arrivals``: seconds at one request per second, float64 [n]; rates stretch them.
 
-    ``own_rate``: requests per second as recorded; infinite where all come at once.
+    ``own_rate``: requests per second as recorded; infinite where all come at once. ``max_tokens``: what the scheduler
+    is told of every output, that it stops by itself before so many; None: how long each is.
     """
 
     prompts: Sequence[list[int]]
     output_lens: Sequence[int]
     arrivals: np.ndarray
     own_rate: float = math.inf
+    max_tokens: int | None = None
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -154,7 +156,8 @@ class SimulatedWorkload:
     def at(self, rate: float) -> list[SimulatedRequest]:
         """Fresh requests arriving at ``rate`` per second; infinite: all at once."""
         moments = (self.arrivals / rate).tolist()
-        return [SimulatedRequest(*each) for each in zip(self.prompts, self.output_lens, moments, strict=True)]
+        given = zip(self.prompts, self.output_lens, moments, strict=True)
+        return [SimulatedRequest(*each, max_tokens=self.max_tokens) for each in given]
 
     @property
     def longest(self) -> int:

@@ -48,7 +48,12 @@ class PlainMachine:
     seconds_per_moved_token: float = 0.0
 
     def cost(
-        self, num_tokens: int, num_output_tokens: int, kv_loads: Sequence[float], ranges: RangeParts = NO_RANGES
+        self,
+        num_tokens: int,
+        num_output_tokens: int,
+        kv_loads: Sequence[float],
+        ranges: RangeParts = NO_RANGES,
+        copied_rows: int = 0,
     ) -> StepCost:
         s_part = self.per_step + num_tokens * self.per_row
         attention = sum(kv_loads) * self.per_kv_token
