@@ -11,10 +11,14 @@ from fastdecode.types import ITEM_BYTES, SPLIT_TOKENS
 PARTIAL_BYTES = ITEM_BYTES["float32"]
 """Of each number of a partial result: a maximum, a sum, and the output that is not yet divided by it."""
 
-MERGED_BYTES_PER_SECOND = 12e9
-"""Of partial results, by one thread, and ``MERGE_CALL_SECONDS`` for a layer's call: measured on Zen 4."""
+COPIED_BYTES_PER_SECOND = 12e9
+"""Of queries that are copied beside an R-worker's own, and of partial results that come in: by one thread, on Zen 4."""
 
-MERGE_CALL_SECONDS = 20e-6
+MERGE_CALL_SECONDS = 30e-6
+"""Of a layer's queries and partial results, whatever their number; and of each partial result, which is of one row and
+head and takes an exponential, ``MERGED_SECONDS``: measured on Zen 4."""
+
+MERGED_SECONDS = 28e-9
 
 
 class RangeParts(NamedTuple):
@@ -34,28 +38,34 @@ NO_RANGES = RangeParts()
 
 @dataclass(frozen=True)
 class RangeRates:
-    """``query_bytes`` and ``partial_bytes``: of one row and layer. Nothing is counted where nothing is known."""
+    """``query_bytes``, ``partial_bytes`` and ``merged_seconds``: of one row and layer. ``slowness``: how many times as
+    slow the S-worker is as when the rates were measured. Nothing is counted where nothing is known."""
 
     query_bytes: float = 0.0
     partial_bytes: float = 0.0
-    merged_bytes_per_second: float = MERGED_BYTES_PER_SECOND
+    merged_seconds: float = 0.0
     call_seconds: float = 0.0
+    slowness: float = 1.0
 
     @staticmethod
-    def of(shape: ModelShape) -> RangeRates:
+    def of(shape: ModelShape, slowness: float = 1.0) -> RangeRates:
         """For the heads of ``shape``, which are a rank's own under tensor parallelism."""
         query, partial = shape.head_dim * shape.item_bytes, (2 + shape.head_dim) * PARTIAL_BYTES
-        return RangeRates(shape.num_heads * query, shape.num_heads * partial, call_seconds=MERGE_CALL_SECONDS)
+        heads = shape.num_heads
+        return RangeRates(heads * query, heads * partial, heads * MERGED_SECONDS, MERGE_CALL_SECONDS, slowness)
 
     def link_bytes(self, parts: RangeParts) -> float:
         """Beyond the rows' own q, k, v and o, of one layer."""
         return parts.num_reads * self.query_bytes + parts.num_partials * self.partial_bytes
 
-    def merge_seconds(self, parts: RangeParts) -> float:
-        """On the S-worker, of one layer and call."""
+    def merge_seconds(self, parts: RangeParts, num_rows: float) -> float:
+        """On the S-worker, of one layer and call of ``num_rows`` rows: queries of closed ranges are put before an
+        R-worker's own, and partial results are taken in and merged."""
         if not parts.num_partials:
             return 0.0
-        return self.call_seconds + parts.num_partials * self.partial_bytes / self.merged_bytes_per_second
+        copied = (parts.num_reads + num_rows) * self.query_bytes + parts.num_partials * self.partial_bytes
+        merged = parts.num_partials * self.merged_seconds
+        return self.slowness * (self.call_seconds + merged + copied / COPIED_BYTES_PER_SECOND)
 
 
 def tail_partials(num_tokens: int) -> int:

@@ -88,7 +88,7 @@ class StepModel:
         rows, calls = tokens / self.num_mini_batches, self.num_mini_batches * self.num_r_workers
         attending = (tokens if output_tokens is None else output_tokens) + ranges.num_reads
         more_bytes = self.range_rates.link_bytes(ranges) / self.num_mini_batches
-        merging = self.range_rates.merge_seconds(ranges.over(self.num_mini_batches))
+        merging = self.range_rates.merge_seconds(ranges.over(self.num_mini_batches), rows)
         copied_bytes = self.copy_costs.link_bytes * copied_rows / self.num_mini_batches
         storing = self.copy_costs.append_seconds * copied_rows / calls
         return Stages(

@@ -160,7 +160,7 @@ def test_a_configuration_is_held_against_its_prediction(
     assert row.measured_step_seconds > row.measured_s_seconds > 0 and row.measured_r_seconds > 0
     shape = dataclasses.replace(profile.shape, num_layers=4)
     model = deployed_step_model(profile, shape, "float32", deployment, row.drift)
-    model = dataclasses.replace(model, range_rates=RangeRates.of(shape))
+    model = dataclasses.replace(model, range_rates=RangeRates.of(shape, row.drift.s_part))
     parts = RangeParts(12, 16) if kv_shard_tokens else NO_RANGES  # three closed ranges and a tail of a split each
     assert todo.ranges == parts
     assert row.predicted_step_seconds == pytest.approx(model(4, 4 * context_len, None, parts), rel=0.05)

@@ -220,7 +220,7 @@ class Validation:
             rig.close()
         drift = Drift(steadied[0].drift, steadied[1].drift)
         model = deployed_step_model(self.profile, shape, configuration.kv_dtype, deployment, drift)
-        model = replace(model, range_rates=RangeRates.of(shape))
+        model = replace(model, range_rates=RangeRates.of(shape, drift.s_part))
         wall, s_part, r_part, host, kv_load = np.median(steadied[0].samples, axis=0).tolist()
         rows = configuration.batch_size
         ranges = configuration.ranges

@@ -56,8 +56,9 @@ void append(Worker& worker, std::int64_t sequence_id, const std::vector<Data>& l
 }
 
 std::vector<std::uint8_t> exported(const Worker& worker, std::int64_t sequence_id) {
-    std::vector<std::uint8_t> bytes(worker.export_bytes(sequence_id));
-    worker.export_sequence(sequence_id, bytes.data());
+    const std::int64_t length = worker.cache().sequence(sequence_id).length;
+    std::vector<std::uint8_t> bytes(worker.export_bytes(sequence_id, 0, length));
+    worker.export_sequence(sequence_id, 0, length, bytes.data());
     return bytes;
 }
 
@@ -136,7 +137,7 @@ void test_what_is_refused() {
     CHECK_THROWS(control(worker, {{Verb::release, 1, 0, 0}, {Verb::reserve, 2, 8, 129}}), Error);
     CHECK_THROWS(control(worker, {{Verb::reserve, 2, 8, 60}, {Verb::reserve, 3, 9, 32}}), Error);
     CHECK_THROWS(worker.begin_step({}, std::vector<std::vector<Span>>{{{1, 0, 1, SpanMode::attend}}}), Error);
-    CHECK_THROWS(worker.export_bytes(1), Error);
+    CHECK_THROWS(worker.export_bytes(1, 0, 0), Error);
     CHECK(worker.statistics().blocks_free == 2 && worker.statistics().sequences == 1);
     worker.store(7, 0, data.rows(0, 10));  // nothing of all that has changed the job
     worker.store(7, 0, data.rows(20, 50));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,14 +55,17 @@ def chunk_rows(chunk: Chunk) -> int:
 
 
 def test_a_step_with_ranges_by_hand() -> None:
-    """8 reads and 10 partial results: bytes on the link, rows on R-workers, and merging on the S-worker."""
+    """8 reads and 10 partial results: bytes on the link, rows on R-workers; copies and merging on the S-worker."""
     plain, parts = model(4).stages(2, 8192), RangeParts(8, 10)
     found = model(4).stages(2, 8192, None, parts)
     query, partial = 32 * 128 * 2, 32 * 130 * 4
     assert (RATES.query_bytes, RATES.partial_bytes) == (query, partial)
     assert found.trip - plain.trip == pytest.approx((8 * query + 10 * partial) / 2 / LINK)
     assert found.hop - plain.hop == pytest.approx((8 * query + 10 * partial) / 2 / LINK)
-    assert found.s_part - plain.s_part == pytest.approx(20e-6 + 5 * partial / 12e9)
+    copied = (4 + 1) * query + 5 * partial  # of a mini-batch: the queries of its own row, too
+    assert found.s_part - plain.s_part == pytest.approx(30e-6 + 5 * 32 * 28e-9 + copied / 12e9)
+    slow = replace(model(4), range_rates=RangeRates.of(SHAPE, 2.0)).stages(2, 8192, None, parts)
+    assert slow.s_part - plain.s_part == pytest.approx(2 * (found.s_part - plain.s_part))
     assert found.r_part == plain.r_part  # nothing is known of a row
     assert model(4).stages(2, 8192, None, NO_RANGES) == plain
 
