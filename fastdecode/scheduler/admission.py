@@ -160,10 +160,16 @@ class Admission:
     ) -> int | None:
         """Where the second copy of ``sequence`` begins with it; -1: it gets none now, None: it has to wait for room.
 
-        What goes on from a cached prefix, which one R-worker has, gets its second copy once it decodes.
+        What goes on from a cached prefix begins with two copies where the prefix has two; else it gets its second one
+        once it decodes.
         """
-        if hit or not self._copies.is_wanted:
+        if not self._copies.is_wanted:
             return -1
+        if hit:
+            twin = self._residents.prefix_cache.twin(hit)
+            other = self._workers[twin[1].worker] if twin else None
+            can_begin = other and not other.is_draining and self._has_room(sequence, other, twin)
+            return other.index if other and can_begin else -1
         return self._copies.choose(home, self._could_hold_where(sequence), self.blocks_for(sequence), costs)
 
     def steps_left(self, rows: np.ndarray) -> np.ndarray:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from fastdecode.scheduler.ranges import Range
 from fastdecode.scheduler.residents import Residents
 from fastdecode.scheduler.sequence import Sequence
@@ -38,12 +36,11 @@ class Losses:
             del self._residents.decoding[sequence.sequence_id]
             self._residents.table.stop(sequence)
             self._residents.prompts[sequence.sequence_id] = sequence
-        self._residents.table.num_cached[sequence.row] = num_sound
-        verb = Verb.TRUNCATE if num_sound else Verb.RELEASE
-        self._workers[sequence.worker].controls.append((int(verb), sequence.cache_id, 0, num_sound))
-        if sequence.sequence_id in self._residents.decoding:  # drafts had their own
-            surplus = sequence.num_blocks - self._workers.blocks_for(num_sound + 1)
-            self._residents.grow(np.array([sequence.row]), -max(0, surplus))
+        kept, num_blocks = sequence.tail, sequence.num_blocks
+        if sequence.sequence_id in self._residents.decoding:  # drafts had blocks of their own
+            num_blocks = min(num_blocks, self._workers.blocks_for(num_sound + 1))
+        self._cut(kept, num_sound, num_blocks)
+        self._residents.table.put(sequence, kept)
 
     def of_whole(self, worker: int) -> list[Sequence]:
         """``worker`` is gone; returns the sequences of a single range that it held, oldest first."""

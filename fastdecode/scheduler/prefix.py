@@ -43,6 +43,11 @@ class PrefixIndex:
         """A chain of ``worker`` that has the block."""
         return next((each for each in self._by_hash.get(block_hash, {}).values() if each.worker == worker), None)
 
+    def twin(self, chain: Chain, num_blocks: int) -> Chain | None:
+        """The other copy of what ``chain`` retains, if it still has the first ``num_blocks`` blocks."""
+        holders = self._by_hash[chain.block_hashes[num_blocks - 1]].values()
+        return next((each for each in holders if each.origin == chain.origin and each.worker != chain.worker), None)
+
     def touch(self, chain: Chain) -> None:
         """``chain`` was used just now."""
         self._workers[chain.worker].chains.move_to_end(chain.chain_id)
@@ -165,6 +170,25 @@ class PrefixCache:
             worker.hold(own.shared)
             worker.controls.append((int(Verb.FORK), own.cache_id, chain.chain_id, own.num_tokens))
 
+    def twin(self, hit: tuple[int, Chain]) -> tuple[int, Chain] | None:
+        """The same beginning on another R-worker, bit for bit."""
+        twin = self._index.twin(hit[1], hit[0])
+        return (hit[0], twin) if twin else None
+
+    def begin_copy(self, sequence: Sequence, hit: tuple[int, Chain]) -> list[Block]:
+        """The second copy of ``sequence`` starts from the twin of ``hit``, whose blocks it shares."""
+        found = self.twin(hit)
+        if found is None:
+            raise ValueError("a second copy can start from a twin only")
+        count, chain = found
+        self._index.touch(chain)
+        shared = chain.blocks[:count]
+        worker = self._workers[chain.worker]
+        worker.hold(shared)
+        num_tokens = count * self._workers.block_size
+        worker.controls.append((int(Verb.FORK), sequence.cache_id, chain.chain_id, num_tokens))
+        return shared
+
     def stop_computing(self, sequence: Sequence) -> None:
         """No sequence need wait for ``sequence`` any more: its prompt is cached, or it left."""
         for block_hash in sequence.block_hashes:
@@ -183,14 +207,18 @@ class PrefixCache:
             return
         num_tokens = num_full * self._workers.block_size
         extend_hashes(sequence.block_hashes, sequence.tokens(0, num_tokens), self._workers.block_size)
+        origin = self.new_id()
         for each in sequence.closed:
-            self._retain(sequence, each)
+            self._retain(sequence, each, origin)
         tail = sequence.tail
-        self._retain(sequence, tail)
+        self._retain(sequence, tail, origin)
         sequence.chain_id = tail.chain_id
+        if copy := sequence.copy:
+            self._retain(sequence, copy, origin)
+            sequence.copy_chain_id = copy.chain_id
 
-    def _retain(self, sequence: Sequence, held: Range) -> None:
-        """Keep the full blocks of one range."""
+    def _retain(self, sequence: Sequence, held: Range, origin: int) -> None:
+        """Keep the full blocks of one range, or of a second copy."""
         first, count = held.start // self._workers.block_size, held.num_tokens // self._workers.block_size
         worker, hashes = self._workers[held.worker], sequence.block_hashes[first : first + count]
         if count == 0:
@@ -198,7 +226,7 @@ class PrefixCache:
         if known := self._index.on(held.worker, hashes[-1]):
             self._index.touch(known)
             return
-        chain = Chain(self.new_id(), held.worker, hashes, self.share(held, count))
+        chain = Chain(self.new_id(), held.worker, hashes, self.share(held, count), origin)
         self._index.add(chain)
         num_tokens = count * self._workers.block_size
         worker.controls.append((int(Verb.FORK), chain.chain_id, held.cache_id, num_tokens))

@@ -94,7 +94,7 @@ class Residents:
         sequence.ahead = ranges[1:]
         self.table.open(sequence, ranges[0])
         if copy >= 0:
-            self._add_copy(sequence, copy)
+            self._add_copy(sequence, copy, self.prefix_cache.begin_copy(sequence, hit) if hit else [])
         self.go_on(sequence)
         self.prompts[sequence.sequence_id] = sequence
         self._unborn += len(sequence.siblings)
@@ -257,7 +257,8 @@ class Residents:
         if copy is None:
             raise ValueError(f"sequence {sequence.sequence_id} has one copy")
         self.table.put(sequence, copy)
-        self.table.copies[sequence.row], sequence.copy_shared = home.worker, home.shared
+        self.table.copies[sequence.row] = home.worker
+        sequence.copy_shared, sequence.copy_chain_id = home.shared, home.chain_id
         self.table.on_copy[sequence.row] = attends_home
 
     def drop_holder(self, sequence: Sequence, worker: int) -> None:
@@ -270,15 +271,15 @@ class Residents:
         self.workers[worker].num_sequences -= 1
         self.table.copies[sequence.row], self.table.on_copy[sequence.row] = -1, False
         self.table.put(sequence, kept)
-        sequence.copy_shared = []
+        sequence.copy_shared, sequence.copy_chain_id = [], None
 
-    def _add_copy(self, sequence: Sequence, worker: int) -> None:
-        self.take(Range(sequence.cache_id, worker, 0, sequence.num_cached, sequence.num_blocks))
-        self._put_copy(sequence, worker, [])
+    def _add_copy(self, sequence: Sequence, worker: int, shared: list[Block]) -> None:
+        self.take(Range(sequence.cache_id, worker, 0, sequence.num_cached, sequence.num_blocks, shared))
+        self._put_copy(sequence, worker, shared)
 
     def _put_copy(self, sequence: Sequence, worker: int, shared: list[Block]) -> None:
         self.workers[worker].num_sequences += 1
-        self.table.copies[sequence.row], sequence.copy_shared = worker, shared
+        self.table.copies[sequence.row], sequence.copy_shared, sequence.copy_chain_id = worker, shared, None
 
     def place(self, sequence: Sequence, lost: Range, worker: int) -> None:
         """``lost``, a range of ``sequence``, is to be computed again on ``worker``."""

@@ -29,7 +29,7 @@ class Sequence:
     rest of the prompt, or were there when one before them was lost.
 
     One with a second copy (``kv_replicas``) has all tokens in as many blocks on R-worker ``copy_worker`` too, of which
-    the first are ``copy_shared`` with copies of siblings; ``worker`` is its home.
+    the first are ``copy_shared`` and retained as ``copy_chain_id``; ``worker`` is its home.
     """
 
     sequence_id: int
@@ -52,6 +52,7 @@ class Sequence:
     closed: list[Range] = field(default_factory=list)
     ahead: list[Range] = field(default_factory=list)
     copy_shared: list[Block] = field(default_factory=list)
+    copy_chain_id: int | None = None
 
     def append(self, token_id: int) -> None:
         """One more output token."""
@@ -100,7 +101,7 @@ class Sequence:
         """Its second copy, as it is now."""
         if (worker := self.copy_worker) < 0:
             return None
-        return Range(self.cache_id, worker, 0, self.num_cached, self.num_blocks, self.copy_shared)
+        return Range(self.cache_id, worker, 0, self.num_cached, self.num_blocks, self.copy_shared, self.copy_chain_id)
 
     @property
     def holders(self) -> list[int]:
@@ -218,7 +219,7 @@ class SequenceTable:
         self.stop(sequence)
         self._reads.pop(sequence.row, None)
         self._free.append(sequence.row)
-        self.copies[sequence.row], sequence.copy_shared = -1, []
+        self.copies[sequence.row], sequence.copy_shared, sequence.copy_chain_id = -1, [], None
         sequence.worker, sequence.table, sequence.row = -1, None, -1
 
     def refresh(self) -> None:

@@ -37,12 +37,16 @@ class Block:
 
 @dataclass(eq=False)
 class Chain:
-    """A retained sequence, named ``chain_id`` on R-worker ``worker``; hash i covers all tokens up to block i's end."""
+    """A retained sequence, named ``chain_id`` on R-worker ``worker``; hash i covers all tokens up to block i's end.
+
+    Of a sequence with two copies both are retained, under the same ``origin``: they are the same bit for bit.
+    """
 
     chain_id: int
     worker: int
     block_hashes: list[bytes]
     blocks: list[Block]
+    origin: int = 0
 
 
 @dataclass(eq=False, slots=True)
