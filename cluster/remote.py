@@ -161,6 +161,8 @@ class RemoteWorker:
 
     @interrupts_deferred()
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
+        if num_tokens is not None and num_tokens < 0:  # which would ask for all tokens that follow
+            raise ValueError(f"export: {num_tokens} tokens from token {start} on; num_tokens must not be negative")
         self._send(Kind.EXPORT, EXPORT.pack(sequence_id, start, ALL_TOKENS if num_tokens is None else num_tokens))
         num_bytes = self._number(self._answer(Kind.EXPORTED), NUM_BYTES)
         if not 0 <= num_bytes <= self._room_bytes:

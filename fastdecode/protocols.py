@@ -68,7 +68,8 @@ class AttentionBackend(Protocol):
         From ``start`` > 0 on, a multiple of the block size: as many more of one that has exactly those before.
 
         ``data``: uint8 [num_bytes]. BackendError, with nothing changed, for an unknown worker, a sequence that exists,
-        too few free blocks, bytes that are not those of ``num_tokens``, or while a step is open.
+        a ``start`` that is not its length or within a block, too few free blocks, bytes that are not those of
+        ``num_tokens``, or while a step is open.
         """
         ...
 

@@ -184,6 +184,8 @@ def test_sequences_travel(backend: AttentionBackend) -> None:
     assert backend.export(1, 13).tobytes() == data.tobytes()
     with pytest.raises(BackendError, match="41 tokens from token 0 on; sequence 1 has 40"):
         backend.export(0, 1, 0, 41)
+    with pytest.raises(BackendError, match="export: -1 tokens from token 0 on"):
+        backend.export(0, 1, 0, -1)
     with pytest.raises(BackendError, match="start is 32, and sequence 13 has 40 tokens"):
         backend.import_(1, 13, 40, data, 32)
     with pytest.raises(BackendError, match=r"import.*tokens"):
