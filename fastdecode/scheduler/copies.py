@@ -39,8 +39,8 @@ class Copies:
     """Every sequence that two R-workers hold may attend on either, so the load is evened anew in each step without a
     move; and a lost R-worker's sequences go on from their other copies.
 
-    A prompt without a cached prefix is stored on both R-workers while it is computed. Whatever else has a single copy
-    gets its second one between steps, one after another, in pieces that take a small part of a step.
+    A prompt is stored on both R-workers while it is computed, unless it goes on from a prefix that only one has. What
+    has a single copy gets its second one between steps, one after another, in pieces that take a small part of a step.
     """
 
     def __init__(self, residents: Residents, admission: Admission, seconds_per_copied_token: float) -> None:
