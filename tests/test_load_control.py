@@ -39,7 +39,7 @@ def known_runs(draw: st.DrawFn) -> Run:
 
 
 @given(known_runs(), st.integers(0, 30))
-@settings(max_examples=1000)
+@settings(max_examples=600)
 def test_the_forecast_is_what_happens(run: Run, look_at: int) -> None:
     """From the first step at or after ``look_at`` at which no sequence waits, to the end, per worker."""
     last_arrival = max(job.arrives for job in run.jobs)
@@ -65,7 +65,7 @@ def test_the_forecast_is_what_happens(run: Run, look_at: int) -> None:
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20), st.integers(0, 2)), max_size=4),
     st.integers(10, 40),
 )
-@settings(max_examples=1000)
+@settings(max_examples=600)
 def test_the_forecast_adds_up(running: list[tuple[int, int]], prompts: list[tuple[int, int, int]], budget: int) -> None:
     """Against one step after the other: decodes take rows first, prompts take the rest in order."""
     cached, steps = np.array([r[0] for r in running], int), np.array([r[1] for r in running], int)

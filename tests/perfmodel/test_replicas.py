@@ -125,14 +125,32 @@ def limits(**more: Any) -> Limits:
     return Limits(**figures | more)
 
 
-def test_sequences_with_a_cached_prefix_get_their_second_copies_between_steps() -> None:
-    """All prompts are alike: most are hits, on one R-worker each at first."""
+def test_sequences_with_a_cached_prefix_begin_with_two_copies() -> None:
+    """All prompts are alike: most are hits, of a prefix that is retained twice; so none is copied between steps."""
     machine = SplitMachine(StepModel(4, S_PART, RPart(1e-6), 4), seconds_per_moved_token=1e-6)
     steps: list[StepRecord] = []
     simulator = Simulator(Scheduler(SCHEDULES["stall-free"], limits(prefix_caching=True)), machine, steps.append)
     simulator.run([SimulatedRequest([0] * 101, 250) for _ in range(64)])
-    assert 32 < simulator.num_copies_made < 64 and simulator.num_moves == 0
+    assert simulator.scheduler.statistics.prefix_hit_tokens > 32 * 96
+    assert simulator.num_copies_made == simulator.num_moves == 0
     assert min(step.num_copies[1] for step in steps[10:100]) == 64
+
+
+def test_sequences_that_lost_a_copy_get_another_between_steps() -> None:
+    """The first R-worker is lost in the 50th step."""
+    machine = SplitMachine(StepModel(4, S_PART, RPart(1e-6), 4), seconds_per_moved_token=1e-6)
+    scheduler, copies = Scheduler(SCHEDULES["stall-free"], limits()), []
+
+    def note(step: StepRecord) -> None:
+        copies.append(step.num_copies)
+        if len(copies) == 50:
+            scheduler.controls_alone()
+            scheduler.lost(0)
+
+    simulator = Simulator(scheduler, machine, note)
+    simulator.run([SimulatedRequest([0] * 101, 250) for _ in range(64)])
+    assert copies[48] == copies[150] == (0, 64)
+    assert 16 <= simulator.num_copies_made < 64
 
 
 def test_a_slow_r_worker_is_relieved() -> None:
