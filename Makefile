@@ -1,6 +1,7 @@
 # make demo   install, then see it work
 # make model  install, then fetch a chat model once (make demo does, too) and print its folder
 # make test   install, then lint, types, sanitizers and tests
+# make test-all   the same with all examples of properties and all recorded runs of the scheduler
 # make test-quick   for work in progress: the tests that are not marked slow (tests/conftest.py), nothing else
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo model test test-quick lint sanitize sanitize-quick emulated compilers fuzz fuzz-api clean
+.PHONY: demo model test test-all test-quick lint sanitize sanitize-quick emulated compilers fuzz fuzz-api chaos clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -39,6 +40,10 @@ model: $(STAMP)
 test: $(STAMP)
 	$(MAKE) -j2 --output-sync=target lint sanitize-quick emulated
 	$(BIN)/pytest -q -n 2
+
+# All that is drawn at random; `make test` looks at a quarter of the properties' examples, and an eighth of the traces.
+test-all: export FASTDECODE_TEST_ALL = 1
+test-all: test
 
 test-quick: $(STAMP)
 	$(BIN)/pytest -q -n 2 -m "not slow"
@@ -93,6 +98,11 @@ fuzz: $(STAMP)
 	$(BIN)/python -c 'import atheris' 2>/dev/null || \
 	  $(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[fuzz]'
 	$(BIN)/python fuzz/run.py --runs $(FUZZ_RUNS)
+
+# Random rounds with kills, drains and joins, each against one undisturbed R-worker (tests/chaos); SEED repeats one.
+ROUNDS ?= 10
+chaos: $(STAMP)
+	PYTHONPATH=tests PYTHONSAFEPATH=1 $(BIN)/python -m chaos --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
 
 # The OpenAPI document of `fastdecode serve` under schemathesis: no answer may be a 500.
 fuzz-api: $(STAMP)

@@ -25,15 +25,15 @@ from models import llama_folder
 from transport import listening
 
 import fastdecode.engine
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.machine import mend_binding
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.step import ScheduledStep
+from fastdecode.core.types import ITEM_BYTES
 from fastdecode.engine import LLMEngine
-from fastdecode.machine import mend_binding
-from fastdecode.metrics import StepRecord
-from fastdecode.sampling_params import SamplingParams
-from fastdecode.step import ScheduledStep
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
-from fastdecode.types import ITEM_BYTES
 
 SPARE_TOKENS = 256
 """By which contexts may grow."""

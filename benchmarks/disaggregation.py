@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.remote_prefill import PrefillPart
+from fastdecode.core.remote_prefill import PrefillPart
 
 DECODING, DECODE_PROMPT = 32, 64
 WAYS = ("none", "neighbour", "prefill-worker", "s-worker")

@@ -19,9 +19,9 @@ import torch
 from models import decode, llama_folder
 from stand_in import StandInBackend
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.types import WIRE_DTYPE
 from fastdecode.engine import LLMEngine
-from fastdecode.types import WIRE_DTYPE
 
 LLAMA_7B = {
     "vocab_size": 32000,

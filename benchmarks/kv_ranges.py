@@ -28,11 +28,11 @@ from fastdecode import _rworker
 from fastdecode.cluster.links.spawn import SpawnBackend
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.metrics import StepRecord
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.core.types import KVLayout, LayerLayout, Verb, to_wire
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, StepCost
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep
-from fastdecode.types import KVLayout, LayerLayout, Verb, to_wire
 
 BLOCK_SIZE = 32
 MOST_ROWS = 2048

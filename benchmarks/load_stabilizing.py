@@ -28,13 +28,13 @@ from dataclasses import dataclass, replace
 from models import llama_folder
 from stand_in import StandInBackend
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.metrics import StepRecord
 from fastdecode.engine import LLMEngine
 from fastdecode.measure.dataset import WorkItem
 from fastdecode.measure.plots import plot_steps
 from fastdecode.measure.throughput import warm_up
-from fastdecode.metrics import StepRecord
-from fastdecode.sampling_params import SamplingParams
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 PROMPT_LEN = 4

@@ -15,7 +15,8 @@ import math
 
 import numpy as np
 
-from fastdecode.metrics import StepRecord
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.types import SPLIT_TOKENS
 from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.ranges import RangeRates
@@ -23,7 +24,7 @@ from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMach
 from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
-from fastdecode.scheduler.ranges import SPLIT_TOKENS, UNLIMITED
+from fastdecode.scheduler.store.place import UNLIMITED
 
 LINK_BYTES_PER_SECOND = 12.5e9
 BLOCK_SIZE = 32

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from simulated import report_of, simulated, simulation_inputs
 
-from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.simulate import SplitMachine, StepCost
 from fastdecode.scheduler import SCHEDULES
 
@@ -91,20 +91,13 @@ class SlowingMachine:
         self.seconds_per_moved_token = machine.seconds_per_moved_token
         self._now_seconds, self.over_ideal = 0.0, list[float]()
 
-    def cost(
-        self,
-        num_tokens: int,
-        num_output_tokens: int,
-        kv_loads: Sequence[float],
-        ranges: RangeParts = NO_RANGES,
-        copied_rows: int = 0,
-    ) -> StepCost:
+    def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
         is_slow = 0 <= self._now_seconds - SLOW_FROM_SECONDS < SLOW_SECONDS
         machine = self._slow if is_slow else self._usual
-        cost = machine.cost(num_tokens, num_output_tokens, kv_loads, ranges, copied_rows)
+        cost = machine.cost(load, kv_loads)
         if is_slow:
             divided = (sum(kv_loads) * self._speeds / self._speeds.sum()).tolist()
-            ideal = machine.cost(num_tokens, num_output_tokens, divided, ranges, copied_rows)
+            ideal = machine.cost(load, divided)
             self.over_ideal.append(cost.wall_seconds / ideal.wall_seconds)
         self._now_seconds += cost.wall_seconds
         return cost

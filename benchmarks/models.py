@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stand_in import StandInBackend
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
 from fastdecode.engine import LLMEngine
 from fastdecode.measure.dataset import WorkItem
 from fastdecode.measure.throughput import run_throughput

@@ -12,9 +12,9 @@ import statistics
 from models import decode, llama_folder, stand_in_engine
 from stand_in import StandInBackend
 
+from fastdecode.core.metrics import MODEL
 from fastdecode.engine import LLMEngine
 from fastdecode.measure.throughput_report import breakdown
-from fastdecode.metrics import MODEL
 
 
 def segment_seconds(engine: LLMEngine, rows: int) -> float:

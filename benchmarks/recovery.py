@@ -30,10 +30,10 @@ import psutil
 from models import llama_folder
 
 from fastdecode import SamplingParams
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.core.metrics import StepRecord
 from fastdecode.engine import LLMEngine
-from fastdecode.metrics import StepRecord
-from fastdecode.outputs import RequestOutput
 
 PROMPT_LEN, OUTPUT_LEN = 64, 96
 LEAST_GAP = 1e-4

@@ -33,10 +33,10 @@ from models import llama_folder
 from recovery import run_requests, small_engine, three_workers
 
 from fastdecode import SamplingParams
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.core.metrics import StepRecord
 from fastdecode.engine import LLMEngine
 from fastdecode.measure.decode_rig import RandomPrompts
-from fastdecode.metrics import StepRecord
-from fastdecode.outputs import RequestOutput
 
 GAP_MARK, SILENT_GAP_MARK, RATE_MARK = 0.25, 1.7, 0.93
 STEPS = 8

@@ -32,13 +32,13 @@ import torch
 from models import llama_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.protocols import DraftPolicy
+from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.engine import LLMEngine
-from fastdecode.metrics import StepRecord
-from fastdecode.outputs import RequestOutput
-from fastdecode.protocols import DraftPolicy
-from fastdecode.sampling_params import SamplingParams
-from fastdecode.step import MiniBatch, ScheduledStep
 from fastdecode.sworker import SWorker
 from fastdecode.sworker.random_prompts import RandomPrompts
 from fastdecode.sworker.sampling import SampledToken

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
+from fastdecode.core.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.measure.decode_rig import InstantBackend
-from fastdecode.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 
 TIMER_SECONDS = 2e-4
 NUM_BLOCKS = 1 << 24

@@ -24,14 +24,14 @@ from pathlib import Path
 
 import numpy as np
 
+from fastdecode.api.settings import SECURITY_LEVELS
 from fastdecode.cluster.links.mpi_link import MpiBackend
 from fastdecode.cluster.links.spawn import SpawnBackend
 from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.pool import InprocBackend, PoolBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.machine import mend_binding
-from fastdecode.settings import SECURITY_LEVELS
-from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, WorkerPlan
+from fastdecode.core.machine import mend_binding
+from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, WorkerPlan
 
 NUM_LAYERS = 32
 LAYER = LayerLayout(4, 4, 64, 64, 0.1)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fastdecode.api.settings import is_loopback, split_address
 from fastdecode.cluster.attempts import Attempts
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import ZmqChannel, ZmqListener
@@ -18,9 +19,8 @@ from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind
 from fastdecode.cluster.wire.handshake import R_WORKER
 from fastdecode.cluster.wire.messages import PREFILL_WORKER, decode_join, encode_join
-from fastdecode.errors import ConfigError, FastDecodeError, FrameError
-from fastdecode.settings import is_loopback, split_address
-from fastdecode.types import KVLayout, RWorkerInfo
+from fastdecode.core.errors import ConfigError, FastDecodeError, FrameError
+from fastdecode.core.types import KVLayout, RWorkerInfo
 
 ASK_SECONDS = 1.0
 """Time between two JOINs: the S-worker may not listen yet, or not have noticed that this R-worker was lost."""

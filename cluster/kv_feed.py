@@ -12,7 +12,7 @@ from fastdecode.cluster.links.zeromq import open_channel
 from fastdecode.cluster.wire.frames import Conversation, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES, decode_refusal
-from fastdecode.errors import FrameError
+from fastdecode.core.errors import FrameError
 
 PIECE_BYTES = 1 << 19
 """Of keys and values in one frame, about: an R-worker stores or reads it in a fraction of a millisecond."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fastdecode.api.settings import is_loopback
 from fastdecode.cluster.links.link import Link, Spin
 from fastdecode.cluster.r_worker.host import host_id, own_address, process_name
 from fastdecode.cluster.wire.frames import Frame, Kind
@@ -33,9 +34,8 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, row_counts
-from fastdecode.errors import BackendError, CapacityError, FrameError, WorkerLostError, interrupts_deferred
-from fastdecode.settings import is_loopback
-from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.errors import BackendError, CapacityError, FrameError, WorkerLostError, interrupts_deferred
+from fastdecode.core.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
 TICK_SECONDS = 0.05
 """How long a wait lasts before the S-worker checks the connection again."""

@@ -11,7 +11,7 @@ from fastdecode import _rworker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, host_id, make_rworker
 from fastdecode.cluster.r_worker.session import open_kv_port
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort

@@ -10,17 +10,17 @@ __all__ = ["LLM", "LLMEngine", "RequestOutput", "SamplingParams", "StructuredOut
 _HOMES = {
     "LLM": "fastdecode.llm",
     "LLMEngine": "fastdecode.engine",
-    "RequestOutput": "fastdecode.outputs",
-    "SamplingParams": "fastdecode.sampling_params",
-    "StructuredOutputsParams": "fastdecode.structured_outputs",
+    "RequestOutput": "fastdecode.api.outputs",
+    "SamplingParams": "fastdecode.api.sampling_params",
+    "StructuredOutputsParams": "fastdecode.api.structured_outputs",
 }
 
 if TYPE_CHECKING:
+    from fastdecode.api.outputs import RequestOutput
+    from fastdecode.api.sampling_params import SamplingParams
+    from fastdecode.api.structured_outputs import StructuredOutputsParams
     from fastdecode.engine import LLMEngine
     from fastdecode.llm import LLM
-    from fastdecode.outputs import RequestOutput
-    from fastdecode.sampling_params import SamplingParams
-    from fastdecode.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

@@ -120,13 +120,13 @@ class RWorker:
         """Reserve address space for the cache (committed as it fills) and start the threads.
 
         ``layers``: (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, soft_cap, sinks,
-        alibi_slopes) each, as in ``fastdecode.types.LayerLayout``; head dims up to 512. ``model_dtype`` (of q, k, v and
+        alibi_slopes) each, as in ``core.types.LayerLayout``; head dims up to 512. ``model_dtype`` (of q, k, v and
         out): "float32", "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by
         this worker. ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
         ``cores``: thread i is pinned to ``cores[i % len(cores)]``; empty: not pinned. ``isa``: "auto" is the
         environment's FASTDECODE_ISA where set, else the best; ValueError if this machine does not support it.
         ``read_ahead``: how the tokens read next are asked for, "run", "run-l2" or "pages" (as
-        ``fastdecode.types.READ_AHEAD``); changes speed, not results.
+        ``fastdecode.core.types.READ_AHEAD``); changes speed, not results.
         """
 
     @property
@@ -160,8 +160,8 @@ class RWorker:
     def begin_step(self, controls: npt.NDArray[np.int64], mini_batches: list[npt.NDArray[np.int64]]) -> None:
         """Apply the controls, take blocks for all rows and plan the work.
 
-        ``controls``: int64 [n, 4], columns of ``fastdecode.types.CONTROL``, applied in order. ``mini_batches``: int64
-        [m, 4] each, columns of ``fastdecode.types.SPAN``, in the order READ, ATTEND, PARTIAL, APPEND. A sequence may
+        ``controls``: int64 [n, 4], columns of ``core.types.CONTROL``, applied in order. ``mini_batches``: int64
+        [m, 4] each, columns of ``core.types.SPAN``, in the order READ, ATTEND, PARTIAL, APPEND. A sequence may
         appear once in a step, and one with context_len 0 that is unknown is opened; READ spans, of sequences of
         512 * 2^n tokens, may name one several times. KeyError for any other unknown sequence; ValueError for a bad
         control or span, and when the blocks do not suffice.

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from fastdecode.config import MODEL, EngineConfig, flag_names
-from fastdecode.errors import CapacityError, ConfigError
-from fastdecode.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
-from fastdecode.protocols import AttentionBackend, PrefillBackend
-from fastdecode.scheduler.ranges import fits_pool
-from fastdecode.settings import PrefillWorkerSpec, RWorkerSpec, is_loopback, split_address
-from fastdecode.types import SPLIT_TOKENS, KVLayout, RWorkerInfo
+from fastdecode.api.config import MODEL, EngineConfig, flag_names
+from fastdecode.api.settings import PrefillWorkerSpec, RWorkerSpec, is_loopback, split_address
+from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
+from fastdecode.core.protocols import AttentionBackend, PrefillBackend
+from fastdecode.core.types import SPLIT_TOKENS, KVLayout, RWorkerInfo
+from fastdecode.scheduler.policy.range_sizes import fits_pool
 
 if TYPE_CHECKING:
     from fastdecode.cluster.joining import JoinListener

@@ -1,4 +1,4 @@
-"""The engine: the only file that knows the S side and the R side."""
+"""The engine: requests come in and tokens go out; it drives the S-worker, its R-workers and the scheduler."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from functools import partial
 
 import numpy as np
 
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.request import Completion, InFlight, Request, make_request
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.api.text import PromptType, read_prompt
 from fastdecode.backends import (
     check_room,
     kv_port,
@@ -23,28 +28,23 @@ from fastdecode.backends import (
     place_on_ray,
     prepare,
 )
-from fastdecode.config import EngineConfig
-from fastdecode.drafters import make_drafter
+from fastdecode.core.errors import BackendError, ConfigError, RequestError, WorkerLostError, interrupts_deferred
+from fastdecode.core.machine import usable_cores
+from fastdecode.core.metrics import HOST, StateClock, StepRecord, Tracer, step_record
+from fastdecode.core.protocols import AttentionBackend, Drafter, PrefillBackend, PrefillPolicy
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.core.types import KVLayout, StepReport
+from fastdecode.drafting.drafters import make_drafter
+from fastdecode.drafting.speculation import Speculation, num_accepted
 from fastdecode.engine_setup import make_scheduler, pin_s_worker, prompt_tokens
-from fastdecode.errors import BackendError, ConfigError, RequestError, WorkerLostError, interrupts_deferred
-from fastdecode.machine import usable_cores
 from fastdecode.membership import Membership
-from fastdecode.metrics import HOST, StateClock, StepRecord, Tracer, step_record
-from fastdecode.outputs import RequestOutput
-from fastdecode.prefill_setup import make_prefill_policy
-from fastdecode.prefills import RemotePrefills
-from fastdecode.protocols import AttentionBackend, Drafter, PrefillBackend, PrefillPolicy
-from fastdecode.request import Completion, InFlight, Request, make_request
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.prefills.policy import make_prefill_policy
+from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Scheduler
-from fastdecode.speculation import Speculation, num_accepted
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.random_prompts import RandomPrompts
 from fastdecode.sworker.sampling import SampledToken
 from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks
-from fastdecode.text import PromptType, read_prompt
-from fastdecode.types import KVLayout, StepReport
 
 PATIENCE_SECONDS = 0.05
 """Most time of a step that only waits for prefill workers: its caller may have more requests."""
@@ -67,6 +67,7 @@ class LLMEngine:
         self.overlap = True
         self._in_flight = InFlight()
         self._ended_early: list[Request] = []
+        self._lost_between: tuple[int, ...] = ()
         self._ids = itertools.count()
         self._closed = False
         self._cleanup = contextlib.ExitStack()
@@ -438,10 +439,13 @@ class LLMEngine:
         step = self.scheduler.controls_alone()
         self.backend.begin_step(step.to_step_plan())
         lost = self.backend.end_step().lost
+        self._lost_between += lost
         self._lose(lost, {})
         return lost
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
+        report = replace(report, lost=(*self._lost_between, *report.lost))
+        self._lost_between = ()
         seconds = self.clock.snapshot()
         self.clock.restart()
         if self.tracer:

@@ -7,21 +7,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
-from fastdecode.machine import SCRATCH_SHARE, usable_cores
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import SCRATCH_SHARE, usable_cores
+from fastdecode.core.protocols import DraftPolicy, StepTime
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.core.types import ITEM_BYTES, KVLayout, RWorkerInfo
 from fastdecode.perfmodel.deployment import Deployment, check_alike, check_own, deployed_step_model, this_machine
 from fastdecode.perfmodel.equations import token_budget
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
-from fastdecode.protocols import DraftPolicy, StepTime
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
-from fastdecode.scheduler.draft_policy import BalancedDrafts
-from fastdecode.scheduler.ranges import UNLIMITED, choose_range_tokens
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
+from fastdecode.scheduler.policy.range_sizes import choose_range_tokens
+from fastdecode.scheduler.store.place import UNLIMITED
 from fastdecode.sworker import SModel, SWorker
-from fastdecode.types import ITEM_BYTES, KVLayout, RWorkerInfo
 
 CPU_TILE_TOKENS = 64
 """A token budget that is to keep a target is a multiple of this: matrix products are at their best there."""

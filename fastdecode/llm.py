@@ -8,13 +8,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fastdecode.config import ONLY_VLLM, EngineConfig, check_only_vllm
+from fastdecode.api.config import ONLY_VLLM, EngineConfig, check_only_vllm
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.api.text import PromptType
+from fastdecode.core.errors import ConfigError
 from fastdecode.engine import LLMEngine
-from fastdecode.errors import ConfigError
-from fastdecode.outputs import RequestOutput
-from fastdecode.sampling_params import SamplingParams
 from fastdecode.sworker.tokenizer import HFTokenizer
-from fastdecode.text import PromptType
 
 
 class LLM:
@@ -82,6 +82,7 @@ class LLM:
             {
                 "prompt_token_ids": encode(
                     conversation,
+                    self.engine.s_model.max_model_len,
                     tools=tools,
                     chat_template=chat_template,
                     add_generation_prompt=add_generation_prompt,
@@ -106,6 +107,15 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What generation_config.json asks for."""
         return SamplingParams(**self.engine.s_model.generation_defaults)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, under the name that vLLM has for it."""
+        return self.engine
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every retained prefix; running requests go on."""
+        self.engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Free the R-workers; may be called twice."""

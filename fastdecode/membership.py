@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from fastdecode.errors import ConfigError, WorkerLostError
-from fastdecode.protocols import AttentionBackend
-from fastdecode.scheduler import Move, Scheduler
-from fastdecode.types import RWorkerInfo
+from fastdecode.core.errors import ConfigError, WorkerLostError
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.types import RWorkerInfo
+from fastdecode.scheduler import Scheduler, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -67,27 +67,23 @@ class Membership:
         logger.info("R-worker %s has joined, with %d KV blocks", info.name, info.num_blocks)
 
     def _move_until(self, deadline: float) -> None:
-        """At least one sequence, if any is to move."""
-        while move := self._scheduler.next_move():
+        """At least one transfer, if any is wanted; each is asked for anew after R-workers were found lost."""
+        while transfer := self._scheduler.next_transfer():
             start = time.perf_counter()
             try:
                 if self._scheduler.has_controls:
                     self._tell()
-                if not self._still_stands(move):
-                    return
-                self._copy(move)
+                if not self._scheduler.stands(transfer):
+                    continue
+                self._copy(transfer)
             except WorkerLostError:
                 return  # the next step finds out which one, and goes on without it
             now = time.perf_counter()
-            self._scheduler.moved(move, now - start)
+            self._scheduler.transferred(transfer, now - start)
             if now > deadline:
                 return
 
-    def _still_stands(self, move: Move) -> bool:
-        """Whether neither of its R-workers was lost meanwhile."""
-        present = self._scheduler.workers.present
-        return move.source in present and move.target in present
-
-    def _copy(self, move: Move) -> None:
-        data = self._backend.export(move.source, move.cache_id, move.start, move.num_tokens)
-        self._backend.import_(move.target, move.cache_id, move.num_tokens, data, move.start)
+    def _copy(self, transfer: Transfer) -> None:
+        start, count = transfer.num_copied, transfer.num_tokens
+        data = self._backend.export(transfer.source, transfer.cache_id, start, count)
+        self._backend.import_(transfer.target, transfer.cache_id, count, data, start)

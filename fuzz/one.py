@@ -15,11 +15,12 @@ import parsers
 import sessions
 from instrument import instrument
 
-from fastdecode import errors, settings
+from fastdecode.api import settings
 from fastdecode.cluster import remote
 from fastdecode.cluster.links import link, port, shared_memory
 from fastdecode.cluster.r_worker import host, kv_port, session
 from fastdecode.cluster.wire import frames, handshake, messages, payload
+from fastdecode.core import errors
 
 TARGETS = parsers.TARGETS | sessions.TARGETS
 MOST_BYTES = frames.FRAME_LIMIT + (1 << 24)

@@ -20,8 +20,8 @@ from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.wire import frames, handshake, messages
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
-from fastdecode.errors import CapacityError, FrameError
-from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan, WorkerReport
+from fastdecode.core.errors import CapacityError, FrameError
+from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 LAYOUT = KVLayout(
     (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"

@@ -24,8 +24,8 @@ from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire import messages
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
-from fastdecode.errors import BackendError, CapacityError, FrameError
-from fastdecode.types import (
+from fastdecode.core.errors import BackendError, CapacityError, FrameError
+from fastdecode.core.types import (
     CONTROL,
     SPAN,
     SPLIT_TOKENS,

@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass, fields
 
 from fastdecode import __version__
-from fastdecode.errors import ProfileError
-from fastdecode.machine import cpu_name
+from fastdecode.core.errors import ProfileError
+from fastdecode.core.machine import cpu_name
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HERE, HardwareProfile, MachineIdentity
 from fastdecode.perfmodel.stages import Contention, RPart

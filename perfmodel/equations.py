@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fastdecode.errors import ConfigError, PlanError
-from fastdecode.protocols import StepTime
+from fastdecode.core.errors import ConfigError, PlanError
+from fastdecode.core.protocols import StepTime
 
 INTERVALS_PER_SEQUENCE = 32
 """Micro-batches in flight unless asked otherwise: the peak load is then 1/32 above the mean (the paper's F = 32 of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fastdecode.errors import PlanError
+from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import largest
 from fastdecode.perfmodel.hardware import Gpu

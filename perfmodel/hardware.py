@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 
 FLOPS_EFFICIENCY = 0.62
 """Of nominal 16-bit tensor FLOP/s, in large products: the FastDecode paper's A10."""

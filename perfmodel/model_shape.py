@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from fastdecode.types import ITEM_BYTES, KVLayout, LayerLayout
+from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.core.types import ITEM_BYTES, KVLayout, LayerLayout
 
 _KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 
 MOST_TOKENS = 1e12
 """Of a sequence: more than any memory holds, and few enough for arithmetic."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fastdecode.errors import ConfigError, PlanError
+from fastdecode.core.errors import ConfigError, PlanError
+from fastdecode.core.types import SPLIT_TOKENS
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.plan import NO_PRICES, Candidate, Plan, Prices, Workload
 from fastdecode.perfmodel.ranges import RangeRates, mean_parts
 from fastdecode.perfmodel.replicas import FREE_COPIES, CopyCosts
 from fastdecode.perfmodel.stages import RPart, SPart, Transport
 from fastdecode.perfmodel.step_model import FREE_RANGES, NO_TRANSPORT, StepModel
-from fastdecode.types import SPLIT_TOKENS
 
 KNEE_GAIN = 0.1
 """The batch is large enough when doubling it would raise E(B) by less than this."""
@@ -163,10 +164,8 @@ class Planner:
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
         """What a number of R-workers gives, whether or not it is the plan's."""
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
-        model, (tokens, kv_tokens) = self.step_model(num_r_workers), self.mean_step(in_flight, num_r_workers)
-        ranges = mean_parts(in_flight, self.workload.mean_context, self.range_tokens)
-        step = tokens, kv_tokens, in_flight, ranges, self.copied_rows(tokens, num_r_workers)
-        stages, seconds = model.stages(*step), model(*step)
+        model, load = self.step_model(num_r_workers), self.mean_load(in_flight, num_r_workers)
+        stages, seconds = model.stages(load), model.seconds(load)
         rate = in_flight / seconds
         hosts = _round_up(self.num_ranks * num_r_workers / self.r_workers_per_host)
         per_stage = self.num_layers * self.num_mini_batches
@@ -178,10 +177,16 @@ class Planner:
             sequence_seconds=self.workload.output_len * seconds,
             s_busy=per_stage * stages.s_part / seconds,
             r_busy=per_stage * stages.r_part / seconds,
-            bottleneck=model.bottleneck(*step),
+            bottleneck=model.bottleneck(load),
             fits_memory=num_r_workers >= self.memory_r_workers(in_flight),
             price_per_million_tokens=self.prices.per_million_tokens(hosts, rate),
         )
+
+    def mean_load(self, in_flight: float, num_r_workers: float) -> Load:
+        """Return the load of the mean step, without drafts."""
+        rows, kv_tokens = self.mean_step(in_flight, num_r_workers)
+        parts = mean_parts(in_flight, self.workload.mean_context, self.range_tokens)
+        return Load(rows, in_flight, kv_tokens, *parts, self.copied_rows(rows, num_r_workers))
 
     def mean_step(self, in_flight: float, num_r_workers: float) -> tuple[float, float]:
         """Rows, and cached tokens read, of the mean step: each R-worker reads a shared prefix once per mini-batch."""
@@ -212,7 +217,8 @@ class Planner:
         workers = max(self.balanced_r_workers(mini_batch_size), 1.0)
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         rows, kv_tokens = self.mean_step(in_flight, workers)
-        seconds = self.step_model(workers)(rows, kv_tokens, in_flight, copied_rows=self.copied_rows(rows))
+        load = Load(rows, in_flight, kv_tokens, copied_rows=self.copied_rows(rows))
+        seconds = self.step_model(workers).seconds(load)
         return self.workload.output_len * seconds
 
     def _other_stages(self, mini_batch_size: int) -> float:

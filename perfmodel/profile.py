@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode.errors import ConfigError, ProfileError
+from fastdecode.core.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.calibration import fit_parts
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.partition import PartitionEntry

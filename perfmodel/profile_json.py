@@ -9,7 +9,7 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastdecode.errors import ConfigError, ProfileError
+from fastdecode.core.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.partition import PartitionEntry, PartitionTable
 from fastdecode.perfmodel.profile import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fastdecode.core.types import ITEM_BYTES, SPLIT_TOKENS
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.types import ITEM_BYTES, SPLIT_TOKENS
 
 PARTIAL_BYTES = ITEM_BYTES["float32"]
 """Of each number of a partial result: a maximum, a sum, and the output that is not yet divided by it."""

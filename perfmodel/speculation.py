@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.equations import largest, tokens_per_verification
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.plan import Plan
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.stages import RPart, SPart
@@ -140,8 +141,9 @@ def _rate(planner: Planner, in_flight: int, drafting: Drafting, drafts: int, num
     prompt_rows = (rows - in_flight) * tokens  # sequences end, and others begin, as much sooner
     sampled = in_flight * (1 + drafts)
     attended = kv_tokens * (1 + drafting.row_share * drafts)
-    step, copied_rows = planner.step_model(num_r_workers), planner.copied_rows(prompt_rows + sampled, num_r_workers)
-    seconds = step(prompt_rows + sampled, attended, sampled, copied_rows=copied_rows)
+    rows = prompt_rows + sampled
+    load = Load(rows, sampled, attended, copied_rows=planner.copied_rows(rows, num_r_workers))
+    seconds = planner.step_model(num_r_workers).seconds(load)
     if drafts:
         seconds += drafting.cost.seconds(in_flight, drafts, kv_tokens, num_r_workers)
     return in_flight * tokens / seconds if math.isfinite(seconds) else 0.0

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.hardware import CpuHost, Gpu, kernel_bytes_per_second
 from fastdecode.perfmodel.model_shape import ModelShape
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode.errors import ConfigError
-from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, RangeRates
+from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.ranges import RangeRates
 from fastdecode.perfmodel.replicas import FREE_COPIES, CopyCosts
 from fastdecode.perfmodel.stages import Contention, RPart, SPart, Stages, Transport
 
@@ -54,64 +55,40 @@ class StepModel:
         if min(counts) < 1 or not self.num_r_workers > 0:
             raise ConfigError("layers, mini-batches and R-workers must be at least 1")
 
-    def __call__(
-        self,
-        tokens: float,
-        kv_tokens: float,
-        output_tokens: float | None = None,
-        ranges: RangeParts = NO_RANGES,
-        copied_rows: float = 0.0,
-    ) -> float:
-        """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``, all mini-batches together.
+    def __call__(self, tokens: float, kv_tokens: float) -> float:
+        """Return the seconds of a step that decodes ``tokens`` rows over ``kv_tokens`` cached tokens."""
+        return self.seconds(Load.decode(tokens, kv_tokens))
 
-        Only the rows that are sampled, ``output_tokens``, attend on R-workers and meet the head and the host; all rows
-        unless given. The others are prompts', which attend on the S-worker. ``ranges``: of sequences with several.
-        ``copied_rows``: of sequences with second copies.
-        """
-        sampled = tokens if output_tokens is None else output_tokens
-        stages = self.stages(tokens, kv_tokens, sampled, ranges, copied_rows)
-        return self._pipeline_seconds(stages, sampled) + self.host_seconds(sampled)
+    def seconds(self, load: Load) -> float:
+        """Return the seconds of a step with ``load``, all mini-batches together."""
+        return self._pipeline_seconds(self.stages(load), load.sampled) + self.host_seconds(load.sampled)
 
     def host_seconds(self, output_tokens: float) -> float:
         """The engine's own work in a step: once, and for each sequence that gets a token."""
         return self.step_overhead_seconds + self.row_overhead_seconds * output_tokens
 
-    def stages(
-        self,
-        tokens: float,
-        kv_tokens: float,
-        output_tokens: float | None = None,
-        ranges: RangeParts = NO_RANGES,
-        copied_rows: float = 0.0,
-    ) -> Stages:
-        """Of one layer and one mini-batch of such a step."""
-        rows, calls = tokens / self.num_mini_batches, self.num_mini_batches * self.num_r_workers
-        attending = (tokens if output_tokens is None else output_tokens) + ranges.num_reads
+    def stages(self, load: Load) -> Stages:
+        """Return the stages of one layer and one mini-batch of a step with ``load``."""
+        rows, calls = load.rows / self.num_mini_batches, self.num_mini_batches * self.num_r_workers
+        ranges, attending = load.ranges, load.sampled + load.reads
         more_bytes = self.range_rates.link_bytes(ranges) / self.num_mini_batches
         merging = self.range_rates.merge_seconds(ranges.over(self.num_mini_batches), rows)
-        copied_bytes = self.copy_costs.link_bytes * copied_rows / self.num_mini_batches
-        storing = self.copy_costs.append_seconds * copied_rows / calls
+        copied_bytes = self.copy_costs.link_bytes * load.copied_rows / self.num_mini_batches
+        storing = self.copy_costs.append_seconds * load.copied_rows / calls
         return Stages(
             s_part=self.s_part.layer_seconds(rows) + merging,
-            r_part=self.r_workers_per_core * (self.r_part.seconds(kv_tokens / calls, attending / calls) + storing),
+            r_part=self.r_workers_per_core * (self.r_part.seconds(load.kv_tokens / calls, attending / calls) + storing),
             hop=self.transport.stage_seconds(rows, more_bytes, copied_bytes),
             trip=self.transport.trip_seconds(rows, more_bytes, copied_bytes),
         )
 
-    def layer_seconds(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> float:
-        """One layer of all mini-batches."""
-        return max(self._bounds(self.stages(tokens, kv_tokens, output_tokens)).values())
+    def layer_seconds(self, load: Load) -> float:
+        """Return the seconds of one layer of all mini-batches."""
+        return max(self._bounds(self.stages(load)).values())
 
-    def bottleneck(
-        self,
-        tokens: float,
-        kv_tokens: float,
-        output_tokens: float | None = None,
-        ranges: RangeParts = NO_RANGES,
-        copied_rows: float = 0.0,
-    ) -> str:
+    def bottleneck(self, load: Load) -> str:
         """What the step waits for: "s-worker", "r-workers", "transport" or "round-trip"; the first of equals."""
-        bounds = self._bounds(self.stages(tokens, kv_tokens, output_tokens, ranges, copied_rows))
+        bounds = self._bounds(self.stages(load))
         return max(bounds, key=lambda name: bounds[name])
 
     def balanced_kv_tokens(self, tokens: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from fastdecode.errors import ConfigError, PlanError
+from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.perfmodel.hardware import Figure, Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.stages import SPart

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
 from fastdecode.sworker import gguf
 from fastdecode.sworker.loader import load_hf_config, max_position_embeddings, resolve_dtype
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.protocols import AttentionBackend
+from fastdecode.core.protocols import AttentionBackend
 from fastdecode.sworker.staging import from_numpy, to_numpy
 
 SPIN_POLLS = 300

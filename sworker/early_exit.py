@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fastdecode.errors import ConfigError, UnsupportedModelError
+from fastdecode.core.errors import ConfigError, UnsupportedModelError
+from fastdecode.core.types import KVLayout
 from fastdecode.sworker.support import probe_layers
-from fastdecode.types import KVLayout
 
 
 def first_layers(model: torch.nn.Module, hf_config: Any, layout: KVLayout, num_layers: int) -> torch.nn.Module:

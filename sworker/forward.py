@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.protocols import AttentionBackend
+from fastdecode.core.protocols import AttentionBackend
 from fastdecode.sworker.greenlets import ModelGreenlet
 from fastdecode.sworker.packing import PackedRows
 from fastdecode.sworker.prefill import PromptAttention

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import GgufConfig
 
-from fastdecode.errors import ModelLoadError
+from fastdecode.core.errors import ModelLoadError
 
 NEEDED = ("gguf", "accelerate")
 """Packages with which transformers reads such a file."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode.errors import ConfigError, RequestError
-from fastdecode.structured_outputs import StructuredOutputsParams
+from fastdecode.api.structured_outputs import StructuredOutputsParams
+from fastdecode.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

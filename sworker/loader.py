@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.perfmodel.model_shape import ModelShape, read_shape
 from fastdecode.sworker import gguf, tensor_parallel
 from fastdecode.sworker.experts import use_padded_experts

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError, ModelLoadError, RequestError, UnsupportedModelError
-from fastdecode.machine import available_memory_bytes
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError, UnsupportedModelError
+from fastdecode.core.machine import available_memory_bytes
+from fastdecode.core.types import KVLayout
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.early_exit import first_layers
 from fastdecode.sworker.fused import FusedRows
@@ -28,7 +29,6 @@ from fastdecode.sworker.prepack import PackedLinears
 from fastdecode.sworker.support import check_rope, probe_layout, repeats_rows
 from fastdecode.sworker.tensor_parallel import Rank
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
-from fastdecode.types import KVLayout
 
 logger = logging.getLogger(__name__)
 

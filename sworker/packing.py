@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fastdecode.step import MiniBatch
+from fastdecode.core.step import MiniBatch
 
 MIN_ROWS = 16
 """Smaller forwards are padded: torch's CPU matrix product gives a row the same bits only from 8 rows on."""

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from greenlet import greenlet
 
-from fastdecode.metrics import HOST, MODEL, WAIT, StateClock
-from fastdecode.protocols import AttentionBackend
+from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
+from fastdecode.core.protocols import AttentionBackend
 from fastdecode.sworker.staging import HostStaging, Staging
 from fastdecode.sworker.threads import SharedCores
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastdecode.errors import interrupts_deferred
-from fastdecode.protocols import AttentionBackend
-from fastdecode.step import MiniBatch
+from fastdecode.core.errors import interrupts_deferred
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.step import MiniBatch
+from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, SpanMode, StepPlan, Verb, WorkerPlan
 from fastdecode.sworker.packing import PromptRows
 from fastdecode.sworker.staging import from_numpy, to_numpy
-from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, SpanMode, StepPlan, Verb, WorkerPlan
 
 TILE_ROWS = 256
 """Rows of a later chunk that attend together: to the keys before them and, masked, to each other's."""

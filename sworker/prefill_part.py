@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastdecode.step import Chunk, MiniBatch
+from fastdecode.core.step import Chunk, MiniBatch
+from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.sworker.greenlets import ModelGreenlet
 from fastdecode.sworker.packing import pack
 from fastdecode.sworker.prefill import causal_mask, prompt_attention
 from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, rows_of, to_numpy
-from fastdecode.types import KVLayout, LayerLayout
 
 Exchange = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Called at each layer with its number and the part's own k and v, [rows, num_kv_heads, …].

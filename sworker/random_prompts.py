@@ -8,10 +8,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from fastdecode.step import MiniBatch, ScheduledStep
+from fastdecode.core.step import MiniBatch, ScheduledStep
+from fastdecode.core.types import KVLayout, to_wire
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
 from fastdecode.sworker.worker import SWorker
-from fastdecode.types import KVLayout, to_wire
 
 RANDOM_ROWS = 1024
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from fastdecode.protocols import AttentionBackend
+from fastdecode.core.protocols import AttentionBackend
 
 TORCH_DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}

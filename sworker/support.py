@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from fastdecode.errors import ModelLoadError, UnsupportedModelError
+from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
+from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.sworker.greenlets import ModelGreenlet
 from fastdecode.sworker.staging import DTYPE_NAME
-from fastdecode.types import KVLayout, LayerLayout
 
 OWN_ATTENTION = ("bloom", "falcon", "gptj", "mpt")
 """Models whose attention is code of their own and has an adapter (`own_attention.py`)."""

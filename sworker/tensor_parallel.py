@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
-from fastdecode.errors import ConfigError, UnsupportedModelError
+from fastdecode.core.errors import ConfigError, UnsupportedModelError
 from fastdecode.sworker.shared_exchange import SharedExchange, SharedMemory, whereabouts
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ModelLoadError, RequestError
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.text_limits import check_can_fit
+from fastdecode.core.errors import ModelLoadError, RequestError
 from fastdecode.sworker import gguf
+from fastdecode.sworker.token_bytes import max_bytes_per_token
 
 
 class HFTokenizer:
@@ -32,6 +35,11 @@ class HFTokenizer:
             ) from error
         self.eos_token_id: int | None = self.hf.eos_token_id
 
+    @functools.cached_property
+    def max_bytes_per_token(self) -> int | None:
+        """The most UTF-8 bytes of a text per token; None where there is no bound. Read from the vocabulary once."""
+        return max_bytes_per_token(self.backend)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
         return list(self.hf(text, verbose=False)["input_ids"])
@@ -39,6 +47,8 @@ class HFTokenizer:
     def encode_chat(
         self,
         messages: Any,
+        max_model_len: int | None = None,
+        /,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -50,7 +60,8 @@ class HFTokenizer:
         ``chat_template`` takes the place of the model's; ``tools`` (JSON schemas of functions) and ``template_kwargs``
         go to it. With ``continue_final_message`` the answer goes on where the last message ends.
 
-        RequestError without a chat template, or for messages that it does not take.
+        RequestError without a chat template, for messages that it does not take, and, before they are tokenised, for
+        those that cannot fit ``max_model_len`` tokens.
         """
         if not (chat_template or getattr(self.hf, "chat_template", None)):
             raise RequestError("messages: the model's tokenizer has no chat template; send a prompt")
@@ -69,6 +80,8 @@ class HFTokenizer:
             )
         except Exception as error:  # whatever the template raises
             raise RequestError(f"messages: the chat template does not take them: {error}") from None
+        if max_model_len is not None:
+            check_can_fit(text, self.max_bytes_per_token, max_model_len)
         return list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

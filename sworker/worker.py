@@ -10,9 +10,10 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from fastdecode.metrics import HOST, MODEL, WAIT, StateClock
-from fastdecode.protocols import AttentionBackend
-from fastdecode.step import ScheduledStep
+from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.step import ScheduledStep
+from fastdecode.core.types import KVLayout
 from fastdecode.sworker.cuda_graphs import GraphRecorder, ModelGraphs
 from fastdecode.sworker.cuda_staging import CudaStaging, Gpu
 from fastdecode.sworker.forward import MiniBatchForward
@@ -22,7 +23,6 @@ from fastdecode.sworker.prefill import PromptAttention, PromptScratch
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
 from fastdecode.sworker.staging import TORCH_DTYPE, HostStaging, Staging, from_numpy
 from fastdecode.sworker.threads import SharedCores
-from fastdecode.types import KVLayout
 
 Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
 """Has other ranks compute a step, with overlap or without, while this one does so within the context."""

@@ -36,9 +36,9 @@ from fastdecode.cluster.links.mpi_link import MpiBackend
 from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.errors import BackendError, CapacityError
-from fastdecode.protocols import AttentionBackend
-from fastdecode.types import KVLayout, LayerLayout, StepPlan, Verb
+from fastdecode.core.errors import BackendError, CapacityError
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.types import KVLayout, LayerLayout, StepPlan, Verb
 
 BACKENDS = os.environ.get("FASTDECODE_TEST_BACKENDS", "fake,inproc,spawn,tcp").split(",")
 Makers = dict[str, Callable[[], AttentionBackend]]
@@ -81,11 +81,27 @@ def test_every_backend_computes_the_same(backend: AttentionBackend) -> None:
     local.close()
 
 
+def at_home(sequence_id: int, index: int) -> int:
+    """The R-worker of a range."""
+    return (sequence_id + index) % 2
+
+
+def beside(sequence_id: int, index: int) -> int:
+    """The other R-worker."""
+    return 1 - at_home(sequence_id, index)
+
+
+@pytest.mark.parametrize("copy", [None, beside], ids=["one copy", "two copies"])
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "fake"])
-def test_a_sequence_over_both_has_the_bits_of_a_whole_one(name: str, makers: Makers) -> None:
-    """Five ranges in turn, a tail that is filled and one that begins, beside a short sequence."""
+def test_a_sequence_over_both_has_the_bits_of_a_whole_one(
+    name: str, copy: Callable[[int, int], int] | None, makers: Makers
+) -> None:
+    """Five ranges in turn, a tail that is filled and one that begins, beside a short sequence.
+
+    Of two copies of every range, the tail's too, now one attends and now the other.
+    """
     layout = KVLayout((LAYERS[0], replace(LAYERS[2], window=900)), "bfloat16", "float32")
-    over_both = RangeDriver(makers[name](), layout, 512, lambda sequence_id, index: (sequence_id + index) % 2)
+    over_both = RangeDriver(makers[name](), layout, 512, at_home, copy)
     whole = RangeDriver(inproc(), layout)
     for driver in (over_both, whole):
         driver.fill(0, 2558)

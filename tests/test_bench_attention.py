@@ -13,12 +13,12 @@ import pytest
 from fastdecode import _rworker
 from fastdecode.backends import tuning
 from fastdecode.cli.main import main
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.types import READ_AHEAD
 from fastdecode.measure.attention_bench import Roofline
 from fastdecode.measure.attention_cache import FilledCache, exact_attention, relative_error
 from fastdecode.measure.attention_shape import AttentionShape, ContextLen, sweep
 from fastdecode.measure.plots import roofline_lines
-from fastdecode.types import READ_AHEAD
 
 SMALL = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "16", "--context-len", "70", "--batch-size", "3"]
 SMALL += ["--cache-bytes", "4MiB", "--repeats", "9"]

@@ -11,9 +11,10 @@ import pytest
 from helpers import model_zoo
 from helpers.hardware import profile
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.cli.calibrate import prefill_lines, without_prefill_workers
 from fastdecode.cli.main import main
-from fastdecode.config import EngineConfig
+from fastdecode.core.remote_prefill import PrefillPart
 from fastdecode.measure.plots import plot_prefill
 from fastdecode.measure.prefill_bench import ALONE, METHODS, PrefillBench, num_measurements, report, table_lines
 from fastdecode.measure.prefill_calibrator import PrefillCalibration, calibrate_prefill
@@ -23,7 +24,6 @@ from fastdecode.perfmodel.partition import closed_form, even
 from fastdecode.perfmodel.prefill import PrefillModel, PromptAttention, chain_traffic_tokens, tsp_traffic_tokens
 from fastdecode.perfmodel.prefill_rates import before_share, measured_prefill_model, measured_speeds, slowdown
 from fastdecode.perfmodel.stages import MeasuredSPart
-from fastdecode.remote_prefill import PrefillPart
 
 SHAPE = replace(profile().shape, num_layers=4)
 TRUE_MODEL = PrefillModel(

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from helpers import model_zoo, r_workers
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.cli.calibrate import summary_lines
 from fastdecode.cli.main import main
-from fastdecode.config import EngineConfig
+from fastdecode.core.errors import ProfileError
 from fastdecode.engine import LLMEngine
-from fastdecode.errors import ProfileError
 from fastdecode.measure.attention_rig import AttentionRig
 from fastdecode.measure.calibrator import CalibrationPlan, Calibrator
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
@@ -29,6 +29,7 @@ from fastdecode.measure.samples import measuring, r_worker_config
 from fastdecode.measure.throughput import run_throughput
 from fastdecode.measure.validation import Configuration, Validation, require_measured
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.profile import HardwareProfile, MachineIdentity
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, RangeRates
@@ -163,7 +164,9 @@ def test_a_configuration_is_held_against_its_prediction(
     model = dataclasses.replace(model, range_rates=RangeRates.of(shape, row.drift.s_part))
     parts = RangeParts(12, 16) if kv_shard_tokens else NO_RANGES  # three closed ranges and a tail of a split each
     assert todo.ranges == parts
-    assert row.predicted_step_seconds == pytest.approx(model(4, 4 * context_len, None, parts), rel=0.05)
+    assert row.predicted_step_seconds == pytest.approx(
+        model.seconds(Load.decode(4, 4 * context_len).with_ranges(parts)), rel=0.05
+    )
     assert np.isfinite(row.error) and 1 <= row.tries <= 3
 
 

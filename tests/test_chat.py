@@ -9,7 +9,7 @@ import pytest
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
-from fastdecode.errors import ConfigError, RequestError
+from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.sworker.tokenizer import HFTokenizer, chat_messages
 
 TEMPLATE = (

@@ -17,9 +17,9 @@ from helpers.engine_checks import assert_nothing_held
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastdecode import LLM, SamplingParams, StructuredOutputsParams
+from fastdecode.api.config import DEMO_MODEL
 from fastdecode.cli.bench_perplexity import measure_perplexity
 from fastdecode.cli.main import main
-from fastdecode.config import DEMO_MODEL
 
 pytestmark = pytest.mark.timeout(600)  # the first to ask for the model waits until it is fetched and converted
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "get_model.py"

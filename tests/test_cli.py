@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from helpers import model_zoo
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.cli.main import build_parser, main
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.llm import LLM
 from fastdecode.measure.dataset import WorkloadSpec
 from fastdecode.measure.throughput import run_baseline
@@ -111,8 +111,10 @@ def test_wrong_usage_exits_2(arguments: list[str], capfd: pytest.CaptureFixture[
 
 def test_empty_prompt_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     """With the demo model's tokenizer an empty text may still hold a begin-of-text token; token ids may not be none."""
-    assert main(["generate", "x" * 5000, *SMALL]) == 1
+    assert main(["generate", "x" * 2000, *SMALL]) == 1
     assert "max_model_len is 300: it must be at most 299" in capfd.readouterr().err
+    assert main(["generate", "x" * 5000, *SMALL]) == 1
+    assert "5000 bytes of text, and max_model_len is 300 tokens" in capfd.readouterr().err
 
 
 def test_throughput_json_has_the_contract(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from fastdecode import config as config_module
 from fastdecode import engine_setup
+from fastdecode.api import config as config_module
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.settings import RWorkerSpec, parse_bytes
 from fastdecode.backends import check_room, kv_cache_bytes
-from fastdecode.config import EngineConfig
+from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.core.machine import total_memory_bytes
+from fastdecode.core.types import KVLayout, LayerLayout, RWorkerInfo
 from fastdecode.engine_setup import scratch_tokens
-from fastdecode.errors import CapacityError, ConfigError
-from fastdecode.machine import total_memory_bytes
-from fastdecode.settings import RWorkerSpec, parse_bytes
-from fastdecode.types import KVLayout, LayerLayout, RWorkerInfo
 
 BAD: list[tuple[str, Any]] = [
     ("dtype", "int3"),

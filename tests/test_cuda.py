@@ -16,11 +16,11 @@ from helpers.tiny import qkv
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fastdecode import LLM, SamplingParams
-from fastdecode import config as config_module
+from fastdecode.api import config as config_module
+from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.pool import InprocBackend
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
-from fastdecode.metrics import StepRecord
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.metrics import StepRecord
 from fastdecode.sworker.cuda_staging import CudaStaging, Gpu, Phase
 from fastdecode.sworker.loader import resolve_device
 from fastdecode.sworker.staging import to_numpy

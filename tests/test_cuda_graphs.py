@@ -17,7 +17,7 @@ from helpers import model_zoo
 from helpers.tiny import NUM_LAYERS, Engine, Tiny, make_tiny, prompt
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import model as model_module
 from fastdecode.sworker import worker
 from fastdecode.sworker.cuda_graphs import CudaGraphForward, ModelGraphs

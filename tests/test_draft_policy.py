@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from helpers.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.scheduler.draft_costs import RowCost
-from fastdecode.scheduler.draft_policy import FIRST_STEPS, LEAST_GAIN, PRIOR, BalancedDrafts
+from fastdecode.scheduler.policy.draft_costs import RowCost
+from fastdecode.scheduler.policy.draft_policy import FIRST_STEPS, LEAST_GAIN, PRIOR, BalancedDrafts
 
 CHANCES = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4)
 LOADS = np.array([1000.0])
@@ -36,7 +37,7 @@ def tokens_per_second(step_time: Affine, chances: list[float], counts: tuple[int
     return (len(chances) + more) / step_time(len(chances) + sum(counts), 1000)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(CHANCES, st.lists(st.integers(0, 3), min_size=4, max_size=4), TIMES)
 def test_no_other_choice_gives_more_tokens_per_second(chances: list[float], limits: list[int], times: Affine) -> None:
     most = limits[: len(chances)]
@@ -50,7 +51,7 @@ def test_no_other_choice_gives_more_tokens_per_second(chances: list[float], limi
     assert found >= best * (1 - 4e-3) or (not chosen.any() and best < (1 + 1.1 * LEAST_GAIN) * none)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(CHANCES, st.floats(0.0, 0.5))
 def test_nothing_is_drafted_where_rows_cost_what_they_bring(chances: list[float], r_seconds: float) -> None:
     chances = [min(chance, 0.98) for chance in chances]
@@ -60,7 +61,7 @@ def test_nothing_is_drafted_where_rows_cost_what_they_bring(chances: list[float]
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=40), TIMES)
 def test_who_is_accepted_more_often_gets_no_fewer(chances: list[float], times: Affine) -> None:
     ascending = np.sort(np.array(chances).round(3))

@@ -19,14 +19,14 @@ from helpers.drafting import always_draft
 from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.api.config import DEMO_MODEL
 from fastdecode.cluster.pool import PoolBackend
-from fastdecode.config import DEMO_MODEL
-from fastdecode.draft_model import DraftCache, DraftModelDrafter
-from fastdecode.drafting import EarlyExitDrafter
+from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.metrics import StepRecord
+from fastdecode.drafting.draft_model import DraftCache, DraftModelDrafter
+from fastdecode.drafting.early_exit import EarlyExitDrafter
 from fastdecode.engine import LLMEngine
-from fastdecode.errors import ConfigError, FastDecodeError
-from fastdecode.metrics import StepRecord
-from fastdecode.scheduler.drafts import DraftCounts
+from fastdecode.scheduler.policy.drafts import DraftCounts
 
 NAME = "llama-gqa"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)

@@ -15,8 +15,8 @@ from helpers.elastic import NAME, Job, make_llm
 from helpers.engine_checks import assert_nothing_held
 
 from fastdecode.cluster.attempts import MOST_ADDRESSES, Attempts
+from fastdecode.core.errors import ConfigError
 from fastdecode.engine import LLMEngine
-from fastdecode.errors import ConfigError
 from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
 
 PATIENCE_SECONDS = 60.0
@@ -97,7 +97,7 @@ def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path, monke
 
 def test_one_that_joins_takes_the_place_of_one_long_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine keeps no more of those that came and went, and the blocks of none but the present ones count."""
-    monkeypatch.setattr("fastdecode.scheduler.worker_state.KEPT_GONE", 0)
+    monkeypatch.setattr("fastdecode.scheduler.store.workers.KEPT_GONE", 0)
     with make_llm(folder) as llm:
         engine = llm.engine
         job = Job(engine)

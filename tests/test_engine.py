@@ -14,10 +14,10 @@ from helpers import model_zoo
 from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import CapacityError, ConfigError, RequestError
+from fastdecode.core.metrics import StepRecord
 from fastdecode.engine import LLMEngine
-from fastdecode.errors import CapacityError, ConfigError, RequestError
-from fastdecode.metrics import StepRecord
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 

@@ -16,8 +16,8 @@ from fastdecode.cluster.remote import NUM_PINGS, RemoteWorker
 from fastdecode.cluster.wire import messages
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.payload import PayloadSlots, RowCounts, aligned_memory
-from fastdecode.errors import FrameError, WorkerLostError
-from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan, WorkerReport
+from fastdecode.core.errors import FrameError, WorkerLostError
+from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 LAYOUT = KVLayout(
     (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"

@@ -19,8 +19,8 @@ from fastdecode.cluster.r_worker import vitals as vitals_module
 from fastdecode.cluster.r_worker.health import MOST_BYTES, MOST_CLIENTS, HealthPort
 from fastdecode.cluster.r_worker.host import take_host
 from fastdecode.cluster.r_worker.vitals import PREFIX, Vitals
-from fastdecode.errors import ConfigError
-from fastdecode.machine import has_cpu_quota
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import has_cpu_quota
 
 Place = tuple[str, int]
 
@@ -182,7 +182,9 @@ def test_threads_are_not_pinned_under_a_quota(monkeypatch: pytest.MonkeyPatch) -
     free = take_host(None, 1, 1 << 20)
     assert free.size.cores == free.cores or has_cpu_quota()
     with monkeypatch.context() as quota:
-        quota.setattr("fastdecode.machine._cgroup_value", lambda name: "100000 100000" if name == "cpu.max" else "")
+        quota.setattr(
+            "fastdecode.core.machine._cgroup_value", lambda name: "100000 100000" if name == "cpu.max" else ""
+        )
         cores = sorted(os.sched_getaffinity(0))
         limited = take_host(None, None, 1 << 20)
         assert limited.size.num_threads == 1 and limited.size.cores == ((), (cores[0],))[len(cores) == 1]

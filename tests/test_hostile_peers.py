@@ -21,7 +21,7 @@ from helpers.sessions import HELLO, PATIENCE_SECONDS, frame, log_of, make_key, o
 from fastdecode import LLM, SamplingParams
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Conversation, Kind
 from fastdecode.cluster.wire.handshake import derive_key, read_secret
-from fastdecode.errors import BackendError
+from fastdecode.core.errors import BackendError
 
 NAME = "llama-gqa"
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)

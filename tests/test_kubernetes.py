@@ -16,9 +16,9 @@ import yaml
 from helpers import kubernetes
 from helpers.kubernetes import FOLDER, Manifest, Manifests, container, find, parsed, pods, port_of, read
 
+from fastdecode.api.settings import parse_bytes, parse_r_workers, split_address
 from fastdecode.cli.main import build_parser
 from fastdecode.cluster.wire.handshake import read_secret
-from fastdecode.settings import parse_bytes, parse_r_workers, split_address
 
 S_WORKER, R_WORKER = "s-worker", "r-worker"
 VERSIONS = ("1.29", "1.37")

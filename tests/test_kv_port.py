@@ -31,8 +31,8 @@ from fastdecode.cluster.r_worker.kv_port import NICENESS
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security, read_security
 from fastdecode.cluster.wire.messages import KV_ROWS, decode_refusal
-from fastdecode.errors import BackendError
-from fastdecode.types import (
+from fastdecode.core.errors import BackendError
+from fastdecode.core.types import (
     CONTROL,
     KV_BITS,
     SPAN,

@@ -14,8 +14,8 @@ from helpers import mpi_jobs, r_workers
 from fastdecode.cli.launch import FORMATS
 from fastdecode.cli.launch_lines import HostSlots, read_hostfile, split_roles
 from fastdecode.cli.main import main
-from fastdecode.errors import ConfigError
-from fastdecode.machine import usable_cores
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import usable_cores
 
 HOSTS = """
 # the GPU's host, then the others

@@ -19,7 +19,7 @@ from helpers.browser import CHROMIUM, Tab, browser
 from helpers.servers import RunningServer, serving
 from starlette.types import Message
 
-from fastdecode.metrics import HOST, MODEL, R_BUSY, WAIT, Event, Interval, StepRecord
+from fastdecode.core.metrics import HOST, MODEL, R_BUSY, WAIT, Event, Interval, StepRecord
 from fastdecode.server.live import SHOWN_LAYERS, Live, LiveResponse, look, timeline
 from fastdecode.server.observer import EngineState, Observer, RWorkerState, TimedStep
 
@@ -82,6 +82,8 @@ def test_the_timeline_is_of_the_first_layers() -> None:
     assert seen["events"][1] == (2, R_BUSY, 1, 0, 250.0, 1000.0)
     assert {event[3] for event in seen["events"]} == {-1, *range(SHOWN_LAYERS)}
     assert max(event[5] for event in seen["events"]) == pytest.approx(SHOWN_LAYERS * 1e3)
+    after = Interval(MODEL, 1, SHOWN_LAYERS + 3, 100.0, 100.5)  # the S-worker's last stay, after the last layer
+    assert timeline([*events, Event(0, after)])["num_layers"] == SHOWN_LAYERS + 3
     assert timeline([])["events"] == timeline(events[:2])["events"] == []
 
 

@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.examples import examples
 from helpers.scheduler_harness import AMPLE, Job, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastdecode.core.errors import ConfigError
 from fastdecode.engine_setup import budget_within
-from fastdecode.errors import ConfigError
 from fastdecode.perfmodel.step_model import MeasuredStepTime
-from fastdecode.scheduler.load_control import NUM_STEPS, BalanceFinder, LoadControl
-from fastdecode.scheduler.load_forecast import LoadForecast, Newcomer
-from fastdecode.scheduler.output_lengths import MIN_ENDED, OutputLengths
-from fastdecode.scheduler.worker_state import Workers
+from fastdecode.scheduler.policy.load_control import NUM_STEPS, BalanceFinder, LoadControl
+from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
+from fastdecode.scheduler.policy.output_lengths import MIN_ENDED, OutputLengths
+from fastdecode.scheduler.store.workers import Workers
 
 
 def loads_of(run: Run) -> np.ndarray:
@@ -39,7 +40,7 @@ def known_runs(draw: st.DrawFn) -> Run:
 
 
 @given(known_runs(), st.integers(0, 30))
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 def test_the_forecast_is_what_happens(run: Run, look_at: int) -> None:
     """From the first step at or after ``look_at`` at which no sequence waits, to the end, per worker."""
     last_arrival = max(job.arrives for job in run.jobs)
@@ -49,7 +50,7 @@ def test_the_forecast_is_what_happens(run: Run, look_at: int) -> None:
         if run.step_number >= max(look_at, last_arrival) and not forecast.size and not len(run.scheduler.queue):
             run.scheduler.residents.table.refresh()
             run.scheduler.admission.begin_step()
-            forecast, first = run.scheduler.admission.forecast().loads.copy(), len(run.kv_loads)
+            forecast, first = run.scheduler.admission.future.forecast().loads.copy(), len(run.kv_loads)
         if run.alive:
             run.step()
         run.step_number += 1
@@ -65,7 +66,7 @@ def test_the_forecast_is_what_happens(run: Run, look_at: int) -> None:
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20), st.integers(0, 2)), max_size=4),
     st.integers(10, 40),
 )
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 def test_the_forecast_adds_up(running: list[tuple[int, int]], prompts: list[tuple[int, int, int]], budget: int) -> None:
     """Against one step after the other: decodes take rows first, prompts take the rest in order."""
     cached, steps = np.array([r[0] for r in running], int), np.array([r[1] for r in running], int)

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from helpers import model_zoo
 from helpers.engine_checks import assert_nothing_held
+from helpers.examples import examples
 from helpers.scheduler_harness import AMPLE, Job, Run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.scheduler import Move, Scheduler
-from fastdecode.scheduler.migration import COOL_DOWN
-from fastdecode.scheduler.move_prices import MOST_STEPS, SHARE, SharedPeak, attended_in
-from fastdecode.step import ScheduledStep
+from fastdecode.core.step import ScheduledStep
+from fastdecode.scheduler import Scheduler, Transfer
+from fastdecode.scheduler.policy.move_prices import MOST_STEPS, SHARE, SharedPeak, attended_in
+from fastdecode.scheduler.policy.transfers import COOL_DOWN
 
 PER_TOKEN = 1e-3
 
@@ -41,7 +42,7 @@ def fleets(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(fleets(), st.integers(0, 1), st.integers(1, 60), st.integers(1, 20), st.sampled_from([0.0, 40.0, 120.0]))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_gain_is_what_is_shared_less(
     fleet: tuple[np.ndarray, np.ndarray], source: int, attended: int, left: int, hidden: float
 ) -> None:
@@ -81,7 +82,7 @@ def times_ahead(run: Run, sequence_id: int = -1, target: int = -1) -> np.ndarray
 
     By the speeds that the scheduler has seen by then, which other tests compare with the true ones.
     """
-    prices, num_steps = run.scheduler._migration._prices, 20
+    prices, num_steps = run.scheduler.transfers.moves.prices, 20
     per_token = prices.seconds_per_token * run.scheduler.workers.relative_times
     loads = np.zeros((len(per_token), num_steps))
     for member in run.alive.values():
@@ -93,7 +94,7 @@ def times_ahead(run: Run, sequence_id: int = -1, target: int = -1) -> np.ndarray
 
 def net_gain(run: Run, sequence_id: int, target: int) -> float:
     """Of one move by trial, less twice its price."""
-    hidden = run.scheduler._migration._prices.hidden
+    hidden = run.scheduler.transfers.moves.prices.hidden
     price = 2 * run.limits.seconds_per_moved_token * run.alive[sequence_id].num_tokens
     return shared(times_ahead(run), hidden) - shared(times_ahead(run, sequence_id, target), hidden) - price
 
@@ -104,7 +105,7 @@ def net_gain(run: Run, sequence_id: int, target: int) -> float:
     st.sampled_from([0.0, 0.01, 0.05]),
 )
 @example([(1, 6), (31, 6)], [6.0, 1.0], 0.0)  # emptying the slow one, which is not busier, would win
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_best_single_move_by_trial(sizes: list[tuple[int, int]], slowness: list[float], price: float) -> None:
     """Every sequence to every other R-worker: what is chosen is worth as much as the best, or none is worth it.
 
@@ -113,12 +114,12 @@ def test_the_best_single_move_by_trial(sizes: list[tuple[int, int]], slowness: l
     run = uneven_run(sizes, tuple(slowness), price)
     for _ in range(3):
         run.step()
-    prices = run.scheduler._migration._prices
+    prices = run.scheduler.transfers.moves.prices
     workers, times = range(len(slowness)), times_ahead(run)
     busier = (times > np.maximum(1.001 * times.mean(axis=0), prices.hidden)).any(axis=1)
     giving = [(i, m.worker) for i, m in run.alive.items() if busier[m.worker]]
     trials = [net_gain(run, i, v) for i, worker in giving for v in workers if v != worker]
-    may, move = prices.may_pay, run.scheduler.next_move()
+    may, move = prices.may_pay, run.scheduler.next_transfer()
     if move is None:
         assert not may or max(trials, default=0.0) <= 1e-6
     else:
@@ -127,25 +128,25 @@ def test_the_best_single_move_by_trial(sizes: list[tuple[int, int]], slowness: l
 
 def long_run(
     slowness: tuple[float, ...], price: float, noise: float = 0.0
-) -> tuple[Run, list[tuple[int, Move]], float]:
+) -> tuple[Run, list[tuple[int, Transfer]], float]:
     """A hundred unequal jobs, a few at a time: the run, its moves by step, and the seconds of its steps."""
     rng = np.random.default_rng(0)
     sizes = [(int(rng.integers(5, 60)), int(rng.integers(100, 300))) for _ in range(100)]
     run = uneven_run(sizes, slowness, price)
     run.recounts = False
-    moves: list[tuple[int, Move]] = []
+    moves: list[tuple[int, Transfer]] = []
     seconds, slow = 0.0, np.array(run.seconds_per_token)
     while run.alive:
         run.seconds_per_token = tuple(slow * rng.uniform(1 - noise, 1 + noise, len(slow)))
         run.step()
         step_seconds = float((np.array(run.kv_loads[-1]) * run.seconds_per_token).max())
         seconds += step_seconds
-        move = run.scheduler.next_move() if run.alive else None
+        move = run.scheduler.next_transfer() if run.alive else None
         if move:
             taken = price * move.num_tokens
             assert taken <= 2 * MOST_STEPS * step_seconds, "decodes wait too long"
             moves.append((run.step_number, move))
-            run.scheduler.moved(move, taken)
+            run.scheduler.transferred(move, taken)
         run.step_number += 1
     return moves, seconds
 
@@ -169,7 +170,7 @@ def test_what_is_even_stays() -> None:
     for _ in range(90):
         run.seconds_per_token = tuple(PER_TOKEN * rng.uniform(0.95, 1.05, 3))
         run.step()
-        assert run.scheduler.next_move() is None
+        assert run.scheduler.next_transfer() is None
 
 
 def test_a_slow_r_worker_gives_up_what_it_cannot_keep_up_with() -> None:
@@ -188,19 +189,19 @@ def test_a_slow_r_worker_gives_up_what_it_cannot_keep_up_with() -> None:
 @pytest.mark.parametrize("schedule", ["sls", "fcfs"])
 def test_real_caches_move_and_the_tokens_stay(tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three R-workers, the first of which is said to be five times as slow as the others."""
-    observe, moved, moves = Scheduler.observe, Scheduler.moved, []
+    observe, moved, moves = Scheduler.observe, Scheduler.transferred, []
 
     def slow_first(self: Scheduler, step: ScheduledStep, *seconds: Any) -> None:
         busy = np.array(step.kv_loads) * [5e-3, 1e-3, 1e-3]
         observe(self, step, 1e-3, float(busy.max()), busy.tolist())
 
-    def noted(self: Scheduler, move: Move, seconds: float) -> None:
+    def noted(self: Scheduler, move: Transfer, seconds: float) -> None:
         assert seconds > 0
         moves.append((move.sequence.worker, move.target))
         moved(self, move, seconds)
 
     monkeypatch.setattr(Scheduler, "observe", slow_first)
-    monkeypatch.setattr(Scheduler, "moved", noted)
+    monkeypatch.setattr(Scheduler, "transferred", noted)
     folder = model_zoo.save_model("llama-gqa", tmp_path)
     greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
     with LLM(

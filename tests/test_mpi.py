@@ -13,7 +13,7 @@ import pytest
 from helpers import mpi_jobs, r_workers
 from helpers.processes import TESTS, alive, script
 
-from fastdecode.machine import mend_binding, usable_cores
+from fastdecode.core.machine import mend_binding, usable_cores
 
 PYTHON = sys.executable
 BENCH = [r_workers.FASTDECODE, "bench", "throughput", "--r-workers", "mpi", "--max-model-len", "128"]
@@ -163,7 +163,7 @@ def test_an_r_worker_never_imports_torch() -> None:
     s_worker = script("""
         import numpy as np
         from fastdecode.cluster.links.mpi_link import MpiBackend
-        from fastdecode.types import KVLayout, LayerLayout
+        from fastdecode.core.types import KVLayout, LayerLayout
         backend = MpiBackend(16)
         print(backend.open(KVLayout((LayerLayout(1, 1, 8, 8, 1.0),), "float32", "float32")))
         backend.close()

@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.outputs import CompletionOutput, Grown, Logprob, RequestMetrics
+from fastdecode.api.outputs import CompletionOutput, Grown, Logprob, RequestMetrics
 
 
 def test_a_grown_list_is_the_list_as_it_was() -> None:

@@ -17,9 +17,9 @@ from helpers import model_zoo
 from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.types import LayerLayout
 from fastdecode.sworker import SModel
-from fastdecode.types import LayerLayout
 
 NAMES = ["falcon-40b", "falcon-rw", "bloom", "gptj"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastdecode.step import Chunk, MiniBatch
+from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.sworker.packing import MIN_ROWS, PackedRows, pack
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ import torch
 from helpers.engine_checks import assert_nothing_held
 from transformers import AutoModelForCausalLM
 
+from fastdecode.api.config import DEMO_MODEL, EngineConfig
+from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.cli.bench_perplexity import cut, measure_perplexity
-from fastdecode.config import DEMO_MODEL, EngineConfig
+from fastdecode.core.errors import RequestError
 from fastdecode.engine import LLMEngine
-from fastdecode.errors import RequestError
-from fastdecode.sampling_params import SamplingParams
 
 TEXT = (DEMO_MODEL / "heldout.txt").read_text(encoding="utf-8")[:3000]
 

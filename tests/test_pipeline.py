@@ -21,8 +21,8 @@ from helpers.tiny import (
     prompt,
 )
 
-from fastdecode.metrics import HOST, MODEL, WAIT, StateClock
-from fastdecode.step import Chunk, MiniBatch
+from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
+from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import pack
 from fastdecode.sworker.pipeline import Pipeline

@@ -7,11 +7,12 @@ from itertools import product
 
 import numpy as np
 import pytest
+from helpers.examples import examples
 from helpers.scheduler_harness import AMPLE, Job, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.scheduler.load_forecast import LoadForecast, Newcomer, placement_costs
+from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer, placement_costs
 
 Sizes = list[tuple[int, int]]
 SIZES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=7)
@@ -29,7 +30,7 @@ def loads_over_time(sizes: Sizes, workers: tuple[int, ...], num_workers: int) ->
 
 
 @given(SIZES, st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=4))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_newcomer_goes_where_the_sum_of_squares_grows_least(sizes: Sizes, speeds: list[float]) -> None:
     """Cost differences are those of Σ speed · time² over all R-workers and steps, counted step by step."""
     relative = np.array(speeds)
@@ -52,7 +53,7 @@ def test_a_newcomer_goes_where_the_sum_of_squares_grows_least(sizes: Sizes, spee
 
 
 @given(SIZES)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_crowd_lies_nearly_as_evenly_as_it_can(sizes: Sizes) -> None:
     """Against all assignments to two R-workers that know the whole crowd beforehand: the busiest one's time, summed
     over the steps, is at most half as long again, whatever comes; and all promises hold in every step."""

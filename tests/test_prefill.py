@@ -10,11 +10,11 @@ import torch
 
 from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.step import Chunk, MiniBatch
+from fastdecode.core.step import Chunk, MiniBatch
+from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.sworker import prefill
 from fastdecode.sworker.packing import pack
 from fastdecode.sworker.prefill import PromptCache, PromptScratch, prompt_attention, reference_attention
-from fastdecode.types import KVLayout, LayerLayout
 
 LAYER = LayerLayout(num_heads=4, num_kv_heads=4, key_head_dim=16, value_head_dim=16, scale=0.3)
 LAYOUT = KVLayout((LAYER,), "float32", "float32")

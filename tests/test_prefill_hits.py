@@ -17,8 +17,8 @@ from helpers.engine_checks import assert_nothing_held
 from helpers.prefill_workers import AnyParts
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.core.remote_prefill import RemotePrefill
 from fastdecode.perfmodel.prefill import chain_traffic_tokens
-from fastdecode.remote_prefill import RemotePrefill
 
 NAME, BLOCK_SIZE = "llama-gqa", 16
 SETTINGS: dict[str, Any] = {
@@ -102,7 +102,7 @@ def handed_out(llm: LLM) -> list[RemotePrefill]:
     assert llm.engine.prefills is not None
     found: list[RemotePrefill] = []
     submit = llm.engine.prefills._backend.submit
-    llm.engine.prefills._backend.submit = lambda prefill, r_worker: (found.append(prefill), submit(prefill, r_worker))
+    llm.engine.prefills._backend.submit = lambda prefill, infos: (found.append(prefill), submit(prefill, infos))
     return found
 
 
@@ -192,7 +192,7 @@ def test_r_workers_are_killed_while_prompts_go_on_from_their_prefixes(folder: Pa
             before, tokens = len(handed), []
             while len(handed) == before:
                 engine.step()
-            os.kill(pids[handed[-1].r_worker], signal.SIGKILL)
+            os.kill(pids[handed[-1].stores[0].r_worker], signal.SIGKILL)
             while engine.has_unfinished_requests():
                 tokens += engine.step()
             assert list(tokens[-1].outputs[0].token_ids) == expected(0)

@@ -16,19 +16,25 @@ import pytest
 import torch
 from helpers import model_zoo
 
-from fastdecode.cluster.prefill.jobs import LAYERS_AHEAD, EarlyRows, JobCancelledError, PromptJob
-from fastdecode.cluster.prefill.messages import Place, Prompt, decode_prompt, encode
-from fastdecode.config import EngineConfig
-from fastdecode.errors import FrameError
+from fastdecode.api.config import EngineConfig
+from fastdecode.cluster.prefill.jobs import LAYERS_AHEAD, EarlyRows, JobCancelledError, PromptJob, ReadRange, StoreRange
+from fastdecode.cluster.prefill.messages import Place, PlacedRange, Prompt, decode_prompt, encode
+from fastdecode.core.errors import FrameError
+from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.perfmodel.prefill import chain_traffic_tokens
 from fastdecode.sworker import SModel
 from fastdecode.sworker.prefill import reference_attention
 from fastdecode.sworker.prefill_part import compute_part, part_attention
 from fastdecode.sworker.staging import from_numpy
-from fastdecode.types import KVLayout, LayerLayout
 
 PLACE = Place("127.0.0.1:1", 1)
 EVEN = (0, 50, 100, 150, 200)
+
+
+def prompt_of(method: str, part: int, bounds: tuple[int, ...], next_place: Place | None = None) -> Prompt:
+    """One R-worker stores all of it, and has the prefix if there is one."""
+    prefix = (PlacedRange(PLACE, 0, bounds[0]),) if bounds[0] else ()
+    return Prompt(1, method, part, bounds, next_place, (PlacedRange(PLACE, 0, bounds[-1]),), prefix)
 
 
 class Chain:
@@ -52,10 +58,12 @@ class Chain:
         for part in range(count):
             last = part == count - 1
             has_next = count > 1 and (method == "tsp" or not last)
-            prompt = Prompt(1, method, part, tuple(bounds), PLACE if has_next else None, PLACE)
+            prompt = prompt_of(method, part, tuple(bounds), PLACE if has_next else None)
             own = np.array(tokens[prompt.start : prompt.end], np.int64)
             send_on = self._sender((part + 1) % count) if has_next else None
-            self.jobs.append(PromptJob(prompt, own, layout, send_on, self._store, self._read if before else None))
+            stores = [StoreRange(0, bounds[-1], self._store)]
+            prefix = [ReadRange(0, bounds[0], self._read)] if before else []
+            self.jobs.append(PromptJob(prompt, own, layout, send_on, stores, prefix))
 
     def _sender(self, receiver: int):
         def send(layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
@@ -216,7 +224,7 @@ def test_parts_after_a_prefix(llama: SModel, bounds: tuple[int, ...]) -> None:
 def test_a_prefix_comes_from_the_r_worker_alone(llama: SModel) -> None:
     prompt = model_zoo.prompts("llama-gqa")[0]
     first, second = Chain(llama.layout, prompt, (32, 100, 200), before=Chain(llama.layout, prompt, (0, 200))).jobs
-    with pytest.raises(FrameError, match="its prefix comes from the R-worker"):
+    with pytest.raises(FrameError, match="its prefix comes from R-workers"):
         first.place_for(0, 0, 10)
     second.place_for(0, 0, 32)
     for layer, start, num_rows in ((0, 0, 33), (0, 31, 1), (0, 33, 1), (0, 100, 1)):
@@ -226,7 +234,7 @@ def test_a_prefix_comes_from_the_r_worker_alone(llama: SModel) -> None:
 
 def test_a_prompt_that_gathers_all_has_no_prefix() -> None:
     def decoded(method: str, bounds: tuple[int, ...]) -> Prompt:
-        body = encode(Prompt(1, method, 0, bounds, None, PLACE))
+        body = encode(prompt_of(method, 0, bounds))
         return decode_prompt(body, np.zeros(abs(bounds[1] - bounds[0]), np.int64), 100, 10)
 
     assert decoded("kvr", (8, 20)).context_len == 8

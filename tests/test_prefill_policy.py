@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdecode.core.remote_prefill import PrefillPart
 from fastdecode.perfmodel.partition import Forecast, PartitionEntry, PartitionTable, even
 from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel, PromptAttention
 from fastdecode.perfmodel.stages import MeasuredSPart
-from fastdecode.remote_prefill import PrefillPart
-from fastdecode.scheduler.prefill_policy import LeastWaiting
+from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from helpers.engine_checks import assert_nothing_held
 from helpers.prefill_workers import AnyParts
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.api.config import EngineConfig
 from fastdecode.backends import kv_port
 from fastdecode.cluster.wire.handshake import read_security
-from fastdecode.config import EngineConfig
-from fastdecode.errors import BackendError
+from fastdecode.core.errors import BackendError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "128MiB"}

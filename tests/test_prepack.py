@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from helpers import model_zoo
 from safetensors.torch import load_file, save_file
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
 from fastdecode.sworker import prepack
 from fastdecode.sworker.model import SModel
 from fastdecode.sworker.packed_weight import FileMaps, PackedWeight

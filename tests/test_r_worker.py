@@ -36,8 +36,8 @@ from fastdecode.cli.main import main
 from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.messages import Hello, encode_hello, encode_plan
-from fastdecode.errors import BackendError, ConfigError, WorkerLostError
-from fastdecode.types import SPAN, KVLayout, StepPlan, WorkerPlan
+from fastdecode.core.errors import BackendError, ConfigError, WorkerLostError
+from fastdecode.core.types import SPAN, KVLayout, StepPlan, WorkerPlan
 
 
 def test_it_says_what_it_bound_and_ends_cleanly() -> None:

@@ -18,9 +18,9 @@ from helpers.engine_checks import assert_nothing_held
 from helpers.scheduler_harness import AMPLE, Job, Run
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.errors import RequestError
-from fastdecode.scheduler.ranges import choose_range_tokens, place_ranges, pool_holds
-from fastdecode.step import ScheduledStep
+from fastdecode.core.errors import RequestError
+from fastdecode.core.step import ScheduledStep
+from fastdecode.scheduler.policy.range_sizes import choose_range_tokens, place_ranges, pool_holds
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
@@ -148,10 +148,10 @@ def test_only_the_lost_range_is_computed_again(folder: Path, victim: str) -> Non
                 tokens = list(output.outputs[0].token_ids)
             if len(tokens) == 5 and not killed:
                 (sequence,) = engine.scheduler.residents.decoding.values()
-                assert len({each.worker for each in sequence.ranges}) == 3
+                assert len({each.home for each in sequence.segments}) == 3
                 held = sequence.closed[1] if victim == "closed" else sequence.tail
                 killed = held.num_tokens
-                os.kill(r_workers.spawned_pids(llm)[held.worker], signal.SIGKILL)
+                os.kill(r_workers.spawned_pids(llm)[held.home], signal.SIGKILL)
         assert tokens == wanted
         assert counted.rows == len(prompt) + killed
         assert_nothing_held(engine)
@@ -243,7 +243,7 @@ def test_one_long_sequence_among_many_short_ones_lies_evenly(num_workers: int) -
 
 def test_forecasts_say_where_tails_go_on() -> None:
     """Step by step: a tail grows to its end and then stays, and all R-workers take a part of what comes after it."""
-    from fastdecode.scheduler.load_forecast import LoadForecast
+    from fastdecode.scheduler.policy.load_forecast import LoadForecast
 
     cached, steps, workers = np.array([5, 7, 0]), np.array([9, 2, 12]), np.array([0, 1, 1])
     closed = (np.array([1, 0]), np.array([9, 9]))
@@ -256,3 +256,32 @@ def test_forecasts_say_where_tails_go_on() -> None:
                 wanted[:, step] += max(0, tokens + 1 + step - 8) / 2
         wanted[:, step] += 8 * (step < 9)
     np.testing.assert_allclose(forecast.loads, wanted)
+
+
+def has_two_copies(llm: LLM) -> bool:
+    """Whether all sequences decode, and every range of theirs that holds tokens has a second copy."""
+    residents = llm.engine.scheduler.residents
+    segments = [segment for sequence in residents.all for segment in sequence.segments if segment.num_tokens]
+    return not residents.prompts and bool(segments) and all(len(each.copies) == 2 for each in segments)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_range_that_another_has_is_not_computed_again(
+    folder: Path, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges with two copies on three R-workers, one of which is killed: at most the last rows are repeated."""
+    monkeypatch.setattr("fastdecode.scheduler.policy.second_copies.SHARE", 100.0)  # all are made in the first steps
+    with make_llm(folder, r_workers="spawn:3", kv_replicas=2, max_num_batched_tokens=2048) as llm:
+        engine, counted, killed = llm.engine, Counted(llm), False
+        texts: dict[str, list[int]] = {}
+        for number, prompt in enumerate(prompts()):
+            engine.add_request(str(number), prompt, GREEDY)
+        while engine.has_unfinished_requests():
+            texts |= {each.request_id: list(each.outputs[0].token_ids) for each in engine.step()}
+            if not killed and has_two_copies(llm):
+                killed = True
+                os.kill(r_workers.spawned_pids(llm)[victim], signal.SIGKILL)
+        assert killed, "not every range got its second copy"
+        assert [texts[str(number)] for number in range(len(prompts()))] == reference()
+        assert counted.rows <= sum(LENGTHS) + 2 * len(LENGTHS)
+        assert_nothing_held(engine)

@@ -18,9 +18,9 @@ from helpers import model_zoo
 from helpers.processes import children_of
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError, RankLostError
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError, RankLostError
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.tensor_parallel.messages import Message, read_step, step_message
 from fastdecode.tensor_parallel.place import cores_of, find_place, settings_of
 

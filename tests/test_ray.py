@@ -21,13 +21,13 @@ from helpers.elastic import Job, make_llm
 from helpers.engine_checks import assert_nothing_held
 from helpers.processes import alive
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.ray.backend import RayJob
 from fastdecode.cluster.ray.placement import Ask, Node, check_fits, choose_ask
 from fastdecode.cluster.ray.server import choose_cores
-from fastdecode.config import EngineConfig
+from fastdecode.core.errors import BackendError, CapacityError, ConfigError
+from fastdecode.core.machine import numa_nodes, usable_cores
 from fastdecode.engine import LLMEngine
-from fastdecode.errors import BackendError, CapacityError, ConfigError
-from fastdecode.machine import numa_nodes, usable_cores
 
 JOIN_SECONDS = 10.0
 """From the start of an actor's process by Ray until it has joined."""

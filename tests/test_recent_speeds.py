@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastdecode.scheduler.recent_speeds import NUM_STEPS, RecentSpeeds
-from fastdecode.scheduler.worker_state import Workers
+from fastdecode.scheduler.policy.recent_speeds import NUM_STEPS, RecentSpeeds
+from fastdecode.scheduler.store.workers import Workers
 
 LOADS = [1000, 1000, 1000]
 USUAL = [0.1, 0.1, 0.05]

@@ -14,7 +14,7 @@ from helpers.engine_checks import assert_nothing_held
 from helpers.scheduler_harness import Job, Run
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.errors import WorkerLostError
+from fastdecode.core.errors import WorkerLostError
 from fastdecode.scheduler import Limits
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)

@@ -13,8 +13,8 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.sworker import SModel
 
 SMALL = {"vocab_size": 96, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

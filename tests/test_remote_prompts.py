@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from helpers.scheduler_harness import AMPLE
 
-from fastdecode.remote_prefill import PrefillPart
+from fastdecode.core.remote_prefill import PrefillPart
+from fastdecode.core.step import ScheduledStep
+from fastdecode.core.types import Verb
 from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
-from fastdecode.step import ScheduledStep
-from fastdecode.types import Verb
 
 LEAST = 64
 
@@ -68,7 +68,7 @@ def test_a_long_prompt_goes_to_prefill_workers_and_comes_back() -> None:
         scheduler.add(each)
     first = step(scheduler)
     (prefill,) = first.prefills
-    assert (prefill.sequence_id, prefill.r_worker, prefill.token_ids) == (1, 0, tuple(range(100)))
+    assert (prefill.sequence_id, prefill.stores[0].r_worker, prefill.token_ids) == (1, 0, tuple(range(100)))
     assert [(part.worker, part.start, part.end) for part in prefill.parts] == [(0, 0, 50), (1, 50, 100)]
     assert verbs(first) == [("RESERVE", 1, prefill.job_id, 100)]
     assert first.mini_batches[0].chunks["sequence_id"].tolist() == [2]  # the short one is the S-worker's
@@ -129,9 +129,9 @@ def test_a_prompt_of_a_lost_r_worker_starts_on_another() -> None:
     scheduler = make((100, 100))
     scheduler.add(Sequence(1, list(range(100)), 10))
     (prefill,) = step(scheduler).prefills
-    assert scheduler.lost(prefill.r_worker) == []
+    assert scheduler.lost(prefill.stores[0].r_worker) == []
     (second,) = step(scheduler).prefills
-    assert second.r_worker != prefill.r_worker
+    assert second.stores[0].r_worker != prefill.stores[0].r_worker
     assert prefill.job_id not in scheduler.remote_prompts
 
 

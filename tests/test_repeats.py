@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
 from fastdecode.sworker import SModel
 from fastdecode.sworker.experts import EXPERTS_NAME
 from fastdecode.sworker.loader import load_hf_config

@@ -7,16 +7,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers import model_zoo, r_workers
 from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.cluster.copies import CopiedRows
-from fastdecode.errors import ConfigError
-from fastdecode.metrics import StepRecord
-from fastdecode.types import COPY
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.metrics import StepRecord
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
 SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True, detokenize=False, n=4)
@@ -121,12 +118,3 @@ def test_a_drain_of_sequences_with_two_copies_moves_nothing(folder: Path) -> Non
 def test_two_copies_need_two_r_workers(folder: Path) -> None:
     with pytest.raises(ConfigError, match="two copies need two R-workers"):
         make_llm(folder, r_workers="inproc:1")
-
-
-def test_copied_rows_follow_an_r_workers_own() -> None:
-    """R-worker 0 stores rows 0–1 of its own and 3–4 of R-worker 1; R-worker 1 stores 2–4, and 1 of R-worker 0."""
-    copies = np.array([(3, 2, 0), (1, 1, 1)], COPY)
-    rows, keys = CopiedRows(copies, 2), np.arange(5.0, dtype=np.float32).reshape(5, 1, 1)
-    assert [rows.num_copied(worker) for worker in (0, 1)] == [2, 1]
-    assert rows.stored(0, "k", keys, slice(0, 2)).ravel().tolist() == [0, 1, 3, 4]
-    assert rows.stored(1, "k", keys, slice(2, 5)).ravel().tolist() == [2, 3, 4, 1]

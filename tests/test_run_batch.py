@@ -15,11 +15,11 @@ import pytest
 from helpers import mpi_jobs, r_workers
 from helpers.processes import children_of
 
+from fastdecode.api.outputs import CompletionOutput, Logprob, RequestOutput
+from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.batch.lines import BatchLine, answer, read_request
 from fastdecode.cli.main import main
-from fastdecode.errors import ConfigError, RequestError
-from fastdecode.outputs import CompletionOutput, Logprob, RequestOutput
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.protocol import CHAT, COMPLETIONS, sampling_params
 from fastdecode.sworker.tokenizer import HFTokenizer
 
@@ -301,7 +301,7 @@ def test_a_chat_takes_the_model_s_template() -> None:
         def __init__(self) -> None:
             from transformers import AutoTokenizer
 
-            from fastdecode.config import DEMO_MODEL
+            from fastdecode.api.config import DEMO_MODEL
 
             self.hf = AutoTokenizer.from_pretrained(DEMO_MODEL)
             self.hf.chat_template = (

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from fastdecode.errors import ProfileError
+from fastdecode.core.errors import ProfileError
 from fastdecode.measure.decode_rig import DecodeRig
 from fastdecode.measure.samples import FEW_LAYERS, MANY_LAYERS, MOST_DISTURBED, s_samples
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdecode.errors import ConfigError, RequestError
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.errors import ConfigError, RequestError
 
 VLLM_DEFAULTS = {
     "n": 1,

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.examples import examples
 from helpers.scheduler_harness import Drain, Job, Join, Run
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.errors import RequestError
+from fastdecode.core.errors import RequestError
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
+from fastdecode.core.types import CONTROL, SPAN, SpanMode, Verb
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler, Sequence
-from fastdecode.scheduler.ranges import UNLIMITED
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep, deal
-from fastdecode.types import CONTROL, SPAN, SpanMode, Verb
+from fastdecode.scheduler.store.place import UNLIMITED
 
 
 @st.composite
@@ -85,14 +86,14 @@ def job(draw: st.DrawFn, max_num_seqs: int) -> Job:
 
 
 @given(runs(), st.frozensets(st.integers(0, 20), max_size=3))
-@settings(max_examples=350)
+@settings(max_examples=examples(350))
 def test_every_promise_in_every_step(run: Run, fail_steps: frozenset[int]) -> None:
     """Where R-workers turn out slower than expected sequences move between steps, for nothing."""
     run.to_the_end(fail_steps, moves_per_step=2)
 
 
 @given(runs(), st.dictionaries(st.integers(0, 15), st.integers(0, 2), max_size=2))
-@settings(max_examples=160)
+@settings(max_examples=examples(160))
 def test_every_promise_though_workers_are_lost(run: Run, losses: dict[int, int]) -> None:
     """All but the last worker may go, each once."""
     workers = list(dict.fromkeys(worker for worker in losses.values() if worker < len(run.limits.num_blocks) - 1))
@@ -107,7 +108,7 @@ def changes(draw: st.DrawFn) -> dict[int, Join | Drain]:
 
 
 @given(runs(), changes(), st.integers(1, 4))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_every_promise_though_workers_join_and_leave(
     run: Run, changes: dict[int, Join | Drain], moves_per_step: int
 ) -> None:
@@ -125,17 +126,18 @@ def test_every_promise_though_workers_join_and_leave(
     run.to_the_end(changes=changes, moves_per_step=moves_per_step)
 
 
-@given(runs(), st.dictionaries(st.integers(0, 15), st.integers(0, 1), max_size=2), changes())
-@settings(max_examples=100)
-def test_every_promise_with_two_copies(run: Run, losses: dict[int, int], changes: dict[int, Join | Drain]) -> None:
+@given(runs(), st.dictionaries(st.integers(0, 15), st.integers(0, 1), max_size=2), changes(), st.booleans())
+@settings(max_examples=examples(150))
+def test_every_promise_with_two_copies(
+    run: Run, losses: dict[int, int], changes: dict[int, Join | Drain], in_ranges: bool
+) -> None:
     """Three R-workers, two of one host, of which up to two are lost, in mid-step; one may drain, and others join."""
-    assume(not SCHEDULES[run.schedule].reserves_longest)
     largest, limit = max(run.limits.num_blocks), run.limits.kv_load_limit
     limits = replace(
         run.limits,
         kv_replicas=2,
         hosts=("a", "b", "a"),
-        range_tokens=UNLIMITED,
+        range_tokens=run.limits.range_tokens if in_ranges else UNLIMITED,
         num_blocks=(largest, max(1, largest - 3), largest),
         bandwidths=(1.0, 2.0, 1.0),
         kv_load_limit=None if limit is None else 8 * limit,
@@ -413,9 +415,22 @@ def test_a_sequence_of_several_ranges_in_a_step_plan() -> None:
         (6, 10, 2, SpanMode.PARTIAL),
         (7, 6, 3, SpanMode.APPEND),
     ]
-    assert [gathers.tolist() for gathers in plan.gathers] == [
-        [],
-        [(0, 1, 1, 0, 1024), (0, 1, 0, 1024, 1501), (2, 2, 0, 0, 1024), (2, 2, 1, 1024, 2048), (2, 2, 1, 2048, 2060)],
+    lone_only, routes = plan.routes
+    assert not len(lone_only.merge.merged) and [route.q_rows for route in lone_only.workers] == [
+        slice(0, 0),
+        slice(0, 1),
+    ]
+    first, second = routes.workers
+    assert [first.q_rows.tolist(), first.kv_rows, first.o_rows] == [[2, 3, 0], slice(0, 1), slice(0, 0)]
+    assert [second.q_rows.tolist(), second.kv_rows, second.o_rows] == [[0, 2, 3, 1, 2, 3], slice(1, 7), slice(1, 2)]
+    assert [first.num_partials, second.num_partials] == [2 + 1, 1 + 2 + 2]
+    assert routes.merge.merged.tolist() == [(0, 1, 0, 2), (2, 2, 2, 3)]
+    assert routes.merge.parts.tolist() == [
+        (1, 0, 1, 0, 2),
+        (0, 2, 1, 2, 1),
+        (0, 0, 1, 0, 2),
+        (1, 1, 1, 2, 2),
+        (1, 3, 1, 4, 1),
     ]
     (dealt,) = deal(MiniBatch.of([only, long, lone]), [], 1)
     assert [(chunk.sequence_id, len(chunk.reads)) for chunk in dealt] == [(8, 1), (5, 0), (6, 2)]
@@ -475,7 +490,7 @@ def test_the_last_one_that_drains_goes_on_until_another_comes() -> None:
 
 def test_those_that_join_take_the_places_of_the_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many come and go, the scheduler's arrays grow no more; and nothing is lost or miscounted by it."""
-    monkeypatch.setattr("fastdecode.scheduler.worker_state.KEPT_GONE", 2)
+    monkeypatch.setattr("fastdecode.scheduler.store.workers.KEPT_GONE", 2)
     run = moving((200,))
     scheduler, workers = run.scheduler, run.scheduler.workers
     for number in range(12):
@@ -515,8 +530,8 @@ def test_a_follower_needs_its_r_worker_too(event: str) -> None:
         scheduler.drain(1)
     drained_while_needed = False
     for _ in range(600):
-        while move := scheduler.next_move():
-            scheduler.moved(move, 0.0)
+        while move := scheduler.next_transfer():
+            scheduler.transferred(move, 0.0)
         drained_while_needed |= bool(scheduler.drained()) and 2 in [each.sequence_id for each in _unfinished(scheduler)]
         if not scheduler.has_unfinished:
             break

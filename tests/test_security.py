@@ -14,15 +14,15 @@ import zmq
 from helpers import contract, r_workers
 from helpers.sessions import HELLO, PATIENCE_SECONDS, alone, frame, log_of, make_key, opened, works
 
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.settings import check_security
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.main import main
 from fastdecode.cluster.links.tcp import TcpBackend, listen_for_joins
 from fastdecode.cluster.wire import handshake as proof
 from fastdecode.cluster.wire.frames import HEADER, Kind
 from fastdecode.cluster.wire.handshake import read_security
-from fastdecode.config import EngineConfig
-from fastdecode.errors import BackendError, ConfigError
-from fastdecode.settings import check_security
+from fastdecode.core.errors import BackendError, ConfigError
 
 
 @pytest.fixture

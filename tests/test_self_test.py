@@ -10,8 +10,8 @@ from fastdecode import _rworker
 from fastdecode.cli.doctor import Finding, check_kernels
 from fastdecode.cluster.r_worker import host as local
 from fastdecode.cluster.r_worker.host import take_host
-from fastdecode.errors import BackendError
-from fastdecode.types import KVLayout, LayerLayout
+from fastdecode.core.errors import BackendError
+from fastdecode.core.types import KVLayout, LayerLayout
 
 REFUSAL = "instruction set avx512 is broken here: the attention of a int8 cache; set FASTDECODE_ISA=avx2"
 LAYOUT = KVLayout((LayerLayout(2, 1, 8, 8, 1.0),), "float32", "float32")

@@ -10,9 +10,9 @@ from doubles.fake_backend import FakeBackend
 
 from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.errors import BackendError
-from fastdecode.protocols import AttentionBackend
-from fastdecode.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, Verb, WorkerPlan
+from fastdecode.core.errors import BackendError
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, Verb, WorkerPlan
 
 LAYERS = (LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3))
 LAYOUT = KVLayout(LAYERS, "float32", "float32")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers.examples import examples
 from helpers.servers import CHAT_TEMPLATE, RunningServer, serving, total, wait_until_idle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -208,7 +209,7 @@ LIKELY = {
 }  # fmt: skip
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
     body=st.fixed_dictionaries({}, optional={name: each | ANYTHING for name, each in LIKELY.items()}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastdecode.metrics import StepRecord
+from fastdecode.core.metrics import StepRecord
 from fastdecode.server.metrics import Metrics
 from fastdecode.server.observer import EngineState, RWorkerState
 

@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from fastdecode import SamplingParams
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.server import tracing
 from fastdecode.server.jobs import Job, Prompt
 from fastdecode.server.settings import ServerSettings

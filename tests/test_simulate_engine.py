@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from helpers import model_zoo
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.metrics import StepRecord
 from fastdecode.engine import LLMEngine
 from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
 from fastdecode.measure.throughput import run_throughput
-from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel

@@ -18,7 +18,7 @@ from helpers.processes import alive, script, segments_of
 from fastdecode._rworker import Ring
 from fastdecode.cluster.links.spawn import SpawnBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.errors import BackendError
+from fastdecode.core.errors import BackendError
 
 PATIENCE_SECONDS = 60
 DESCRIPTORS = Path("/proc/self/fd")

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
-from fastdecode.ngram import continuation
-from fastdecode.outputs import RequestOutput
-from fastdecode.speculative_config import SpeculativeConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.core.errors import ConfigError
+from fastdecode.drafting.config import SpeculativeConfig
+from fastdecode.drafting.ngram import continuation
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
 """The demo model repeats itself, so that some drafts are accepted and some are not."""

@@ -19,12 +19,13 @@ import torch
 from helpers import model_zoo, r_workers
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
+from helpers.examples import examples
 from helpers.servers import MODEL, metrics, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode import LLM, SamplingParams, StructuredOutputsParams
-from fastdecode.protocols import DraftRequest
+from fastdecode.core.protocols import DraftRequest
 from fastdecode.sworker.sampling import SamplingRow, distribution
 
 NAME = "llama-gqa"
@@ -146,7 +147,7 @@ def patterns_llm(folder: Path) -> Any:
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), min_size=1, max_size=12))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_any_pattern_of_right_and_wrong_drafts(patterns_llm: LLM, pattern: list[tuple[int, int]]) -> None:
     """Tokens are those of one at a time, blocks are exact after every step, and none is held in the end."""
     prompts, wanted, _ = clairvoyant(0.0)
@@ -160,7 +161,7 @@ def test_any_pattern_of_right_and_wrong_drafts(patterns_llm: LLM, pattern: list[
             tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
         for sequence in engine.scheduler.residents.decoding.values():
             assert sequence.num_cached == sequence.num_tokens - 1
-            assert sequence.num_blocks == -(-sequence.num_cached // 16)
+            assert sequence.tail.num_blocks == -(-sequence.num_cached // 16)
     assert [tokens[number] for number in range(len(prompts))] == wanted
     assert_nothing_held(engine)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.scheduler_harness import AMPLE, Job, Run
 
-from fastdecode.scheduler.worker_state import Workers
+from fastdecode.scheduler.store.workers import Workers
 
 
 def seconds_on_one_core(work: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.scheduler.output_lengths import MIN_ENDED, Outlook, OutputLengths
+from fastdecode.scheduler.policy.output_lengths import MIN_ENDED, Outlook, OutputLengths
 
 NO_SEQUENCES = np.zeros(0, np.int64)
 
@@ -42,7 +43,7 @@ def step_by_step(sizes: list[tuple[int, int]], seats: int, limit: float, idle_sh
     st.integers(20, 300),
     st.sampled_from([0.25, 1.0]),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_the_outlook_is_what_happens_step_by_step(
     sizes: list[tuple[int, int]], seats: int, limit: int, idle_share: float
 ) -> None:

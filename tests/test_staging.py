@@ -29,8 +29,8 @@ from helpers.tiny import (
 )
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.metrics import HOST, MODEL, WAIT, StateClock
-from fastdecode.step import Chunk, MiniBatch
+from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
+from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.sworker import cuda_staging, worker
 from fastdecode.sworker.cuda_staging import CudaStaging
 from fastdecode.sworker.forward import MiniBatchForward

@@ -19,9 +19,9 @@ from helpers.engine_checks import assert_nothing_held
 from transformers import AutoModelForCausalLM
 
 from fastdecode import LLM, SamplingParams, StructuredOutputsParams
-from fastdecode.config import DEMO_MODEL
-from fastdecode.errors import ConfigError, RequestError
-from fastdecode.outputs import RequestOutput
+from fastdecode.api.config import DEMO_MODEL
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.sworker.grammar import Grammars, Matcher
 from fastdecode.sworker.sampling import Sampler, SamplingRow
 

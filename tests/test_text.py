@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from fastdecode.request import Completion
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.api.request import Completion
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.api.text import TextStream
 from fastdecode.scheduler import Sequence
 from fastdecode.sworker.sampling import SampledToken
-from fastdecode.text import TextStream
 
 MERGES = [("a", "b"), ("ab", "c"), ("b", "a"), ("Ġ", "a"), ("Ã", "©"), ("e", "n"), ("en", "d"), ("ðŁ", "ĺ"), ("ð", "Ł")]
 SPECIAL = "<|sep|>"

@@ -9,7 +9,7 @@ import openai
 import pytest
 from helpers.servers import MODEL, RunningServer
 
-from fastdecode.errors import RequestError
+from fastdecode.core.errors import RequestError
 from fastdecode.server.responses_request import ResponsesRequest, chat_of
 from fastdecode.server.tool_calls import CallReader, ForcedCalls, forced_calls
 

@@ -21,8 +21,8 @@ from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker import tuning
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.errors import ConfigError
-from fastdecode.types import ISAS, READ_AHEAD, KVLayout, LayerLayout
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.types import ISAS, READ_AHEAD, KVLayout, LayerLayout
 
 LAYOUT = KVLayout((LayerLayout(4, 2, 16, 16, 0.25),), "float32", "float32")
 SUPPORTED = _rworker.supported_isas()

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastdecode.cluster.workers import transfer_seconds
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.metrics import StepRecord
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.measure.throughput_report import (
     ThroughputRun,
@@ -26,8 +28,6 @@ from fastdecode.measure.throughput_report import (
     summary_lines,
     throughput_report,
 )
-from fastdecode.metrics import StepRecord
-from fastdecode.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastdecode.scheduler import SchedulerStatistics
 
 VOCAB, LONGEST = 300, 4096

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdecode.cluster.wire.frames import Channel, Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.payload import PayloadSlots, aligned_memory
-from fastdecode.errors import FrameError
+from fastdecode.core.errors import FrameError
 
 SILENCE_SECONDS = 1.5
 """An R-worker that gives no sign of life for so long is lost; one whose process ends is noticed at once."""

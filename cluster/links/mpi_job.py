@@ -18,9 +18,9 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from fastdecode.api.settings import check_key
 from fastdecode.cluster.r_worker.host import host_id, own_address
-from fastdecode.errors import BackendError, ConfigError, FastDecodeError
-from fastdecode.settings import check_key
+from fastdecode.core.errors import BackendError, ConfigError, FastDecodeError
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, Progress

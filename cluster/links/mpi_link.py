@@ -32,7 +32,7 @@ from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import HEADER, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.payload import PayloadSlots
-from fastdecode.errors import FrameError
+from fastdecode.core.errors import FrameError
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, Progress

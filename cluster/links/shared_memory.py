@@ -21,7 +21,7 @@ from fastdecode._rworker import Ring
 from fastdecode.cluster.links.link import SILENCE_SECONDS, SPIN_SECONDS, Link, PartChannel
 from fastdecode.cluster.wire.frames import HEADER, Frame, Kind
 from fastdecode.cluster.wire.payload import PayloadSlots
-from fastdecode.errors import FrameError
+from fastdecode.core.errors import FrameError
 
 PART_SECONDS = 5.0
 """Most time between two pieces of one frame: its sender has begun, and is on this machine."""

@@ -21,7 +21,7 @@ from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.errors import BackendError
+from fastdecode.core.errors import BackendError
 
 END_SECONDS = 10.0
 """How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""

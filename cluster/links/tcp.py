@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from fastdecode.api.settings import split_address
 from fastdecode.cluster.joining import Joiner, JoinListener
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import PeerChannel, ZmqListener, open_channel
@@ -19,9 +20,8 @@ from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, read_security
 from fastdecode.cluster.wire.messages import Hello, encode_refusal
-from fastdecode.errors import ConfigError, FrameError
-from fastdecode.settings import split_address
-from fastdecode.types import KVLayout, RWorkerInfo
+from fastdecode.core.errors import ConfigError, FrameError
+from fastdecode.core.types import KVLayout, RWorkerInfo
 
 GREETING_BYTES = 10
 GREETING_SECONDS = 2.0

@@ -22,7 +22,7 @@ import zmq.utils.z85
 from fastdecode.cluster.links.link import SILENCE_SECONDS
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER
 from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER, Security, derive_key, prove
-from fastdecode.errors import BackendError, FrameError
+from fastdecode.core.errors import BackendError, FrameError
 
 PATIENCE_SECONDS = 30.0
 """How long an R-worker waits for an S-worker that answers no heartbeat: it serves no other S-worker meanwhile."""

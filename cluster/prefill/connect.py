@@ -18,7 +18,7 @@ from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.tcp import connect
 from fastdecode.cluster.prefill.pool import PrefillClient, PrefillPool
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.errors import BackendError
+from fastdecode.core.errors import BackendError
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi_job import SWorkerRank

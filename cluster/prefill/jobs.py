@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from fastdecode.cluster.prefill.messages import Prompt
-from fastdecode.errors import FastDecodeError, FrameError
-from fastdecode.types import WIRE_DTYPE, KVLayout, LayerLayout
+from fastdecode.core.errors import FastDecodeError, FrameError
+from fastdecode.core.types import WIRE_DTYPE, KVLayout, LayerLayout
 
 TICK_SECONDS = 0.2
 """How long a wait for another's keys and values lasts before the S-worker is looked after again."""
@@ -28,7 +29,28 @@ Send = Callable[[int, int, np.ndarray, np.ndarray], None]
 """Queues rows of a layer to be sent: layer, first position, k and v, [rows, num_kv_heads, …]."""
 
 Read = Callable[[int, np.ndarray, np.ndarray, Callable[[], None]], None]
-"""Queues a prefix to be read from the R-worker: layer, where its k and v go, and what is called once they are there."""
+"""Queues a range of a prefix to be read from its R-worker.
+
+Its arguments: layer, where k and v go, and what is called once they are there.
+"""
+
+
+@dataclass(frozen=True)
+class StoreRange:
+    """Tokens ``start`` to ``end`` of a prompt; ``send`` queues rows for their R-worker, by position in the prompt."""
+
+    start: int
+    end: int
+    send: Send
+
+
+@dataclass(frozen=True)
+class ReadRange:
+    """Tokens ``start`` to ``end`` of a prompt's prefix, which ``read`` asks of an R-worker."""
+
+    start: int
+    end: int
+    read: Read
 
 
 class JobCancelledError(FastDecodeError):
@@ -91,17 +113,17 @@ class PromptJob:
         token_ids: np.ndarray,
         layout: KVLayout,
         send_on: Send | None,
-        store: Send,
-        read: Read | None = None,
+        stores: Sequence[StoreRange],
+        prefix: Sequence[ReadRange] = (),
     ) -> None:
-        """``send_on``: to the next worker, None where there is none; ``store``: to the sequence's R-worker; ``read``:
-        from there, needed by the first worker after a prefix."""
+        """``send_on``: to the next worker, None where there is none; ``stores``: to each R-worker
+        that stores tokens of the prompt; ``prefix``: from those that have it, needed by the first worker."""
         self.prompt, self.token_ids = prompt, token_ids
         self._bounds = (0, *prompt.bounds) if prompt.context_len else prompt.bounds
         self._own = prompt.part + len(self._bounds) - len(prompt.bounds)
-        self._read = read if prompt.context_len and prompt.part == 0 else None
+        self._prefix = tuple(prefix) if prompt.part == 0 else ()
         self.is_cancelled = False
-        self._layout, self._send_on, self._store = layout, send_on, store
+        self._layout, self._send_on, self._stores = layout, send_on, stores
         self._changed = threading.Condition()
         self._layers: dict[int, LayerRows] = {}
         self._num_done = 0
@@ -123,8 +145,8 @@ class PromptJob:
 
     def place_for(self, layer: int, start: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Where k and v of ``num_rows`` rows from another worker go; FrameError where they have no place."""
-        if self._read and start < self.prompt.start:
-            raise FrameError(f"KV of job {self.prompt.job_id}: its prefix comes from the R-worker")
+        if self._prefix and start < self.prompt.start:
+            raise FrameError(f"KV of job {self.prompt.job_id}: its prefix comes from R-workers")
         part = self._part_of(start)
         with self._changed:
             rows = self._rows(layer) if self._num_done <= layer < len(self._layout.layers) else None
@@ -156,8 +178,9 @@ class PromptJob:
             rows = self._rows(layer)
         rows.k[prompt.start : prompt.end], rows.v[prompt.start : prompt.end] = k, v
         self._read_prefix(layer + LAYERS_AHEAD)
-        self._send(self._store, layer, rows, self._own)
-        self.stored_bytes += k.nbytes + v.nbytes
+        for store in self._stores:
+            start, end = max(store.start, prompt.start), min(store.end, prompt.end)
+            self.stored_bytes += self._send(store.send, layer, rows, start, end)
         if prompt.method == "tsp":
             self._go_round(layer, rows)
         else:
@@ -185,20 +208,22 @@ class PromptJob:
                 self._pass(layer, rows, part)
 
     def _read_prefix(self, layer: int) -> None:
-        if self._read is None or layer >= len(self._layout.layers):
+        if not self._prefix or layer >= len(self._layout.layers):
             return
         with self._changed:
-            rows, count = self._rows(layer), self.prompt.context_len
-        self._read(layer, rows.k[:count], rows.v[:count], partial(self.filled, layer, 0, count))
-        self.read_bytes += rows.k[:count].nbytes + rows.v[:count].nbytes
+            rows = self._rows(layer)
+        for each in self._prefix:
+            k, v = rows.k[each.start : each.end], rows.v[each.start : each.end]
+            each.read(layer, k, v, partial(self.filled, layer, each.start, len(k)))
+            self.read_bytes += k.nbytes + v.nbytes
 
     def _pass(self, layer: int, rows: LayerRows, part: int) -> None:
         if self._send_on is not None:
-            self.sent_bytes += self._send(self._send_on, layer, rows, part)
+            self.sent_bytes += self._send(self._send_on, layer, rows, *self._bounds[part : part + 2])
 
-    def _send(self, send: Send, layer: int, rows: LayerRows, part: int) -> int:
-        """In pieces; returns their bytes."""
-        first, end = self._bounds[part : part + 2]
+    def _send(self, send: Send, layer: int, rows: LayerRows, first: int, end: int) -> int:
+        """Send rows ``first`` to ``end``, if any, in pieces; returns their bytes."""
+        end = max(first, end)
         step = max(1, KV_BYTES // max(1, rows.k[:1].nbytes))
         for start in range(first, end, step):
             piece = slice(start, min(end, start + step))

@@ -12,17 +12,20 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from fastdecode.api.settings import split_address
 from fastdecode.cluster.wire.messages import MAX_CORES, MAX_ROWS, Text, decode_json, encode_json
-from fastdecode.errors import FrameError
-from fastdecode.settings import split_address
-from fastdecode.types import PREFILL_METHODS
+from fastdecode.core.errors import FrameError
+from fastdecode.core.types import PREFILL_METHODS
 
 MAX_PARTS = 1 << 12
 """Prefill workers that share one prompt."""
 
+MAX_PLACES = 1 << 12
+"""R-workers that store one prompt."""
+
 PREFILLED = struct.Struct("<qdqqq")
 """The first part of PREFILLED: job id, seconds that the part took, and bytes of keys and values that went to other
-prefill workers and to the R-worker, and came from it; the second part is the last row's logits, or empty."""
+prefill workers and to R-workers, and came from those; the second part is the last row's logits, or empty."""
 
 JOB = struct.Struct("<q")
 """The body of CANCEL."""
@@ -35,6 +38,14 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     address: Text
     epoch: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+
+
+class PlacedRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The R-worker at ``place`` has tokens ``start`` to ``end`` of a prompt; its positions count from ``start``."""
+
+    place: Place
+    start: Position
+    end: Position
 
 
 class PrefillHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,7 +70,7 @@ class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of a prompt: part ``part`` has the tokens from position ``bounds[part]`` to ``bounds[part + 1]``.
 
-    Tokens before ``bounds[0]`` are a prefix that the R-worker has.
+    Tokens before ``bounds[0]`` are a prefix that the R-workers of ``prefix`` have; each of ``stores`` gets its rows.
     ``next``: where its keys and values go on to, None at the end of a chain. The tokens are the frame's second part.
     """
 
@@ -68,7 +79,8 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
     bounds: Annotated[tuple[Position, ...], Meta(min_length=2, max_length=MAX_PARTS + 1)]
     next: Place | None
-    r_worker: Place
+    stores: Annotated[tuple[PlacedRange, ...], Meta(min_length=1, max_length=MAX_PLACES)]
+    prefix: Annotated[tuple[PlacedRange, ...], Meta(max_length=MAX_PLACES)] = ()
 
     @property
     def context_len(self) -> int:
@@ -138,10 +150,27 @@ def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: in
         raise FrameError(f"PROMPT: {len(tokens)} tokens, and its part has {prompt.end - prompt.start}")
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise FrameError(f"PROMPT: tokens must be 0 to {vocab_size - 1}")
-    for place in (prompt.next, prompt.r_worker):
-        if place is not None:
-            _check_address(place.address)
+    _check_places(prompt)
     return prompt
+
+
+def _check_places(prompt: Prompt) -> None:
+    """FrameError for a prefix or stores with gaps, a place named twice, or an address that is none."""
+    ranges = (*prompt.stores, *prompt.prefix)
+    if any(each.start >= each.end for each in ranges):
+        raise FrameError("PROMPT: a range of a place is empty")
+    if len({(each.place.address, each.place.epoch) for each in prompt.stores}) < len(prompt.stores):
+        raise FrameError("PROMPT: a place stores two ranges")
+    ends = [0, *(each.end for each in prompt.prefix)]
+    if [each.start for each in prompt.prefix] != ends[:-1] or ends[-1] != prompt.context_len:
+        raise FrameError(f"PROMPT: the prefix of {prompt.context_len} tokens has gaps")
+    reached = prompt.context_len
+    for each in sorted(prompt.stores, key=lambda store: store.start):
+        reached = max(reached, each.end) if each.start <= reached else reached
+    if reached < prompt.bounds[-1]:
+        raise FrameError(f"PROMPT: no place stores token {reached}")
+    for place in (*(each.place for each in ranges), *((prompt.next,) if prompt.next else ())):
+        _check_address(place.address)
 
 
 def _check_address(address: str) -> None:

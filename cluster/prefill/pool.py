@@ -19,6 +19,7 @@ from fastdecode.cluster.prefill.messages import (
     JOB,
     PREFILLED,
     Place,
+    PlacedRange,
     PrefillHello,
     PrefillWelcome,
     Prompt,
@@ -29,9 +30,9 @@ from fastdecode.cluster.prefill.messages import (
 from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal
-from fastdecode.errors import BackendError, FrameError, WorkerLostError
-from fastdecode.remote_prefill import Prefilled, PrefillOutcomes, RemotePrefill
-from fastdecode.types import ITEM_BYTES, WIRE_DTYPE, RWorkerInfo
+from fastdecode.core.errors import BackendError, FrameError, WorkerLostError
+from fastdecode.core.remote_prefill import Prefilled, PrefillOutcomes, RemotePrefill, StoredAt
+from fastdecode.core.types import ITEM_BYTES, WIRE_DTYPE, RWorkerInfo
 
 OPEN_SECONDS = 300.0
 """Most time from HELLO to WELCOME: a prefill worker that starts loads its model first."""
@@ -158,10 +159,11 @@ class PrefillPool:
         self._hello, self._model = hello, model
         return len(clients)
 
-    def submit(self, prefill: RemotePrefill, r_worker: RWorkerInfo) -> None:
+    def submit(self, prefill: RemotePrefill, r_workers: Sequence[RWorkerInfo]) -> None:
         self._jobs[prefill.job_id] = _Job(prefill)
         bounds = (*(part.start for part in prefill.parts), prefill.parts[-1].end)
         tokens = np.array(prefill.token_ids, np.int64)
+        stores, prefix = (tuple(_range(each, r_workers) for each in some) for some in (prefill.stores, prefill.prefix))
         for index in reversed(range(len(prefill.parts))):  # the receiver is told before the sender
             part = prefill.parts[index]
             if prefill.job_id not in self._jobs:
@@ -172,7 +174,8 @@ class PrefillPool:
                 part=index,
                 bounds=bounds,
                 next=self._next(prefill, index),
-                r_worker=Place(r_worker.kv_address, r_worker.kv_epoch),
+                stores=stores,
+                prefix=prefix,
             )
             self._send(part.worker, Kind.PROMPT, encode(prompt), tokens[part.start : part.end])
 
@@ -324,6 +327,12 @@ class PrefillPool:
         for job_id, job in list(self._jobs.items()):
             if any(part.worker == worker for part in job.prefill.parts):
                 self._fail(job_id)
+
+
+def _range(stored: StoredAt, r_workers: Sequence[RWorkerInfo]) -> PlacedRange:
+    """The port that takes the tokens which ``stored`` names."""
+    info = r_workers[stored.r_worker]
+    return PlacedRange(Place(info.kv_address, info.kv_epoch), stored.start, stored.end)
 
 
 def _refusal(link: Link, frame: Frame) -> str:

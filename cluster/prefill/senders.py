@@ -16,7 +16,7 @@ from fastdecode.cluster.prefill.messages import Place
 from fastdecode.cluster.wire.frames import Conversation, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES, decode_refusal
-from fastdecode.errors import BackendError
+from fastdecode.core.errors import BackendError
 
 POLL_SECONDS = 0.002
 """Between two looks for the R-worker's answers."""
@@ -33,7 +33,7 @@ Rows = tuple[int, int, int, np.ndarray, np.ndarray]
 Reading = tuple[int, int, tuple[np.ndarray, np.ndarray], Callable[[], None]]
 """Job, layer, where its k and v go, and what is called once they are there."""
 
-log = logging.getLogger("fastdecode.prefill_worker")
+log = logging.getLogger("fastdecode.prefills.worker")
 
 
 class Sender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fastdecode.cluster.links.port import Port, Reader
-from fastdecode.cluster.prefill.jobs import EarlyRows, PromptJob
+from fastdecode.cluster.prefill.jobs import EarlyRows, PromptJob, ReadRange, Send, StoreRange
 from fastdecode.cluster.prefill.messages import (
     JOB,
     PREFILLED,
     Failure,
     Place,
     PrefillWelcome,
+    Prompt,
     decode_prefill_hello,
     decode_prompt,
     encode,
@@ -29,8 +31,8 @@ from fastdecode.cluster.r_worker.host import host_id
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES
-from fastdecode.errors import FrameError
-from fastdecode.types import WIRE_DTYPE, KVLayout
+from fastdecode.core.errors import FrameError
+from fastdecode.core.types import WIRE_DTYPE, KVLayout
 
 MOST_ENDED = 1 << 12
 """Jobs that are remembered after their end: what still comes for them is dropped."""
@@ -39,7 +41,7 @@ MOST_JOBS = 1 << 12
 
 AnySender = TypeVar("AnySender", bound=Sender)
 
-log = logging.getLogger("fastdecode.prefill_worker")
+log = logging.getLogger("fastdecode.prefills.worker")
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,16 @@ class PrefillServer:
             return None
 
     def finish(self, job: PromptJob, seconds: float, logits: np.ndarray | None) -> None:
-        """The part is computed: once the R-worker has all of it, tell the S-worker."""
+        """The part is computed: once all R-workers that store it have it, tell the S-worker."""
         if job.is_cancelled:
             return
         counts = PREFILLED.pack(job.prompt.job_id, seconds, job.sent_bytes, job.stored_bytes, job.read_bytes)
         parts = (counts, b"" if logits is None else logits)
-        self._sender(StoreSender, job.prompt.r_worker).when_stored(
-            job.prompt.job_id, partial(self._report, job, Kind.PREFILLED, *parts)
-        )
+        prompt = job.prompt
+        places = [each.place for each in prompt.stores if each.start < prompt.end and prompt.start < each.end]
+        tell = _after(len(places), partial(self._report, job, Kind.PREFILLED, *parts))
+        for place in places:
+            self._sender(StoreSender, place).when_stored(prompt.job_id, tell)
 
     def fail(self, job: PromptJob, reason: str) -> None:
         """The part cannot be computed: tell the S-worker, unless it has given the job up itself."""
@@ -170,10 +174,8 @@ class PrefillServer:
         if len(self._jobs) >= MOST_JOBS or prompt.job_id in self._jobs:
             raise FrameError(f"PROMPT: job {prompt.job_id} is here already, or one of {MOST_JOBS:,} that wait")
         send_on = partial(self._sender(ChainSender, prompt.next).send, prompt.job_id) if prompt.next else None
-        store = partial(self._sender(StoreSender, prompt.r_worker).send, prompt.job_id)
-        reads = prompt.context_len and not prompt.part
-        read = partial(self._sender(PrefixReader, prompt.r_worker).read, prompt.job_id) if reads else None
-        job = PromptJob(prompt, tokens, self.model.layout, send_on, store, read)
+        stores, prefix = self._stores(prompt), () if prompt.part else self._prefix(prompt)
+        job = PromptJob(prompt, tokens, self.model.layout, send_on, stores, prefix)
         for layer, start, k, v in self._early.take(prompt.job_id):
             for place, rows in zip(job.place_for(layer, start, len(k)), (k, v), strict=True):
                 place[...] = rows
@@ -184,6 +186,23 @@ class PrefillServer:
         except ConnectionError as error:
             self.fail(job, str(error))
         self._queue.put(job)
+
+    def _stores(self, prompt: Prompt) -> tuple[StoreRange, ...]:
+        """The ways to the R-workers that store rows of the part."""
+        return tuple(
+            StoreRange(
+                each.start, each.end, _counted_from(each.start, self._sender(StoreSender, each.place).send, prompt)
+            )
+            for each in prompt.stores
+            if each.start < prompt.end and prompt.start < each.end
+        )
+
+    def _prefix(self, prompt: Prompt) -> tuple[ReadRange, ...]:
+        """The ways from the R-workers that have the prefix."""
+        return tuple(
+            ReadRange(each.start, each.end, partial(self._sender(PrefixReader, each.place).read, prompt.job_id))
+            for each in prompt.prefix
+        )
 
     def _kv(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         job_id, start, num_rows = reader.record(KV_ROWS)
@@ -258,3 +277,22 @@ class PrefillServer:
             self._senders.pop(key, None)
         for job in [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]:
             self.fail(job, f"{place.address}: {reason}")
+
+
+def _counted_from(first: int, send: Callable[[int, int, int, np.ndarray, np.ndarray], None], prompt: Prompt) -> Send:
+    """``send`` for rows by position in the prompt, at an R-worker that counts from ``first``."""
+    return lambda layer, start, k, v: send(prompt.job_id, layer, start - first, k, v)
+
+
+def _after(count: int, tell: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls ``tell`` at its call number ``count``; for any threads."""
+    left, lock = [count], threading.Lock()
+
+    def once() -> None:
+        with lock:
+            left[0] -= 1
+            is_last = not left[0]
+        if is_last:
+            tell()
+
+    return once

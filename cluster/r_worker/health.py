@@ -11,7 +11,7 @@ from socketserver import TCPServer
 from typing import Any
 
 from fastdecode.cluster.r_worker.vitals import Vitals
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 
 CLIENT_SECONDS = 5.0
 """A connection is closed after this, whatever it is at."""

@@ -12,9 +12,15 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.tuning import Tuning, forced_isa, tuning
-from fastdecode.errors import BackendError, CapacityError, ConfigError
-from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes, has_cpu_quota, total_memory_bytes, usable_cores
-from fastdecode.types import KVLayout, LayerLayout, WorkerPlan, WorkerReport
+from fastdecode.core.errors import BackendError, CapacityError, ConfigError
+from fastdecode.core.machine import (
+    KV_CACHE_SHARE,
+    available_memory_bytes,
+    has_cpu_quota,
+    total_memory_bytes,
+    usable_cores,
+)
+from fastdecode.core.types import KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 READ_BYTES = 1 << 27
 """Bytes of each pass of the bandwidth measurement: more than most caches hold, and read in milliseconds."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from fastdecode import _rworker
+from fastdecode.api.settings import is_loopback
 from fastdecode.cluster.links.port import Port, Reader
 from fastdecode.cluster.r_worker.host import own_address
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED
-from fastdecode.errors import FrameError
-from fastdecode.settings import is_loopback
-from fastdecode.types import WIRE_DTYPE, KVLayout
+from fastdecode.core.errors import FrameError
+from fastdecode.core.types import WIRE_DTYPE, KVLayout
 
 NICENESS = 10
 """Beside threads that attend or wait for the next layer on the same core, the port's get about a tenth of it: rows come

@@ -36,8 +36,8 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, row_counts
-from fastdecode.errors import CapacityError, FrameError
-from fastdecode.types import KVLayout
+from fastdecode.core.errors import CapacityError, FrameError
+from fastdecode.core.types import KVLayout
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort

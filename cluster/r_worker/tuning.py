@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from fastdecode import __version__, _rworker
-from fastdecode.errors import ConfigError
-from fastdecode.machine import cpu_identity
-from fastdecode.types import READ_AHEAD
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import cpu_identity
+from fastdecode.core.types import READ_AHEAD
 
 ROUNDS = 5
 """Measurements of each kind, in turns; the fastest counts, since other processes only slow a measurement down."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fastdecode.types import WorkerReport
+from fastdecode.core.types import WorkerReport
 
 PREFIX = "fastdecode_r_worker:"
 

@@ -15,12 +15,12 @@ import threading
 import time
 from typing import Any
 
+from fastdecode.api.settings import is_loopback, split_address
 from fastdecode.cluster.joining import JoinListener
 from fastdecode.cluster.links.tcp import JoiningBackend
 from fastdecode.cluster.wire.handshake import Security, read_secret
-from fastdecode.errors import BackendError, CapacityError, ConfigError, FastDecodeError
-from fastdecode.settings import is_loopback, split_address
-from fastdecode.types import KVLayout, RWorkerInfo
+from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
+from fastdecode.core.types import KVLayout, RWorkerInfo
 
 CODE = "from fastdecode.cluster.ray.driver import main; main()"
 

@@ -36,8 +36,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fastdecode.cluster.ray.placement import Ask, Node, check_fits, choose_ask
 from fastdecode.cluster.ray.server import ActorServer, Order
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.errors import BackendError, CapacityError, ConfigError, FastDecodeError
-from fastdecode.machine import usable_cores
+from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
+from fastdecode.core.machine import usable_cores
 
 PROBE_SECONDS = 5.0
 """Most time to a TCP connection with the cluster's head."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastdecode.errors import CapacityError
-from fastdecode.machine import KV_CACHE_SHARE
+from fastdecode.core.errors import CapacityError
+from fastdecode.core.machine import KV_CACHE_SHARE
 
 GIB = 1 << 30
 

@@ -17,8 +17,8 @@ from fastdecode.cluster.links.tcp import Server
 from fastdecode.cluster.links.zeromq import ZmqListener
 from fastdecode.cluster.r_worker.host import Host, take_host
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.errors import FastDecodeError
-from fastdecode.machine import has_cpu_quota, numa_nodes
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.machine import has_cpu_quota, numa_nodes
 
 WATCH_SECONDS = 1.0
 """Time between two looks at whether this node's raylet lives, and whether Ray drains the node."""

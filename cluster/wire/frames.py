@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
-from fastdecode.errors import FrameError
+from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
 VERSION = 7

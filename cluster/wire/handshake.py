@@ -27,7 +27,7 @@ from pathlib import Path
 
 from fastdecode.cluster.wire.frames import Channel, Conversation, Frame, Kind
 from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal, encode_refusal
-from fastdecode.errors import BackendError, ConfigError, FrameError
+from fastdecode.core.errors import BackendError, ConfigError, FrameError
 
 S_WORKER, R_WORKER = "s-worker", "r-worker"
 """The roles of the two ends of a connection, each with keys and proofs of its own."""

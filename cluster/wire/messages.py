@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fastdecode.config import BLOCK_SIZES
-from fastdecode.errors import ConfigError, FrameError
-from fastdecode.settings import split_address
-from fastdecode.types import (
+from fastdecode.api.config import BLOCK_SIZES
+from fastdecode.api.settings import split_address
+from fastdecode.core.errors import ConfigError, FrameError
+from fastdecode.core.types import (
     CONTROL,
     ISAS,
     KV_BITS,

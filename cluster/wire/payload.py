@@ -4,12 +4,12 @@ plan."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from fastdecode.types import SPLIT_TOKENS, WIRE_DTYPE, KVLayout, LayerLayout, SpanMode
+from fastdecode.core.routes import node_widths
+from fastdecode.core.types import WIRE_DTYPE, KVLayout, LayerLayout, SpanMode
 
 ALIGNMENT = 64
 """Bytes; a cache line."""
@@ -136,21 +136,6 @@ def _tail_rows(spans: np.ndarray) -> int:
     tails = spans[spans["mode"] == SpanMode.PARTIAL]
     ends = (tails["context_len"] + tails["num_rows"]).tolist()
     return sum(rows * len(node_widths(end)) for rows, end in zip(tails["num_rows"].tolist(), ends, strict=True))
-
-
-def node_widths(num_tokens: int) -> list[int]:
-    """Splits of each node that is left once the splits of so many tokens are merged, widest first.
-
-    Two nodes that are the halves of an aligned power of two of splits have become one.
-    """
-    num_splits = -(-num_tokens // SPLIT_TOKENS)
-    return [1 << bit for bit in reversed(range(num_splits.bit_length())) if num_splits >> bit & 1]
-
-
-def slices(counts: Sequence[int]) -> tuple[slice, ...]:
-    """Consecutive slices of these lengths."""
-    ends = accumulate(counts, initial=0)
-    return tuple(slice(start, end) for start, end in pairwise(ends))
 
 
 def _key(layer: LayerLayout) -> tuple[int, int, int, int]:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from fastdecode.batch.lines import BatchLine, read_line
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 
 HALF_WRITTEN = b'{"id": "batch_req-'
 """How every answer begins: of a file that ends in anything else nothing is cut off."""

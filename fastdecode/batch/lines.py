@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastdecode.errors import ConfigError, RequestError
-from fastdecode.outputs import RequestOutput
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.text import PromptType, Tokenizer
+from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.answers import answer_form, error_body, new_id, whole_answer
 from fastdecode.server.protocol import (
     CHAT,
@@ -20,7 +21,6 @@ from fastdecode.server.protocol import (
     read_body,
     template_arguments,
 )
-from fastdecode.text import PromptType, Tokenizer
 
 _KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 
@@ -60,13 +60,15 @@ def read_request(line: BatchLine) -> CompletionRequest | ChatRequest:
     return request
 
 
-def read_prompts(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer | None) -> Sequence[PromptType]:
+def read_prompts(
+    request: CompletionRequest | ChatRequest, tokenizer: Tokenizer | None, max_model_len: int
+) -> Sequence[PromptType]:
     """What the engine is to go on with, one or several of a completion; RequestError."""
     if isinstance(request, CompletionRequest):
         return prompts(request)
     if tokenizer is None:
         raise RequestError("messages need a tokenizer, and it was not loaded (skip_tokenizer_init)")
-    return [tokenizer.encode_chat(request.messages, **template_arguments(request))]
+    return [tokenizer.encode_chat(request.messages, max_model_len, **template_arguments(request))]
 
 
 def answer(

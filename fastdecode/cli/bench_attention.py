@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from fastdecode.api.config import KV_CACHE_DTYPES
+from fastdecode.api.settings import parse_bytes
 from fastdecode.backends import tuning
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.cli.output import check_output_files
-from fastdecode.config import KV_CACHE_DTYPES
-from fastdecode.errors import ConfigError
-from fastdecode.machine import usable_cores
-from fastdecode.settings import parse_bytes
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import usable_cores
 
 if TYPE_CHECKING:
     from fastdecode.measure.attention_bench import AttentionBench

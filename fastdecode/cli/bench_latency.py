@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
-from fastdecode.errors import ConfigError
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastdecode.llm import LLM

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastdecode.api.config import DEMO_MODEL
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
-from fastdecode.config import DEMO_MODEL
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastdecode.engine import LLMEngine

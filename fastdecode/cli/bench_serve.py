@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.flags import add_common_flags, add_flags, json_object
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.measure.dataset import ARRIVALS, LENGTHS, RAMPS, RampUp, WorkItem, WorkloadSpec, make_workload
 
 if TYPE_CHECKING:

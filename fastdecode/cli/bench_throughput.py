@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.cli.collect_env import machine_facts
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkItem, WorkloadSpec, make_workload
 
 if TYPE_CHECKING:
+    from fastdecode.core.metrics import Tracer
     from fastdecode.measure.throughput_report import ThroughputRun
-    from fastdecode.metrics import Tracer
 
 Outcome: TypeAlias = tuple[dict[str, Any], KeyboardInterrupt | None, Iterator[str]]
 """The report, what ended the run early, and its pictures, each drawn when its line is asked for."""

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.cli.bench_prefill import LEAST_LEN, bench_config, wholes
 from fastdecode.cli.flags import add_calibrated_flags, add_common_flags, add_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.prefill_rates import measured_prefill_model, measured_speeds
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import write_profile

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.settings import check_key, parse_r_workers, split_address
 from fastdecode.backends import make_backend
 from fastdecode.cli.flags import add_common_flags, add_flags
 from fastdecode.cli.launch import Mpiexec, find_mpiexec
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError, FastDecodeError
-from fastdecode.machine import available_memory_bytes, is_trapped, usable_cores
-from fastdecode.protocols import AttentionBackend
-from fastdecode.settings import check_key, parse_r_workers, split_address
-from fastdecode.types import CONTROL, KVLayout, LayerLayout, StepPlan, WorkerPlan
+from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.machine import available_memory_bytes, is_trapped, usable_cores
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.types import CONTROL, KVLayout, LayerLayout, StepPlan, WorkerPlan
 
 MARKS = {"ok": "ok     ", "note": "note   ", "broken": "BROKEN "}
 

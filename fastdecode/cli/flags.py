@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from fastdecode.backends import prepare
-from fastdecode.cli.output import check_output_files
-from fastdecode.config import (
+from fastdecode.api.config import (
     BATCHING,
     MAX_THREADS,
     MODEL,
@@ -21,9 +19,11 @@ from fastdecode.config import (
     check_only_vllm,
     flag_names,
 )
-from fastdecode.errors import ConfigError
-from fastdecode.machine import mend_binding, usable_cores
-from fastdecode.settings import describe_security, split_address
+from fastdecode.api.settings import describe_security, split_address
+from fastdecode.backends import prepare
+from fastdecode.cli.output import check_output_files
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import mend_binding, usable_cores
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
 """Settings of the scheduler, in the engine and in the simulator."""

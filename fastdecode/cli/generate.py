@@ -8,10 +8,10 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
-from fastdecode.errors import ConfigError
-from fastdecode.outputs import RequestOutput
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastdecode.engine import LLMEngine

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fastdecode.api.config import MAX_THREADS
+from fastdecode.api.settings import parse_kv_cache_memory, parse_prefill_workers
 from fastdecode.cli import launch_lines as lines
 from fastdecode.cli.flags import add_common_flags, model_words
 from fastdecode.cli.launch_lines import HostSlots, read_hostfile, split_roles
-from fastdecode.config import MAX_THREADS
-from fastdecode.errors import ConfigError
-from fastdecode.machine import usable_cores
-from fastdecode.settings import parse_kv_cache_memory, parse_prefill_workers
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import usable_cores
 
 FORMATS = ("openmpi", "mpich", "srun", "slurm", "ssh")
 

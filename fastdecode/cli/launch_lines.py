@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 
 MOST_SLOTS = 4096
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\s+slots\s*=\s*(\d{1,5}))?")

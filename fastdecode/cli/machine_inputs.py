@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fastdecode.api.config import KV_CACHE_DTYPES, EngineConfig
+from fastdecode.api.settings import parse_bytes
 from fastdecode.cli.flags import auto_int
-from fastdecode.config import KV_CACHE_DTYPES, EngineConfig
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.gpu_only import GpuServer
 from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS, CpuHost, Figure, Gpu, find_cpu_host, find_gpu, parse_link
@@ -31,7 +32,6 @@ from fastdecode.perfmodel.tensor_parallel import (
     network_peer_link,
     rank_shape,
 )
-from fastdecode.settings import parse_bytes
 
 HOST_MEMORY_FRACTION = 0.8
 """The part of a preset host's memory that KV caches take where --kv-cache-memory is not given."""

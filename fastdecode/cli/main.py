@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastdecode import __version__
-from fastdecode.errors import ConfigError, FastDecodeError
+from fastdecode.core.errors import ConfigError, FastDecodeError
 
 COMMANDS = (
     "generate",

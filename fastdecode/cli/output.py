@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 

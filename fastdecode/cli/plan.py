@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.cli.flags import add_common_flags, add_flags
 from fastdecode.cli.machine_inputs import (
     PlanInputs,
@@ -23,8 +24,7 @@ from fastdecode.cli.plan_ranks import compare_ranks, rank_lines
 from fastdecode.cli.plan_replicas import ReplicaPlan, plan_replicas, replica_lines
 from fastdecode.cli.prefill_inputs import AUTOMATIC, add_prefill_flags, prefill_forecast
 from fastdecode.cli.speculation_inputs import add_speculation_flags, read_drafting
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.gpu_only import GpuOnly, Verdict, judge
 from fastdecode.perfmodel.plan import Candidate, Plan
 from fastdecode.perfmodel.prefill_plan import PrefillPlan, plan_prefill
@@ -50,7 +50,6 @@ def add_command(commands: Any) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot", metavar="PNG", help="draw throughput and price against the number of R-workers")
-    group.add_argument("--validate", nargs="?", const="", help=argparse.SUPPRESS)  # was `fastdecode validate`
     group.add_argument("--emit", choices=FORMATS, help="print this in place of the plan")
     add_common_flags(parser)
     parser.set_defaults(run=run)
@@ -59,11 +58,10 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
     check_output_files(args.output_json, plots=(args.plot,))
-    if args.validate is not None:
-        raise ConfigError("plan --validate is a command of its own: fastdecode validate --profile FILE --model MODEL")
     inputs = read_inputs(args)
     plan = inputs.planner.plan(_mini_batch_size(args, inputs))
-    EngineConfig(kv_shard_tokens=args.kv_shard_tokens, kv_replicas=args.kv_replicas)  # refuses the two together
+    if args.kv_shard_tokens and args.kv_replicas > 1:
+        raise ConfigError("kv_shard_tokens: plan knows no ranges of sequences with kv_replicas: leave one of them out")
     ranges = plan_ranges(args, inputs.planner, plan)
     planner = with_ranges(inputs.planner, ranges)
     inputs, plan = replace(inputs, planner=planner), planner.plan(plan.mini_batch_size)

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from fastdecode.api.settings import parse_kv_cache_memory
 from fastdecode.cli.kubernetes_lines import PodPlan, kubernetes_manifests
 from fastdecode.cli.launch_lines import S_COMMAND, HostSlots, JobShape, openmpi_line, ray_lines, slurm_script
 from fastdecode.cli.machine_inputs import PlanInputs, shared_host
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.equations import TILE_TOKENS
 from fastdecode.perfmodel.hardware import find_cpu_host
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import Plan
 from fastdecode.perfmodel.prefill_plan import PrefillPlan
-from fastdecode.settings import parse_kv_cache_memory
 
 KEY_FILE = "pool.key"
 FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes", "ray")

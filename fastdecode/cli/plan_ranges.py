@@ -6,11 +6,11 @@ import argparse
 import math
 from dataclasses import dataclass, replace
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import PlanError
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.plan import Plan
 from fastdecode.perfmodel.planner import Planner
-from fastdecode.scheduler.ranges import choose_range_tokens
+from fastdecode.scheduler.policy.range_sizes import choose_range_tokens
 
 BLOCK_SIZE = EngineConfig().block_size
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fastdecode.cli.machine_inputs import PlanInputs, read_inputs
-from fastdecode.errors import PlanError
+from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.plan import Plan
 
 COMPARED = (1, 2, 4)

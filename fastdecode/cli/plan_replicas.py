@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fastdecode.errors import PlanError
+from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.plan import Plan
 from fastdecode.perfmodel.planner import Planner
 

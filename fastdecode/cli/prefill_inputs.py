@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from fastdecode.cli.machine_inputs import BARE_FLAGS, DEFAULT_LINK, named_shape
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.hardware import find_gpu, parse_link
 from fastdecode.perfmodel.partition import NO_TABLE, Forecast, PartitionTable

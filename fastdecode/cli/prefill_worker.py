@@ -10,6 +10,15 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastdecode.api.config import MODEL, EngineConfig, flag_names
+from fastdecode.api.settings import (
+    check_key,
+    check_security,
+    describe_security,
+    is_loopback,
+    parse_cores,
+    split_address,
+)
 from fastdecode.cli.flags import (
     PREFILL_MODEL,
     add_common_flags,
@@ -21,14 +30,12 @@ from fastdecode.cli.flags import (
     listen_address,
     say_mended,
 )
-from fastdecode.config import MODEL, EngineConfig, flag_names
-from fastdecode.machine import usable_cores
-from fastdecode.settings import check_key, check_security, describe_security, is_loopback, parse_cores, split_address
+from fastdecode.core.machine import usable_cores
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi_job import PrefillRank
     from fastdecode.cluster.wire.handshake import Security
-    from fastdecode.prefill_worker import PrefillWorker
+    from fastdecode.prefills.worker import PrefillWorker
 
 LISTEN = "tcp://127.0.0.1:5590"
 
@@ -66,7 +73,7 @@ class _Setup:
     def start(self, host: str, port: int, rank: str = "") -> tuple[PrefillWorker, str]:
         """The worker, which listens at ``host`` and ``port`` and has said so, and its address."""
         from fastdecode.cluster.prefill.connect import ANSWER
-        from fastdecode.prefill_worker import PrefillWorker
+        from fastdecode.prefills.worker import PrefillWorker
 
         worker = PrefillWorker(self.config, self.num_threads, self.cores, self.security)
         address = worker.listen(host, port)

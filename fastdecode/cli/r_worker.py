@@ -8,6 +8,14 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fastdecode.api.settings import (
+    check_key,
+    check_security,
+    describe_security,
+    parse_cores,
+    parse_kv_cache_memory,
+    split_address,
+)
 from fastdecode.cli.flags import (
     add_common_flags,
     add_worker_flags,
@@ -17,15 +25,7 @@ from fastdecode.cli.flags import (
     listen_address,
     say_mended,
 )
-from fastdecode.errors import ConfigError
-from fastdecode.settings import (
-    check_key,
-    check_security,
-    describe_security,
-    parse_cores,
-    parse_kv_cache_memory,
-    split_address,
-)
+from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.tcp import Server

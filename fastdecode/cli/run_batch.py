@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.batch.files import BatchInput, BatchOutput
 from fastdecode.batch.lines import BatchLine, answer, read_prompts, read_request, refusal
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import progress_bar
-from fastdecode.errors import ConfigError, RequestError
-from fastdecode.outputs import RequestOutput
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.protocol import COMPLETIONS, ChatRequest, CompletionRequest, sampling_params
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _add(engine: LLMEngine, line: BatchLine) -> Running:
     params = sampling_params(request, engine.s_model.generation_defaults)
     added = Running(line, request)
     try:
-        for index, prompt in enumerate(read_prompts(request, engine.s_model.tokenizer)):
+        for index, prompt in enumerate(read_prompts(request, engine.s_model.tokenizer, engine.s_model.max_model_len)):
             request_id = f"{line.custom_id}/{index}"
             engine.add_request(request_id, prompt, _seeded(params, f"{engine.config.seed}/{request_id}"))
             added.outputs[request_id] = None

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.server.settings import SERVER, ServerSettings
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags
 from fastdecode.cli.machine_inputs import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.cli.prefill_inputs import add_prefill_flags
 from fastdecode.cli.simulate_inputs import DATASETS, SimulationInputs, read_simulation
 from fastdecode.cli.speculation_inputs import add_speculation_flags
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.metrics import StepRecord
 from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec
 from fastdecode.measure.throughput_report import ThroughputRun, summary_lines, throughput_report
-from fastdecode.metrics import StepRecord
-from fastdecode.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastdecode.perfmodel.simulate import PrefillFleet, SimulatedRequest, Simulator, Slo, find_capacity
 from fastdecode.scheduler import SchedulerStatistics
 

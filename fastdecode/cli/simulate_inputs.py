@@ -11,16 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, named_shape, rank_group, read_inputs
 from fastdecode.cli.prefill_inputs import prefill_forecast
 from fastdecode.cli.speculation_inputs import read_drafting
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
-from fastdecode.machine import SCRATCH_SHARE
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import SCRATCH_SHARE
+from fastdecode.core.metrics import StepRecord
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
-from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.hardware import find_gpu
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.simulate import (
     GpuMachine,
@@ -35,9 +36,10 @@ from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read
 from fastdecode.perfmodel.speculation import Drafting
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
-from fastdecode.scheduler.draft_policy import BalancedDrafts
-from fastdecode.scheduler.prefill_policy import LeastWaiting
-from fastdecode.scheduler.ranges import UNLIMITED, choose_range_tokens
+from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
+from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
+from fastdecode.scheduler.policy.range_sizes import choose_range_tokens
+from fastdecode.scheduler.store.place import UNLIMITED
 
 DATASETS = ("random", "trace", *SARATHI)
 UNBOUNDED_TOKENS = 1 << 40
@@ -119,7 +121,7 @@ class SimulationInputs:
         seconds = 0.0
         for start, end in itertools.pairwise((0, *range(most, num_tokens, most), num_tokens)):
             attended = context_len + end if context_len else 0
-            seconds += self.machine.cost(end - start, 1, [attended, *rest]).wall_seconds
+            seconds += self.machine.cost(Load(end - start, 1, attended), [attended, *rest]).wall_seconds
         return seconds
 
 
@@ -158,7 +160,7 @@ def _mean_step_seconds(args: argparse.Namespace, workload: SimulatedWorkload, nu
     if SCHEDULES[args.schedule].waves:
         contexts = described.prompt_len + described.output_len * (np.arange(AGES) + 0.5) / AGES
     rows = seats * described.rows_per_output_token
-    return float(np.mean([model(rows, seats * context, seats) for context in contexts.tolist()]))
+    return float(np.mean([model.seconds(Load(rows, seats, seats * context)) for context in contexts.tolist()]))
 
 
 def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -> SimulationInputs:

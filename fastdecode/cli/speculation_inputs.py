@@ -8,13 +8,13 @@ from typing import Any
 
 from fastdecode.cli.flags import json_object
 from fastdecode.cli.machine_inputs import PlanInputs, named_shape
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
+from fastdecode.drafting.config import SpeculativeConfig
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.speculation import LOOKUP_SECONDS, DraftCost, Drafting, row_share
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, SPart
 from fastdecode.perfmodel.tensor_parallel import RankSPart, rank_shape
-from fastdecode.speculative_config import SpeculativeConfig
 
 
 def add_speculation_flags(group: Any) -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.cli.calibrate import check_own_ranks
 from fastdecode.cli.collect_env import chosen_isa
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
-from fastdecode.machine import usable_cores
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import usable_cores
 from fastdecode.perfmodel.calibration import MOST_DRIFT
 from fastdecode.perfmodel.deployment import check_alike, check_own, this_machine
 from fastdecode.perfmodel.profile import HardwareProfile

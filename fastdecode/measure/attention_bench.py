@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.machine import usable_cores
+from fastdecode.core.machine import usable_cores
+from fastdecode.core.types import READ_AHEAD
 from fastdecode.measure.attention_cache import FilledCache, check_memory
 from fastdecode.measure.attention_shape import AttentionShape
-from fastdecode.types import READ_AHEAD
 
 
 class AttentionBench:

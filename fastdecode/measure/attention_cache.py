@@ -9,10 +9,10 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.backends import tuning
-from fastdecode.errors import CapacityError
-from fastdecode.machine import available_memory_bytes, usable_cores
+from fastdecode.core.errors import CapacityError
+from fastdecode.core.machine import available_memory_bytes, usable_cores
+from fastdecode.core.types import ITEM_BYTES, Verb, from_wire, to_wire
 from fastdecode.measure.attention_shape import BLOCK_SIZE, AttentionShape
-from fastdecode.types import ITEM_BYTES, Verb, from_wire, to_wire
 
 PAYLOAD_BYTES = 16 << 20
 """Size of the random keys, and of the random values, with which the cache is filled again and again."""

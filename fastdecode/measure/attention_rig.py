@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.backends import make_backend
-from fastdecode.config import EngineConfig
-from fastdecode.machine import usable_cores
-from fastdecode.types import CONTROL, SPAN, KVLayout, StepPlan, Verb, WorkerPlan, to_wire
+from fastdecode.core.machine import usable_cores
+from fastdecode.core.types import CONTROL, SPAN, KVLayout, StepPlan, Verb, WorkerPlan, to_wire
 
 CHUNK_ROWS = 2048
 """Tokens appended at once while the cache is filled."""

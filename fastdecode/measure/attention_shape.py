@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.errors import ConfigError
-from fastdecode.types import KVLayout, LayerLayout
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.types import KVLayout, LayerLayout
 
 BLOCK_SIZE = 64
 """Tokens per block of the measured cache."""

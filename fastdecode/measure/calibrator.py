@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from fastdecode.config import KV_CACHE_DTYPES, EngineConfig
-from fastdecode.machine import usable_cores
+from fastdecode.api.config import KV_CACHE_DTYPES, EngineConfig
+from fastdecode.core.machine import usable_cores
+from fastdecode.core.types import KVLayout
 from fastdecode.measure.attention_rig import AttentionRig
 from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
 from fastdecode.measure.samples import (
@@ -44,7 +45,6 @@ from fastdecode.perfmodel.profile import (
     RPartPoint,
     SPartPoint,
 )
-from fastdecode.types import KVLayout
 
 
 class Calibrator:

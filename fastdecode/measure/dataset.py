@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.errors import ConfigError
-from fastdecode.settings import check_settings, setting
+from fastdecode.api.settings import check_settings, setting
+from fastdecode.core.errors import ConfigError
 
 Encode = Callable[[str], list[int]]
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.errors import BackendError
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.engine import LLMEngine
-from fastdecode.errors import BackendError
-from fastdecode.metrics import StepRecord
-from fastdecode.protocols import AttentionBackend
-from fastdecode.sampling_params import SamplingParams
 from fastdecode.sworker import set_threads
 from fastdecode.sworker.random_prompts import RandomPrompts
-from fastdecode.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 
 WARM_UP_STEPS = 2
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.machine import usable_cores
+from fastdecode.core.metrics import StepRecord
 from fastdecode.engine import LLMEngine
-from fastdecode.machine import usable_cores
 from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
 from fastdecode.measure.samples import NUM_LAYERS, measuring
 from fastdecode.measure.throughput import run_throughput, warm_up
 from fastdecode.measure.throughput_report import ThroughputRun
-from fastdecode.metrics import StepRecord
 from fastdecode.perfmodel.calibration import Anchor, steadily
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
 from fastdecode.perfmodel.profile import HardwareProfile

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdecode.metrics import HOST, MODEL, R_BUSY, WAIT, Event, StepRecord, lane_name, mini_batch_name
+from fastdecode.core.metrics import HOST, MODEL, R_BUSY, WAIT, Event, StepRecord, lane_name, mini_batch_name
 from fastdecode.perfmodel.gpu_only import GpuOnly
 from fastdecode.perfmodel.plan import Candidate, Plan
 from fastdecode.perfmodel.planner import Planner

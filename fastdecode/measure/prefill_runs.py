@@ -9,12 +9,12 @@ from typing import Protocol
 
 import numpy as np
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import RequestMetrics
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.errors import BackendError
+from fastdecode.core.remote_prefill import Prefilled, PrefillPart
 from fastdecode.engine import LLMEngine
-from fastdecode.errors import BackendError
-from fastdecode.outputs import RequestMetrics
-from fastdecode.remote_prefill import Prefilled, PrefillPart
-from fastdecode.sampling_params import SamplingParams
 
 WARM_UP_TOKENS = 64
 

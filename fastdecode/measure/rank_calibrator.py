@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ProfileError
-from fastdecode.machine import usable_cores
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ProfileError
+from fastdecode.core.machine import usable_cores
 from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
 from fastdecode.measure.samples import (
     FEW_LAYERS,

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ProfileError
-from fastdecode.machine import usable_cores
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ProfileError
+from fastdecode.core.machine import usable_cores
 from fastdecode.measure.attention_rig import AttentionRig
 from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
 from fastdecode.perfmodel.calibration import Measured, summary

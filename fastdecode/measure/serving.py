@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from fastdecode.errors import FastDecodeError
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.measure.dataset import WorkItem
 
 LONGEST_SECONDS = 6 * 3600.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.measure.serving import ServedRequest
 
 METRICS = {

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.config import EngineConfig
-from fastdecode.machine import usable_cores
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.machine import usable_cores
+from fastdecode.core.metrics import StepRecord
 from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
 from fastdecode.measure.throughput_report import ThroughputRun, decode_figures
-from fastdecode.metrics import StepRecord
-from fastdecode.outputs import RequestOutput
-from fastdecode.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from fastdecode.engine import LLMEngine

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.metrics import StepRecord
-from fastdecode.outputs import RequestOutput
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.core.metrics import StepRecord
 from fastdecode.scheduler import SchedulerStatistics
 
 RIPPLE = 1.1

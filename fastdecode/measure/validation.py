@@ -10,9 +10,9 @@ from itertools import product
 
 import numpy as np
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
-from fastdecode.machine import usable_cores
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import usable_cores
 from fastdecode.measure.attention_rig import AttentionRig
 from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
 from fastdecode.measure.offline_run import OfflineRun, run_offline
@@ -31,6 +31,7 @@ from fastdecode.measure.samples import (
 )
 from fastdecode.perfmodel.calibration import Anchor, most_moved, steadily
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, RangeRates, tail_partials
@@ -223,12 +224,12 @@ class Validation:
         model = replace(model, range_rates=RangeRates.of(shape, drift.s_part))
         wall, s_part, r_part, host, kv_load = np.median(steadied[0].samples, axis=0).tolist()
         rows = configuration.batch_size
-        ranges = configuration.ranges
-        stages, calls = model.stages(rows, kv_load, None, ranges), model.num_layers * model.num_mini_batches
+        load = Load.decode(rows, kv_load).with_ranges(configuration.ranges)
+        stages, calls = model.stages(load), model.num_layers * model.num_mini_batches
         head = model.num_mini_batches * model.s_part.head_seconds(rows / model.num_mini_batches)
         return ValidatedRow(
             configuration=configuration,
-            predicted_step_seconds=model(rows, kv_load, None, ranges),
+            predicted_step_seconds=model.seconds(load),
             measured_step_seconds=wall,
             predicted_s_seconds=calls * stages.s_part + head,
             measured_s_seconds=s_part,

@@ -1,19 +1,19 @@
 """Decides what runs in each step: admission, placement, chunking, preemption. Knows no torch, no sockets, no clock."""
 
-from fastdecode.scheduler.drafts import DraftCounts
-from fastdecode.scheduler.migration import Move
+from fastdecode.scheduler.policy.drafts import DraftCounts
 from fastdecode.scheduler.scheduler import Scheduler, SchedulerStatistics
 from fastdecode.scheduler.schedules import SCHEDULES, Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.transfer import Transfer
 
 __all__ = [
     "SCHEDULES",
     "DraftCounts",
     "Limits",
-    "Move",
     "Prefill",
     "Schedule",
     "Scheduler",
     "SchedulerStatistics",
     "Sequence",
+    "Transfer",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
@@ -11,21 +10,20 @@ from types import MappingProxyType
 
 import numpy as np
 
-from fastdecode.protocols import DraftPolicy, PrefillPolicy
-from fastdecode.scheduler.admission import Admission
-from fastdecode.scheduler.copies import Copies
-from fastdecode.scheduler.drafts import DraftCounts, Drafts
-from fastdecode.scheduler.load_control import BalanceFinder
-from fastdecode.scheduler.losses import Losses
-from fastdecode.scheduler.migration import Migration, Move
-from fastdecode.scheduler.prefix import PrefixCache
-from fastdecode.scheduler.remote_prompts import RemotePrompts
-from fastdecode.scheduler.residents import Residents
+from fastdecode.core.protocols import DraftPolicy, PrefillPolicy
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
+from fastdecode.scheduler.policy.admission import Admission
+from fastdecode.scheduler.policy.attend import Attendance
+from fastdecode.scheduler.policy.drafts import DraftCounts, Drafts
+from fastdecode.scheduler.policy.load_control import BalanceFinder
+from fastdecode.scheduler.policy.prefills import RemotePrompts
+from fastdecode.scheduler.policy.transfers import Transfers
 from fastdecode.scheduler.schedules import ChunkCutter, Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.losses import Losses
+from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.store.transfer import Transfer
 from fastdecode.scheduler.waiting import WaitingQueue
-from fastdecode.scheduler.worker_state import Workers
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep, deal
 
 logger = logging.getLogger(__name__)
 
@@ -70,27 +68,17 @@ class Scheduler:
         """``prefill_policy``: of the prefill workers, where there are some; ``draft_policy``: where tokens are
         drafted."""
         self.limits = limits
-        self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.block_size, limits.hosts)
-        caches = limits.prefix_caching and not schedule.reserves_longest
-        self.prefix_cache = PrefixCache(self.workers, caches, limits.range_tokens)
-        self.residents = Residents(
-            self.workers,
-            self.prefix_cache,
-            limits.scratch_tokens,
-            limits.max_num_seqs,
-            limits.num_speculative_tokens,
-            limits.range_tokens,
-        )
-        self._losses = Losses(self.residents)
-        self.queue = WaitingQueue(self.prefix_cache)
-        self.admission = Admission(schedule, limits, self.residents, self.queue)
+        self.store = Store(limits, retains=not schedule.reserves_longest)
+        self.workers, self.residents = self.store.workers, self.store.residents
+        self.queue = WaitingQueue(self.store.prefixes)
+        self.admission = Admission(schedule, limits, self.store, self.queue)
+        self.remote_prompts = RemotePrompts(self.store, prefill_policy)
+        self.drafts = Drafts(self.store, limits, draft_policy)
         self._schedule = schedule
-        self.remote_prompts = RemotePrompts(self.residents, prefill_policy)
-        self.drafts = Drafts(self.residents, limits, draft_policy)
-        price = math.inf if limits.kv_replicas > 1 else limits.seconds_per_moved_token  # copies even the load instead
-        self._migration = Migration(self.residents, self.admission, price)
-        per_token = limits.seconds_per_moved_token
-        self._copies = Copies(self.residents, self.admission, per_token) if limits.kv_replicas > 1 else None
+        self._losses = Losses(self.store)
+        self.transfers = Transfers(self.store, self.admission, limits)
+        self._attendance = Attendance(self.store) if limits.kv_replicas > 1 else None
+        self._table = self.store.table
         self._committed: tuple[MiniBatch, ...] = ()
         self.num_preemptions = 0
         self._rows = np.zeros(0, np.int64)
@@ -111,7 +99,7 @@ class Scheduler:
     @property
     def has_controls(self) -> bool:
         """True while some R-worker has yet to be told of a fork or a release."""
-        return self.residents.has_controls
+        return self.store.has_controls
 
     @property
     def kv_load_limit(self) -> int | None:
@@ -127,7 +115,7 @@ class Scheduler:
     @property
     def statistics(self) -> SchedulerStatistics:
         """What was counted since the start."""
-        cache = self.prefix_cache
+        cache = self.store.prefixes
         return SchedulerStatistics(
             cache.num_queries, cache.num_hit_tokens, self.num_preemptions, self.drafts.counts.copy()
         )
@@ -140,12 +128,10 @@ class Scheduler:
         kv_loads = step.kv_loads
         if step.only_decodes_attend and step.num_prompt_rows <= MOST_PROMPT_ROWS * sum(kv_loads):
             self.workers.observe(kv_loads, r_seconds)
-            if self._copies:
-                self._copies.speeds.observe(kv_loads, r_seconds)
+            if self._attendance:
+                self._attendance.speeds.observe(kv_loads, r_seconds)
             self.admission.load_control.follow(self.workers.speeds)
-        self._migration.observe(step, s_seconds, wait_seconds, r_seconds)
-        if self._copies:
-            self._copies.observe(s_seconds + wait_seconds)
+        self.transfers.observe(step, s_seconds, wait_seconds, r_seconds)
         decodes = step.is_decode and step.num_tokens > 0  # a step may only sample first tokens of arrived prompts
         if self.drafts.policy and decodes:
             num_sequences = sum(map(len, step.mini_batches))
@@ -162,12 +148,12 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence (and the siblings it brings) by its age; RequestError when it could never run."""
-        self.admission.check(sequence)
+        self.admission.room.check(sequence)
         self.queue.push(sequence)
 
     def drafts_wanted(self) -> dict[int, int]:
         """For how many tokens each sequence that decodes is to be drafted for the next step; see :meth:`propose`."""
-        self.residents.table.refresh()
+        self._table.refresh()
         return self.drafts.wanted()
 
     def propose(self, drafts: Mapping[int, PySequence[int]]) -> None:
@@ -181,27 +167,27 @@ class Scheduler:
         """
         self.remote_prompts.begin_step(now_seconds, len(self.queue))
         if self._schedule.prefill is Prefill.FIRST:
-            self.residents.table.refresh()
+            self._table.refresh()
             chunks = self._prompt_chunks(self.limits.max_num_batched_tokens)
             self._rows = np.zeros(0, np.int64) if chunks else self._decode_rows()
         else:
             self._rows = self._decode_rows()
             chunks = self._prompt_chunks(self._most_rows() - len(self._rows))
         drafts = self._place_drafts(chunks)
-        decodes = self.residents.table.mini_batch(self._rows)
+        decodes = self._table.mini_batch(self._rows)
         mini_batches = deal(decodes, chunks, self.limits.num_mini_batches)
         prefills, arrived = self.remote_prompts.take()
-        controls = self.residents.take_controls()
+        controls = self.store.take_controls()
         return ScheduledStep(mini_batches, controls, self.admission.num_starts, prefills, arrived, drafts)
 
     def controls_alone(self) -> ScheduledStep:
         """A step without rows, which only tells the R-workers what they have yet to hear."""
         self._sound, self._committed = {}, ()
-        return ScheduledStep((MiniBatch.of([]),), self.residents.take_controls())
+        return ScheduledStep((MiniBatch.of([]),), self.store.take_controls())
 
     def take_back(self, step: ScheduledStep) -> None:
         """The R-workers refused ``step``: its controls go before any that came since."""
-        self.residents.put_back(step.controls)
+        self.store.put_back(step.controls)
         self.remote_prompts.put_back(step)
 
     def commit(self, step: ScheduledStep, accepted: Mapping[int, int] = MappingProxyType({})) -> None:
@@ -209,20 +195,20 @@ class Scheduler:
 
         ``accepted``: how many draft tokens of each sequence are its next output tokens; none of those not listed.
         """
-        self._sound, self._committed = self.residents.table.cached_in_ranges(), step.mini_batches
-        self.residents.table.advance(self._rows)
+        self._sound, self._committed = self._table.cached_of_sharded(), step.mini_batches
+        self._table.advance(self._rows)
         self._rows = self._rows[:0]
         self.drafts.settle(step.drafts, accepted)
         for mini_batch in step.mini_batches:
             for chunk in mini_batch.prompts:
                 sequence = self.residents.prompts[int(chunk["sequence_id"])]
-                self.residents.table.num_cached[sequence.row] += chunk["num_rows"]
-                self.residents.go_on(sequence)
+                self._table.num_cached[sequence.row] += chunk["num_rows"]
+                self.store.go_on(sequence)
                 if not sequence.in_prompt:
                     self._finish_prompt(sequence)
         for sequence_id in step.arrived:
             sequence = self.residents.prompts[sequence_id]
-            self.residents.table.num_cached[sequence.row] = sequence.num_prefill
+            self._table.num_cached[sequence.row] = sequence.num_prefill
             self._finish_prompt(sequence)
 
     def prefilled(self, job_id: int, now_seconds: float = 0.0) -> bool:
@@ -236,13 +222,13 @@ class Scheduler:
         """A prompt was not computed, since a prefill worker was lost for instance: it is queued again, by age."""
         sequence = self.remote_prompts.failed(job_id, now_seconds)
         if sequence is not None:
-            self.residents.leave(sequence, keep=False)
+            self.store.leave(sequence, keep=False)
             self.queue.release_followers(sequence)
             self.queue.push(sequence)
 
     def fork_siblings(self, parent: Sequence) -> None:
         """``parent``'s prompt is cached: its siblings start from a shared copy and decode from here on."""
-        self.residents.fork_siblings(parent)
+        self.store.fork_siblings(parent)
 
     def finish(self, sequence: Sequence, reason: str = "abort") -> None:
         """Forget a sequence, waiting or running; its blocks are retained or released with the next step.
@@ -251,10 +237,10 @@ class Scheduler:
         brings them.
         """
         if sequence in self.residents:
-            self.residents.forget_unused(sequence)
-            self.residents.leave(sequence, keep=reason != "error")
+            self.store.forget_unused(sequence)
+            self.store.leave(sequence, keep=reason != "error")
             self.queue.release_followers(sequence)
-            self.admission.output_lengths.finished(len(sequence.output_token_ids), was_cut=reason != "stop")
+            self.admission.future.output_lengths.finished(len(sequence.output_token_ids), was_cut=reason != "stop")
         else:
             self.queue.discard(sequence)
 
@@ -263,13 +249,15 @@ class Scheduler:
         last step are not theirs: they attended there, or have to be computed again."""
         attended = {each for worker in workers for each in self._attended_on(worker)}
         held = {each.sequence_id: each for worker in workers for each in self.residents.on(worker)}
-        return [each for each, it in held.items() if each in attended or set(it.holders) <= set(workers)]
+        return [each for each, it in held.items() if each in attended or it.job_id or _loses_some(it, set(workers))]
 
     def _attended_on(self, worker: int) -> dict[int, int]:
         """Sequences whose rows of the last step attended on ``worker``, and what they had cached before it."""
         found: dict[int, int] = {}
         for mini_batch in self._committed:
-            chunks = mini_batch.chunks[(mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]]
+            attended = (mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]
+            attended[mini_batch.reads["chunk"][mini_batch.reads["worker"] == worker]] = True
+            chunks = mini_batch.chunks[attended]
             found |= dict(zip(chunks["sequence_id"].tolist(), chunks["context_len"].tolist(), strict=True))
         return found
 
@@ -280,20 +268,20 @@ class Scheduler:
 
         Returns the waiting sequences that none of the others could hold; they are forgotten.
         """
-        if self._copies:
-            self._copies.lost()
-        self._losses.of_copies(worker, self._attended_on(worker))
-        broken = self._losses.of_ranges(worker, self._sound)
-        for sequence in self._losses.of_whole(worker):
+        self.transfers.lost()
+        whole, broken, starved = self._losses.lose(worker, self._attended_on(worker), self._sound)
+        for sequence in whole:
             self.queue.release_followers(sequence)
             self.queue.push(sequence)
         self.admission.load_control.lose(worker)
+        for sequence in starved:
+            self._preempt(sequence)
         for sequence in broken:
             self._mend(sequence)
         for sequence in self.residents.all:
-            if sequence.max_cached > self.limits.range_tokens and not self.admission.fits_somewhere(sequence):
+            if sequence.max_cached > self.limits.range_tokens and not self.admission.room.fits_somewhere(sequence):
                 self._preempt(sequence)
-        hopeless = [sequence for sequence in self.queue.all if not self.admission.fits_somewhere(sequence)]
+        hopeless = [sequence for sequence in self.queue.all if not self.admission.room.fits_somewhere(sequence)]
         for sequence in hopeless:
             self.queue.discard(sequence)
             self.queue.release_followers(sequence)
@@ -302,10 +290,13 @@ class Scheduler:
     def _mend(self, sequence: Sequence) -> None:
         """Compute the lost ranges of ``sequence`` again, or all of it where there is no room for them now."""
         self.queue.release_followers(sequence)
-        if not self.admission.fits_somewhere(sequence) or not self.admission.place_again(sequence):
+        places = self.admission.segments.again(sequence) if self.admission.room.fits_somewhere(sequence) else None
+        if places is None:
             self._preempt(sequence)
             return
-        self.residents.go_on(sequence)
+        for segment, worker in places:
+            self.store.place(sequence, segment, worker)
+        self.store.go_on(sequence)
         if not sequence.in_prompt:
             self._finish_prompt(sequence)
 
@@ -314,10 +305,9 @@ class Scheduler:
         sequences move to it."""
         index = len(self.workers) if index is None else index
         self.admission.load_control.join(index, self.workers.join(index, num_blocks, bandwidth, host))
-        if self._copies:
-            self._copies.joined(index)
-        else:
-            self._migration.even_out(index)
+        self.transfers.joined(index)
+        if self._attendance:
+            self._attendance.speeds.forget(index)
 
     def drain(self, worker: int) -> None:
         """R-worker ``worker`` is to go: nothing starts there that could run elsewhere, and what is there moves away."""
@@ -332,66 +322,71 @@ class Scheduler:
             worker
             for worker in self.workers.draining
             if self.workers.accepting
-            and not self.workers[worker].num_ranges
-            and all(map(self.admission.fits_elsewhere, [*self.queue.all, *growing]))
+            and not self.workers[worker].num_copies
+            and all(map(self.admission.room.fits_elsewhere, [*self.queue.all, *growing]))
         ]
 
-    def next_move(self) -> Move | None:
-        """Between steps: a sequence whose cache is to be copied, after ``controls_alone``; then comes ``moved``.
+    def next_transfer(self) -> Transfer | None:
+        """Between steps: a copy to be made, after ``controls_alone``; then comes ``transferred``, or the next is asked.
 
-        Those that must leave an R-worker, but for whom no other has room, are preempted.
+        Sequences that must leave an R-worker, but for which no other has room, are preempted.
         """
-        if self._copies:
-            self._copies.leave_draining()
-        for sequence in self._migration.homeless():
+        for sequence in self.transfers.begin():
             self._preempt(sequence)
-        return self._migration.next() or (self._copies.next() if self._copies else None)
+        return self.transfers.next()
 
-    def moved(self, move: Move, seconds: float) -> None:
-        """The cache was copied in ``seconds``, during which no step ran; the old one is released with the next step,
-        unless it stays."""
-        if self._copies and move.keeps_source:
-            self._copies.made(move, seconds)
-        else:
-            self._migration.moved(move, seconds)
+    def stands(self, transfer: Transfer) -> bool:
+        """False where its sequence or one of its R-workers has gone since it was chosen: there is nothing to copy."""
+        return transfer in self.store.transfers
+
+    def transferred(self, transfer: Transfer, seconds: float) -> None:
+        """The bytes were copied in ``seconds``, during which no step ran; a copy that is to go is released with the
+        next step."""
+        self.transfers.done(transfer, seconds)
 
     def reset_prefix_cache(self) -> None:
         """Forget every retained prefix; running sequences go on."""
-        self.prefix_cache.reset()
+        self.store.prefixes.reset()
 
     def _finish_prompt(self, sequence: Sequence) -> None:
-        self.residents.finish_prompt(sequence)
+        self.store.finish_prompt(sequence)
         self.queue.release_followers(sequence)
 
     def _decode_rows(self) -> np.ndarray:
         """Rows of the table that decode in this step, with the blocks they need; int64 [n]."""
-        table = self.residents.table
+        table = self._table
         while True:
             table.refresh()
-            if self._copies:
-                self._copies.choose()
+            if self._attendance:
+                self._attendance.choose()
             rows = self._within_load_limit()
             tail_lens = table.tail_lens(rows)
-            if (tail_lens >= table.range_tokens).any():
-                self._extend(rows[tail_lens >= table.range_tokens])
+            if (tail_lens >= table.segment_tokens).any():
+                self._extend(rows[tail_lens >= table.segment_tokens])
                 continue
             growing = rows[tail_lens // self.limits.block_size >= table.num_blocks[rows]]
             needed = table.count_held(growing, 1, len(self.workers)).tolist()
-            short = [worker for worker, count in enumerate(needed) if not self.prefix_cache.make_room(worker, count)]
+            short = [worker for worker, count in enumerate(needed) if not self.store.prefixes.make_room(worker, count)]
             if not short:
-                self.residents.grow(growing)
+                self.store.grow(growing)
                 return rows
-            if not (self._copies and self._copies.give_up(short[0])):
-                self._preempt(self._victim(short[0]))
+            self._make_way(short[0])
 
     def _extend(self, rows: np.ndarray) -> None:
         """The first of these rows of the table, whose tails are whole, gets a new tail, or a victim makes room."""
-        sequence = self.residents.decoding[int(self.residents.table.chunks["sequence_id"][rows[0]])]
-        worker, has_room = self.admission.next_tail(sequence)
+        sequence = self._table.sequence(int(rows[0]))
+        worker, has_room = self.admission.segments.next_tail(sequence)
         if has_room:
-            self.residents.extend(sequence, worker)
+            self.store.extend(sequence, [worker])
+        elif worker >= 0:
+            self._make_way(worker)
         else:
-            self._preempt(self._victim(worker) if worker >= 0 else sequence)
+            self._preempt(sequence)
+
+    def _make_way(self, worker: int) -> None:
+        """R-worker ``worker`` needs blocks: copies that are not needed go first, then a sequence."""
+        if not self.transfers.give_up(worker):
+            self._preempt(self._victim(worker))
 
     def _place_drafts(self, chunks: list[Chunk]) -> dict[int, list[int]]:
         """The draft tokens of this step, beside its decodes and prompts."""
@@ -406,19 +401,19 @@ class Scheduler:
         control = self.admission.load_control
         if not self._schedule.stabilizes_load or not control.bounds_rows:
             return budget
-        kv_loads = self.residents.table.kv_loads(len(self.workers))
+        kv_loads = self._table.kv_loads(len(self.workers))
         return control.most_rows(kv_loads, 1 - len(self._rows) / seats, seats, budget)
 
     def _within_load_limit(self) -> np.ndarray:
         """All rows, but for the youngest where expected lengths were exceeded and a strict limit would be."""
-        table = self.residents.table
+        table = self._table
         rows = table.rows
         if not (self._schedule.stabilizes_load and self.admission.load_control.is_strict):
             return rows
         limits = self.admission.load_control.limits.copy()
         for prompt in self.residents.prompts.values():
-            for each in prompt.ranges if prompt.attends_in_prompt else ():
-                limits[each.worker] -= min(table.range_tokens, prompt.num_prefill - each.start)
+            for each in prompt.segments if prompt.attends_in_prompt else ():
+                limits[each.home] -= min(table.segment_tokens, prompt.num_prefill - each.start)
         for worker in np.flatnonzero(table.kv_loads(len(limits)) > limits):
             loads = table.loads_on(int(worker), rows)
             here, loads = rows[loads > 0], loads[loads > 0]
@@ -438,7 +433,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the cache of ``sequence``; it will be computed again from its tokens."""
-        self.residents.leave(sequence, keep=True)
+        self.store.leave(sequence, keep=True)
         sequence.was_preempted = True
         self.queue.release_followers(sequence)
         self.queue.push(sequence)
@@ -446,7 +441,7 @@ class Scheduler:
 
     def _prompt_chunks(self, budget: int) -> list[Chunk]:
         """The next chunks of the prompts begun, then of as many new ones as the budgets allow."""
-        cutter = ChunkCutter(self._schedule.prefill, budget)
+        cutter = ChunkCutter(self._schedule.prefill, budget, self.limits.range_tokens)
         for sequence in self.residents.prompts.values():
             if not sequence.job_id:
                 cutter.cut(sequence)
@@ -456,3 +451,8 @@ class Scheduler:
             if not self.remote_prompts.start(started):
                 cutter.cut(started)
         return cutter.chunks
+
+
+def _loses_some(sequence: Sequence, workers: set[int]) -> bool:
+    """Whether R-workers ``workers`` alone hold some segment of ``sequence``."""
+    return any(segment.copies and set(segment.workers) <= workers for segment in sequence.segments)

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from fastdecode.scheduler.ranges import UNLIMITED
+from fastdecode.core.step import Chunk
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.step import Chunk
+from fastdecode.scheduler.store.place import UNLIMITED
 
 
 class Prefill(Enum):
@@ -86,7 +86,9 @@ numbers, some 17 kB with 32 heads of 128, and an R-worker takes at most 256 MiB 
 class ChunkCutter:
     """Cuts prompts to what a step of ``budget`` rows has left for them."""
 
-    def __init__(self, prefill: Prefill, budget: int) -> None:
+    def __init__(self, prefill: Prefill, budget: int, segment_tokens: int = UNLIMITED) -> None:
+        """No chunk goes beyond the end of a segment of ``segment_tokens``."""
+        self._segment_tokens = segment_tokens
         self.chunks: list[Chunk] = []
         self._prefill = prefill
         self._budget = budget
@@ -102,27 +104,28 @@ class ChunkCutter:
     def cut(self, sequence: Sequence) -> None:
         """Put the next tokens of ``sequence``'s prompt into the step, as many as go."""
         if count := self.rows_for(sequence.num_prefill - sequence.num_cached):
-            count = min(count, sequence.left_in_tail)
-            if sequence.closed and sequence.attends_in_prompt:
-                count = min(count, max(1, MOST_PARTIAL_RESULTS // (1 + len(sequence.closed))))
+            count = min(count, self._segment_tokens - sequence.tail.num_tokens)
+            if sequence.num_closed and sequence.attends_in_prompt:
+                count = min(count, max(1, MOST_PARTIAL_RESULTS // (1 + sequence.num_closed)))
             self.chunks.append(_chunk(sequence, count))
             self._budget -= count
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next ``count`` tokens of ``sequence``'s prompt."""
-    last = sequence.num_cached + count == sequence.num_prefill
+    """The next ``count`` tokens of ``sequence``'s prompt, attended by the homes of its segments."""
+    last, tail = sequence.num_cached + count == sequence.num_prefill, sequence.tail
+    closed = sequence.closed if sequence.attends_in_prompt else []
     return Chunk(
         sequence.sequence_id,
-        sequence.worker,
+        tail.home,
         sequence.num_cached,
         sequence.tokens(sequence.num_cached, count),
         attends=sequence.attends_in_prompt,
         samples=last and sequence.num_prefill == sequence.num_tokens,
         last_of_prompt=last,
         is_decode=False,
-        base=sequence.base,
-        cache_id=sequence.cache_id,
-        reads=tuple((each.worker, each.cache_id, each.start) for each in sequence.closed * sequence.attends_in_prompt),
-        copy=sequence.copy_worker,
+        base=tail.start,
+        cache_id=tail.cache_id,
+        reads=tuple((each.home, each.cache_id, each.start) for each in closed),
+        copy=next(iter(tail.workers[1:]), -1),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 
-from fastdecode.scheduler.prefix import PrefixCache
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.prefix import PrefixCache
 
 
 class WaitingQueue:

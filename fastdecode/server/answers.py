@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastdecode.outputs import CompletionOutput, Logprob, RequestOutput
+from fastdecode.api.outputs import CompletionOutput, Logprob, RequestOutput
 from fastdecode.server.protocol import ChatRequest, CompletionRequest, forced_calls_of
 from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls
 

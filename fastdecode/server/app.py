@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdecode import __version__
-from fastdecode.errors import ConfigError, RequestError
+from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.live import PAGE, add_live
 from fastdecode.server.metrics import CONTENT_TYPE
 from fastdecode.server.openapi import document, takes
@@ -32,7 +32,7 @@ from fastdecode.server.protocol import (
 )
 from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of
-from fastdecode.server.service import ApiError, Service
+from fastdecode.server.service import ApiError, Service, is_long_text
 from fastdecode.server.streams import ResponsesResponse, TextResponse, error_response, json_response
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation."""
         body = await _read(service, request, TokenizeRequest)
-        token_ids = await service.off_loop(service.tokenize, body)
+        token_ids = await service.off_loop(service.tokenize, body, is_long=is_long_text(body))
         found = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
         if body.return_token_strs:
             found["token_strs"] = await service.off_loop(service.token_texts, token_ids)

@@ -9,10 +9,10 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.engine import LLMEngine
-from fastdecode.errors import ConfigError, RequestError
-from fastdecode.outputs import RequestOutput
 from fastdecode.server.jobs import EngineDeadError, Job
 from fastdecode.server.observer import Observer
 

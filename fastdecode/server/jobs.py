@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastdecode.errors import FastDecodeError
-from fastdecode.outputs import RequestOutput
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.errors import FastDecodeError
 
 
 class EngineDeadError(FastDecodeError):

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from fastdecode.metrics import Event
+from fastdecode.core.metrics import Event
 from fastdecode.server.observer import Observer, RWorkerState, TimedStep
 from fastdecode.server.service import ApiError, Service
 from fastdecode.server.streams import SSE_HEADERS
@@ -166,7 +166,7 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
 
     Lane 0 is the S-worker, 1 + i R-worker i; -1 stands for no mini-batch or layer.
     """
-    layers = [event.interval.layer for event in events]
+    num_layers = _num_layers(events)
     shown = [event for event in events if event.interval.layer < SHOWN_LAYERS]
     computed = [event.interval for event in shown if event.interval.layer >= 0]
     if not computed:
@@ -174,8 +174,8 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
     start, end = min(each.start_seconds for each in computed), max(each.end_seconds for each in computed)
     first = min(event.interval.start_seconds for event in events)
     return {
-        "num_layers": 1 + max(layers),
-        "shown_layers": min(SHOWN_LAYERS, 1 + max(layers)),
+        "num_layers": num_layers,
+        "shown_layers": min(SHOWN_LAYERS, num_layers),
         "milliseconds": (max(event.interval.end_seconds for event in events) - first) * 1e3,
         "events": [
             (
@@ -187,3 +187,9 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
             if event.interval.start_seconds < end and event.interval.end_seconds > start
         ],
     }  # fmt: skip
+
+
+def _num_layers(events: Sequence[Event]) -> int:
+    """Layers of the model: those attended by R-workers; the S-worker's last stay comes after the last layer."""
+    attended = [event.interval.layer for event in events if event.lane > 0]
+    return 1 + max(attended) if attended else max((event.interval.layer for event in events), default=0)

@@ -11,8 +11,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from fastdecode.metrics import StepRecord
-from fastdecode.outputs import RequestOutput
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.core.metrics import StepRecord
 from fastdecode.scheduler import DraftCounts
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.core.metrics import Event, StepRecord, Tracer
 from fastdecode.engine import LLMEngine
-from fastdecode.metrics import Event, StepRecord, Tracer
-from fastdecode.outputs import RequestOutput
 from fastdecode.scheduler import DraftCounts
 from fastdecode.server.metrics import Metrics
 

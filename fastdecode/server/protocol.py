@@ -8,10 +8,10 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from fastdecode.errors import RequestError
-from fastdecode.sampling_params import MAX_SAMPLES, SamplingParams
+from fastdecode.api.sampling_params import MAX_SAMPLES, SamplingParams
+from fastdecode.api.structured_outputs import StructuredOutputsParams
+from fastdecode.core.errors import RequestError
 from fastdecode.server.tool_calls import ForcedCalls, forced_calls
-from fastdecode.structured_outputs import StructuredOutputsParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastdecode.outputs import CompletionOutput, RequestOutput
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.api.outputs import CompletionOutput, RequestOutput
+from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.server.answers import chat_logprobs, usage_of
 from fastdecode.server.responses_request import ResponsesRequest
 from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls

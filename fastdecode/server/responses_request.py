@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fastdecode.errors import RequestError
+from fastdecode.core.errors import RequestError
 from fastdecode.server.protocol import ChatRequest, JsonSchema, ResponseFormat
 
 RESPONSES = "/v1/responses"

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError
 from fastdecode.server.app import make_app
 from fastdecode.server.connection import LimitedProtocol
 from fastdecode.server.engine_thread import EngineThread

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError, RequestError
-from fastdecode.outputs import RequestOutput
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.api.text import check_token_ids, encode_text, read_prompt
+from fastdecode.api.text_limits import LONG_TEXT_BYTES
+from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.answers import INVALID, AnswerForm, answer_form, new_id
 from fastdecode.server.engine_thread import EngineThread
 from fastdecode.server.jobs import Job, Prompt, ShutdownError
@@ -26,7 +28,6 @@ from fastdecode.server.protocol import (
 )
 from fastdecode.server.settings import ServerSettings
 from fastdecode.server.tracing import RequestTracer
-from fastdecode.text import check_token_ids, encode_text, read_prompt
 
 if TYPE_CHECKING:
     from fastdecode.sworker.grammar import Grammars
@@ -77,7 +78,8 @@ class Service:
         self._jobs: dict[Job, Any] = {}
         self._tracer = tracer
         self._num_sequences = 0
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        self._short_texts = ThreadPoolExecutor(1, "tokenizer")
+        self._long_texts = ThreadPoolExecutor(1, "long-texts")
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._grammars = engine.s_model.grammars if self.tokenizer else None
         self._created = int(time.time())
@@ -119,7 +121,7 @@ class Service:
         num_sequences = params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
         self._num_sequences += num_sequences
         try:
-            found = await self.off_loop(self._read_prompts, request)
+            found = await self.off_loop(self._read_prompts, request, is_long=is_long_text(request))
             echoes = self._echoes(found) if isinstance(request, CompletionRequest) and request.echo else ()
             await self._prepare(params)
         except BaseException:
@@ -159,7 +161,7 @@ class Service:
         if request.messages is not None:
             told = {"tools": request.tools, "add_generation_prompt": request.add_generation_prompt}
             return self.encode_chat(request.messages, **told)
-        return encode_text(request.prompt, self.tokenizer)
+        return encode_text(request.prompt, self.tokenizer, self.max_model_len)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
@@ -177,9 +179,11 @@ class Service:
         for job in self._jobs:
             job.fail(ShutdownError("the server was shut down before the answer was complete"))
 
-    async def off_loop(self, function: Any, *args: Any) -> Any:
-        """Call what takes long, templates and tokenizers, in a thread of its own."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+    async def off_loop(self, function: Any, *args: Any, is_long: bool = False) -> Any:
+        """Call what takes long, templates and tokenizers, in a thread of its own; long texts one after another in
+        another thread, so that short ones do not wait for them."""
+        lane = self._long_texts if is_long else self._short_texts
+        return await asyncio.get_running_loop().run_in_executor(lane, function, *args)
 
     def read_vocabulary_soon(self) -> None:
         """Have structured outputs ready, where their library is installed, before a request asks for them: reading the
@@ -202,7 +206,7 @@ class Service:
         """Token ids of a conversation; RequestError."""
         if self.tokenizer is None:
             raise RequestError("messages need a tokenizer, and it was not loaded (skip_tokenizer_init)")
-        return self.tokenizer.encode_chat(messages, **self._template, **arguments)
+        return self.tokenizer.encode_chat(messages, self.max_model_len, **self._template, **arguments)
 
     def _read_prompts(self, request: CompletionRequest | ChatRequest) -> Sequence[Prompt]:
         if isinstance(request, ChatRequest):
@@ -214,6 +218,23 @@ class Service:
             return ("",) * len(found)
         decode = self.tokenizer.backend.decode
         return tuple(decode(each.token_ids) if each.text is None else each.text for each in found)
+
+
+def is_long_text(request: CompletionRequest | ChatRequest | Any) -> bool:
+    """Whether tokenising what ``request`` has takes so long that short texts should not wait for it."""
+    fields = [getattr(request, name, None) for name in ("prompt", "messages")]
+    return sum(map(_num_characters, fields)) > LONG_TEXT_BYTES
+
+
+def _num_characters(value: Any) -> int:
+    """Characters of all strings in ``value``, which is of lists, dictionaries and plain values."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list) or (value and isinstance(value[0], int)):
+        return 0
+    return sum(map(_num_characters, value))
 
 
 def _read_vocabulary(grammars: Grammars) -> None:

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdecode.errors import ConfigError
-from fastdecode.settings import check_settings, setting
+from fastdecode.api.settings import check_settings, setting
+from fastdecode.core.errors import ConfigError
 
 SERVER = "server"
 """The group of its flags."""

@@ -10,8 +10,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fastdecode.errors import FastDecodeError
-from fastdecode.outputs import RequestOutput
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.server.answers import AnswerForm, GrowingChoice, chunk, error_body, first_choice, usage_of, whole_answer
 from fastdecode.server.jobs import DisconnectedError, Job
 from fastdecode.server.protocol import StreamOptions

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastdecode.errors import RequestError
-from fastdecode.structured_outputs import StructuredOutputsParams
+from fastdecode.api.structured_outputs import StructuredOutputsParams
+from fastdecode.core.errors import RequestError
 
 _CHOICES = 'none, auto, required or {"type": "function", "function": {"name": …}}'
 _DEFINITIONS = ("$defs", "definitions")

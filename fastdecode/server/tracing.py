@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.errors import ConfigError
-from fastdecode.outputs import RequestMetrics, RequestOutput
+from fastdecode.api.outputs import RequestMetrics, RequestOutput
+from fastdecode.core.errors import ConfigError
 from fastdecode.server.jobs import Job
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.errors import RankLostError, interrupts_deferred
-from fastdecode.step import MiniBatch, ScheduledStep
+from fastdecode.core.errors import RankLostError, interrupts_deferred
+from fastdecode.core.step import MiniBatch, ScheduledStep
+from fastdecode.core.types import KVLayout, RWorkerInfo, StepPlan, StepReport
 from fastdecode.tensor_parallel.lifeline import Lifelines
 from fastdecode.tensor_parallel.member import Group, Member
 from fastdecode.tensor_parallel.messages import Message, step_message
-from fastdecode.types import KVLayout, RWorkerInfo, StepPlan, StepReport
 
 ADMIT_SECONDS = 0.2
 """How often the ranks are asked for R-workers that have joined."""

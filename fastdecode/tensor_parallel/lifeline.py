@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from fastdecode.errors import RankLostError
+from fastdecode.core.errors import RankLostError
 
 ENDING_SECONDS = 3.0
 """How long rank 0 may take to end in order once a rank is lost; it may stand in a layer that never ends."""

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fastdecode import errors
-from fastdecode.errors import BackendError, FastDecodeError, WorkerLostError
-from fastdecode.protocols import AttentionBackend
+from fastdecode.core import errors
+from fastdecode.core.errors import BackendError, FastDecodeError, WorkerLostError
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.types import KVLayout, RWorkerInfo, StepReport
 from fastdecode.sworker.tensor_parallel import Rank
 from fastdecode.tensor_parallel.messages import Message, combined, read_report, report_message
-from fastdecode.types import KVLayout, RWorkerInfo, StepReport
 
 
 class Group(AttentionBackend, Protocol):

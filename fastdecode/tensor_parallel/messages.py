@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.step import CHUNK, READ, MiniBatch, ScheduledStep
-from fastdecode.types import StepReport, WorkerReport
+from fastdecode.core.step import CHUNK, READ, MiniBatch, ScheduledStep
+from fastdecode.core.types import StepReport, WorkerReport
 
 DTYPES = {"chunk": CHUNK, "read": READ, "i8": np.dtype("<i8"), "f8": np.dtype("<f8"), "u1": np.dtype("u1")}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

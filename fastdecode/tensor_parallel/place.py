@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastdecode.config import EngineConfig
-from fastdecode.errors import ConfigError
-from fastdecode.machine import KV_CACHE_SHARE, available_memory_bytes, usable_cores
-from fastdecode.settings import split_address
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.settings import split_address
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import KV_CACHE_SHARE, available_memory_bytes, usable_cores
 
 STARTERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),

@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 
-from fastdecode.config import EngineConfig
+from fastdecode.api.config import EngineConfig
 
 
 def main() -> None:

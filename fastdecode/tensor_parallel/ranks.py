@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import ClassVar
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.backends import make_backend, make_prompt_backend
-from fastdecode.config import EngineConfig
+from fastdecode.core.errors import FastDecodeError, RankLostError
+from fastdecode.core.machine import usable_cores
+from fastdecode.core.metrics import StateClock
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.types import KVLayout
 from fastdecode.engine_setup import pin_s_worker
-from fastdecode.errors import FastDecodeError, RankLostError
-from fastdecode.machine import usable_cores
-from fastdecode.metrics import StateClock
-from fastdecode.protocols import AttentionBackend
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.random_prompts import RandomPrompts
 from fastdecode.sworker.tensor_parallel import Meeting, Rank, leave
@@ -28,7 +29,6 @@ from fastdecode.tensor_parallel.lifeline import Lifelines, hold_on
 from fastdecode.tensor_parallel.member import Member
 from fastdecode.tensor_parallel.messages import Message, read_step
 from fastdecode.tensor_parallel.place import Place, cores_of, find_place, settings_of
-from fastdecode.types import KVLayout
 
 MEETING_SECONDS = 300.0
 END_SECONDS = 5.0

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from fastdecode.perfmodel.gpu_only import GpuStepTime
-from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, tail_partials
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.step import ScheduledStep
 
 
 @dataclass(frozen=True)
@@ -36,35 +35,9 @@ class Machine(Protocol):
     @property
     def seconds_per_moved_token(self) -> float: ...
 
-    def cost(
-        self,
-        num_tokens: int,
-        num_output_tokens: int,
-        kv_loads: Sequence[float],
-        ranges: RangeParts = NO_RANGES,
-        copied_rows: int = 0,
-    ) -> StepCost:
-        """Of a step with ``num_tokens`` rows on the S-worker, logits wanted of ``num_output_tokens``; each R-worker
-        attends its part of ``kv_loads``. ``ranges``: of sequences with several. ``copied_rows``: those that a second
-        R-worker stores too."""
+    def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
+        """Return the cost of a step with ``load`` in which each R-worker attends its part of ``kv_loads`` tokens."""
         ...
-
-
-def copied_rows(step: ScheduledStep) -> int:
-    """Rows that a second R-worker stores too."""
-    return sum(int(each.chunks["num_rows"][each.chunks["copy"] >= 0].sum()) for each in step.mini_batches)
-
-
-def range_parts(step: ScheduledStep) -> RangeParts:
-    """What its sequences with several ranges ask and are answered; ``kv_loads`` has what they read."""
-    reads = tails = 0
-    for mini_batch in step.mini_batches:
-        chunks = mini_batch.chunks
-        reads += int(chunks["num_rows"][mini_batch.reads["chunk"]].sum())
-        for chunk in chunks[chunks["attends"] & (chunks["base"] > 0)] if len(mini_batch.reads) else ():
-            local = int(chunk["context_len"] - chunk["base"] + chunk["num_rows"])
-            tails += int(chunk["num_rows"]) * tail_partials(local)
-    return RangeParts(reads, reads + tails)
 
 
 @dataclass(frozen=True)
@@ -79,30 +52,23 @@ class SplitMachine:
     speeds: tuple[float, ...] | None = None
     seconds_per_moved_token: float = 0.0
 
-    def cost(
-        self,
-        num_tokens: int,
-        num_output_tokens: int,
-        kv_loads: Sequence[float],
-        ranges: RangeParts = NO_RANGES,
-        copied_rows: int = 0,
-    ) -> StepCost:
+    def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
         """By the model, as if every R-worker were as fast as the mean and had the busiest one's load."""
         model = self.model
         loads = np.asarray(kv_loads, np.float64)
         if self.speeds is not None:
             loads = loads * np.mean(self.speeds) / self.speeds
         as_busiest = model.num_r_workers * float(loads.max())
-        of_step = num_tokens, as_busiest, num_output_tokens, ranges, copied_rows
-        stages, k = model.stages(*of_step), model.num_mini_batches
+        load = replace(load, kv_tokens=as_busiest)
+        stages, k = model.stages(load), model.num_mini_batches
         calls = model.num_layers * k
-        fixed = model.r_part.seconds(0, (num_output_tokens + ranges.num_reads) / k / model.num_r_workers)
-        storing = model.copy_costs.append_seconds * copied_rows / k / model.num_r_workers
+        fixed = model.r_part.seconds(0, (load.sampled + load.reads) / k / model.num_r_workers)
+        storing = model.copy_costs.append_seconds * load.copied_rows / k / model.num_r_workers
         attending = fixed * (loads > 0) + storing + model.r_part.seconds_per_token * loads / k
         return StepCost(
-            wall_seconds=model(*of_step),
-            s_seconds=calls * stages.s_part + k * model.s_part.head_seconds(num_output_tokens / k),
-            host_seconds=model.host_seconds(num_output_tokens),
+            wall_seconds=model.seconds(load),
+            s_seconds=calls * stages.s_part + k * model.s_part.head_seconds(load.sampled / k),
+            host_seconds=model.host_seconds(load.sampled),
             transfer_seconds=calls * stages.trip,
             r_seconds=calls * attending,
         )
@@ -120,15 +86,8 @@ class GpuMachine:
         """Of the cache over all layers."""
         return self.step_time.kv_bytes_per_token
 
-    def cost(
-        self,
-        num_tokens: int,
-        num_output_tokens: int,
-        kv_loads: Sequence[float],
-        ranges: RangeParts = NO_RANGES,
-        copied_rows: int = 0,
-    ) -> StepCost:
-        """By the roofline; S is what weights and arithmetic take. Nothing is in several ``ranges`` there, or copied."""
+    def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
+        """By the roofline; S is what weights and arithmetic take. A GPU alone has no ranges and copies."""
         kv_tokens = sum(kv_loads)
-        wall, s_part = (self.step_time(num_tokens, tokens, num_output_tokens) for tokens in (kv_tokens, 0))
+        wall, s_part = (self.step_time(load.rows, tokens, load.sampled) for tokens in (kv_tokens, 0))
         return StepCost(wall, s_part, 0.0, 0.0, np.array([wall - s_part]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 
+from fastdecode.core.remote_prefill import RemotePrefill
 from fastdecode.perfmodel.partition import Forecast
-from fastdecode.remote_prefill import RemotePrefill
 
 
 class PrefillFleet:

@@ -14,16 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.errors import ConfigError, PlanError
-from fastdecode.metrics import StepRecord
-from fastdecode.perfmodel.simulate.machine import Machine, StepCost, copied_rows, range_parts
+from fastdecode.core.errors import ConfigError, PlanError
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.remote_prefill import RemotePrefill
+from fastdecode.core.step import ScheduledStep
+from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.simulate.machine import Machine, StepCost
 from fastdecode.perfmodel.simulate.prefill import PrefillFleet
 from fastdecode.perfmodel.simulate.speculation import SimulatedDrafter
 from fastdecode.perfmodel.simulate.tokens import SimulatedOutput, TokenTimes
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest
-from fastdecode.remote_prefill import RemotePrefill
 from fastdecode.scheduler import Scheduler, Sequence
-from fastdecode.step import ScheduledStep
 
 
 class Simulator:
@@ -134,7 +135,7 @@ class Simulator:
         if not step.num_tokens:
             return StepCost(0.0, 0.0, 0.0, 0.0, np.zeros(len(step.kv_loads)))
         kv_loads = self.drafter.kv_loads(step) if self.drafter else step.kv_loads
-        return self.machine.cost(step.num_tokens, num_scored_rows, kv_loads, range_parts(step), copied_rows(step))
+        return self.machine.cost(Load.of(step, num_scored_rows, sum(kv_loads)), kv_loads)
 
     def _hear_of_prompts(self) -> None:
         for job_id in self.prefill.take(self.now_seconds) if self.prefill else ():
@@ -157,14 +158,14 @@ class Simulator:
     def _move(self) -> float:
         """As ``Membership`` moves sequences, and for as long; returns the seconds that no step ran."""
         start = self.now_seconds
-        while self.now_seconds - start <= self._step_seconds and (move := self.scheduler.next_move()):
+        while self.now_seconds - start <= self._step_seconds and (move := self.scheduler.next_transfer()):
             self.scheduler.controls_alone()
             seconds = self.machine.seconds_per_moved_token * move.num_tokens
             self.now_seconds += seconds
-            self.scheduler.moved(move, seconds)
-            ends = move.start + move.num_tokens == move.sequence.num_cached
-            self.num_moves += not move.keeps_source
-            self.num_copies_made += move.keeps_source and ends  # of several pieces perhaps
+            ends = move.num_copied + move.num_tokens == move.segment.num_tokens
+            self.num_moves += move.is_move
+            self.num_copies_made += not move.is_move and ends  # of several pieces perhaps
+            self.scheduler.transferred(move, seconds)
         return self.now_seconds - start
 
     def _note_starts(self, step: ScheduledStep) -> None:

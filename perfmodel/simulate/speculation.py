@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from fastdecode.core.step import ScheduledStep
 from fastdecode.perfmodel.speculation import Drafting
-from fastdecode.step import ScheduledStep
 
 
 class SimulatedDrafter:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 
 Z_P90 = 1.2815515655446004
 """The standard normal distribution's 90th percentile."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.sworker.grammar import Matcher
 
 

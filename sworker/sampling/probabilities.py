@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.api.sampling_params import SamplingParams
 
 FIRST_NUCLEUS = 256
 """Tokens ranked at first for top-p; most nuclei are smaller, and ranking all of a large vocabulary costs 30 x more."""

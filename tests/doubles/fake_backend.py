@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastdecode.errors import BackendError
-from fastdecode.types import (
+from fastdecode.core.errors import BackendError
+from fastdecode.core.types import (
     WIRE_DTYPE,
     KVLayout,
     LayerLayout,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fastdecode.core.protocols import Drafter, DraftRequest
 from fastdecode.engine import LLMEngine
-from fastdecode.protocols import Drafter, DraftRequest
 
 
 class AlwaysMost:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.profile import (
     AnchorPoint,
@@ -20,7 +21,6 @@ from fastdecode.perfmodel.profile import (
     RPartPoint,
     SPartPoint,
 )
-from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts
 from fastdecode.perfmodel.simulate import StepCost
 from fastdecode.scheduler import Limits
 
@@ -47,15 +47,8 @@ class PlainMachine:
     kv_bytes_per_token: int = 0
     seconds_per_moved_token: float = 0.0
 
-    def cost(
-        self,
-        num_tokens: int,
-        num_output_tokens: int,
-        kv_loads: Sequence[float],
-        ranges: RangeParts = NO_RANGES,
-        copied_rows: int = 0,
-    ) -> StepCost:
-        s_part = self.per_step + num_tokens * self.per_row
+    def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
+        s_part = self.per_step + load.rows * self.per_row
         attention = sum(kv_loads) * self.per_kv_token
         return StepCost(s_part + attention, s_part, 0.0, 0.0, np.full(len(kv_loads), attention))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fastdecode.step import Chunk, ScheduledStep
-from fastdecode.types import Verb
+from fastdecode.core.step import Chunk, ScheduledStep
+from fastdecode.core.types import Verb
 
 SPOILT = -1
 """Stands for a token that was computed without all that it should have attended to."""

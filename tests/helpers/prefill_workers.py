@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.config import EngineConfig
-from fastdecode.prefill_worker import PrefillWorker
-from fastdecode.remote_prefill import PrefillPart
+from fastdecode.core.remote_prefill import PrefillPart
+from fastdecode.prefills.worker import PrefillWorker
 from helpers.r_workers import FASTDECODE
 
 NO_KEY = Security()

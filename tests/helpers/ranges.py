@@ -8,25 +8,26 @@ from functools import cache
 
 import numpy as np
 
-from fastdecode.protocols import AttentionBackend
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep
-from fastdecode.types import KVLayout, LayerLayout, StepReport, Verb, to_wire
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.core.types import KVLayout, LayerLayout, StepReport, Verb, to_wire
 
 MOST_TOKENS = 1 << 14
 
 
 @dataclass
 class Ranged:
-    """A sequence: its length, its closed ranges as chunks name them, and where its tail is."""
+    """A sequence: its length, the holders, id and start of its closed ranges, and where its tail is."""
 
     length: int = 0
-    worker: int = 0
+    holders: tuple[int, ...] = (0,)
     base: int = 0
-    reads: list[tuple[int, int, int]] = field(default_factory=list)
+    closed: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)
 
 
 class RangeDriver:
-    """Takes steps of sequences in ranges of ``range_tokens`` tokens; range i of sequence s goes to ``place(s, i)``."""
+    """Takes steps of sequences in ranges of ``range_tokens`` tokens; range i of sequence s goes to ``place(s, i)``, and
+    where ``copy`` is given to ``copy(s, i)`` too. Which of two holders attends changes from step to step."""
 
     def __init__(
         self,
@@ -34,24 +35,33 @@ class RangeDriver:
         layout: KVLayout,
         range_tokens: int = MOST_TOKENS,
         place: Callable[[int, int], int] = lambda sequence_id, index: 0,
+        copy: Callable[[int, int], int] | None = None,
     ) -> None:
-        self.backend, self.layout, self.range_tokens, self.place = backend, layout, range_tokens, place
+        self.backend, self.layout, self.range_tokens = backend, layout, range_tokens
+        self.place, self.copy = place, copy
+        self.rng = np.random.default_rng(0)
         self.num_workers = len(backend.open(layout))
         self.sequences: dict[int, Ranged] = {}
         self.controls: list[list[tuple[int, int, int, int]]] = [[] for _ in range(self.num_workers)]
 
     def fill(self, sequence_id: int, num_tokens: int) -> None:
         """A new sequence, whose rows are stored and attend elsewhere."""
-        self.sequences[sequence_id] = Ranged(worker=self.place(sequence_id, 0))
+        self.sequences[sequence_id] = Ranged(holders=self.holders(sequence_id, 0))
         while (left := num_tokens - self.sequences[sequence_id].length) > 0:
             self.step([{sequence_id: min(left, self.range_tokens)}], attends=False)
+
+    def holders(self, sequence_id: int, index: int) -> tuple[int, ...]:
+        """Where a range is."""
+        home = self.place(sequence_id, index)
+        return (home,) if self.copy is None else (home, self.copy(sequence_id, index))
 
     def chunk(self, sequence_id: int, count: int, attends: bool = True) -> Chunk:
         """The next tokens of a sequence."""
         sequence = self.sequences[sequence_id]
-        reads = tuple(sequence.reads) if attends else ()
-        tokens = [sequence_id] * count
-        return Chunk(sequence_id, sequence.worker, sequence.length, tokens, attends, base=sequence.base, reads=reads)
+        reads = [(int(self.rng.choice(holders)), *rest) for holders, *rest in sequence.closed if attends]
+        worker, copy = (*self.rng.permutation(sequence.holders).tolist(), -1)[:2]
+        where = {"base": sequence.base, "reads": tuple(reads), "copy": copy}
+        return Chunk(sequence_id, worker, sequence.length, [sequence_id] * count, attends, **where)
 
     def begin(self, counts: Sequence[dict[int, int]], attends: bool = True) -> list[MiniBatch]:
         """Begin a step of the next rows of sequences, for each mini-batch."""
@@ -92,14 +102,15 @@ class RangeDriver:
         sequence.length += count
         tail = sequence.length - sequence.base
         if tail == self.range_tokens:
-            index = len(sequence.reads)
+            index = len(sequence.closed)
             range_id = 1000 * (sequence_id + 1) + index
-            self.controls[sequence.worker] += [
-                (Verb.FORK, range_id, sequence_id, tail),
-                (Verb.RELEASE, sequence_id, 0, 0),
-            ]
-            sequence.reads.append((sequence.worker, range_id, sequence.base))
-            sequence.base, sequence.worker = sequence.length, self.place(sequence_id, index + 1)
+            for holder in sequence.holders:
+                self.controls[holder] += [
+                    (Verb.FORK, range_id, sequence_id, tail),
+                    (Verb.RELEASE, sequence_id, 0, 0),
+                ]
+            sequence.closed.append((sequence.holders, range_id, sequence.base))
+            sequence.base, sequence.holders = sequence.length, self.holders(sequence_id, index + 1)
 
 
 @cache

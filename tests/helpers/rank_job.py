@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.errors import FastDecodeError
+from fastdecode.core.errors import FastDecodeError
 
 
 def run(job: dict[str, Any]) -> Any:

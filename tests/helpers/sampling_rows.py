@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from fastdecode.sampling_params import SamplingParams
+from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.sworker.sampling import SamplingRow
 
 VOCAB = 500

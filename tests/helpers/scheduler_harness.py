@@ -1,16 +1,21 @@
-"""Drives a scheduler as the engine does, over naive R-workers, and recounts from scratch what every step promises."""
+"""The product's own cycle over naive R-workers; what every step promises is recounted from scratch."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
+from fastdecode.core.step import Chunk, ScheduledStep
+from fastdecode.cycle import Companion, Cycle, Membership
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler, Sequence
-from fastdecode.step import Chunk, ScheduledStep
 from helpers.drafting import AlwaysMost
-from helpers.naive_workers import NaiveWorkers
+from helpers.naive_world import NaiveWorld, StepFailedError
 
 OUTPUT_TOKEN, WRONG_TOKEN = 7, 8
 
@@ -53,8 +58,23 @@ class Drain:
     worker: int
 
 
+class RunScheduler(Scheduler):
+    """Has its run look at the blocks once a step is committed; hears of a turn's times only where the run has
+    some."""
+
+    run: Run
+
+    def commit(self, step: ScheduledStep, accepted: Mapping[int, int] = MappingProxyType({})) -> None:
+        super().commit(step, accepted)
+        self.run.check_decoding_blocks()
+
+    def observe(self, *args: Any) -> None:
+        if self.run.seconds_per_token or not self.run.in_turn:
+            super().observe(*args)
+
+
 @dataclass
-class Run:
+class Run(Companion):
     """One workload through one scheduler; without ``recounts`` only loads and starts are noted, for long runs.
 
     ``seconds_per_token``: what the scheduler is told that each R-worker was busy; none: it is told nothing. Where
@@ -70,21 +90,31 @@ class Run:
     step_number: int = field(default=0, init=False, repr=False)
     members: list[list[Sequence]] = field(default_factory=list, init=False, repr=False)
     alive: dict[int, Sequence] = field(default_factory=dict, init=False, repr=False)
-    num_moves: int = field(default=0, init=False, repr=False)
     kv_loads: list[list[int]] = field(default_factory=list, init=False, repr=False)
     starts: list[tuple[int, int]] = field(default_factory=list, init=False, repr=False)
+    in_turn: bool = field(default=False, init=False, repr=False)
     has_preempted: bool = field(default=False, init=False, repr=False)
     _started: set[int] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
         policy = AlwaysMost() if self.limits.num_speculative_tokens else None
-        self.scheduler = Scheduler(SCHEDULES[self.schedule], self.limits, draft_policy=policy)
+        self.scheduler = RunScheduler(SCHEDULES[self.schedule], self.limits, draft_policy=policy)
+        self.scheduler.run = self
         self._rng = np.random.default_rng(self.drafts_seed)
-        self.naive = NaiveWorkers(self.limits.block_size)
+        self.world = NaiveWorld(self.scheduler, self.recounts, self._look_at)
+        self.naive = self.world.naive
+        self.membership = Membership()
+        self.cycle = Cycle(self.scheduler, self.world, self, [self])
+        self._hopeless: list[Sequence] = []
         for number, job in enumerate(self.jobs):
             group = [Sequence(100 * number + i, job.prompt, job.max_tokens) for i in range(len(job.lengths))]
             group[0].siblings = tuple(group[1:])
             self.members.append(group)
+
+    @property
+    def num_moves(self) -> int:
+        """Moves and pieces of copies so far."""
+        return self.world.num_transfers
 
     def to_the_end(
         self,
@@ -121,7 +151,7 @@ class Run:
     def _check_end(self) -> None:
         self.naive.apply(self.scheduler.schedule())
         workers, held = self.scheduler.workers, self.naive.held
-        assert all(sequence_id < 0 for _, sequence_id in held) and len(held) == len(self.scheduler.prefix_cache)
+        assert all(sequence_id < 0 for _, sequence_id in held) and len(held) == len(self.scheduler.store.prefixes)
         used = self.naive.blocks_used(len(workers))
         assert used == [worker.num_blocks - worker.free for worker in workers]
         assert sum(used) == sum(worker.cached for worker in workers)
@@ -130,34 +160,32 @@ class Run:
         assert self.naive.held == {} and all((w.free, w.cached) == (w.num_blocks, 0) for w in workers)
         assert not self.scheduler.has_unfinished and not self.scheduler.has_controls
         assert self.scheduler.residents.scratch_free == self.limits.scratch_tokens
-        assert self.scheduler.prefix_cache._computing == {} and self.scheduler.queue._following == {}
+        assert self.scheduler.store.prefixes._computing == {} and self.scheduler.queue._following == {}
 
     def step(self, fails: bool = False, loses: int | None = None) -> ScheduledStep:
         """One step, checked. ``loses``: an R-worker that is lost before the step's tokens are taken."""
-        num_preemptions = self.scheduler.num_preemptions
-        self._propose()
-        step = self.scheduler.schedule()
-        self.has_preempted = self.scheduler.num_preemptions > num_preemptions
-        chunks = [chunk for mini_batch in step.mini_batches for chunk in mini_batch]
-        assert chunks, "nothing runs although a sequence waits"
+        self._num_preemptions = self.scheduler.num_preemptions
+        self.world.fails, self.world.slowness = fails, self.seconds_per_token
+        self.world.loses = () if loses is None else (loses,)
+        self.world.recounts = self.recounts
+        self.in_turn = True
+        with suppress(StepFailedError):
+            self.cycle.turn()
+        self.in_turn = False
+        assert self.world.step
+        return self.world.step
+
+    def _look_at(self, step: ScheduledStep, chunks: list[Chunk]) -> None:
+        """The R-workers have heard the controls of ``step``."""
+        self.has_preempted = self.scheduler.num_preemptions > self._num_preemptions
         self.kv_loads.append(step.kv_loads)
         self.starts += [(self.step_number, i) for i in (c.sequence_id for c in chunks) if i not in self._started]
         self._started |= {chunk.sequence_id for chunk in chunks}
         if self.recounts:
             self._recount(step, chunks)
-        if fails:
-            self.naive.unwrite(chunks)
-        else:
-            accepted = {i: (*tokens, WRONG_TOKEN).index(WRONG_TOKEN) for i, tokens in step.drafts.items()}
-            self.scheduler.commit(step, accepted)
-            self._check_decoding_blocks()
-            if loses is not None:
-                chunks = self._lose_within(loses, chunks)
-            self._take(chunks, accepted)
-            self._observe(step)
-        return step
 
-    def _propose(self) -> None:
+    def prepare(self, cycle: Cycle) -> None:
+        """Some of the drafts wanted, right ones and wrong ones."""
         wanted = self.scheduler.drafts_wanted()
         assert all(self._decodes(self.alive[i]) and count > 0 for i, count in wanted.items())
         most = self._rng.integers(0, 10, len(wanted)).tolist()
@@ -166,16 +194,14 @@ class Run:
         tokens = {i: np.where(each, OUTPUT_TOKEN, WRONG_TOKEN).tolist() for i, each in right.items()}
         self.scheduler.propose(tokens)
 
-    def _observe(self, step: ScheduledStep) -> None:
-        """R-workers that have joined are as fast as the first."""
-        if self.seconds_per_token:
-            per_token = np.full(len(step.kv_loads), self.seconds_per_token[0])
-            per_token[: len(self.seconds_per_token)] = self.seconds_per_token
-            busy = per_token * step.kv_loads
-            self.scheduler.observe(step, 0.0, float(busy.max()), busy.tolist())
+    def begun(self, step: ScheduledStep, now_seconds: float = 0.0) -> None:
+        """As a companion and as the requests: nothing is to be done."""
+
+    def accepted(self, step: ScheduledStep, computed: list[Chunk]) -> dict[int, int]:
+        """Drafts that are right, from the first on."""
+        return {i: (*tokens, WRONG_TOKEN).index(WRONG_TOKEN) for i, tokens in step.drafts.items()}
 
     def _recount(self, step: ScheduledStep, chunks: list[Chunk]) -> None:
-        self.naive.apply(step)
         self._check_order(step)
         for chunk in chunks:
             self._check_chunk(chunk, step.drafts.get(chunk.sequence_id, []))
@@ -198,25 +224,16 @@ class Run:
 
     def lose(self, worker: int) -> list[Sequence]:
         """An R-worker goes between steps with all it held; returns the requests that no other could hold, which end."""
-        self.naive.apply(self.scheduler.controls_alone())
-        return self._lose(worker)
+        self._hopeless.clear()
+        self.world.loses = (worker,)
+        assert self.cycle.tell() == (worker,)
+        return [*self._hopeless]
 
-    def _lose(self, worker: int) -> list[Sequence]:
-        self.naive.lose(worker)
-        hopeless = self.scheduler.lost(worker)
-        for parent in hopeless:
-            for member in (parent, *parent.siblings):
-                self._finish(member, "error")
-        return hopeless
-
-    def _lose_within(self, worker: int, chunks: list[Chunk]) -> list[Chunk]:
-        """An R-worker is lost in mid-step; returns the chunks in which it had no part."""
-        wrong = [c for c in chunks if worker in (c.worker, *(read[0] for read in c.reads)) and c.attends]
-        spoilt = self.scheduler.spoilt([worker])
-        if self.recounts:
-            self.naive.spoil(wrong)
-        self._lose(worker)
-        return [chunk for chunk in chunks if chunk.sequence_id not in spoilt]
+    def give_up(self, sequence: Sequence) -> None:
+        """No R-worker has room for it."""
+        self._hopeless.append(sequence)
+        for member in (sequence, *sequence.siblings):
+            self._finish(member, "error")
 
     def _change(self, change: Join | Drain | None) -> None:
         if isinstance(change, Join):
@@ -226,24 +243,13 @@ class Run:
 
     def move(self, most: int) -> None:
         """At most so many sequences go to other R-workers; those that have nothing to do any more go away."""
-        for _ in range(most):
-            move = self.scheduler.next_move()
-            if move is None:
-                break
-            self.naive.apply(self.scheduler.controls_alone())
-            workers, held = self.scheduler.workers, self.naive.held[move.source, move.cache_id]
-            assert ((move.target, move.cache_id) in self.naive.held) == (move.start > 0)
-            assert move.target in workers.accepting and len(held.tokens) >= move.start + move.num_tokens
-            assert move.keeps_source or len(held.tokens) == move.num_tokens
-            self.naive.copy(move.cache_id, move.source, move.target, move.start, move.num_tokens)
-            assert self.naive.blocks_used(len(workers))[move.target] <= workers[move.target].num_blocks
-            self.scheduler.moved(move, 0.1 * move.num_tokens * move.keeps_source)
-            self.num_moves += 1
-        for worker in self.scheduler.drained():
-            self.naive.apply(self.scheduler.controls_alone())
-            chains = self.scheduler.workers[worker].chains
-            assert self.naive.on(worker) == set(chains)
-            assert not self._lose(worker)
+        self._hopeless.clear()
+        if most:
+            self.world.clock += most - 1  # so long may copies take, but for the last
+            self.membership.before(self.cycle)
+        else:
+            self.membership.let_go(self.cycle)
+        assert not self._hopeless
 
     def _check_order(self, step: ScheduledStep) -> None:
         ids = [chunk.sequence_id for mini_batch in step.mini_batches for chunk in mini_batch]
@@ -333,18 +339,17 @@ class Run:
     def _check_holders(self) -> None:
         """One R-worker, or two, and no other has all of a sequence."""
         for sequence in self.scheduler.residents.all:
-            copying = self.scheduler.residents.copying
-            partial = copying[1].worker if copying and copying[0] is sequence else -1
+            partial = next((each.target for each in self.scheduler.store.transfers if each.sequence is sequence), -1)
             held = [at for at, each in self.naive.held if each == sequence.sequence_id and at != partial]
             assert sequence.is_sharded or sorted(held) in (sorted(sequence.holders), [])
             assert len(sequence.holders) <= self.limits.kv_replicas
 
-    def _check_decoding_blocks(self) -> None:
+    def check_decoding_blocks(self) -> None:
         """Of what decodes those that its tokens take, whatever was drafted, or, after a move, the next one too."""
         if not SCHEDULES[self.schedule].reserves_longest:
             for sequence in self.scheduler.residents.decoding.values():
                 extra = len(sequence.siblings) * (sequence.num_cached % self.limits.block_size > 0)  # until they fork
-                *closed, tail = sequence.ranges
+                *closed, tail = sequence.segments
                 least, most = map(self.scheduler.workers.blocks_for, (tail.num_tokens, tail.num_tokens + 1))
                 assert least + extra <= tail.num_blocks <= most + extra
                 assert all(each.num_blocks * self.limits.block_size == each.num_tokens for each in closed), (
@@ -352,10 +357,10 @@ class Run:
                     tail,
                 )
 
-    def _take(self, chunks: list[Chunk], accepted: dict[int, int]) -> None:
-        """As ``LLMEngine._take``: fork, append a token each, or those accepted and one more, end what is done."""
-        for chunk in chunks:
-            if not chunk.samples:
+    def take(self, computed: list[Chunk], accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
+        """Fork, append a token each, or those accepted and one more, end what is done."""
+        for chunk in computed:
+            if not chunk.samples or chunk.sequence_id in spoilt:
                 continue
             parent = self.alive[chunk.sequence_id]
             grown = [parent, *parent.siblings]
@@ -363,6 +368,7 @@ class Run:
             for member in grown:
                 for _ in range(1 + accepted.get(member.sequence_id, 0)):
                     self._append(member)
+        return 0
 
     def _append(self, member: Sequence) -> None:
         if member.sequence_id not in self.alive:

@@ -10,8 +10,8 @@ from typing import Any
 from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION
 from fastdecode.cluster.wire.messages import Hello, encode_hello
-from fastdecode.errors import BackendError
-from fastdecode.types import StepPlan
+from fastdecode.core.errors import BackendError
+from fastdecode.core.types import StepPlan
 from helpers import contract
 
 PATIENCE_SECONDS = 60

@@ -11,15 +11,15 @@ import torch
 from doubles.fake_backend import FakeBackend
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fastdecode.metrics import StateClock
-from fastdecode.sampling_params import SamplingParams
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.metrics import StateClock
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.core.types import KVLayout, StepPlan, StepReport
 from fastdecode.sworker.greenlets import ATTENTION_NAME, ModelGreenlet, register_attention
 from fastdecode.sworker.sampling import SamplingRow
 from fastdecode.sworker.staging import rows_of
 from fastdecode.sworker.support import probe_layout
 from fastdecode.sworker.worker import SWorker
-from fastdecode.types import KVLayout, StepPlan, StepReport
 
 NUM_LAYERS = 3
 GREEDY = SamplingRow(SamplingParams(temperature=0), (), ())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.hardware import LIMITS, PlainMachine
 
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.simulate import SimulatedRequest, SimulatedWorkload, Simulator, Slo, find_capacity
 from fastdecode.perfmodel.simulate.workload import (
     SARATHI,

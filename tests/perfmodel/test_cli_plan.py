@@ -164,7 +164,6 @@ def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) 
         ([*NAMES, "--tensor-parallel-size", "3"], 1, "3 ranks cannot share the 32 heads and 32 KV heads of llama-7b"),
         ([*NAMES, "--tensor-parallel-size", "2", "--rank-link", "fast"], 2, "link must be a bandwidth such as 100Gb"),
         ([*NUMBERS, "--output-json", "."], 2, ".: is a folder; name a file to write"),
-        (["--validate", "3", "--profile", "p.json"], 2, "a command of its own: fastdecode validate"),
         ([*NUMBERS, "--plot", "plan.txt"], 2, "plan.txt: a plot must end in .png, .pdf or .svg"),
         ([*NUMBERS, "--plot", "."], 2, ".: is a folder; name a file to write"),
         ([*NUMBERS, "--output-json", "/no/such/folder/plan.json"], 2, "no such folder"),

@@ -13,15 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdecode.errors import ConfigError, PlanError
+from fastdecode.core.errors import ConfigError, PlanError
+from fastdecode.core.protocols import StepTime
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import token_budget
 from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS, find_cpu_host, find_gpu, kernel_bytes_per_second, parse_link
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import Workload
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.protocols import StepTime
 
 LENGTHS = st.integers(1, 5000)
 SECONDS = st.floats(1e-6, 1e-1)
@@ -135,10 +136,10 @@ def test_a_step_by_hand() -> None:
     """Two mini-batches of 100 rows and 500 tokens: S 1 ms, R 0.5 ms, head 2 ms each, overhead 5 ms."""
     forecast: StepTime = model()
     assert forecast(200, 1000) == pytest.approx(10 * 2e-3 + 2 * 2e-3 + 5e-3)
-    assert model().bottleneck(200, 1000) == "s-worker"
+    assert model().bottleneck(Load.decode(200, 1000)) == "s-worker"
     assert model(k=1)(100, 500) == pytest.approx(10 * 1.5e-3 + 2e-3 + 5e-3)
-    assert model().bottleneck(200, 4000) == "r-workers"
-    assert model(workers=4).bottleneck(200, 4000) == "s-worker"
+    assert model().bottleneck(Load.decode(200, 4000)) == "r-workers"
+    assert model(workers=4).bottleneck(Load.decode(200, 4000)) == "s-worker"
     assert model(workers=3)(200, model(workers=3).balanced_kv_tokens(200)) == pytest.approx(model()(200, 0))
 
 
@@ -146,15 +147,18 @@ def test_transport_by_hand() -> None:
     """100 rows take 0.4 ms to a first hop and 0.2 ms to a second."""
     hops = {"row_bytes": 4.0, "hop_bytes_per_second": (1e6, 2e6)}
     overlapped, exposed = Transport(**hops), Transport(**hops, overlapped=False)
-    assert model(2, transport=overlapped).layer_seconds(200, 0) == pytest.approx(2e-3)  # hidden in B's S-part
-    assert model(2, transport=overlapped).layer_seconds(200, 2000) == pytest.approx(2.6e-3)  # S + trip + R
-    assert model(2, transport=overlapped).bottleneck(200, 2000) == "round-trip"
-    assert model(3, transport=overlapped).layer_seconds(300, 3000) == pytest.approx(3e-3)  # a third mini-batch hides it
-    assert model(2, transport=exposed).layer_seconds(200, 2000) == pytest.approx(2 * 1.6e-3)
-    assert model(2, transport=exposed).layer_seconds(200, 4000) == pytest.approx(2 * 2.6e-3)
+    # hidden in B's S-part
+    assert model(2, transport=overlapped).layer_seconds(Load.decode(200, 0)) == pytest.approx(2e-3)
+    assert model(2, transport=overlapped).layer_seconds(Load.decode(200, 2000)) == pytest.approx(2.6e-3)  # S + trip + R
+    assert model(2, transport=overlapped).bottleneck(Load.decode(200, 2000)) == "round-trip"
+    # a third mini-batch hides it
+    assert model(3, transport=overlapped).layer_seconds(Load.decode(300, 3000)) == pytest.approx(3e-3)
+    assert model(2, transport=exposed).layer_seconds(Load.decode(200, 2000)) == pytest.approx(2 * 1.6e-3)
+    assert model(2, transport=exposed).layer_seconds(Load.decode(200, 4000)) == pytest.approx(2 * 2.6e-3)
     slow = model(3, transport=dataclasses.replace(overlapped, hop_bytes_per_second=(1e5, 2e5)))
-    assert slow.layer_seconds(300, 3000) == pytest.approx(3 * 4e-3)  # the slower hop; the other works meanwhile
-    assert slow.bottleneck(300, 3000) == "transport"
+    # the slower hop; the other works meanwhile
+    assert slow.layer_seconds(Load.decode(300, 3000)) == pytest.approx(3 * 4e-3)
+    assert slow.bottleneck(Load.decode(300, 3000)) == "transport"
 
 
 @given(st.integers(1, 4), st.floats(1, 1e4), st.floats(0, 1e6), st.floats(1, 64), st.booleans())

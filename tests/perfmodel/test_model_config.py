@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from helpers import model_zoo
 
-from fastdecode.config import DEMO_MODEL
-from fastdecode.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.api.config import DEMO_MODEL
+from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.core.types import KV_BITS
 from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape, find_shape, read_shape
-from fastdecode.types import KV_BITS
 
 BILLIONS = {
     "llama-7b": "6.7", "llama-13b": "13.0", "llama-65b": "65.3", "llama-2-70b": "69.0", "llama-3-8b": "8.0",

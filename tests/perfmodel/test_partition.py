@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from helpers.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.errors import ConfigError
+from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.partition import (
     PartitionEntry,
     PartitionTable,
@@ -39,7 +40,7 @@ def check(parts: tuple[int, ...], num_tokens: int, num_workers: int) -> None:
 
 
 @given(models, lengths, counts, st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_parts_cover_the_prompt(model: PrefillModel, num_tokens: int, num_workers: int, data: st.DataObject) -> None:
     speeds = data.draw(st.lists(st.floats(0.1, 10), min_size=num_workers, max_size=num_workers))
     fractions = [speed / sum(speeds) for speed in speeds]
@@ -51,7 +52,7 @@ def test_parts_cover_the_prompt(model: PrefillModel, num_tokens: int, num_worker
 
 
 @given(models, st.integers(8, 400), st.integers(2, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_search_is_never_worse_than_even_parts(model: PrefillModel, num_tokens: int, num_workers: int) -> None:
     def seconds(parts: tuple[int, ...]) -> float:
         return model.chain_seconds(parts)[-1]

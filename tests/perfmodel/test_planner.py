@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdecode.errors import ConfigError, PlanError
+from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.perfmodel.equations import largest
 from fastdecode.perfmodel.gpu_only import GpuOnly, GpuServer, judge
 from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import Prices, Workload
 from fastdecode.perfmodel.planner import Planner
@@ -126,7 +127,7 @@ def test_prompts_rows_cost_s_time_and_no_balance() -> None:
     )
     workers = planner.balanced_r_workers(64)
     model, rows = planner.step_model(workers), 2 * 64 * planner.workload.rows_per_output_token
-    stages = model.stages(rows, 2 * 64 * planner.workload.mean_context, 2 * 64)
+    stages = model.stages(Load(rows, 2 * 64, 2 * 64 * planner.workload.mean_context))
     assert rows > 10 * 128 and stages.r_part == pytest.approx(stages.s_part)
     found = planner.plan(64)
     assert found.step_seconds == pytest.approx(

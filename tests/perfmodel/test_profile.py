@@ -12,9 +12,10 @@ from helpers.hardware import profile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdecode.errors import ConfigError, ProfileError
+from fastdecode.core.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.calibration import fit_parts
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.partition import PartitionEntry
 from fastdecode.perfmodel.prefill import triangle_pairs
@@ -125,7 +126,7 @@ def test_a_deployment_by_hand() -> None:
     beside = 1.5 * s_total + r_total - 1.5 * s_total / 1.25  # S is done first, and R goes on alone
     assert apart(2048, 2 * tokens) == pytest.approx(s_part + 1e-3 + beside + 1e-3 + 1e-6 * 2048)
     two = deployed_step_model(found, shape, "float16", Deployment(1, 32, 2, r_workers_per_core=2))
-    assert two.stages(1024, tokens).r_part == pytest.approx(r_part + 2e-5)
+    assert two.stages(Load.decode(1024, tokens)).r_part == pytest.approx(r_part + 2e-5)
 
 
 @given(st.floats(1e-4, 1.0), st.floats(1e-4, 1.0), st.floats(1, 3), st.floats(1, 3))

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from fastdecode.cli.main import main
 from fastdecode.cluster.wire.payload import row_counts
-from fastdecode.metrics import StepRecord
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, RangeRates, mean_parts
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
-from fastdecode.perfmodel.simulate.machine import range_parts
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
-from fastdecode.step import Chunk, MiniBatch, ScheduledStep
 
 SHAPE = BUILT_IN["llama-3-8b"]
 RATES = RangeRates.of(SHAPE)
@@ -45,7 +45,7 @@ def test_what_is_asked_and_answered_is_what_r_workers_count(sequences: list[tupl
         chunks.append(Chunk(number, number % 3, base + cached, [1] * rows, base=base, reads=reads))
     step = ScheduledStep((MiniBatch.sorted([MiniBatch.of([chunk]) for chunk in chunks]),), ((), (), ()))
     counts = [row_counts(spans) for worker in step.to_step_plan().workers for spans in worker.mini_batches]
-    parts = range_parts(step)
+    parts = Load.of(step, 0, 0).ranges
     assert parts.num_partials == sum(count.partials for count in counts)
     assert parts.num_reads == sum(chunk_rows(chunk) for chunk in chunks)
 
@@ -56,18 +56,18 @@ def chunk_rows(chunk: Chunk) -> int:
 
 def test_a_step_with_ranges_by_hand() -> None:
     """8 reads and 10 partial results: bytes on the link, rows on R-workers; copies and merging on the S-worker."""
-    plain, parts = model(4).stages(2, 8192), RangeParts(8, 10)
-    found = model(4).stages(2, 8192, None, parts)
+    plain, parts = model(4).stages(Load.decode(2, 8192)), RangeParts(8, 10)
+    found = model(4).stages(Load.decode(2, 8192).with_ranges(parts))
     query, partial = 32 * 128 * 2, 32 * 130 * 4
     assert (RATES.query_bytes, RATES.partial_bytes) == (query, partial)
     assert found.trip - plain.trip == pytest.approx((8 * query + 10 * partial) / 2 / LINK)
     assert found.hop - plain.hop == pytest.approx((8 * query + 10 * partial) / 2 / LINK)
     copied = (4 + 1) * query + 5 * partial  # of a mini-batch: the queries of its own row, too
     assert found.s_part - plain.s_part == pytest.approx(30e-6 + 5 * 32 * 28e-9 + copied / 12e9)
-    slow = replace(model(4), range_rates=RangeRates.of(SHAPE, 2.0)).stages(2, 8192, None, parts)
+    slow = replace(model(4), range_rates=RangeRates.of(SHAPE, 2.0)).stages(Load.decode(2, 8192).with_ranges(parts))
     assert slow.s_part - plain.s_part == pytest.approx(2 * (found.s_part - plain.s_part))
     assert found.r_part == plain.r_part  # nothing is known of a row
-    assert model(4).stages(2, 8192, None, NO_RANGES) == plain
+    assert model(4).stages(Load.decode(2, 8192).with_ranges(NO_RANGES)) == plain
 
 
 def test_the_mean_step_of_sequences_in_ranges() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from fastdecode.cli.main import main
-from fastdecode.metrics import StepRecord
+from fastdecode.core.metrics import StepRecord
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import Workload
 from fastdecode.perfmodel.planner import Planner
@@ -39,7 +40,7 @@ def planner(**more: Any) -> Planner:
 def test_what_is_copied_by_hand() -> None:
     """Keys and values alone, once more over the last hop; storing them on another R-worker."""
     model = StepModel(4, S_PART, RPart(R_SECONDS), 4, 2, TRANSPORT, copy_costs=COSTS)
-    plain, found = model.stages(64, 8192), model.stages(64, 8192, copied_rows=40)
+    plain, found = model.stages(Load.decode(64, 8192)), model.stages(Load(64, 64, 8192, copied_rows=40))
     key_values = 2 * 32 * 128 * 2
     assert found.trip - plain.trip == pytest.approx(20 * key_values / LINK)
     assert (plain.hop, found.hop) == (pytest.approx(32 * 2 * key_values / LINK), plain.hop + 20 * key_values / LINK)
@@ -47,7 +48,7 @@ def test_what_is_copied_by_hand() -> None:
     assert found.s_part == plain.s_part
     assert CopyCosts.of(SHAPE, RPart(R_SECONDS, 0.0, 1e-6)).append_seconds == 1e-6  # measured, attending included
     machine = SplitMachine(model)
-    one, two = machine.cost(64, 64, [2048] * 4), machine.cost(64, 64, [2048] * 4, copied_rows=40)
+    one, two = (machine.cost(Load(64, 64, 8192, copied_rows=rows), [2048] * 4) for rows in (0, 40))
     assert two.transfer_seconds - one.transfer_seconds == pytest.approx(8 * 20 * key_values / LINK)
     assert two.r_seconds - one.r_seconds == pytest.approx(np.full(4, 8 * 20 / 4 * APPENDED_TOKENS * R_SECONDS))
     assert Transport(100.0).stage_seconds(8, 1.0, 1.0) == Transport(100.0).trip_seconds(8, 1.0, 1.0) == 0.0
@@ -110,7 +111,7 @@ def test_simulated_copies_even_the_load(tmp_path: Path, capsys: pytest.CaptureFi
     assert "100.0% of the sequences had two" in capsys.readouterr().out
     transfers = [each["breakdown"]["transfer_seconds"] / each["breakdown"]["wall_seconds"] for each in reports]
     assert transfers[1] > 1.2 * transfers[0]
-    assert main(["simulate", *WHAT, *SIZES, "--kv-replicas", "2", "--kv-shard-tokens", "1024"]) == 2
+    assert main(["simulate", *WHAT, *SIZES, "--kv-replicas", "2", "--kv-shard-tokens", "1024"]) == 0
     assert main(["simulate", *WHAT[:4], *SIZES, "--kv-replicas", "2", "--num-r-workers", "0"]) == 2
     assert "the GPU alone: kv_replicas has no place there" in capsys.readouterr().err
 
@@ -161,6 +162,9 @@ def test_a_slow_r_worker_is_relieved() -> None:
     simulator = Simulator(Scheduler(SCHEDULES["stall-free"], limits()), machine, steps.append)
     simulator.run([SimulatedRequest([0] * 100, 250) for _ in range(64)])
     late = [step for step in steps if step.num_output_tokens == 64][100:]
-    ideals = [machine.cost(64, 64, (step.kv_load * speeds / speeds.sum()).tolist()).wall_seconds for step in late]
+    ideals = [
+        machine.cost(Load.decode(64, step.kv_load), (step.kv_load * speeds / speeds.sum()).tolist()).wall_seconds
+        for step in late
+    ]
     ratios = [step.wall_seconds / ideal for step, ideal in zip(late, ideals, strict=True)]
     assert len(late) > 100 and max(ratios) <= 1.1

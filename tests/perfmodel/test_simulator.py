@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from helpers.hardware import LIMITS, PlainMachine
 
-from fastdecode.errors import RequestError
-from fastdecode.metrics import StepRecord
+from fastdecode.core.errors import RequestError
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.remote_prefill import PrefillPart, RemotePrefill, StoredAt
 from fastdecode.perfmodel.gpu_only import GpuStepTime
 from fastdecode.perfmodel.hardware import GPUS
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.prefill import PrefillModel, PromptAttention
@@ -25,10 +27,9 @@ from fastdecode.perfmodel.simulate import (
 )
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.remote_prefill import PrefillPart, RemotePrefill
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler import Sequence as ScheduledSequence
-from fastdecode.scheduler.prefill_policy import LeastWaiting
+from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 
 
 def simulate(
@@ -160,17 +161,17 @@ def test_a_split_step_waits_for_the_busiest_r_worker(mini_batches: int) -> None:
     """Ten layers; the other worker's load changes its own time alone."""
     model = StepModel(10, S_PART, RPart(1e-6, 1e-4), 2, mini_batches, Transport(1000, (1e9,), 1e-5), 5e-3)
     machine = SplitMachine(model, 100)
-    even, uneven = machine.cost(64, 64, [9000, 9000]), machine.cost(64, 64, [9000, 1000])
+    even, uneven = machine.cost(Load(64, 64, 18000), [9000, 9000]), machine.cost(Load(64, 64, 10000), [9000, 1000])
     assert even.wall_seconds == uneven.wall_seconds == model(64, 18000)
     assert uneven.r_seconds.tolist() == pytest.approx(
         [10 * (mini_batches * 1e-4 + load * 1e-6) for load in (9000, 1000)]
     )
-    assert machine.cost(64, 64, [9000, 0]).r_seconds[1] == 0.0
+    assert machine.cost(Load(64, 64, 9000), [9000, 0]).r_seconds[1] == 0.0
     rows = 64 // mini_batches
     assert even.s_seconds == pytest.approx(mini_batches * (10 * S_PART.layer_seconds(rows) + S_PART.head_seconds(rows)))
     assert even.transfer_seconds == pytest.approx(10 * mini_batches * (1e-5 + rows * 1e-6))
     assert even.host_seconds == 5e-3
-    assert machine.cost(64, 64, [90000, 0]).wall_seconds > even.wall_seconds
+    assert machine.cost(Load(64, 64, 90000), [90000, 0]).wall_seconds > even.wall_seconds
 
 
 def test_only_sampled_rows_meet_the_head_and_the_host() -> None:
@@ -178,7 +179,7 @@ def test_only_sampled_rows_meet_the_head_and_the_host() -> None:
     model = StepModel(
         10, S_PART, RPart(1e-6), step_overhead_seconds=5e-3, row_overhead_seconds=1e-4, num_mini_batches=1
     )
-    decode, prompt = (SplitMachine(model).cost(64, sampled, [0]) for sampled in (64, 8))
+    decode, prompt = (SplitMachine(model).cost(Load(64, sampled, 0), [0]) for sampled in (64, 8))
     head = S_PART.head_seconds(64) - S_PART.head_seconds(8)
     assert head > 0 and decode.s_seconds - prompt.s_seconds == pytest.approx(head)
     assert decode.host_seconds - prompt.host_seconds == pytest.approx(56e-4)
@@ -189,11 +190,11 @@ def test_only_sampled_rows_meet_the_head_and_the_host() -> None:
 def test_rows_cost_r_workers_what_they_cost_the_step() -> None:
     """One call, its rows and its tokens, per layer and mini-batch; prompts' rows attend on the S-worker."""
     model = StepModel(10, S_PART, RPart(1e-6, 1e-4, 1e-5), 2, 2)
-    cost = SplitMachine(model).cost(64, 40, [9000, 1000])
+    cost = SplitMachine(model).cost(Load(64, 40, 10000), [9000, 1000])
     assert cost.r_seconds.tolist() == pytest.approx(
         [20 * (1e-4 + 1e-5 * 10 + 1e-6 * load / 2) for load in (9000, 1000)]
     )
-    assert cost.r_seconds[0] == pytest.approx(20 * model.stages(64, 18000, 40).r_part)
+    assert cost.r_seconds[0] == pytest.approx(20 * model.stages(Load(64, 40, 18000)).r_part)
 
 
 def test_those_who_come_together_start_in_their_order() -> None:
@@ -222,7 +223,7 @@ def test_a_gpu_alone_is_its_roofline() -> None:
     assert step_time(4096, 0) == pytest.approx(2 * 4096 * shape.parameters / (0.62 * 312e12))
     assert step_time(1, 10_000) - step_time(1, 0) == pytest.approx(10_000 * 131072 / (0.8 * 2039e9))
     assert step_time.capacity_tokens == int((0.9 * 80e9 - shape.weight_bytes) / 131072)
-    cost = GpuMachine(step_time).cost(1, 1, [10_000])
+    cost = GpuMachine(step_time).cost(Load(1, 1, 10000), [10_000])
     assert cost.s_seconds == pytest.approx(weights) and cost.s_seconds + cost.r_seconds[0] == cost.wall_seconds
 
 
@@ -260,7 +261,8 @@ def test_a_fleet_counts_the_prefix_of_a_prompt() -> None:
     model = PrefillModel(2, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttention(1e-3), 1.0)
     fleet = PrefillFleet(Forecast(model), 2)
     parts = (PrefillPart(0, 100, 130), PrefillPart(1, 130, 150))
-    fleet.submit(RemotePrefill(1, 1, 0, tuple(range(150)), parts), 5.0)
+    stores, prefix = (StoredAt(0, 1, 0, 150),), (StoredAt(0, 1, 0, 100),)
+    fleet.submit(RemotePrefill(1, 1, stores, tuple(range(150)), parts, prefix), 5.0)
     assert fleet.next_seconds == pytest.approx(5.0 + model.chain_seconds((30, 20), (), 100)[-1])
     assert fleet.next_seconds > 5.0 + 2 * 50 * 100 * 1e-3 / 2
 

@@ -12,7 +12,8 @@ from helpers.drafting import AlwaysMost
 from helpers.hardware import LIMITS, PlainMachine
 
 from fastdecode.cli.main import main
-from fastdecode.metrics import StepRecord
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.protocols import DraftPolicy
 from fastdecode.perfmodel.equations import tokens_per_verification
 from fastdecode.perfmodel.plan import Workload
 from fastdecode.perfmodel.planner import Planner
@@ -20,9 +21,8 @@ from fastdecode.perfmodel.simulate import SimulatedDrafter, SimulatedRequest, Si
 from fastdecode.perfmodel.speculation import DraftCost, Drafting, plan_speculation, row_share
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.protocols import DraftPolicy
 from fastdecode.scheduler import SCHEDULES, Scheduler
-from fastdecode.scheduler.draft_policy import BalancedDrafts
+from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
 
 NAMES = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452"]
 SIZES = ["--random-input-len", "512", "--random-output-len", "128", "--num-prompts", "64", "--max-num-seqs", "64"]

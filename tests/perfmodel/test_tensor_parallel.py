@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.cli.main import main
-from fastdecode.errors import ConfigError, PlanError, ProfileError
+from fastdecode.core.errors import ConfigError, PlanError, ProfileError
 from fastdecode.perfmodel.hardware import Figure, find_cpu_host, find_gpu
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import NO_PRICES, Prices, Workload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from helpers.examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
@@ -162,4 +163,4 @@ class Caches(RuleBasedStateMachine):
 
 
 TestCaches = Caches.TestCase
-TestCaches.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCaches.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from helpers.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def layers(draw: st.DrawFn) -> Layer:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(layer=layers(), data=st.data())
 def test_random_shapes_and_tables(layer: Layer, data: st.DataObject) -> None:
     options = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,7 +118,7 @@ def test_ranges_give_the_bits_of_a_whole_sequence(name: str, model_dtype: str, k
         np.testing.assert_array_equal(merged, o)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.integers(0, 3),
     st.integers(0, 6),

@@ -1,0 +1,91 @@
+"""R-workers that come and go: who has joined and waits, who asked to leave, and in whose arithmetic all attend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fastdecode.core.types import ISAS, KVLayout, RWorkerInfo
+
+if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
+    from fastdecode.cluster.joining import Joined, JoinListener
+
+logger = logging.getLogger(__name__)
+
+
+class Newcomers:
+    """R-workers that have joined and wait until the pool admits them; none where nothing listens for them."""
+
+    def __init__(self, listener: JoinListener | None = None) -> None:
+        """``listener`` is closed with this."""
+        self._listener = listener
+        self._waiting: list[Joined] = []
+        self._asked_to_leave: set[str] = set()
+
+    def open(self, layout: KVLayout) -> None:
+        """From now on joining R-workers are opened for ``layout``."""
+        if self._listener:
+            self._listener.open(layout)
+
+    @property
+    def num_waiting(self) -> int:
+        """R-workers that have joined and were not admitted yet; never waits."""
+        self._waiting += self._listener.joined() if self._listener else []
+        return len(self._waiting)
+
+    def take(self, most: int | None = None) -> list[Joined]:
+        """The first ``most`` of those that wait, None: all."""
+        count = self.num_waiting if most is None else most
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return taken
+
+    def asks_to_leave(self, name: str) -> None:
+        """The R-worker ``name`` asks to be let go."""
+        self._asked_to_leave.add(name)
+
+    def forget(self, name: str) -> None:
+        """The R-worker ``name`` is gone, and may join again."""
+        self._asked_to_leave.discard(name)
+        if self._listener:
+            self._listener.forget(name)
+
+    def dismiss(self, name: str) -> None:
+        """The R-worker ``name`` was let go; it may join again only where its process ends, since it asked for that."""
+        has_asked = name in self._asked_to_leave
+        self.forget(name)
+        if self._listener and not has_asked:
+            self._listener.dismissed(name)
+
+    def close(self) -> None:
+        """Close the listener and those that wait; may be called twice."""
+        if self._listener:
+            self._listener.close()
+        for joined in self._waiting:
+            joined.worker.close()
+        self._waiting = []
+
+
+class Arithmetic:
+    """The instruction sets in which the R-workers of a pool attend: each rounds in its own way.
+
+    ``of_merges``: the one in which their partial results are to be merged, "scalar" or "auto".
+    """
+
+    def __init__(self) -> None:
+        self.of_merges = "auto"
+        self._isas: dict[str, str] = {}
+
+    def add(self, infos: Sequence[RWorkerInfo]) -> None:
+        """R-workers of the pool; warns where they round in another way than those before them."""
+        before = len(self._isas)
+        for info in infos:
+            self._isas.setdefault(info.isa, info.name)
+        self.of_merges = "scalar" if set(self._isas) == {"scalar"} else "auto"
+        if len(self._isas) > max(before, 1):
+            logger.warning(
+                "R-workers attend in different arithmetic (%s): on another one a sequence may get other tokens; "
+                "--uniform-arithmetic %s makes all take one",
+                ", ".join(f"{isa} on {name}" for isa, name in self._isas.items()),
+                min(self._isas, key=ISAS.index),
+            )

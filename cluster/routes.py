@@ -1,0 +1,119 @@
+"""The rows of one mini-batch on their way: each R-worker gets its part of q, k, v, and o is filled and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.core.types import WIRE_DTYPE, KVLayout, Merge, MiniBatchRoutes, Rows
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
+"""q, k, v, o and partial results, as ``PoolWorker.submit`` takes them."""
+
+
+class _Share(NamedTuple):
+    """One R-worker's part of layers of one shape: rows of q, and of k and v, and the places of its answer.
+
+    ``in_place``: its rows follow one another, so that none is copied.
+    """
+
+    worker: int
+    in_place: bool
+    q_rows: Rows
+    kv_rows: Rows
+    o: np.ndarray
+    partials: np.ndarray | None
+
+
+class RoutedRows:
+    """One mini-batch in a step: takes q, k, v apart by R-worker, layer by layer, and puts o together.
+
+    ``busy``: the R-workers with rows in it. ``layer``: the one that was scattered last, None before the first. Layers
+    of the same shape share their arrays.
+    """
+
+    def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
+        self.busy = [worker for worker, route in enumerate(routes.workers) if not route.is_empty]
+        self.layer: int | None = None
+        self._layout, self._routes = layout, routes.workers
+        self._set_merge(routes.merge)
+        self._zeroed: list[slice] = []
+        self._shares: dict[tuple[int, int], tuple[np.ndarray, list[_Share]]] = {}
+        self._taken: dict[tuple[str, int, tuple[int, ...]], np.ndarray] = {}
+        self._o = np.zeros((0, 0, 0), WIRE_DTYPE[layout.model_dtype])
+
+    def scatter(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Iterator[tuple[int, Arrays]]:
+        """Each busy R-worker and its part of q, k, v, as ``AttentionBackend.submit`` takes them, of o and of partial
+        results."""
+        spec, self.layer = self._layout.layers[layer], layer
+        shape = spec.num_heads, spec.value_head_dim
+        if shape not in self._shares:
+            self._shares[shape] = self._make_shares(len(q), *shape)
+        self._o, shares = self._shares[shape]
+        for worker, in_place, q_rows, kv_rows, o, partials in shares:
+            if in_place:
+                yield worker, (q[q_rows], k[kv_rows], v[kv_rows], o, partials)
+            else:
+                own_q, own_k = self._take("q", worker, q, q_rows), self._take("k", worker, k, kv_rows)
+                yield worker, (own_q, own_k, self._take("v", worker, v, kv_rows), o, partials)
+
+    def gather(self, isa: str) -> np.ndarray:
+        """o of the layer that was scattered, once every busy R-worker has answered; valid until the next ``scatter``.
+
+        Partial results are merged in the arithmetic of ``isa``.
+        """
+        for rows in self._zeroed:
+            self._o[rows] = 0
+        if self._tables and self.layer is not None:
+            sinks, dtype = self._layout.layers[self.layer].sinks, self._layout.model_dtype
+            _rworker.merge_partials(self._partials(), *self._tables, sinks, self._o, dtype, isa)
+        return self._o
+
+    def lose(self, worker: int) -> None:
+        """R-worker ``worker`` is lost: rows of o that it has a part in are zeros from now on."""
+        gone = self._merge.with_part_of(worker)
+        merged = self._merge.merged[gone]
+        ends = merged["row"] + merged["num_rows"]
+        self._zeroed.append(self._routes[worker].o_rows)
+        self._zeroed += map(slice, merged["row"].tolist(), ends.tolist())
+        self._set_merge(self._merge.take(~gone))
+
+    def _set_merge(self, merge: Merge) -> None:
+        self._merge = merge
+        self._tables = (_as_table(merge.parts), _as_table(merge.merged)) if len(merge.merged) else None
+
+    def _make_shares(self, num_rows: int, num_heads: int, dim: int) -> tuple[np.ndarray, list[_Share]]:
+        """o of layers with ``num_heads`` values of ``dim`` elements a row, and the busy R-workers' shares in them."""
+        o, shares = np.empty((num_rows, num_heads, dim), self._o.dtype), []
+        for worker in self.busy:
+            route = self._routes[worker]
+            partials = np.empty((route.num_partials, num_heads, 2 + dim), np.float32) if route.num_partials else None
+            in_place = isinstance(route.q_rows, slice) and isinstance(route.kv_rows, slice)
+            shares.append(_Share(worker, in_place, route.q_rows, route.kv_rows, o[route.o_rows], partials))
+        return o, shares
+
+    def _take(self, name: str, worker: int, array: np.ndarray, rows: Rows) -> np.ndarray:
+        """``rows`` of ``array``, copied unless they follow one another."""
+        if isinstance(rows, slice):
+            return array[rows]
+        shape = len(rows), *array.shape[1:]
+        if (key := (name, worker, shape)) not in self._taken:
+            self._taken[key] = np.empty(shape, array.dtype)
+        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # which needs no copy in between
+
+    def _partials(self) -> list[np.ndarray]:
+        """Every R-worker's partial results of the layer that was scattered."""
+        _, num_heads, dim = self._o.shape
+        found = [np.zeros((0, num_heads, 2 + dim), np.float32)] * len(self._routes)
+        for share in self._shares[num_heads, dim][1]:
+            if share.partials is not None:
+                found[share.worker] = share.partials
+        return found
+
+
+def _as_table(records: np.ndarray) -> np.ndarray:
+    """Records of int64 fields as int64 [num_records, num_fields]."""
+    return records.view(np.int64).reshape(len(records), records.dtype.itemsize // 8)

@@ -1,0 +1,406 @@
+"""Every engine setting, frozen, and validated once when it is made."""
+
+from __future__ import annotations
+
+import ctypes
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fastdecode.api.settings import (
+    SECURITY_LEVELS,
+    PrefillWorkerSpec,
+    RWorkerSpec,
+    check_key,
+    check_security,
+    check_settings,
+    parse_bytes,
+    parse_cores,
+    parse_kv_cache_memory,
+    parse_prefill_workers,
+    parse_r_workers,
+    setting,
+    split_address,
+)
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import total_memory_bytes, usable_cores
+from fastdecode.core.types import ISAS, PREFILL_METHODS, SPLIT_TOKENS
+from fastdecode.drafting.config import SpeculativeConfig
+
+DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
+"""The byte-level model that ships with the package."""
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = (*DTYPES, "int8", "int4")
+DEVICES = ("auto", "cpu", "cuda")
+SCHEDULE_NAMES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+MAX_THREADS = 1024
+"""Threads of one worker; more is a slip of the finger."""
+
+MAX_SEATS = 1 << 20
+"""Sequences in flight; more is a slip of the finger."""
+
+MAX_RANKS = 1024
+"""S-worker processes that share a model; more is a slip of the finger."""
+
+MODEL, BATCHING, WORKERS = "model", "batching", "S-worker and R-workers"
+"""Groups of flags."""
+
+ONLY_VLLM = {
+    "gpu_memory_utilization": "KV caches are not on the GPU here: --kv-cache-memory sizes them on each R-worker, and "
+    "--prefill-scratch what prompts in progress take on the S-worker",
+}
+"""Settings of vLLM that are refused, with what to use here."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One field per engine flag, with underscores; None means "choose for me". ConfigError names a bad field."""
+
+    model: str = setting(str(DEMO_MODEL), "", MODEL, metavar="PATH_OR_ID", unset="the demo model")
+    tokenizer: str | None = setting(None, "", MODEL, metavar="PATH_OR_ID", unset="the model's")
+    revision: str | None = setting(None, "branch, tag or commit of a model id", MODEL, unset="the newest")
+    trust_remote_code: bool = setting(False, "run code that comes with the model", MODEL)
+    skip_tokenizer_init: bool = setting(False, "prompts are token ids, outputs too", MODEL)
+    load_format: str = setting("auto", "dummy: random weights", MODEL, choices=("auto", "dummy"))
+    hf_overrides: dict[str, Any] = setting(dict, "configuration keys to replace", MODEL, metavar="JSON", unset="none")
+    dtype: str = setting("auto", "of the weights", MODEL, choices=DTYPES, unset="auto: the model's")
+    device: str = setting(
+        "auto", "of the S-worker", MODEL, choices=DEVICES, unset="auto: cuda where there is a GPU, else cpu"
+    )
+    enforce_eager: bool = setting(False, "on a GPU, decode without CUDA graphs", MODEL)
+    max_model_len: int | None = setting(
+        None, "longest prompt + output", MODEL, metavar="TOKENS", unset="the model's", least=1
+    )
+    max_num_seqs: int = setting(256, "sequences in flight", BATCHING, metavar="N", least=1, most=MAX_SEATS)
+    num_mini_batches: int | None = setting(
+        None, "that take turns", BATCHING, metavar="K", unset="auto: 2 where an R-worker has its own cores, else 1",
+        least=1,
+    )  # fmt: skip
+    max_num_batched_tokens: int = setting(2048, "token budget of a whole step", BATCHING, metavar="TOKENS", least=1)
+    block_size: int = setting(32, "tokens per KV block", BATCHING, choices=BLOCK_SIZES)
+    kv_cache_dtype: str = setting("auto", "", BATCHING, choices=KV_CACHE_DTYPES, unset="auto: the model's")
+    kv_cache_memory: int | str | None = setting(
+        None, "per R-worker, such as 4GiB", BATCHING, metavar="BYTES", unset="40 % of what is free, shared"
+    )
+    enable_prefix_caching: bool = setting(
+        True, "reuse the KV of equal beginnings", BATCHING, unset="on; off for the random dataset"
+    )
+    schedule: str = setting(
+        "sls", "load-stabilizing and stall-free, or one to compare it with", BATCHING, choices=SCHEDULE_NAMES
+    )
+    kv_load_limit: int | None = setting(
+        None, "KV tokens attended per step, over all R-workers", BATCHING, metavar="TOKENS", least=1,
+        unset="auto: where R time equals S time, by --profile, in simulations by the model, or as measured in the "
+        "first steps",
+    )  # fmt: skip
+    kv_shard_tokens: int | None = setting(
+        None, "a longer sequence lies in ranges of so many tokens, each on an R-worker of its own: 512 times a power "
+        "of two", BATCHING, metavar="TOKENS", least=1,
+        unset="auto: what takes an R-worker longer to read than S time, by --profile; else as many as fit where no "
+        "R-worker holds a sequence of max_model_len, and otherwise no ranges",
+    )  # fmt: skip
+    kv_replicas: int = setting(
+        1, "R-workers that each sequence is cached on: with 2 a lost R-worker costs nothing but its speed, and either "
+        "attends, in each step the one with less to do", BATCHING, choices=(1, 2),
+    )  # fmt: skip
+    micro_batch_interval: int | None = setting(
+        None,
+        "between the starts that sls spreads",
+        BATCHING,
+        metavar="STEPS",
+        unset="auto: a 32nd of an output",
+        least=1,
+    )
+    tbt_target: float | None = setting(
+        None, "time between tokens that prompts may cause: sls and stall-free lower the token budget to meet it",
+        BATCHING, metavar="SECONDS", unset="none",
+    )  # fmt: skip
+    prefill_scratch: int | str | None = setting(
+        None, "KV of prompts in progress on the S-worker", BATCHING, metavar="BYTES",
+        unset="an eighth of what is free; none where R-workers share its cores: prompts attend on them then",
+    )  # fmt: skip
+    profile: str | None = setting(
+        None, "what `fastdecode calibrate` measured here: gives the load limit and step times", BATCHING,
+        metavar="FILE", unset="none",
+    )  # fmt: skip
+    r_workers: str = setting(
+        "inproc", "inproc:N, in this process; spawn:N, processes here; host:port,host:port, listening R-workers; "
+        "join:N, those that join at --pool-listen, N to begin with; mpi, the other ranks of this mpirun; ray:N, actors "
+        "of a Ray cluster (ray:N:strict-spread: one a node)", WORKERS,
+        metavar="SPEC",
+    )  # fmt: skip
+    r_threads: int | None = setting(
+        None, "per R-worker", WORKERS, metavar="N", unset="its cores", least=1, most=MAX_THREADS
+    )
+    tensor_parallel_size: int = setting(
+        1, "S-worker processes that share the model, each with R-workers of its own: inproc:N and spawn:N are for "
+        "each, host:port,host:port are dealt to them in order", WORKERS, metavar="N", least=1, most=MAX_RANKS,
+    )  # fmt: skip
+    s_threads: int | None = setting(None, "", WORKERS, metavar="N", unset="its cores", least=1, most=MAX_THREADS)
+    s_cores: str | None = setting(
+        None, "such as 0,2-3", WORKERS, metavar="LIST", unset="every core; of spawn, what --r-cores leaves"
+    )
+    r_cores: str | None = setting(None, "such as 4-7", WORKERS, metavar="LIST", unset="every core")
+    prefill_workers: str | None = setting(
+        None, "that compute prompts: spawn:N, processes here; host:port,host:port, listening ones; mpi:N, ranks of "
+        "this mpirun", WORKERS, metavar="SPEC", unset="none: the S-worker does",
+    )  # fmt: skip
+    prefill_parallel: str = setting(
+        "kvr", "how they share a prompt: kvr, a chain (KV-Runahead); tsp, for comparison", WORKERS,
+        choices=PREFILL_METHODS,
+    )  # fmt: skip
+    prefill_threads: int | None = setting(
+        None, "per spawned prefill worker", WORKERS, metavar="N", unset="its share of the cores", least=1,
+        most=MAX_THREADS,
+    )  # fmt: skip
+    prefill_cores: str | None = setting(
+        None, "of spawned prefill workers, dealt in turn, such as 4-7", WORKERS, metavar="LIST", unset="every core"
+    )
+    speculative_config: dict[str, Any] = setting(
+        dict, 'draft tokens that R-workers verify over one read of the cache, such as {"method": "ngram", '
+        '"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}', BATCHING, metavar="JSON",
+        unset="none",
+    )  # fmt: skip
+    pool_listen: str | None = setting(
+        None, "where R-workers may join while the job runs", WORKERS, metavar="HOST:PORT", unset="nowhere"
+    )
+    key_file: str | None = setting(
+        None, "secret shared with R-workers at host:port, mode 0600", WORKERS, metavar="FILE", unset="none"
+    )
+    security: str | None = setting(
+        None, "with --key-file, alike on both sides: authenticate is faster, and whatever listens on the network can "
+        "read all", WORKERS, choices=SECURITY_LEVELS, unset="encrypt",
+    )  # fmt: skip
+    uniform_arithmetic: str = setting(
+        "auto", "instruction set in which all R-workers attend, so that results depend on none of them", WORKERS,
+        choices=("auto", *ISAS), unset="auto: each in its fastest",
+    )  # fmt: skip
+    trace: str | None = setting(None, "write Chrome trace events", WORKERS, metavar="FILE", unset="none")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.device == "cuda" and not _has_gpu_driver():
+            raise ConfigError("device: 'cuda' needs a GPU, and this machine has no driver for one; use 'auto' or 'cpu'")
+        if self.tbt_target is not None and not self.tbt_target > 0:
+            raise ConfigError(f"tbt_target must be above 0 seconds, not {self.tbt_target!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence decodes one token in every step"
+            )
+        if self.profile is not None and not Path(self.profile).is_file():
+            raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
+        _ = self.speculative
+        self._check_ranges()
+        self._check_r_workers()
+        self._check_prefill_workers()
+        self._check_memory()
+        self._check_cores()
+        if self.tensor_parallel_size > 1:
+            self._check_tensor_parallel()
+
+    def _check_tensor_parallel(self) -> None:
+        """What works with one S-worker process alone."""
+        kind = self.r_worker_spec.kind
+        drafts_early = self.speculative is not None and self.speculative.method == "early_exit"
+        refused = {
+            f"r_workers: {kind}": kind in ("mpi", "ray"),
+            "prefill_workers": self.prefill_workers is not None,
+            "speculative_config: early_exit": drafts_early,
+            "profile": self.profile is not None,
+        }
+        for name, is_asked in refused.items():
+            if is_asked:
+                raise ConfigError(
+                    f"{name} is not for tensor_parallel_size {self.tensor_parallel_size}: leave one of them out"
+                )
+
+    def _check_ranges(self) -> None:
+        """Ranges are whole splits, and not for what keeps a sequence on one R-worker."""
+        if self.kv_shard_tokens is None:
+            return
+        if self.kv_shard_tokens not in range_lengths(self.kv_shard_tokens):
+            below, above = range_lengths(self.kv_shard_tokens)
+            raise ConfigError(
+                f"kv_shard_tokens must be {SPLIT_TOKENS} times a power of two, not {self.kv_shard_tokens}; nearest are "
+                f"{below} and {above}"
+            )
+        if not self.may_shard:
+            why = f"schedule {self.schedule} reserves the longest sequence's blocks in one piece"
+            if self.speculative and self.speculative.method == "early_exit":
+                why = "speculative_config: early_exit drafts over the whole cache of a sequence"
+            raise ConfigError(f"kv_shard_tokens: {why}, on one R-worker; leave kv_shard_tokens out, or the other")
+
+    def _check_r_workers(self) -> None:
+        """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
+        spec = self.r_worker_spec
+        check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], self.key_file)
+        for name in ("kv_cache_memory", "r_threads", "r_cores"):
+            placed = spec.kind == "ray" and name != "r_cores"
+            if not spec.on_this_machine and not placed and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}: R-workers that this process does not start have their own; "
+                    f"give it to `fastdecode r-worker`"
+                )
+        if spec.kind == "join":
+            self._check_joining()
+        if spec.kind == "ray":
+            self._check_ray()
+        else:
+            check_security(self.security, self.key_file)
+        if self.pool_listen is not None:
+            check_key("pool_listen", [split_address("pool_listen", self.pool_listen, 0)[0]], self.key_file)
+            if spec.kind == "mpi":
+                raise ConfigError("pool_listen: an MPI job has the ranks it was started with; use host:port or spawn:N")
+        elif spec.kind not in ("tcp", "ray") and self.key_file and self.prefill_workers is None:
+            raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {self.r_workers}")
+
+    def _check_joining(self) -> None:
+        """R-workers that are not known before they come."""
+        if self.pool_listen is None:
+            raise ConfigError(
+                f"r_workers: {self.r_workers} are R-workers that join: give --pool-listen HOST:PORT as well"
+            )
+        if self.profile is not None:
+            raise ConfigError("profile: it knows R-workers by their address: give them as host:port,host:port")
+
+    def _check_ray(self) -> None:
+        """R-workers that are placed while the job starts, with a key of their own."""
+        if self.profile is not None:
+            raise ConfigError("profile: it knows R-workers by their address, and Ray places them anew for each job")
+        if self.prefill_workers is not None and self.key_file is None:
+            raise ConfigError("prefill_workers: with r_workers ray:N they take a --key-file, which both share")
+
+    def _check_prefill_workers(self) -> None:
+        """Those elsewhere have settings of their own, and are reached over a network only with a key."""
+        spec = self.prefill_worker_spec
+        for name in ("prefill_threads", "prefill_cores"):
+            if getattr(self, name) is not None and (spec is None or spec.kind != "spawn"):
+                raise ConfigError(f"{name} is for --prefill-workers spawn:N; others have their own")
+        if spec is None:
+            return
+        hosts = [split_address("prefill_workers", each)[0] for each in spec.addresses]
+        check_key("prefill_workers", hosts, self.key_file)
+
+    def _check_memory(self) -> None:
+        for name, times in (("kv_cache_memory", self.num_r_workers), ("prefill_scratch", 1)):
+            wanted = self.bytes_of(name)
+            if name == "kv_cache_memory" and self.r_worker_spec.kind == "ray":
+                continue  # Ray knows its nodes
+            if wanted is not None and wanted * times > total_memory_bytes():
+                each = f" for each of {times} R-workers" if times > 1 else ""
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)}{each} is more than this machine's "
+                    f"{total_memory_bytes() / 2**30:.1f} GiB"
+                )
+
+    def _check_cores(self) -> None:
+        for name in ("s_cores", "r_cores", "prefill_cores"):
+            cores = self.s_core_list if name == "s_cores" else parse_cores(name, getattr(self, name))
+            missing = sorted(set(cores or ()) - set(usable_cores()))
+            if missing:
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)!r} names cores that this process may not use "
+                    f"({reprlib.repr(missing)}); it has {usable_cores()}"
+                )
+
+    def bytes_of(self, name: str) -> int | None:
+        """A memory setting in bytes, None where it is to be chosen."""
+        value = getattr(self, name)
+        if value is None:
+            return None
+        return parse_kv_cache_memory(value) if name == "kv_cache_memory" else parse_bytes(name, value)
+
+    @property
+    def r_worker_spec(self) -> RWorkerSpec:
+        """What ``r_workers`` asks for."""
+        return parse_r_workers(self.r_workers)
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """What ``speculative_config`` asks for."""
+        return SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def may_shard(self) -> bool:
+        """True where a sequence may lie on several R-workers."""
+        in_one_piece = self.schedule in ("request-level", "hybrid")
+        return not in_one_piece and not (self.speculative and self.speculative.method == "early_exit")
+
+    @property
+    def prefill_worker_spec(self) -> PrefillWorkerSpec | None:
+        """What ``prefill_workers`` asks for."""
+        return None if self.prefill_workers is None else parse_prefill_workers(self.prefill_workers)
+
+    @property
+    def in_mpi_job(self) -> bool:
+        """True where R-workers or prefill workers are ranks of this process's job."""
+        prefill = self.prefill_worker_spec
+        return self.r_worker_spec.kind == "mpi" or (prefill is not None and prefill.kind == "mpi")
+
+    @property
+    def prefill_thread_count(self) -> int:
+        """Threads of each prefill worker that this process starts: its share of the cores, unless told."""
+        cores, spec = self.prefill_core_list or usable_cores(), self.prefill_worker_spec
+        return self.prefill_threads or max(1, len(cores) // (spec.count if spec else 1))
+
+    @property
+    def prefill_core_list(self) -> list[int] | None:
+        """Cores of the spawned prefill workers, None when not pinned."""
+        return parse_cores("prefill_cores", self.prefill_cores)
+
+    @property
+    def num_r_workers(self) -> int:
+        """R-workers that ``r_workers`` asks for."""
+        return self.r_worker_spec.count
+
+    @property
+    def s_core_list(self) -> list[int] | None:
+        """Cores of the S-worker, None when not pinned: by default what spawned R-workers with cores leave, if any."""
+        given = parse_cores("s_cores", self.s_cores)
+        if given is None and self.r_worker_spec.kind == "spawn" and self.r_core_list:
+            return sorted(set(usable_cores()) - set(self.r_core_list)) or None
+        return given
+
+    @property
+    def r_core_list(self) -> list[int] | None:
+        """Cores of the R-workers, None when not pinned."""
+        return parse_cores("r_cores", self.r_cores)
+
+    @property
+    def separate_cores(self) -> bool:
+        """True when S and R were given cores of their own, so that they can work at the same time."""
+        return bool(self.s_core_list and self.r_core_list and not set(self.s_core_list) & set(self.r_core_list))
+
+
+def range_lengths(num_tokens: int) -> tuple[int, int]:
+    """The two range lengths nearest to ``num_tokens``: the longest that is not above it, if any, and the next."""
+    doublings = max(0, (num_tokens // SPLIT_TOKENS).bit_length() - 1)
+    return SPLIT_TOKENS << doublings, SPLIT_TOKENS << (doublings + 1)
+
+
+def flag_names(group: str) -> list[str]:
+    """The fields of ``EngineConfig`` that a group of flags sets."""
+    return [each.name for each in fields(EngineConfig) if each.metadata.get("group") == group]
+
+
+def check_only_vllm(settings: Mapping[str, Any]) -> None:
+    """ConfigError, with what to use here, where ``settings`` has one of vLLM's that means nothing here."""
+    for name, instead in ONLY_VLLM.items():
+        if settings.get(name) is not None:
+            raise ConfigError(f"{name}: {instead}")
+
+
+def _has_gpu_driver() -> bool:
+    """Whether torch, which this floor does not import, could find a GPU at all: NVIDIA's driver, or AMD's."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()
+    return True

@@ -1,0 +1,243 @@
+"""A request in flight: its sequences, the outputs growing from them, and which sequence grows which output."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from fastdecode.api.outputs import CompletionOutput, Grown, Logprob, RequestMetrics, RequestOutput
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.api.text import TextStream, Tokenizer
+from fastdecode.scheduler import Sequence
+from fastdecode.sworker import SModel
+from fastdecode.sworker.grammar import Matcher
+from fastdecode.sworker.sampling import SampledToken, SamplingRow, sample_seed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Completion:
+    """One of a request's ``n`` outputs: a sequence, its text, and how it ended."""
+
+    index: int
+    sequence: Sequence
+    text: TextStream | None
+    generator_seed: int
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    grammar: Matcher | None = None
+    grammar_ahead: list[Matcher] = field(default_factory=list)
+
+    def fitting(self, draft_token_ids: list[int]) -> list[int]:
+        """As many of these as the grammar, where there is one, would let come next."""
+        if self.grammar is None:
+            return draft_token_ids
+        self.grammar_ahead = self.grammar.after(draft_token_ids)
+        return draft_token_ids[: len(self.grammar_ahead)]
+
+    def append(self, sampled: SampledToken, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
+        """Take the next token and decide whether it was the last."""
+        if sampled.failed:
+            self.finish_reason = "error"
+            return
+        token = sampled.token_id
+        tokens = self.sequence.output_token_ids
+        self.sequence.append(token)
+        if sampled.logprob is not None:
+            text = self.text.decode_one if self.text else lambda token: None
+            self.logprobs.append({t: Logprob(*found, text(t)) for t, found in sampled.logprob.items()})
+        ends = token in eos_token_ids and not params.ignore_eos
+        stopped = token in (params.stop_token_ids or ())
+        hidden = (ends or stopped) and not params.include_stop_str_in_output
+        may_stop = len(tokens) >= params.min_tokens
+        string = self.text.push(token, may_stop) if self.text and not hidden else None
+        if ends:
+            self.finish_reason = "stop"
+        elif stopped or string is not None:
+            self.finish_reason, self.stop_reason = "stop", token if stopped else string
+        elif self.grammar is not None:
+            self._follow(self.grammar, token)
+        if self.finish_reason is None and len(tokens) >= self.sequence.max_tokens:
+            self.finish_reason = "length"
+
+    def _follow(self, grammar: Matcher, token: int) -> None:
+        """Take ``token`` as the grammar's next; a complete text ends."""
+        grammar.advance(token)
+        if grammar.finished:
+            self.finish_reason = "stop"
+        elif grammar.error:
+            logger.error("the grammar of structured_outputs gave up: %s", grammar.error)
+            self.finish_reason = "error"
+
+    def output(self) -> CompletionOutput:
+        """A snapshot for the user."""
+        return CompletionOutput(
+            self.index,
+            self.text.visible(self.finish_reason is not None) if self.text else "",
+            Grown(self.sequence.output_token_ids),
+            self.finish_reason,
+            self.stop_reason,
+            Grown(self.logprobs) if self.logprobs else None,
+        )
+
+
+class Request:
+    """``prompt_token_ids`` and parameters, and ``params.n`` completions of them."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        completions: list[Completion],
+        bad_words_token_ids: tuple[tuple[int, ...], ...],
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.completions = completions
+        self.arrival_seconds = time.perf_counter()
+        self.started_seconds: float | None = None
+        self.token_seconds: list[float] = []
+        self.num_growing = len(completions)
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self._sampling_rows = [
+            SamplingRow(
+                params,
+                prompt_token_ids,
+                each.sequence.output_token_ids,
+                stops,
+                bad_words_token_ids,
+                each.generator_seed,
+                each.grammar,
+            )
+            for each in completions
+        ]
+
+    @property
+    def finished(self) -> bool:
+        """True when every completion has ended."""
+        return not self.num_growing
+
+    def sampling_row(self, completion: Completion) -> SamplingRow:
+        """What the sampler needs for this completion's next token; made once, as the tokens so far are one list."""
+        return self._sampling_rows[completion.index]
+
+    def draft_rows(self, completion: Completion, draft_token_ids: list[int]) -> list[SamplingRow]:
+        """What it needs for the tokens that follow the first, the first two, … of ``draft_token_ids``."""
+        row, ahead = self.sampling_row(completion), completion.grammar_ahead
+        ends = range(1, len(draft_token_ids) + 1)
+        return [row.after(draft_token_ids[:end], ahead[end - 1] if ahead else None) for end in ends]
+
+    def output(self) -> RequestOutput:
+        """A snapshot for the user."""
+        metrics = RequestMetrics(self.arrival_seconds, Grown(self.token_seconds), self.started_seconds)
+        outputs = [completion.output() for completion in self.completions]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics)
+
+
+def make_request(
+    model: SModel,
+    request_id: str,
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    first_sequence_id: int,
+    engine_seed: int,
+) -> Request:
+    """A request with ``params.n`` completions, whose sequences are numbered from ``first_sequence_id``.
+
+    The first one's sequence computes the prompt and brings the others. Without a seed in ``params`` the draws follow
+    from ``engine_seed`` and that number.
+    """
+    room = model.max_model_len - len(prompt_token_ids)
+    max_tokens = min(params.max_tokens or room, room)
+    form = params.structured_outputs
+    grammars = [None if form is None else model.grammars.matcher(form) for _ in range(params.n)]
+    sequences = [Sequence(first_sequence_id + index, prompt_token_ids, max_tokens) for index in range(params.n)]
+    sequences[0].siblings = tuple(sequences[1:])
+    for sequence in sequences:
+        sequence.may_stop = not params.ignore_eos or bool(params.stop or params.stop_token_ids or form)
+    seed = params.seed if params.seed is not None else (engine_seed << 32) + first_sequence_id
+    completions = [
+        Completion(
+            index,
+            sequence,
+            _text_stream(model.tokenizer, params, prompt_token_ids),
+            sample_seed(seed, index),
+            grammar=grammars[index],
+        )
+        for index, sequence in enumerate(sequences)
+    ]
+    bad_words = model.bad_words_token_ids(params.bad_words or ())
+    return Request(request_id, prompt, prompt_token_ids, params, completions, bad_words, model.eos_token_ids)
+
+
+def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: list[int]) -> TextStream | None:
+    """None where no text is wanted, or there is no tokenizer to make it."""
+    if tokenizer is None or not params.detokenize:
+        return None
+    return TextStream(
+        tokenizer.backend,
+        tuple(params.stop or ()),
+        params.skip_special_tokens,
+        params.include_stop_str_in_output,
+        prompt_token_ids,
+    )
+
+
+class InFlight:
+    """Requests by id, and by the sequences that still grow."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+        self._growing: dict[int, tuple[Request, Completion]] = {}
+
+    def __len__(self) -> int:
+        """Requests waiting or running."""
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        """True when ``request_id`` waits or runs."""
+        return request_id in self._requests
+
+    def add(self, request: Request) -> None:
+        """``request`` is under way."""
+        self._requests[request.request_id] = request
+        for completion in request.completions:
+            self._growing[completion.sequence.sequence_id] = (request, completion)
+
+    def remove(self, request_id: str) -> Request | None:
+        """Forget a request; None when it is not here."""
+        return self._requests.pop(request_id, None)
+
+    def end(self, completion: Completion) -> None:
+        """``completion`` grows no more."""
+        request, _ = self._growing.pop(completion.sequence.sequence_id)
+        request.num_growing -= 1
+
+    def completion(self, sequence_id: int) -> Completion:
+        """The one that a sequence grows."""
+        return self._growing[sequence_id][1]
+
+    def family(self, sequence_id: int) -> tuple[Request, list[Completion]]:
+        """The completions that a sequence's next token is for: its own, and all that still share its prompt."""
+        request, completion = self._growing[sequence_id]
+        siblings = completion.sequence.siblings
+        others = [self._growing[each.sequence_id][1] for each in siblings] if siblings else ()
+        return request, [completion, *others]
+
+    def sampling_rows(self, sequence_id: int, draft_token_ids: list[int] | None = None) -> list[SamplingRow]:
+        """What the sampler needs for a sequence's next token, once for each completion that it is for.
+
+        A sequence with draft tokens has one completion, and a row for what follows each of them as well.
+        """
+        request, completions = self.family(sequence_id)
+        rows = [request.sampling_row(completion) for completion in completions]
+        return [*rows, *request.draft_rows(completions[0], draft_token_ids)] if draft_token_ids else rows

@@ -1,0 +1,202 @@
+"""How settings are declared, checked and read: a dataclass field has all that its flag needs to know."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fastdecode.core.errors import ConfigError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+LEAST_KV_CACHE_BYTES = 1000
+"""Of an R-worker; less is a number without its unit."""
+
+
+def setting(
+    default: Any,
+    text: str,
+    group: str = "",
+    *,
+    unset: str = "",
+    metavar: str | None = None,
+    choices: tuple[str | int, ...] | None = None,
+    least: int | None = None,
+    most: int | None = None,
+    also: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field with all that its flag and its check need to know.
+
+    ``text`` is its help, to which the default is added: ``unset`` where that says more. ``choices``, ``least`` and
+    ``most`` are checked by ``check_settings``; None passes, it means "choose for me". ``also``: more names of
+    the flag.
+    """
+    told: dict[str, Any] = {"help": text, "group": group, "unset": unset, "metavar": metavar, "choices": choices}
+    told |= {"least": least, "most": most, "also": also}
+    return field(default_factory=default, metadata=told) if callable(default) else field(default=default, metadata=told)
+
+
+def check_settings(settings: Any) -> None:
+    """ConfigError names the first field of a dataclass that is none of its choices or out of its range."""
+    for each in fields(settings):
+        value, told = getattr(settings, each.name), each.metadata
+        choices, least, most = (told.get(name) for name in ("choices", "least", "most"))
+        if choices and value not in (*choices, each.default):
+            raise ConfigError(f"{each.name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+        if least is not None and value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{each.name} must be a whole number of at least {least}, not {value!r}")
+            if most is not None and value > most:
+                raise ConfigError(f"{each.name} must be at most {most}, not {value}")
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """Bytes from 4294967296, "4GiB", "512MB" or "1.5G"; ConfigError names the setting."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(value), re.IGNORECASE)
+    unit = (match.group(2) or "").upper() if match else ""
+    size = int(float(match.group(1)) * (_BINARY_UNITS[unit + "i"] if match.group(3) else _UNITS[unit])) if match else 0
+    if size < 1:
+        raise ConfigError(f"{name} must be a positive number of bytes such as 4GiB or 512MB, not {value!r}")
+    return size
+
+
+def parse_kv_cache_memory(value: int | str) -> int:
+    """Bytes of an R-worker's cache; ConfigError where a unit was forgotten."""
+    size = parse_bytes("kv_cache_memory", value)
+    if size < LEAST_KV_CACHE_BYTES:
+        raise ConfigError(
+            f"kv_cache_memory must be at least {LEAST_KV_CACHE_BYTES} bytes, not {value}; give a unit, such as 4GiB"
+        )
+    return size
+
+
+def parse_cores(name: str, spec: str | None) -> list[int] | None:
+    """Core numbers from "0,2-3"; ConfigError names the setting."""
+    if spec is None:
+        return None
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", spec):
+        raise ConfigError(f"{name} must be a list of cores such as 0,2-3, not {spec!r}")
+    ranges = [part.split("-") for part in spec.split(",")]
+    cores = sorted({core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1)})
+    if not cores:
+        raise ConfigError(f"{name}: {spec!r} names no core; ranges go upwards, such as 0-3")
+    return cores
+
+
+SECURITY_LEVELS = ("encrypt", "authenticate")
+"""What a key file is for: authenticated and encrypted connections, or authenticated ones that carry clear data."""
+
+
+@dataclass(frozen=True)
+class RWorkerSpec:
+    """``kind``: "inproc", "spawn", "tcp", "mpi", "join" or "ray"; ``addresses``: "host:port" of each, for tcp.
+
+    ``count`` is 0 for mpi: as many as the job has ranks beside this one; for join the first ones, which are waited for.
+    ``strict_spread``: of ray, no two on one node.
+    """
+
+    kind: str
+    count: int
+    addresses: tuple[str, ...] = ()
+    strict_spread: bool = False
+
+    @property
+    def on_this_machine(self) -> bool:
+        """True where this process starts them, so that they share its memory and cores."""
+        return self.kind in ("inproc", "spawn")
+
+
+@dataclass(frozen=True)
+class PrefillWorkerSpec:
+    """``kind``: "spawn", "tcp" or "mpi"; ``addresses``: "host:port" of each, for tcp."""
+
+    kind: str
+    count: int
+    addresses: tuple[str, ...] = ()
+
+
+def parse_prefill_workers(spec: str) -> PrefillWorkerSpec:
+    """spawn:N, mpi:N or host:port,host:port; ConfigError for anything else, or an address twice."""
+    if match := re.fullmatch(r"(spawn|mpi):([1-9]\d{0,3})", spec):
+        return PrefillWorkerSpec(match.group(1), int(match.group(2)))
+    if not _ADDRESSES.fullmatch(spec) or re.match(r"(spawn|mpi):", spec):
+        raise ConfigError(f"prefill_workers must be spawn:N, mpi:N or host:port,host:port, not {spec!r}")
+    addresses = _split_addresses("prefill_workers", "a prefill worker", spec)
+    return PrefillWorkerSpec("tcp", len(addresses), addresses)
+
+
+def parse_r_workers(spec: str) -> RWorkerSpec:
+    """inproc, inproc:N, spawn:N, join:N, ray:N, ray:N:strict-spread, mpi or host:port,host:port; ConfigError for
+    anything else, or an address twice."""
+    if match := re.fullmatch(r"ray:([1-9]\d{0,5})(:strict-spread)?", spec):
+        return RWorkerSpec("ray", int(match.group(1)), strict_spread=bool(match.group(2)))
+    if match := re.fullmatch(r"(inproc|spawn|join):([1-9]\d{0,5})", spec):
+        return RWorkerSpec(match.group(1), int(match.group(2)))
+    if spec == "inproc":
+        return RWorkerSpec("inproc", 1)
+    if spec == "mpi":
+        return RWorkerSpec("mpi", 0)
+    if not _ADDRESSES.fullmatch(spec) or re.match(r"(inproc|spawn|join|mpi|ray):", spec):
+        raise ConfigError(
+            f"r_workers must be inproc, inproc:N, spawn:N, join:N, ray:N, mpi or host:port,host:port, not {spec!r}"
+        )
+    addresses = _split_addresses("r_workers", "an R-worker", spec)
+    return RWorkerSpec("tcp", len(addresses), addresses)
+
+
+_ADDRESSES = re.compile(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*")
+
+
+def _split_addresses(name: str, worker: str, spec: str) -> tuple[str, ...]:
+    """The addresses in "host:port,host:port"; ConfigError for one that is none, or that comes twice."""
+    addresses = tuple(spec.split(","))
+    for address in addresses:
+        split_address(name, address)
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"{name}: {spec!r} names {worker} twice")
+    return addresses
+
+
+def split_address(name: str, address: str, least_port: int = 1) -> tuple[str, int]:
+    """Host and port of "host:port"; ConfigError names the setting."""
+    match = re.fullmatch(r"([A-Za-z0-9._-]+|\*):(\d{1,5})", address)
+    if not match or not least_port <= int(match.group(2)) <= 65535:
+        raise ConfigError(f"{name}: an address is host:port, with a port of {least_port} to 65535, not {address!r}")
+    return match.group(1), int(match.group(2))
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that never leave this machine; names other than localhost are not looked up, and count as
+    another's."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_key(name: str, hosts: list[str], key_file: str | None) -> None:
+    """ConfigError for a host beyond this machine without a key file."""
+    beyond = [host for host in hosts if not is_loopback(host)]
+    if beyond and not key_file:
+        raise ConfigError(
+            f"{name}: {beyond[0]} is reached over a network, which takes a --key-file on both sides (32 random bytes "
+            f"that only their owner can read: openssl rand -hex 32 > FILE; chmod 600 FILE)"
+        )
+
+
+def check_security(level: str | None, key_file: str | None) -> None:
+    """ConfigError for a level that does not exist, or that has no key file to rest on."""
+    if level is not None and level not in SECURITY_LEVELS:
+        raise ConfigError(f"security must be one of {', '.join(SECURITY_LEVELS)}, not {level!r}")
+    if level is not None and not key_file:
+        raise ConfigError(f"security: {level} rests on a secret that both sides hold: give --key-file as well")
+
+
+def describe_security(level: str | None, key_file: str | None) -> str:
+    """What protects connections to R-workers, for people."""
+    if not key_file:
+        return "loopback, not encrypted"
+    return "authenticated, NOT encrypted" if level == "authenticate" else "CURVE, authenticated and encrypted"

@@ -1,0 +1,164 @@
+"""Text to token ids and back: what a user passes as a prompt, and text with stop strings from tokens as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers.decoders import DecodeStream
+
+from fastdecode.api.text_limits import check_can_fit
+from fastdecode.core.errors import RequestError
+
+PROMPT_CONTEXT = 6
+"""Tokens of the prompt that the first token's text is decoded after."""
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    backend: BackendTokenizer
+    eos_token_id: int | None
+
+    @property
+    def max_bytes_per_token(self) -> int | None:
+        """The most UTF-8 bytes of a text per token; None where there is no bound."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, with the special tokens the model expects."""
+        ...
+
+    def encode_chat(self, messages: Any, max_model_len: int | None = None, /, **template_arguments: Any) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins."""
+        ...
+
+
+class TextStream:
+    """The growing text of one completion.
+
+    Bytes that do not yet make up a character are held back by the tokenizers library. A stop string ends the text
+    wherever it falls, across token borders too, and is left out unless ``include_stop``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: BackendTokenizer,
+        stop: Sequence[str] = (),
+        skip_special: bool = True,
+        include_stop: bool = False,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        """The end of the prompt goes before the text: some tokenizers drop the space that begins a text."""
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._stream = DecodeStream(ids=list(prompt_token_ids[-PROMPT_CONTEXT:]), skip_special_tokens=skip_special)
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._longest_stop = max((len(string) for string in stop), default=0)
+
+    def push(self, token_id: int, may_stop: bool = True) -> str | None:
+        """Add a token; the stop string it completed, if any. Without ``may_stop`` none is looked for."""
+        piece = self._decode(token_id)
+        if not piece:
+            return None
+        num_before = len(self.text)
+        self.text += piece
+        if not may_stop:
+            return None
+        found = [(self.text.find(string, max(0, num_before - len(string) + 1)), string) for string in self._stop]
+        hits = [(position, string) for position, string in found if position >= 0]
+        if not hits:
+            return None
+        position, string = min(hits, key=lambda hit: hit[0])
+        self.text = self.text[: position + len(string) * self._include_stop]
+        return string
+
+    def _decode(self, token_id: int) -> str | None:
+        """The text this token adds. Where byte tokens make no character the library gives up, and we begin anew."""
+        try:
+            return self._stream.step(self._tokenizer, token_id)
+        except Exception:  # the library raises its base class
+            self._stream = DecodeStream(ids=[token_id], skip_special_tokens=self._skip_special)
+            return self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special)
+
+    def decode_one(self, token_id: int) -> str:
+        """One token by itself."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def visible(self, finished: bool) -> str:
+        """The text that can be shown: all of it, less a tail that may turn out to begin a stop string."""
+        if finished or not self._longest_stop:
+            return self.text
+        tail = max((_overlap(self.text, string) for string in self._stop), default=0)
+        return self.text[: len(self.text) - tail]
+
+
+def _overlap(text: str, string: str) -> int:
+    """Length of the longest end of ``text`` that is a proper beginning of ``string``."""
+    lengths = range(min(len(text), len(string) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(string[:length])), 0)
+
+
+PromptType = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or {"prompt": …} / {"prompt_token_ids": […]}."""
+
+
+def read_prompt(
+    prompt: PromptType, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int
+) -> tuple[str | None, list[int]]:
+    """The text (None when token ids were given) and its token ids; RequestError names what is wrong."""
+    if isinstance(prompt, Mapping):
+        known = {"prompt", "prompt_token_ids"} & set(prompt)
+        if not known:
+            raise RequestError('prompt must have a key "prompt" or "prompt_token_ids"')
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    else:
+        text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+    if ids is None:
+        ids = encode_text(text, tokenizer, max_model_len)
+    ids = check_token_ids(ids, vocab_size)
+    if not ids:
+        raise RequestError("prompt is empty: give at least one token")
+    if len(ids) >= max_model_len:
+        raise RequestError(
+            f"prompt has {len(ids)} tokens, and max_model_len is {max_model_len}: it must be at most "
+            f"{max_model_len - 1} to leave room for one new token"
+        )
+    return text, ids
+
+
+def encode_text(text: Any, tokenizer: Tokenizer | None, max_model_len: int) -> list[int]:
+    """Token ids of ``text``; RequestError where it is none, cannot fit the model, or there is no tokenizer."""
+    if not isinstance(text, str):
+        raise RequestError(f"prompt must be text or token ids, not {type(text).__name__}")
+    if tokenizer is None:
+        raise RequestError("prompt is text, but the tokenizer was not loaded (skip_tokenizer_init): give token ids")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"prompt is no valid text: half of a surrogate pair at position {error.start}") from None
+    check_can_fit(text, tokenizer.max_bytes_per_token, max_model_len)
+    return tokenizer.encode(text)
+
+
+def check_token_ids(ids: Any, vocab_size: int) -> list[int]:
+    """``ids`` as a list; RequestError where they are no token ids of the model."""
+    if type(ids) is list and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return ids.copy()
+    if isinstance(ids, (bytes, bytearray, memoryview)):  # sequences of numbers, but not of token ids
+        raise RequestError(f"prompt must be text or token ids, not {type(ids).__name__}: decode it to text")
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        try:
+            ids = list(ids)
+        except TypeError:
+            raise RequestError(f"prompt_token_ids must be a list of whole numbers, not {type(ids).__name__}") from None
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise RequestError(f"prompt_token_ids must be whole numbers, not {token!r}")
+        if not 0 <= int(token) < vocab_size:
+            raise RequestError(f"prompt token id {token} is outside the vocabulary: it must be in 0…{vocab_size - 1}")
+    return [int(token) for token in ids]

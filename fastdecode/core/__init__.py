@@ -1,0 +1,1 @@
+"""What all floors share: records of a step, protocols, errors, figures of the machine."""

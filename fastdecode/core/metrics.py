@@ -1,0 +1,189 @@
+"""How long each side worked on a step: the S-worker's clock, the record of a step, and the trace of all steps."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fastdecode.core.step import ScheduledStep
+from fastdecode.core.types import StepReport
+
+MODEL = "s"
+"""Model code runs, head and sampling included."""
+
+WAIT = "wait"
+"""No mini-batch can be resumed: its attention is still under way."""
+
+HOST = "host"
+"""Scheduling, plans, detokenising, bookkeeping."""
+
+S_LANE = 0
+
+R_BUSY = "r"
+
+
+class Interval(NamedTuple):
+    """One stay in a state, in seconds of ``time.perf_counter``; -1 where no mini-batch or layer applies."""
+
+    state: str
+    mini_batch: int
+    layer: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass
+class StateClock:
+    """Accumulates seconds per state; keeps every interval while ``recording``."""
+
+    recording: bool = False
+    seconds: dict[str, float] = field(default_factory=lambda: {MODEL: 0.0, WAIT: 0.0, HOST: 0.0})
+    intervals: list[Interval] = field(default_factory=list)
+    _state: str = HOST
+    _mini_batch: int = -1
+    _layer: int = -1
+    _since: float = field(default_factory=time.perf_counter)
+
+    def enter(self, state: str, mini_batch: int = -1, layer: int = -1) -> float:
+        """Leave the present state for ``state`` and return the moment of change, in seconds."""
+        now = time.perf_counter()
+        self.seconds[self._state] += now - self._since
+        if self.recording:
+            self.intervals.append(Interval(self._state, self._mini_batch, self._layer, self._since, now))
+        self._state, self._mini_batch, self._layer, self._since = state, mini_batch, layer, now
+        return now
+
+    def restart(self) -> None:
+        """Begin counting anew, in the host state, from now."""
+        self.seconds = {MODEL: 0.0, WAIT: 0.0, HOST: 0.0}
+        self._state, self._mini_batch, self._layer, self._since = HOST, -1, -1, time.perf_counter()
+
+    def snapshot(self) -> dict[str, float]:
+        """Seconds per state up to now."""
+        self.enter(self._state, self._mini_batch, self._layer)
+        return dict(self.seconds)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Seconds of one step. ``wall = s + wait + host``.
+
+    ``kv_loads`` (KV tokens attended), ``r_seconds`` and ``transfer_seconds`` are per R-worker.
+    ``num_starts``: requests that began in this step for the first time. ``num_copies``: sequences with one copy and
+    with two after it.
+    """
+
+    is_decode: bool
+    overlapped: bool
+    num_tokens: int
+    num_output_tokens: int
+    kv_loads: tuple[int, ...]
+    wall_seconds: float
+    s_seconds: float
+    wait_seconds: float
+    host_seconds: float
+    r_seconds: tuple[float, ...]
+    transfer_seconds: tuple[float, ...]
+    kv_bytes_read: int
+    lost_workers: int = 0
+    num_starts: int = 0
+    num_copies: tuple[int, int] = (0, 0)
+
+    @property
+    def kv_load(self) -> int:
+        """KV tokens attended over all R-workers."""
+        return sum(self.kv_loads)
+
+
+def step_record(
+    step: ScheduledStep,
+    report: StepReport,
+    seconds: dict[str, float],
+    num_output_tokens: int,
+    overlapped: bool,
+    num_copies: tuple[int, int],
+) -> StepRecord:
+    """Put together what the scheduler planned, the R-workers reported and the clock counted for one step."""
+    return StepRecord(
+        is_decode=step.is_decode,
+        overlapped=overlapped,
+        num_tokens=step.num_tokens,
+        num_output_tokens=num_output_tokens,
+        kv_loads=tuple(step.kv_loads),
+        wall_seconds=sum(seconds.values()),
+        s_seconds=seconds[MODEL],
+        wait_seconds=seconds[WAIT],
+        host_seconds=seconds[HOST],
+        r_seconds=tuple(float(np.sum(worker.busy_end - worker.busy_start)) for worker in report.workers),
+        transfer_seconds=tuple(worker.transfer_seconds for worker in report.workers),
+        kv_bytes_read=sum(worker.bytes_read for worker in report.workers),
+        lost_workers=len(report.lost),
+        num_copies=num_copies,
+        num_starts=step.num_starts,
+    )
+
+
+class Event(NamedTuple):
+    """A stay of one lane in one state: lane 0 is the S-worker, 1 + i is R-worker i; seconds of ``perf_counter``."""
+
+    lane: int
+    interval: Interval
+
+
+class Tracer:
+    """Collects the events of every step; ``write`` makes the file of Chrome's format."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[Event]] = []
+
+    def add(self, intervals: Sequence[Interval], report: StepReport) -> None:
+        """One step: the S-worker's stays in each state and the R-workers' busy times."""
+        events = [Event(S_LANE, interval) for interval in intervals]
+        for index, worker in enumerate(report.workers):
+            for mini_batch, layer in np.argwhere(worker.busy_end > 0).tolist():
+                start, end = worker.busy_start[mini_batch, layer], worker.busy_end[mini_batch, layer]
+                events.append(Event(1 + index, Interval(R_BUSY, mini_batch, layer, float(start), float(end))))
+        self.steps.append(events)
+
+    def write(self, path: str) -> None:
+        """Write all steps; OSError when the file cannot be written."""
+        events = [event for step in self.steps for event in step]
+        lanes = sorted({event.lane for event in events})
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane, "args": {"name": lane_name(lane)}}
+            for lane in lanes
+        ]
+        trace = {"traceEvents": names + [_chrome_event(event) for event in events], "displayTimeUnit": "ms"}
+        Path(path).write_text(json.dumps(trace))
+
+
+def lane_name(lane: int) -> str:
+    """How a lane is called in pictures."""
+    return "S-worker" if lane == S_LANE else f"R-worker {lane - 1}"
+
+
+def mini_batch_name(mini_batch: int) -> str:
+    """A, B, C, …"""
+    return chr(ord("A") + mini_batch % 26)
+
+
+def _chrome_event(event: Event) -> dict:
+    """A complete ("X") event; times in microseconds as the format wants."""
+    interval = event.interval
+    where = "" if interval.mini_batch < 0 else f" {mini_batch_name(interval.mini_batch)}{interval.layer}"
+    return {
+        "name": interval.state + where,
+        "cat": interval.state,
+        "ph": "X",
+        "pid": 0,
+        "tid": event.lane,
+        "ts": interval.start_seconds * 1e6,
+        "dur": (interval.end_seconds - interval.start_seconds) * 1e6,
+        "args": {"mini_batch": interval.mini_batch, "layer": interval.layer},
+    }

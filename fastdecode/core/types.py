@@ -1,0 +1,301 @@
+"""The types that cross the seam between the S side and the R side, and how floats travel over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes per element of each model dtype."""
+
+KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
+"""Bits per element of each KV dtype, scales apart."""
+
+INT4_GROUP_DIMS = 64
+"""Dims of a token and head that share one int4 scale and zero."""
+
+ISAS = ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx")
+"""Instruction sets of R-workers; a machine that has one has those before it. Each rounds in its own way."""
+
+PREFILL_METHODS = ("kvr", "tsp")
+"""How prefill workers share a prompt: a chain that hands keys and values on (KV-Runahead), or all of them gathering all
+keys and values at every layer (tensor/sequence parallel), for comparison."""
+
+READ_AHEAD = ("run", "run-l2", "pages")
+"""How attention asks for the tokens it reads next: in one ascending run, the same only into the second-level cache, or
+eight pages side by side."""
+
+
+WIRE_DTYPE: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.uint16),
+    "bfloat16": np.dtype(np.uint16),
+}
+"""How numpy carries each dtype over the seam: 16-bit floats travel as their bits."""
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Shape and scoring rule of one attention layer.
+
+    ``window`` counts the tokens a query sees, itself included (0: all). ``soft_cap`` is 0 when absent.
+    ``sinks`` holds one extra logit per query head, or is empty. ``alibi_slopes`` holds one slope per query head, or is
+    empty: a score, scaled and capped, gains slope · (position of the key - position of the query).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: tuple[float, ...] = ()
+    alibi_slopes: tuple[float, ...] = ()
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Elements of K and V one cached token holds in this layer."""
+        return self.num_kv_heads * (self.key_head_dim + self.value_head_dim)
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        """Bytes of K, V and their scales one cached token takes in this layer."""
+        return self.num_kv_heads * sum(_row_bytes(dim, kv_dtype) for dim in (self.key_head_dim, self.value_head_dim))
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Everything an R-worker must know about a model: its layers and the dtypes of payload and cache.
+
+    ``isa``: the instruction set in whose arithmetic it is to attend, one of ``ISAS``; "auto": the R-worker's fastest.
+    ``kv_port``: whether it opens a KV port for prefill workers: "" (no), "loopback" (for those of its machine), "any".
+    """
+
+    layers: tuple[LayerLayout, ...]
+    model_dtype: str
+    kv_dtype: str
+    isa: str = "auto"
+    kv_port: Literal["", "loopback", "any"] = ""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K, V and their scales one token takes in the cache, over all layers."""
+        return sum(layer.kv_bytes_per_token(self.kv_dtype) for layer in self.layers)
+
+
+def _row_bytes(dim: int, kv_dtype: str) -> int:
+    """One token's keys or values of one head: int8 has a float32 scale, int4 a bfloat16 scale and zero per group."""
+    scales = {"int8": 4, "int4": 4 * -(-dim // INT4_GROUP_DIMS)}.get(kv_dtype, 0)
+    return -(-dim * KV_BITS[kv_dtype] // 8) + scales
+
+
+class Verb(IntEnum):
+    """What a control record asks of an R-worker before the step's rows."""
+
+    FORK = 0
+    TRUNCATE = 1
+    RELEASE = 2
+    RESERVE = 3
+    COMMIT = 4
+
+
+CONTROL = np.dtype([("verb", "<i8"), ("sequence_id", "<i8"), ("source_id", "<i8"), ("num_tokens", "<i8")])
+"""FORK makes ``sequence_id`` from the first ``num_tokens`` of ``source_id``; TRUNCATE keeps ``num_tokens``.
+
+RESERVE takes blocks for ``num_tokens``, whose keys and values come from prefill workers under the job ``source_id``;
+COMMIT of the same job makes them the sequence's, and is refused where some are missing.
+"""
+
+
+SPLIT_TOKENS = 512
+"""Attention's partial results are of so many tokens each, and are merged in a fixed order."""
+
+
+class SpanMode(IntEnum):
+    """What an R-worker does with the rows of a span.
+
+    APPEND: store their keys and values; their queries attend on the S-worker. ATTEND: store them, then attend to all
+    tokens of the sequence. PARTIAL: the sequence is the tail of a longer one: the same, but answer with partial
+    results. READ: the sequence is a closed range of a longer one, whose tail has the rows: store nothing, attend to the
+    range, answer with partial results.
+    """
+
+    APPEND = 0
+    ATTEND = 1
+    PARTIAL = 2
+    READ = 3
+
+
+SPAN = np.dtype([("sequence_id", "<i8"), ("context_len", "<i8"), ("num_rows", "<i8"), ("mode", "<i8")])
+"""``num_rows`` consecutive new tokens of one sequence that had ``context_len`` cached tokens before the step.
+
+``mode``: a SpanMode. In PARTIAL and READ spans ``context_len`` counts from the first token of the range, so that of a
+READ span is at least the range's length, which the R-worker knows.
+"""
+
+Rows = slice | np.ndarray
+"""Rows of an array: one slice where they follow one another, else int64 [num_rows]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The rows of a mini-batch that one R-worker has a part in, in the order of its spans.
+
+    ``q_rows``: of q, those of its READ, ATTEND and PARTIAL spans. ``kv_rows``: of k and v, those of its ATTEND, PARTIAL
+    and APPEND spans. ``o_rows``: of o, which it fills, those of its ATTEND spans. ``num_partials``: rows of partial
+    results that it answers with. Rows of q and o are counted over all attending rows, of k and v over all rows.
+    """
+
+    q_rows: Rows
+    kv_rows: Rows
+    o_rows: slice
+    num_partials: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """True where it has no rows at all."""
+        return not (count_rows(self.q_rows) or count_rows(self.kv_rows))
+
+
+def count_rows(rows: Rows) -> int:
+    """Number of rows."""
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
+MERGED = np.dtype([("row", "<i8"), ("num_rows", "<i8"), ("first_part", "<i8"), ("num_parts", "<i8")])
+"""``num_rows`` rows of a mini-batch's o, of which ``row`` is the first, merged from parts ``first_part`` on."""
+
+PART = np.dtype([("worker", "<i8"), ("row", "<i8"), ("stride", "<i8"), ("split", "<i8"), ("num_splits", "<i8")])
+"""R-worker ``worker``'s partial results ``row``, ``row`` + ``stride`` …: of ``num_splits`` splits from ``split`` on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Merge:
+    """How rows of o are merged from partial results.
+
+    ``merged``: MERGED [num_merged]; ``parts``: PART [num_parts], those of one MERGED record together, in token order.
+    """
+
+    merged: np.ndarray = field(default_factory=lambda: np.zeros(0, MERGED))
+    parts: np.ndarray = field(default_factory=lambda: np.zeros(0, PART))
+
+    def with_part_of(self, worker: int) -> np.ndarray:
+        """Whether R-worker ``worker`` has a part in them: bool [num_merged]."""
+        owners = np.repeat(np.arange(len(self.merged)), self.merged["num_parts"])
+        return np.isin(np.arange(len(self.merged)), owners[self.parts["worker"] == worker])
+
+    def take(self, kept: np.ndarray) -> Merge:
+        """Only the MERGED records where ``kept``, bool [num_merged], is true."""
+        merged = self.merged[kept]
+        parts = self.parts[np.repeat(kept, self.merged["num_parts"])]
+        merged["first_part"] = np.cumsum(merged["num_parts"]) - merged["num_parts"]
+        return Merge(merged, parts)
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatchRoutes:
+    """Who gets which rows of one mini-batch: ``workers``, a Route per R-worker, and how partial results are merged."""
+
+    workers: tuple[Route, ...]
+    merge: Merge = field(default_factory=Merge)
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One R-worker's part of a step: controls in order, then the spans of each mini-batch.
+
+    ``controls``: CONTROL [num_controls]; ``mini_batches``: per mini-batch SPAN [num_spans], READ spans
+    first, then ATTEND, PARTIAL and APPEND spans. Rows of q are those of the first three, of k and v those of the last
+    three, of o those of ATTEND spans; READ and PARTIAL spans answer with partial results. The last APPEND spans may be
+    those of second copies.
+    """
+
+    controls: np.ndarray
+    mini_batches: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of every R-worker, in worker order; all workers list the same number of mini-batches.
+
+    ``routes``: of each mini-batch, who gets which rows. Empty in a plan that is written by hand, without READ and
+    PARTIAL spans: there R-workers have the rows of their spans one after the other (``routes_of_spans``).
+    """
+
+    workers: tuple[WorkerPlan, ...]
+    routes: tuple[MiniBatchRoutes, ...] = ()
+
+
+@dataclass(frozen=True)
+class RWorkerInfo:
+    """What an R-worker says of itself when it is opened.
+
+    ``read_gb_per_s``: its threads' read bandwidth in 1e9 bytes per second, measured at its start; 0 where it was not.
+    ``kv_address``: "host:port" of its KV port, where prefill workers store keys and values, or "" where it has none;
+    ``kv_epoch``: the number of this session that every frame to that port must carry; a secret. ``host``: its machine,
+    by a name that no other machine has; "" where that is not known.
+    """
+
+    name: str
+    num_blocks: int
+    block_size: int
+    num_threads: int
+    isa: str
+    own_cores: bool
+    read_gb_per_s: float = 0.0
+    kv_address: str = ""
+    kv_epoch: int = field(default=0, repr=False)
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What one R-worker did in a step.
+
+    ``busy_start`` and ``busy_end``: float64 [num_mini_batches, num_layers], seconds on the S-worker's
+    ``time.perf_counter``; both are 0 where the worker had no rows. ``transfer_seconds``: from submit to o available,
+    less the time busy and the time queued behind the worker's other calls, summed over the step. ``leaving``: the
+    R-worker asks to leave.
+    """
+
+    busy_start: np.ndarray
+    busy_end: np.ndarray
+    transfer_seconds: float
+    bytes_read: int
+    blocks_free: int
+    leaving: bool = False
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The reports of all R-workers for one step, in worker order.
+
+    ``lost``: those that went away during it. ``leaving``: those that ask to be let go.
+    """
+
+    workers: tuple[WorkerReport, ...]
+    lost: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+
+
+def to_wire(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 ``values`` rounded to ``dtype``, to nearest even: float32, or uint16 bits of float16 or bfloat16."""
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    if dtype == "float32":
+        return values
+    if dtype == "float16":
+        return values.astype(np.float16).view(np.uint16)
+    bits = values.view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+
+
+def from_wire(payload: np.ndarray, dtype: str) -> np.ndarray:
+    """The float32 values of a payload; the inverse of :func:`to_wire`."""
+    if dtype == "float32":
+        return payload
+    if dtype == "float16":
+        return payload.view(np.float16).astype(np.float32)
+    return (payload.astype(np.uint32) << 16).view(np.float32)

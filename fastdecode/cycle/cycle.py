@@ -1,0 +1,263 @@
+"""A loop over a scheduler's steps that knows no machine: the world it runs in computes, copies and tells the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as PySequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from fastdecode.core.errors import BackendError, interrupts_deferred
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.step import ScheduledStep
+from fastdecode.core.types import StepReport
+from fastdecode.scheduler import Scheduler, Sequence, Transfer
+
+T = TypeVar("T")
+"""What a world's steps compute: sampled tokens, or what stands for them."""
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """An R-worker that has joined. ``bandwidth``: in the unit of the others; None: their mean."""
+
+    num_blocks: int
+    bandwidth: float | None = None
+    host: str = ""
+    name: str = ""
+
+
+class World(Protocol[T_co]):
+    """The machine that the steps run on: real, simulated, or the naive one of the tests."""
+
+    @property
+    def kept_prompts(self) -> PySequence[int]:
+        """Sequences of which the S-worker keeps keys and values of a prompt."""
+        ...
+
+    def now(self) -> float:
+        """Seconds of this world's clock."""
+        ...
+
+    def tell(self, step: ScheduledStep) -> None:
+        """Have the R-workers hear the controls of ``step`` and prepare its rows; errors leave all as it was."""
+        ...
+
+    def compute(self, step: ScheduledStep) -> T_co:
+        """Compute the rows of ``step``, and what follows from them."""
+        ...
+
+    def end_step(self) -> StepReport:
+        """Commit what was told; which R-workers are gone, and which ask to go."""
+        ...
+
+    def abandon_step(self) -> None:
+        """Forget the rows of the step that is open, if one is."""
+        ...
+
+    def wait(self) -> None:
+        """Let time pass, since a step had no rows: until a prompt was computed elsewhere, or a while."""
+        ...
+
+    def transfer(self, transfer: Transfer) -> float:
+        """Copy cached tokens from one R-worker to another; returns the seconds. WorkerLostError if one is gone."""
+        ...
+
+    def admit(self, vacant: PySequence[int]) -> dict[int, Newcomer]:
+        """R-workers that have joined since, by index: the ``vacant`` places first, then new ones. Never waits."""
+        ...
+
+    def dismiss(self, worker: int) -> None:
+        """Let R-worker ``worker`` go."""
+        ...
+
+    def forget(self, sequence_id: int) -> None:
+        """Keep nothing of a sequence on the S-worker's side; unknown ones are ignored."""
+        ...
+
+    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> StepRecord:
+        """Put together how long each side worked on the step that has just ended."""
+        ...
+
+
+class Requests(Protocol[T_contra]):
+    """Those that the tokens are for."""
+
+    def begun(self, step: ScheduledStep, now_seconds: float) -> None:
+        """The R-workers have heard ``step``; it is computed next."""
+        ...
+
+    def accepted(self, step: ScheduledStep, computed: T_contra) -> Mapping[int, int]:
+        """How many draft tokens of each sequence are its next output tokens."""
+        ...
+
+    def take(self, computed: T_contra, accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
+        """Append the tokens of all sequences but ``spoilt``; fork and finish with the scheduler; how many they are."""
+        ...
+
+    def give_up(self, sequence: Sequence) -> None:
+        """No R-worker that is left has room for ``sequence``: end its request. The scheduler has forgotten it."""
+        ...
+
+
+class Companion:
+    """Something that works beside the steps: prefill workers, a drafter, R-workers that come and go.
+
+    ``s_seconds``, ``wait_seconds``: seconds of the S-worker and of its waiting in this turn that are no part of the
+    step itself.
+    """
+
+    s_seconds = wait_seconds = 0.0
+
+    def before(self, cycle: Cycle) -> None:
+        """Do what is due between two steps, undisturbed by Ctrl-C."""
+
+    def prepare(self, cycle: Cycle) -> None:
+        """Do what is due right before a step is scheduled; Ctrl-C may end it."""
+
+    def begun(self, step: ScheduledStep) -> None:
+        """The R-workers have heard ``step``."""
+
+    def ended(self, cycle: Cycle, report: StepReport) -> None:
+        """A step was committed, and its losses are dealt with."""
+
+    def forget(self, sequence_id: int) -> None:
+        """A sequence has ended, or its cache is lost; unknown ones are ignored."""
+
+
+class Cycle(Generic[T]):
+    """Turns of: companions, schedule, tell, compute, commit, lose, take, observe and record.
+
+    ``on_step`` is called with the record of every step that had rows or sampled.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        world: World[T],
+        requests: Requests[T],
+        companions: PySequence[Companion] = (),
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self.scheduler, self.world, self.requests = scheduler, world, requests
+        self.companions = tuple(companions)
+        self.on_step = on_step
+        self._lost_between: tuple[int, ...] = ()
+
+    def turn(self) -> ScheduledStep:
+        """One step, with what comes before it and after it.
+
+        Whatever is raised, the R-workers forget the rows of the step, and the next turn computes them again.
+        """
+        try:
+            with interrupts_deferred():
+                self._before()
+            for companion in self.companions:
+                companion.prepare(self)
+            step = self._begin()
+            computed = self.world.compute(step)
+            with interrupts_deferred():
+                self._end(step, computed)
+        except BaseException:
+            self.world.abandon_step()
+            raise
+        if not step.num_tokens and not step.arrived:
+            self.world.wait()
+        return step
+
+    def look_around(self) -> None:
+        """Without a step: companions do what is due, and R-workers that are gone are found out."""
+        with interrupts_deferred():
+            self._before()
+            self.tell()
+
+    def tell(self) -> tuple[int, ...]:
+        """Have the R-workers hear controls without rows; those of them that turn out to be gone, which are lost."""
+        with interrupts_deferred():
+            self._tell_world(self.scheduler.controls_alone())
+            try:
+                lost = self.world.end_step().lost
+            except BaseException:
+                self.world.abandon_step()
+                raise
+            self._lost_between += lost
+            self.lose(lost)
+        return lost
+
+    def settle(self) -> None:
+        """When nothing runs, tell the R-workers of the last releases, so that idle ones hold no blocks."""
+        if self.scheduler.has_controls and not self.scheduler.has_unfinished:
+            self.tell()
+
+    def lose(self, workers: PySequence[int]) -> list[int]:
+        """R-workers are gone: what they alone held is computed again elsewhere; returns the sequences it was of."""
+        spoilt = self.scheduler.spoilt(workers) if workers else []
+        for sequence_id in spoilt:
+            self.forget(sequence_id)
+        for worker in workers:
+            for sequence in self.scheduler.lost(worker):
+                self.requests.give_up(sequence)
+        return spoilt
+
+    def forget(self, sequence_id: int) -> None:
+        """A sequence has ended, or what was cached of it is lost."""
+        self.world.forget(sequence_id)
+        for companion in self.companions:
+            companion.forget(sequence_id)
+
+    def _before(self) -> None:
+        for companion in self.companions:
+            companion.before(self)
+
+    def _begin(self) -> ScheduledStep:
+        """Schedule a step and open it on the R-workers; if they refuse, the scheduler keeps its controls."""
+        with interrupts_deferred():
+            step = self.scheduler.schedule(self.world.now())
+            self._forget_prompts_that_left()
+            if not step.num_tokens and not step.arrived and not len(self.scheduler.remote_prompts):
+                raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
+            self._tell_world(step)
+        for companion in self.companions:
+            companion.begun(step)
+        self.requests.begun(step, self.world.now())
+        return step
+
+    def _tell_world(self, step: ScheduledStep) -> None:
+        try:
+            self.world.tell(step)
+        except BaseException:
+            self.scheduler.take_back(step)
+            raise
+
+    def _end(self, step: ScheduledStep, computed: T) -> None:
+        """Commit the step everywhere at once, and hand out what it made."""
+        report = self.world.end_step()
+        accepted = self.requests.accepted(step, computed)
+        self.scheduler.commit(step, accepted)
+        spoilt = self.lose(report.lost)
+        for companion in self.companions:
+            companion.ended(self, report)
+        num_output_tokens = self.requests.take(computed, accepted, spoilt)
+        self.settle()
+        if step.num_tokens or step.arrived:
+            self._record(step, report, num_output_tokens)
+
+    def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
+        """The scheduler learns from the step alone; the record has what companions took too."""
+        report = replace(report, lost=(*self._lost_between, *report.lost)) if self._lost_between else report
+        self._lost_between = ()
+        record = self.world.record(step, report, num_output_tokens)
+        s_seconds = record.s_seconds - sum(each.s_seconds for each in self.companions)
+        wait_seconds = record.wait_seconds - sum(each.wait_seconds for each in self.companions)
+        self.scheduler.observe(step, s_seconds, wait_seconds, record.r_seconds)
+        if self.on_step:
+            self.on_step(replace(record, num_copies=self.scheduler.residents.num_copies))
+
+    def _forget_prompts_that_left(self) -> None:
+        """Of prompts that were preempted the S-worker keeps nothing: others count on the scratch."""
+        prompts = self.scheduler.residents.prompts
+        for sequence_id in self.world.kept_prompts:
+            if sequence_id not in prompts or not prompts[sequence_id].uses_scratch:
+                self.forget(sequence_id)

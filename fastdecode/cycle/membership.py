@@ -1,0 +1,96 @@
+"""R-workers that come and go while a job runs, and sequences that move between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from fastdecode.core.errors import ConfigError, WorkerLostError
+from fastdecode.core.types import StepReport
+from fastdecode.cycle.cycle import Companion, Cycle, Newcomer
+from fastdecode.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Membership(Companion):
+    """Between steps: R-workers that join are counted in, sequences move, and drained R-workers go.
+
+    Sequences move as bytes, one by one, for at most as long as the step before took: so that the others wait at most
+    twice as long for a token. ``num_moves`` and ``num_copies_made``: sequences, or ranges of them, that went elsewhere,
+    and those that got a second copy.
+    """
+
+    def __init__(self, now_seconds: float = 0.0) -> None:
+        """``now_seconds``: of the world's clock."""
+        self.num_moves = self.num_copies_made = 0
+        self._updated = now_seconds
+        self._names: dict[int, str] = {}
+
+    def before(self, cycle: Cycle) -> None:
+        """Count newcomers in, move, and let drained R-workers go."""
+        now = cycle.world.now()
+        for index, newcomer in cycle.world.admit(cycle.scheduler.workers.vacant).items():
+            self._join(cycle.scheduler, index, newcomer)
+        self._move_until(cycle, now + (now - self._updated))
+        self.let_go(cycle)
+        self._updated = cycle.world.now()
+
+    def ended(self, cycle: Cycle, report: StepReport) -> None:
+        """R-workers that ask to leave are drained."""
+        self._leaving(cycle.scheduler, report.leaving)
+
+    def drain(self, scheduler: Scheduler, worker: int) -> None:
+        """R-worker ``worker`` is to go; ConfigError where it is not there."""
+        if worker not in scheduler.workers.present:
+            raise ConfigError(f"there is no R-worker {worker}; there are {scheduler.workers.present}")
+        scheduler.drain(worker)
+
+    def _leaving(self, scheduler: Scheduler, workers: Iterable[int]) -> None:
+        for worker in sorted(set(workers) - set(scheduler.workers.draining)):
+            logger.info("R-worker %s asks to leave: its sequences move", self._name(worker))
+            scheduler.drain(worker)
+            if not scheduler.workers.accepting:
+                logger.warning("no other R-worker is there: %s is needed", self._name(worker))
+
+    def _join(self, scheduler: Scheduler, index: int, newcomer: Newcomer) -> None:
+        bandwidth = newcomer.bandwidth
+        if bandwidth is None:
+            known = [scheduler.workers.bandwidths[worker] for worker in scheduler.workers.present]
+            bandwidth = sum(known) / len(known) if known else 1.0
+        scheduler.join(newcomer.num_blocks, bandwidth, index, newcomer.host)
+        self._names[index] = newcomer.name
+        logger.info("R-worker %s has joined, with %d KV blocks", self._name(index), newcomer.num_blocks)
+
+    def _name(self, worker: int) -> str:
+        return self._names.get(worker) or str(worker)
+
+    def _move_until(self, cycle: Cycle, deadline: float) -> None:
+        """At least one sequence, if any is to move. One that was chosen before a loss came to light is not moved: its
+        room, its source or itself may be gone, so the scheduler is asked anew."""
+        scheduler = cycle.scheduler
+        while transfer := scheduler.next_transfer():
+            if scheduler.has_controls:
+                cycle.tell()
+            if not scheduler.stands(transfer):
+                continue
+            try:
+                seconds = cycle.world.transfer(transfer)
+            except WorkerLostError:
+                return  # the next step finds out which one, and goes on without it
+            scheduler.transferred(transfer, seconds)
+            ends = not scheduler.stands(transfer)  # of several pieces perhaps
+            self.num_moves += transfer.is_move and ends
+            self.num_copies_made += not transfer.is_move and ends
+            if cycle.world.now() > deadline:
+                return
+
+    def let_go(self, cycle: Cycle) -> None:
+        """R-workers that drain, and have nothing to do any more, go."""
+        scheduler = cycle.scheduler
+        if scheduler.drained() and scheduler.has_controls:
+            cycle.tell()
+        for worker in scheduler.drained():
+            logger.info("R-worker %s is let go", self._name(worker))
+            cycle.world.dismiss(worker)
+            cycle.lose([worker])

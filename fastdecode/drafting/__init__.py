@@ -1,0 +1,1 @@
+"""Speculative decoding: what drafts tokens, and how drafts meet a step."""

@@ -1,0 +1,80 @@
+"""What ``--speculative-config`` may say: vLLM's names and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fastdecode.core.errors import ConfigError
+
+METHODS = ("ngram", "draft_model", "early_exit")
+MAX_SPECULATIVE_TOKENS = 64
+"""Draft tokens of a sequence in a step; more is a slip of the finger."""
+
+LOOKUP_TOKENS = 5
+"""vLLM's prompt_lookup_max and prompt_lookup_min where neither is given."""
+
+_OF_METHOD = {"ngram": ("prompt_lookup_max", "prompt_lookup_min"), "draft_model": ("model",)} | {
+    "early_exit": ("num_layers",)
+}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How tokens are drafted: at most ``num_speculative_tokens`` for a sequence in a step.
+
+    ngram: what followed the last ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens when they came before.
+    draft_model: what ``model``, a smaller one with the same vocabulary, says. early_exit: what the model's own first
+    ``num_layers`` layers, norm and head say.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_max: int = LOOKUP_TOKENS
+    prompt_lookup_min: int = LOOKUP_TOKENS
+    model: str = ""
+    num_layers: int = 0
+
+    @staticmethod
+    def of(settings: Mapping[str, Any]) -> SpeculativeConfig | None:
+        """Checked; None for an empty one. ConfigError names what is missing, unknown or out of its range."""
+        if not settings:
+            return None
+        method = settings.get("method")
+        if method not in METHODS:
+            raise ConfigError(f"speculative_config: method must be one of {', '.join(METHODS)}, not {method!r}")
+        known = {"method", "num_speculative_tokens", *_OF_METHOD[method]}
+        if unknown := sorted(set(settings) - known):
+            elsewhere = {each.name for each in fields(SpeculativeConfig)} & set(unknown)
+            what = "is not for it" if elsewhere else "is unknown"
+            raise ConfigError(
+                f"speculative_config: method {method} takes {', '.join(sorted(known - {'method'}))}; "
+                f"{unknown[0]!r} {what}"
+            )
+        count = _whole(settings, "num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
+        if method == "ngram":
+            given = [name for name in ("prompt_lookup_max", "prompt_lookup_min") if name in settings]
+            lookup = {name: _whole(settings, name, 1, 1024) for name in given}
+            most = lookup.get("prompt_lookup_max", lookup.get("prompt_lookup_min", LOOKUP_TOKENS))
+            least = lookup.get("prompt_lookup_min", most)
+            if least > most:
+                raise ConfigError(
+                    f"speculative_config: prompt_lookup_min ({least}) must be at most prompt_lookup_max ({most})"
+                )
+            return SpeculativeConfig(method, count, most, least)
+        if method == "early_exit":
+            return SpeculativeConfig(method, count, num_layers=_whole(settings, "num_layers", 1, 1 << 16))
+        model = settings.get("model")
+        if not isinstance(model, str) or not model:
+            raise ConfigError(f"speculative_config: draft_model needs a model, a path or an id, not {model!r}")
+        return SpeculativeConfig(method, count, model=model)
+
+
+def _whole(settings: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    if name not in settings:
+        raise ConfigError(f"speculative_config: {name} is missing, a whole number from {least} to {most}")
+    value = settings[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"speculative_config: {name} must be a whole number from {least} to {most}, not {value!r}")
+    return value

@@ -1,0 +1,170 @@
+"""Draft tokens by a smaller model with a cache of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from fastdecode.core.errors import interrupts_deferred
+from fastdecode.core.protocols import DraftRequest
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.core.types import Verb
+from fastdecode.drafting.early_exit import Draft, draw
+from fastdecode.sworker import SWorker
+
+Control = tuple[int, int, int, int]
+
+
+@dataclass
+class Held:
+    """What is cached of a sequence: the first ``num_known`` tokens of its text, and then ``drafts``.
+
+    ``num_blocks`` are set aside for it.
+    """
+
+    num_known: int = 0
+    drafts: list[int] = field(default_factory=list)
+    num_blocks: int = 0
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens."""
+        return self.num_known + len(self.drafts)
+
+    def rewind(self, text: Draft) -> bool:
+        """Keep what is of ``text``, without its last token; True where that is less than there was."""
+        before, most = self.num_cached, text.num_tokens - 1
+        while self.drafts and self.num_known < most and text.tokens(self.num_known, 1) == self.drafts[:1]:
+            del self.drafts[0]
+            self.num_known += 1
+        self.drafts = []
+        self.num_known = min(self.num_known, most)
+        return self.num_known < before
+
+
+class DraftCache:
+    """Which tokens of which sequences the draft model's R-worker holds, and what it has yet to hear."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.free = num_blocks
+        self.block_size = block_size
+        self.controls: list[Control] = []
+        self._held: OrderedDict[int, Held] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Sequences of which something is held, or is about to be."""
+        return len(self._held)
+
+    def use(self, text: Draft) -> Held:
+        """What is held of a sequence, less what is not its text any more."""
+        held = self._held.setdefault(text.sequence_id, Held())
+        self._held.move_to_end(text.sequence_id)
+        if held.rewind(text):
+            self.controls.append((int(Verb.TRUNCATE), text.sequence_id, 0, held.num_known))
+        return held
+
+    def chunk(self, text: Draft, token_ids: list[int], samples: bool) -> Chunk:
+        """Rows of the next tokens of a sequence, which are of its text or drafts of it."""
+        return Chunk(text.sequence_id, 0, self._held[text.sequence_id].num_cached, token_ids, samples=samples)
+
+    def add(self, text: Draft, token_ids: list[int]) -> None:
+        """The tokens of ``chunk`` are cached."""
+        held = self._held[text.sequence_id]
+        if held.num_known < text.num_tokens:
+            held.num_known += len(token_ids)
+        else:
+            held.drafts += token_ids
+
+    def reserve(self, sequence_id: int, num_tokens: int, in_use: Collection[int], after: Sequence[int]) -> bool:
+        """Set blocks for ``num_tokens`` of a sequence aside; False where there are too few.
+
+        When the cache is full, sequences that are not ``in_use`` lose what they have, the one used least recently
+        first; for a sequence of which some is cached those that come ``after`` it do too, the last first.
+        """
+        held = self._held[sequence_id]
+        more = max(0, -(-num_tokens // self.block_size) - held.num_blocks)
+        if more > self.free:
+            victims = [each for each in self._held if each not in in_use]
+            victims += reversed(after) if held.num_cached else ()
+            for victim in itertools.takewhile(lambda _: more > self.free, victims):
+                self.drop(victim)
+        if more > self.free:
+            return False
+        self.free -= more
+        held.num_blocks += more
+        return True
+
+    def drop(self, sequence_id: int) -> None:
+        """Nothing is held of a sequence any more; unknown ones are ignored."""
+        held = self._held.pop(sequence_id, None)
+        if held is not None:
+            self.free += held.num_blocks
+            if held.num_cached:
+                self.controls.append((int(Verb.RELEASE), sequence_id, 0, 0))
+
+
+class DraftModelDrafter:
+    """Runs a draft model, whose R-worker is in this process, over the texts so far and then over its own drafts.
+
+    Prompts are new to it: it computes at most ``most_rows`` of them in a step, and drafts for a sequence once it has
+    all of its text.
+    """
+
+    def __init__(self, s_worker: SWorker, num_blocks: int, block_size: int, most_rows: int) -> None:
+        """``s_worker``: of the draft model, over its one R-worker, which has ``num_blocks`` blocks."""
+        self._s_worker = s_worker
+        self._cache = DraftCache(num_blocks, block_size)
+        self._most_rows = most_rows
+
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
+        """See ``Drafter``; those whose text is still being computed are left out."""
+        drafts = self._read([Draft(each) for each in requests])
+        while growing := [each for each in drafts if each.wants_more]:
+            self._pass([(each, [each.token_ids[-1]]) for each in growing], growing)
+        return {each.sequence_id: each.token_ids for each in drafts}
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``Drafter``. When nothing is held any more, the R-worker hears of it at once."""
+        self._cache.drop(sequence_id)
+        if not len(self._cache) and self._cache.controls:
+            self._pass([], [])
+
+    def _read(self, drafts: Sequence[Draft]) -> list[Draft]:
+        """Compute what is missing of the texts, the shortest rest first; those that have a first token then."""
+        missing = {each.sequence_id: each.num_tokens - self._cache.use(each).num_cached for each in drafts}
+        in_order = sorted(drafts, key=lambda each: (missing[each.sequence_id], each.sequence_id))
+        ids = [each.sequence_id for each in in_order]
+        parts, whole, budget = [], [], self._most_rows
+        for place, each in enumerate(in_order):
+            start = self._cache.use(each).num_cached
+            tokens = each.tokens(start, min(budget, each.num_tokens - start))
+            most = each.num_tokens + each.request.num_drafts - 1
+            if tokens and self._cache.reserve(each.sequence_id, most, missing, ids[place + 1 :]):
+                budget -= len(tokens)
+                parts.append((each, tokens))
+                whole += [each] if start + len(tokens) == each.num_tokens else []
+        if parts:
+            self._pass(parts, whole)
+        return whole
+
+    def _pass(self, parts: Sequence[tuple[Draft, list[int]]], growing: Sequence[Draft]) -> None:
+        """One step of the draft model: the tokens of ``parts`` are cached then, and each of ``growing`` grows."""
+        cache, backend = self._cache, self._s_worker.backend
+        sampled = {each.sequence_id for each in growing}
+        chunks = [cache.chunk(each, tokens, each.sequence_id in sampled) for each, tokens in parts]
+        step = ScheduledStep((MiniBatch.of(chunks),), (tuple(cache.controls),))
+        try:
+            with interrupts_deferred():
+                backend.begin_step(step.to_step_plan())
+                cache.controls.clear()
+            if parts:
+                draw(self._s_worker, step, growing)
+            with interrupts_deferred():
+                backend.end_step()
+                for each, tokens in parts:
+                    cache.add(each, tokens)
+        except BaseException:
+            backend.abandon_step()
+            raise

@@ -1,0 +1,122 @@
+"""Draft tokens by passes of a model: what both drafters that run one have in common, and the one that exits early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from fastdecode.core.errors import interrupts_deferred
+from fastdecode.core.protocols import DraftRequest
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
+from fastdecode.scheduler import Scheduler
+from fastdecode.scheduler.sequence import text_tokens
+from fastdecode.sworker import SWorker
+from fastdecode.sworker.sampling import SampledToken, SamplingRow
+
+
+@dataclass(eq=False)
+class Draft:
+    """The tokens drafted so far for ``request``.
+
+    They are drawn as the model's own will be, with the same random numbers, so that they agree where the
+    probabilities nearly do. Grammars are left out: what they forbid is cut off afterwards.
+    """
+
+    request: DraftRequest
+    token_ids: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        row: SamplingRow = self.request.sampling
+        params = row.params if row.params.logprobs is None else replace(row.params, logprobs=None)
+        self._row = row if row.grammar is None and params is row.params else replace(row, params=params, grammar=None)
+
+    @property
+    def wants_more(self) -> bool:
+        """True until it has as many tokens as were asked for, or one that ends the text."""
+        return not self.ended and len(self.token_ids) < self.request.num_drafts
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens of the sequence, without drafts."""
+        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+
+    @property
+    def sequence_id(self) -> int:
+        """The sequence's."""
+        return self.request.sequence_id
+
+    def tokens(self, start: int, count: int) -> list[int]:
+        """``count`` tokens of prompt and output from position ``start``, without drafts."""
+        return text_tokens(self.request.prompt_token_ids, self.request.output_token_ids, start, count)
+
+    @property
+    def sampling_row(self) -> SamplingRow:
+        """What the sampler needs for the next token."""
+        return self._row.after(self.token_ids)
+
+    def take(self, sampled: SampledToken) -> None:
+        """The next token."""
+        if sampled.failed:
+            self.ended = True
+            return
+        self.token_ids.append(sampled.token_id)
+        self.ended = sampled.token_id in self._row.stop_token_ids
+
+
+def draw(s_worker: SWorker, step: ScheduledStep, drafts: Sequence[Draft]) -> None:
+    """Compute ``step``, which is open, and give each of ``drafts`` the token that its last row asks for."""
+    sampled = s_worker.run(step, {each.sequence_id: [each.sampling_row] for each in drafts})
+    for each in drafts:
+        each.take(sampled[each.sequence_id][0])
+
+
+class EarlyExitDrafter:
+    """Drafts with the model's own first layers, norm and head.
+
+    Keys and values of those layers are the model's, and where they are. A pass is a step of which R-workers see the
+    first layers and which is then abandoned, so that nothing of it stays: it computes the last token and all drafts
+    before it once more, over one read of the cache.
+    """
+
+    def __init__(self, s_worker: SWorker, scheduler: Callable[[], Scheduler], num_mini_batches: int) -> None:
+        """``s_worker``: of the first layers, over the model's R-workers. ``scheduler``: that of the next step."""
+        self._s_worker = s_worker
+        self._scheduler = scheduler
+        self._num_mini_batches = num_mini_batches
+
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
+        """See ``Drafter``. An R-worker that is lost meanwhile is named by the report of the next step."""
+        by_load = sorted(requests, key=lambda each: (each.worker, -each.num_cached))
+        drafts = [Draft(each) for each in by_load]
+        while growing := [each for each in drafts if each.wants_more]:
+            step = self._begin(growing)
+            try:
+                draw(self._s_worker, step, growing)
+            finally:
+                self._s_worker.backend.abandon_step()
+        return {each.sequence_id: each.token_ids for each in drafts}
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``Drafter``."""
+
+    def _begin(self, drafts: Sequence[Draft]) -> ScheduledStep:
+        """Open a step of ``drafts``' next rows; R-workers hear first what they have yet to hear."""
+        decodes = MiniBatch.of(map(_chunk, drafts))
+        scheduler = self._scheduler()
+        with interrupts_deferred():
+            told = scheduler.controls_alone()
+            step = replace(told, mini_batches=deal(decodes, (), self._num_mini_batches))
+            try:
+                self._s_worker.backend.begin_step(step.to_step_plan())
+            except BaseException:
+                scheduler.take_back(told)
+                raise
+        return step
+
+
+def _chunk(draft: Draft) -> Chunk:
+    """The last token and the drafts so far."""
+    request = draft.request
+    tokens = [request.output_token_ids[-1], *draft.token_ids]
+    return Chunk(request.sequence_id, request.worker, request.num_cached, tokens)

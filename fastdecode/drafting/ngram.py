@@ -1,0 +1,95 @@
+"""Draft tokens by lookup: what followed the last tokens when they came before (vLLM's ngram, prompt lookup)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fastdecode.core.protocols import DraftRequest
+
+LOOK_BACK = 64
+"""Tokens by which earlier places are told apart: the one that agrees with the end furthest back is taken."""
+
+FEW = 32
+"""Places that are compared that far: the last ones, where more than so many agree in ``CLOSE`` tokens."""
+
+CLOSE = 8
+
+
+class NgramDrafter:
+    """Looks in each sequence's own prompt and output."""
+
+    def __init__(self, least: int, most: int) -> None:
+        """``least``, ``most``: tokens that have to agree; ``most`` is tried first, and is enough."""
+        self._least, self._most = least, most
+        self._histories: dict[int, History] = {}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
+        """See ``Drafter``."""
+        return {each.sequence_id: self._draft(each) for each in requests}
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``Drafter``."""
+        self._histories.pop(sequence_id, None)
+
+    def _draft(self, request: DraftRequest) -> list[int]:
+        history = self._histories.get(request.sequence_id)
+        if history is None:
+            history = self._histories[request.sequence_id] = History(request.prompt_token_ids)
+        history.extend(request.output_token_ids[history.num_tokens - len(request.prompt_token_ids) :])
+        return continuation(history.tokens, self._least, self._most, request.num_drafts)
+
+
+class History:
+    """A sequence's tokens as an array that grows."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.num_tokens = 0
+        self._buffer = np.zeros(2 * len(token_ids) + 16, np.int64)
+        self.extend(token_ids)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [num_tokens]."""
+        return self._buffer[: self.num_tokens]
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """More tokens."""
+        end = self.num_tokens + len(token_ids)
+        if end > len(self._buffer):
+            self._buffer = np.append(self.tokens, np.zeros(end + 16, np.int64))
+        self._buffer[self.num_tokens : end] = token_ids
+        self.num_tokens = end
+
+
+def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[int]:
+    """``count`` tokens that followed the last ``least`` to ``most`` of ``tokens``, int64 [n], when they came before.
+
+    Of several places the one that agrees furthest back is taken, and of equal ones the last. What follows a place close
+    to the end goes on in a circle. Empty where fewer than ``least`` agree anywhere.
+    """
+    places = np.flatnonzero(tokens[:-1] == tokens[-1])
+    agreeing, look_back = 1, max(most, LOOK_BACK)
+    while len(places) > FEW and agreeing < max(least, CLOSE):
+        longer = places[places >= agreeing]
+        longer = longer[tokens[longer - agreeing] == tokens[-1 - agreeing]]
+        if not len(longer):
+            break
+        places, agreeing = longer, agreeing + 1
+    if not len(places):
+        return []
+    furthest = _agreeing(tokens, places[-FEW:], min(look_back, len(tokens)))
+    if furthest.max() < least:
+        return []
+    start = int(places[-FEW:][len(furthest) - 1 - furthest[::-1].argmax()]) + 1
+    period = len(tokens) - start
+    return tokens[start + np.arange(count) % period].tolist()
+
+
+def _agreeing(tokens: np.ndarray, places: np.ndarray, look_back: int) -> np.ndarray:
+    """How many tokens up to each of ``places`` are those up to the end, at most ``look_back``: int64 [len(places)]."""
+    back = np.arange(look_back)
+    at = places[:, None] - back
+    same = (tokens[np.maximum(at, 0)] == tokens[-1 - back]) & (at >= 0)
+    return np.where(same.all(axis=1), look_back, same.argmin(axis=1))

@@ -1,0 +1,70 @@
+"""Drafting between steps: asks the scheduler for whom, the drafter for what, and cuts what a grammar forbids."""
+
+from __future__ import annotations
+
+import time
+
+from fastdecode.api.request import InFlight
+from fastdecode.core.metrics import MODEL, WAIT, StateClock
+from fastdecode.core.protocols import Drafter, DraftRequest
+from fastdecode.scheduler import Scheduler
+from fastdecode.sworker.sampling import SampledToken
+
+
+class Speculation:
+    """Draft tokens for the next step of an engine.
+
+    A draft is accepted where the sampler draws the same token from the model's own logits: so tokens, seeds and
+    log-probabilities are those of decoding without drafts. For a drafter that names one token this is rejection
+    sampling (Leviathan et al., 2023; Chen et al., 2023): token d is accepted with the probability p(d) that the model
+    gives it, and otherwise another x is drawn with p(x) / (1 - p(d)).
+
+    ``s_seconds``, ``wait_seconds``: model code and waiting for R-workers while the last drafts were made.
+    """
+
+    def __init__(self, drafter: Drafter, scheduler: Scheduler, in_flight: InFlight, clock: StateClock) -> None:
+        self.drafter = drafter
+        self.s_seconds = self.wait_seconds = 0.0
+        self._clock = clock
+        self._scheduler = scheduler
+        self._in_flight = in_flight
+
+    def draft(self) -> None:
+        """To be called before every step."""
+        self.s_seconds = self.wait_seconds = 0.0
+        wanted = self._scheduler.drafts_wanted()
+        if not wanted:
+            return
+        start, before = time.perf_counter(), self._clock.snapshot()
+        proposed = self.drafter.propose([self._request(*each) for each in wanted.items()])
+        drafts = {each: self._in_flight.completion(each).fitting(tokens) for each, tokens in proposed.items() if tokens}
+        self._scheduler.propose(drafts)
+        after = self._clock.snapshot()
+        self.s_seconds, self.wait_seconds = (after[state] - before[state] for state in (MODEL, WAIT))
+        policy = self._scheduler.drafts.policy
+        if policy and len(proposed) == len(wanted):  # else some of the time went to prompts
+            policy.observe_drafting(len(wanted), max(wanted.values()), time.perf_counter() - start)
+
+    def _request(self, sequence_id: int, num_drafts: int) -> DraftRequest:
+        completion = self._in_flight.completion(sequence_id)
+        sequence = completion.sequence
+        return DraftRequest(
+            sequence_id,
+            sequence.prompt_token_ids,
+            sequence.output_token_ids,
+            num_drafts,
+            sequence.worker,
+            sequence.num_cached,
+            self._in_flight.sampling_rows(sequence_id)[0],
+        )
+
+
+def num_accepted(sampled: list[SampledToken], draft_token_ids: list[int]) -> int:
+    """How many of a sequence's drafts are its next tokens: the first, and on as long as they are what was sampled.
+
+    ``sampled``: one token more than drafts, each as if the drafts before it were right.
+    """
+    for count, (token, draft) in enumerate(zip(sampled, draft_token_ids, strict=False)):
+        if token.token_id != draft:
+            return count
+    return len(draft_token_ids)

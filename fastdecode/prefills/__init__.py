@@ -1,0 +1,1 @@
+"""Prompts on prefill workers: the engine's side and the worker's."""

@@ -1,0 +1,78 @@
+"""A prefill worker: the S-worker's model, and the connections over which prompts come and keys and values go.
+
+With the engine it is the only file that knows the S side and the R side.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.cluster.prefill.jobs import JobCancelledError, PromptJob
+from fastdecode.cluster.prefill.server import PrefillModel, PrefillServer
+from fastdecode.cluster.wire.handshake import Security
+from fastdecode.sworker import SModel, set_threads
+from fastdecode.sworker.prefill_part import compute_part
+
+TICK_SECONDS = 0.2
+"""How long a wait for a prompt lasts before signals and the S-worker's connection are looked at."""
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    """One model, which computes the parts of prompts that S-workers send, one after another."""
+
+    def __init__(self, config: EngineConfig, num_threads: int, cores: tuple[int, ...], security: Security) -> None:
+        """Load the model that ``config`` names; the process must be bound to ``cores`` already."""
+        set_threads(num_threads)
+        self._s_model = SModel(replace(config, skip_tokenizer_init=True))
+        model = self._s_model
+        self._server = PrefillServer(
+            PrefillModel(
+                name=model.identity,
+                layout=model.layout,
+                vocab_size=model.vocab_size,
+                max_model_len=model.max_model_len,
+                num_threads=num_threads,
+                cores=cores,
+                device=model.device_name,
+            ),
+            security,
+        )
+
+    def listen(self, host: str, port: int) -> str:
+        """Accept S-workers; returns the address, "host:port". OSError where that is impossible."""
+        return self._server.listen(host, port)
+
+    def run(self, between_prompts: Callable[[bool], None] = lambda is_free: None) -> None:
+        """Compute prompts until an exception ends it; ``between_prompts`` is told whether no S-worker is served."""
+        try:
+            while True:
+                job = self._server.next_job(TICK_SECONDS)
+                if job is not None:
+                    self._compute(job)
+                between_prompts(self._server.is_free)
+        finally:
+            self._server.close()
+
+    def _compute(self, job: PromptJob) -> None:
+        start, prompt = time.perf_counter(), job.prompt
+        try:
+            logits = compute_part(
+                self._s_model.model,
+                self._s_model.layout,
+                job.token_ids.tolist(),
+                prompt.start,
+                prompt.is_last,
+                job.exchange,
+            )
+            self._server.finish(job, time.perf_counter() - start, logits)
+        except JobCancelledError:
+            return
+        except (RuntimeError, MemoryError, ConnectionError) as error:  # torch raises RuntimeError without memory
+            logger.warning("job %d failed: %s", prompt.job_id, error)
+            self._server.fail(job, str(error).splitlines()[0] if str(error) else type(error).__name__)

@@ -1,0 +1,128 @@
+"""Which sequence starts next, and where: seats, blocks, KV load, and the token budget that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+
+from fastdecode.scheduler.policy.future import Future
+from fastdecode.scheduler.policy.load_control import LoadControl
+from fastdecode.scheduler.policy.load_forecast import Newcomer
+from fastdecode.scheduler.policy.placement import CopyPlacement, HomePlacement, SegmentPlacement
+from fastdecode.scheduler.policy.room import Room
+from fastdecode.scheduler.schedules import Limits, Schedule
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import Copy, Segment
+from fastdecode.scheduler.store.prefix import Hit
+from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.waiting import WaitingQueue
+
+WouldBegin = Callable[[int, int], int | bool]
+"""Whether this step would compute some of so many prompt tokens after a cached prefix of so many, or prefill workers
+would."""
+
+
+class Admission:
+    """Lets the head of the queue start where every budget allows it; no sequence overtakes the head.
+
+    ``num_starts``: sequences that began for the first time in this step.
+    """
+
+    def __init__(self, schedule: Schedule, limits: Limits, store: Store, queue: WaitingQueue) -> None:
+        self.load_control = LoadControl(limits.kv_load_limit, store.workers, limits.micro_batch_interval)
+        self.future = Future(limits, store, queue)
+        self.room = Room(schedule, limits, store, self.load_control)
+        self.homes = HomePlacement(schedule, limits, store, self.room, self.future, self.load_control)
+        self.copies = CopyPlacement(limits, store, self.room, self.future)
+        self.segments = SegmentPlacement(store, self.room, self.future)
+        self.num_starts = 0
+        self._schedule, self._limits, self._store, self._queue = schedule, limits, store, queue
+        self._residents = store.residents
+        self._is_open = True
+
+    def begin_step(self) -> None:
+        """The running sequences of this step are known."""
+        self.future.begin_step()
+        self.num_starts = 0
+        self._is_open = not self._schedule.waves or not len(self._residents)
+        if not len(self._queue):
+            return
+        self.homes.begin_step()
+        self.future.learn_lengths()
+        if self._schedule.stabilizes_load:
+            self._begin_load_control()
+
+    def start_next(self, would_begin: WouldBegin) -> Sequence | None:
+        """Start the head of the queue and return it; None when it has to wait."""
+        sequence = self._queue.head()
+        if sequence is None or not self._is_open or not self._has_seats(sequence):
+            return None
+        alone = self.future.newcomer(sequence)
+        if self._schedule.stabilizes_load and not self.load_control.affords(alone):
+            return None
+        hits = self._store.prefixes.hits(sequence)
+        if not hits and not would_begin(alone.num_left, 0):
+            return None
+        if sequence.num_tokens > self.room.segment_tokens:
+            return self._start_in_segments(sequence, hits, would_begin)
+        return self._start_whole(sequence, alone, hits, would_begin)
+
+    def _start_whole(
+        self, sequence: Sequence, alone: Newcomer, hits: dict[int, Hit], would_begin: WouldBegin
+    ) -> Sequence | None:
+        """Start ``sequence``, that is ``alone``, in one segment."""
+        costs = self.homes.costs(sequence, alone, hits)
+        for index in self.homes.best_first(sequence, alone, hits, costs):
+            hit = hits.get(index)
+            if not self.room.to_begin(sequence, index, hit):
+                continue
+            if (second := self.copies.beside(sequence, index, hit, costs)) is None:
+                continue
+            taken_over = hit[0] * self._store.workers.block_size if hit else -1
+            there = replace(self.future.newcomer(sequence, index, taken_over), copy=second)
+            if would_begin(there.num_left, there.num_prefill - there.num_left) and self._fits(there):
+                only = Segment(sequence.sequence_id, 0, self.room.blocks_for(sequence), [Copy(index)])
+                self._begin(sequence, there, [only], hit)
+                return sequence
+        return None
+
+    def _start_in_segments(self, sequence: Sequence, hits: dict[int, Hit], would_begin: WouldBegin) -> Sequence | None:
+        """Start ``sequence`` in several segments, after the longest prefix, or else after none."""
+        longest = max(hits.values(), key=lambda hit: hit[0], default=None)
+        for hit in dict.fromkeys((longest, None)):
+            if found := self.segments.to_begin(sequence, hit, would_begin):
+                self._begin(sequence, *found, hit)
+                return sequence
+        return None
+
+    def _begin(self, sequence: Sequence, newcomer: Newcomer, segments: list[Segment], hit: Hit | None) -> None:
+        self._queue.pop()
+        self.num_starts += sequence.outputs_at_start is None
+        self._store.begin(sequence, segments, hit, newcomer.copy)
+        for worker in (*(each.home for each in segments), *newcomer.holders):
+            self.homes.available[worker] = self._store.workers[worker].available
+        self.future.forecast().add(newcomer)
+        if self._schedule.stabilizes_load:
+            self.load_control.started(newcomer)
+
+    def _begin_load_control(self) -> None:
+        seats = max(1, self._limits.max_num_seqs - len(self._residents))
+        head = next(iter(self._queue), None)
+        knows_lengths = head is not None and (not head.may_stop or self.future.output_lengths.is_known)
+        self.load_control.begin_step(
+            lambda: [self.future.newcomer(sequence) for sequence in islice(self._queue, seats)],
+            None if head is None else self.future.newcomer(head),
+            len(self._queue) <= seats,
+            not len(self._residents),
+            self.future.forecast,
+            (lambda: self.future.outlook(self.load_control.limit or 0)) if knows_lengths else None,
+        )
+
+    def _fits(self, newcomer: Newcomer) -> bool:
+        if not self._schedule.stabilizes_load:
+            return True
+        return self.load_control.fits(newcomer, self.future.forecast)
+
+    def _has_seats(self, sequence: Sequence) -> bool:
+        return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs

@@ -1,0 +1,98 @@
+"""Who attends of two R-workers that hold a sequence, in each step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastdecode.scheduler.policy.recent_speeds import RecentSpeeds
+from fastdecode.scheduler.store.store import Store
+
+EVEN = 1.002
+"""The busiest R-worker's time over the mean, from which on nothing is swapped."""
+
+MOST_SWAPS = 64
+"""In one step; what is uneven beyond them is evened in the next."""
+
+
+class Attendance:
+    """Evens the load of R-workers anew in each step, without a move."""
+
+    def __init__(self, store: Store) -> None:
+        self._table, self._workers = store.table, store.workers
+        self.speeds = RecentSpeeds(store.workers)
+
+    def choose(self) -> None:
+        """Have each sequence that decodes attend on that one of its holders that makes all R-workers take as long."""
+        table = self._table
+        rows = table.rows[table.seconds[table.rows] >= 0]
+        if not len(rows):
+            return
+        speeds = self.speeds.speeds
+        seconds = table.kv_loads(len(self._workers)) / speeds
+        present = np.array(self._workers.present)
+        mean = float((seconds[present] * speeds[present]).sum() / speeds[present].sum())
+        choice = _Choice(table.homes[rows], table.seconds[rows], table.tail_lens(rows) + 1.0, table.on_second[rows])
+        choice.even_out(seconds, speeds, mean)
+        table.on_second[rows] = choice.on_second
+        table.sort()
+
+
+class _Choice:
+    """Rows that two R-workers hold, ``homes`` and ``copies``, int64 [n]; ``tokens``: float64 [n], what each attends;
+    ``on_second``: bool [n], where."""
+
+    def __init__(self, homes: np.ndarray, seconds: np.ndarray, tokens: np.ndarray, on_second: np.ndarray) -> None:
+        self._holders = np.column_stack([homes, seconds])
+        self._tokens = tokens
+        self.on_second = on_second
+
+    def even_out(self, seconds: np.ndarray, speeds: np.ndarray, mean: float) -> None:
+        """Change ``on_second`` until no R-worker of ``seconds``, float64 [num_workers], takes much above ``mean``, or
+        nothing that is tried helps the busiest one. ``seconds`` follow; ``speeds``: tokens a second."""
+        for _ in range(MOST_SWAPS + len(self._tokens) // 8):
+            busiest = int(np.argmax(seconds))
+            if seconds[busiest] <= EVEN * mean:
+                return
+            changed = self._best_change(busiest, seconds, speeds)
+            if changed is None:
+                return
+            for row in changed:
+                source, target = self._attending[row], self._others[row]
+                seconds[source] -= self._tokens[row] / speeds[source]
+                seconds[target] += self._tokens[row] / speeds[target]
+                self.on_second[row] = not self.on_second[row]
+
+    @property
+    def _attending(self) -> np.ndarray:
+        return self._holders[np.arange(len(self.on_second)), self.on_second.astype(np.int64)]
+
+    @property
+    def _others(self) -> np.ndarray:
+        return self._holders[np.arange(len(self.on_second)), 1 - self.on_second.astype(np.int64)]
+
+    def _best_change(self, busiest: int, seconds: np.ndarray, speeds: np.ndarray) -> tuple[int, ...] | None:
+        """Of a row of the busiest R-worker that goes to its other holder, alone or with one from there that goes on to
+        its own other holder, what leaves the least to the busiest of those it touches; None where nothing helps."""
+        attending, others, tokens = self._attending, self._others, self._tokens
+        mine = np.flatnonzero(attending == busiest)
+        if not len(mine):
+            return None
+        via = others[mine]
+        left = seconds[busiest] - tokens[mine] / speeds[busiest]
+        there = seconds[via] + tokens[mine] / speeds[via]
+        alone = np.maximum(left, there)
+        best = int(np.argmin(alone))
+        lowest = float(alone[best])
+        found: tuple[int, ...] = (int(mine[best]),)
+        onward = np.flatnonzero((attending != busiest) & np.isin(attending, via))
+        if lowest >= seconds[busiest] and len(onward):
+            to_busiest = others[onward] == busiest
+            follows = attending[onward][None, :] == via[:, None]
+            goes_down = there[:, None] - (tokens[onward] / speeds[attending[onward]])[None, :]
+            own = left[:, None] + (to_busiest * tokens[onward] / speeds[busiest])[None, :]
+            ends = np.where(to_busiest, 0.0, seconds[others[onward]] + tokens[onward] / speeds[others[onward]])
+            most = np.where(follows, np.maximum(np.maximum(goes_down, own), ends[None, :]), np.inf)
+            first, second = np.unravel_index(int(np.argmin(most)), most.shape)
+            if most[first, second] < lowest:
+                found, lowest = (int(mine[first]), int(onward[second])), float(most[first, second])
+        return found if lowest < seconds[busiest] * (1 - 1e-9) else None

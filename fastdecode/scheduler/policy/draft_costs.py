@@ -1,0 +1,122 @@
+"""What a step with so many rows takes: as steps that were seen say, or as a given ``StepTime`` does."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fastdecode.core.protocols import StepTime
+
+LEVEL_RATE = 1 / 16
+"""Weight of the last step in what a step takes now: noise falls to a fifth, and drift is followed in seconds."""
+
+MOST_JUMP = 0.5
+"""Of a step's time, above what was expected at most: more is a pause of the machine, and counts as this."""
+
+SLOPE_MEMORY = 2.0
+"""Squared relative changes of the rows that a slope rests on: two doublings, or 32 trials of a quarter. Steps with the
+same rows say nothing of it, and so it is not forgotten while rows stay the same."""
+
+LEAST_CHANGE = 0.05
+"""Of the rows: what a smaller one does is lost in noise."""
+
+SLOPE_PRIOR_WEIGHT = 0.05
+"""Of the slope taken beforehand, in the same unit: less than one trial of a quarter."""
+
+LEAST_NOISE = 1e-4
+"""Variance of a step's time over its square: 1 %."""
+
+WIDTH_RATE = LEVEL_RATE / 16
+"""Per step, at which a wide range of rows that was seen is forgotten."""
+
+MOST_POINTS = 33
+"""Numbers of rows at which a given ``StepTime`` is asked, most of them low; straight lines between them."""
+
+SAME_LOAD = 0.02
+"""A change of the KV load that is not worth asking it again."""
+
+
+class RowCost:
+    """What a step of so many rows takes, in any unit: level + slope · (x - rows).
+
+    Level and rows are means of the last steps. The slope is fitted to the changes from step to step, and lies between
+    0, the same for any number of rows, and level / rows, in proportion to them. Beyond the most rows that were seen
+    lately it counts as ``beyond`` of that proportion at least.
+    """
+
+    def __init__(self, prior: float, beyond: float) -> None:
+        """``prior``: the slope until rows were seen to change, as a part of level / rows."""
+        self.rows = self.level = 0.0
+        self._prior, self._beyond = prior, beyond
+        self._products = self._squares = self._noise = self._widest = 0.0
+        self._count = 0
+
+    def slope(self, optimism: float = 0.0) -> float:
+        """Per row, less ``optimism`` standard errors."""
+        if not self.rows:
+            return 0.0
+        unit, proportional = self.rows * self.rows, self.level / self.rows
+        weight = SLOPE_PRIOR_WEIGHT * unit
+        fitted = (self._products + weight * self._prior * proportional) / (self._squares + weight)
+        error = math.sqrt(max(self._noise, LEAST_NOISE) * unit / max(self._squares, 1e-9 * unit))
+        return min(max(0.0, fitted - optimism * error * proportional), proportional)
+
+    def observe(self, rows: float, value: float) -> None:
+        """A step of ``rows`` rows took ``value``."""
+        self._count += 1
+        rate = max(LEVEL_RATE, 1 / self._count)
+        if self.level > 0:
+            value = self._fit(rows, value, rate)
+        self.level += rate * (value - self.level)
+        self.rows += rate * (rows - self.rows)
+        self._widest = max(rows, self._widest - WIDTH_RATE * (self._widest - self.rows))
+
+    def at(self, rows: np.ndarray, optimism: float = 0.0) -> np.ndarray:
+        """Expected of each of ``rows``, float64 [n]."""
+        slope = self.slope(optimism)
+        if not self._widest:
+            return np.zeros(len(rows))
+        beyond, widest = slope, self.level + slope * (self._widest - self.rows)
+        if not optimism:
+            beyond = max(slope, self._beyond * widest / self._widest)
+        further = rows - self._widest
+        return widest + slope * np.minimum(further, 0.0) + beyond * np.maximum(further, 0.0)
+
+    def _fit(self, rows: float, value: float, rate: float) -> float:
+        """Returns ``value``, less what of it is a pause."""
+        expected, change = self.level + self.slope() * (rows - self.rows), rows - self.rows
+        relative = change / self.rows
+        highest = (1.0 + MOST_JUMP) * max(expected, self.level * rows / self.rows)
+        value = min(value, highest)
+        self._noise += rate * (((value - expected) / self.level) ** 2 - self._noise)
+        kept = min(1.0, SLOPE_MEMORY * self.rows**2 / max(self._squares, 1e-9))
+        kept *= SLOPE_MEMORY / (SLOPE_MEMORY + relative**2)
+        if abs(relative) < LEAST_CHANGE:
+            return value
+        most = change * self.level / self.rows  # what rows can explain; the rest is drift
+        self._products = kept * self._products + change * min(max(value - self.level, min(0.0, most)), max(0.0, most))
+        self._squares = kept * self._squares + change * change
+        return value
+
+
+class GivenTimes:
+    """A ``StepTime`` asked at a few numbers of rows, with straight lines between them, and again once those change."""
+
+    def __init__(self, step_time: StepTime) -> None:
+        self._step_time = step_time
+        self._key = (0, 0, 0)
+        self._rows = self._times = np.zeros(0)
+
+    def at(self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray) -> np.ndarray:
+        """Seconds of steps with ``more`` rows than ``num_tokens``; all R-workers count as loaded as the busiest."""
+        kv_tokens = int(kv_loads.max() * len(kv_loads)) if len(kv_loads) else 0
+        tokens, most, loads = self._key
+        if (tokens, most) != (num_tokens, most_more) or abs(kv_tokens - loads) > SAME_LOAD * loads:
+            self._key = (num_tokens, most_more, kv_tokens)
+            places = (
+                np.linspace(0, 1, MOST_POINTS) ** 2 if most_more >= MOST_POINTS else np.linspace(0, 1, most_more + 1)
+            )
+            self._rows = np.unique(np.rint(most_more * places).astype(int))
+            self._times = np.array([self._step_time(num_tokens + int(rows), kv_tokens) for rows in self._rows])
+        return np.interp(more, self._rows, self._times)

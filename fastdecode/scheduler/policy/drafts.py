@@ -1,0 +1,187 @@
+"""Draft tokens of the sequences that decode: how many each gets, what of them fits a step, what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as PySequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fastdecode.core.protocols import DraftPolicy
+from fastdecode.scheduler.schedules import Limits
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import Segment
+from fastdecode.scheduler.store.store import Store
+
+KEPT = 0.9
+"""Of what was counted, after each verification: the last ten or so say how likely a sequence's drafts are accepted."""
+
+
+@dataclass
+class DraftCounts:
+    """``num_drafts`` verifications of ``num_draft_tokens`` in all; ``num_accepted_tokens_per_pos``: of first ones, of
+    second ones, and so on."""
+
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """At all positions."""
+        return sum(self.num_accepted_tokens_per_pos)
+
+    def figures(self) -> dict[str, Any]:
+        """As ``bench throughput`` and ``simulate`` write them; ``mean_accepted_length``: of one verification."""
+        accepted = self.num_accepted_tokens
+        return {
+            "drafts": self.num_drafts,
+            "drafted_tokens": self.num_draft_tokens,
+            "accepted_tokens": accepted,
+            "accepted_per_position": list(self.num_accepted_tokens_per_pos),
+            "acceptance_rate": accepted / max(1, self.num_draft_tokens),
+            "mean_accepted_length": accepted / max(1, self.num_drafts),
+        }
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """One more verification."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        for place in range(num_accepted):
+            self.num_accepted_tokens_per_pos[place] += 1
+
+    def since(self, before: DraftCounts) -> DraftCounts:
+        """What was counted after ``before``."""
+        return DraftCounts(
+            list(map(int.__sub__, self.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos)),
+            self.num_drafts - before.num_drafts,
+            self.num_draft_tokens - before.num_draft_tokens,
+        )
+
+    def copy(self) -> DraftCounts:
+        """As it is now."""
+        return DraftCounts(list(self.num_accepted_tokens_per_pos), self.num_drafts, self.num_draft_tokens)
+
+
+class Drafts:
+    """Drafts take what decodes and prompts have left of a step: rows of its budget, KV load and blocks.
+
+    They preempt nothing. A sequence with k drafts has 1 + k rows in a step, over one read of its cache. The blocks that
+    they take are granted before they are drafted, since a drafter may have them cached on R-workers too.
+    """
+
+    def __init__(self, store: Store, limits: Limits, policy: DraftPolicy | None) -> None:
+        """``policy`` decides who gets how many; None: nothing is drafted."""
+        self.policy = policy
+        self.counts = DraftCounts([0] * limits.num_speculative_tokens)
+        self._store, self._residents, self._table = store, store.residents, store.table
+        self._workers = store.workers
+        self._most = limits.num_speculative_tokens
+        self._proposed: dict[int, Sequence] = {}
+        self._granted: list[tuple[Sequence, Segment, list[int], int]] = []
+
+    def wanted(self) -> dict[int, int]:
+        """How many draft tokens each sequence is to get, of those that decode and are to get any.
+
+        Their blocks are granted, until the step that verifies them has ended.
+        """
+        self.drop()
+        table, rows = self._table, self._table.rows
+        if self.policy is None or not len(rows):
+            return {}
+        most = np.minimum(
+            table.max_tokens[rows] - table.num_outputs(rows), table.segment_tokens - table.tail_lens(rows)
+        )
+        most = np.clip(most - 1, 0, self._most)
+        acceptance = self.policy.acceptance(table.tried[rows], table.kept[rows])
+        loads = table.kv_loads(len(self._workers))
+        counts = self._within_blocks(rows, self.policy.choose(acceptance, most, len(rows), loads))
+        some = np.flatnonzero(counts)
+        ids = table.chunks["sequence_id"][rows[some]]
+        return dict(zip(ids.tolist(), counts[some].tolist(), strict=True))
+
+    def propose(self, drafts: Mapping[int, PySequence[int]]) -> None:
+        """Draft tokens of sequences that decode, for the next step only; those that do not decode any more are passed
+        over."""
+        for sequence_id, tokens in drafts.items():
+            sequence = self._residents.decoding.get(sequence_id)
+            if sequence is not None and len(tokens):
+                self._table.drafts[sequence.row, : len(tokens)] = tokens
+                self._table.num_drafts[sequence.row] = len(tokens)
+                self._proposed[sequence_id] = sequence
+
+    def drop(self) -> None:
+        """Forget what was proposed, and take back the blocks that were granted and not used."""
+        for sequence in self._proposed.values():
+            if sequence.table is not None:
+                self._table.num_drafts[sequence.row] = 0
+        for sequence, tail, holders, num_blocks in self._granted:
+            still_there = sequence.table is not None and sequence.tail is tail and tail.workers[:1] == holders[:1]
+            if still_there and sequence.sequence_id in self._residents.decoding:  # else it may have begun again
+                unused = tail.num_blocks - self._workers.blocks_for(tail.num_tokens)
+                self._store.grow(np.array([sequence.row]), -min(num_blocks, unused))
+        self._proposed.clear()
+        self._granted.clear()
+
+    def place(self, rows: np.ndarray, budget: int, kv_limits: np.ndarray | None) -> dict[int, list[int]]:
+        """Cut the drafts of ``rows``, which decode in this step, to what is left, and return them by sequence.
+
+        ``budget``: rows of the step that are left; ``kv_limits``: KV tokens that each R-worker may attend, float64
+        [num_workers], where they are strict.
+        """
+        if not self._proposed:
+            return {}
+        table = self._table
+        counts = np.minimum(table.num_drafts[rows], _cap(table.num_drafts[rows], max(0, budget)))
+        if kv_limits is not None:
+            attending = table.attending(rows)
+            loads = table.kv_loads(len(kv_limits)) + np.bincount(attending, counts, len(kv_limits))
+            counts[(loads > kv_limits)[attending]] = 0
+        table.num_drafts[rows] = counts
+        some = rows[counts > 0]
+        ids, drafts = table.chunks["sequence_id"][some].tolist(), table.drafts[some].tolist()
+        return {each: tokens[:count] for each, tokens, count in zip(ids, drafts, counts[counts > 0], strict=True)}
+
+    def settle(self, drafts: Mapping[int, PySequence[int]], accepted: Mapping[int, int]) -> None:
+        """The step with ``drafts`` has ended: so many of each sequence's were ``accepted``, the others are dropped."""
+        table = self._table
+        for sequence_id, tokens in drafts.items():
+            sequence = self._residents.decoding[sequence_id]
+            row, kept = sequence.row, accepted.get(sequence_id, 0)
+            table.num_cached[row] += kept
+            table.tried[row] = KEPT * table.tried[row] + min(kept + 1, len(tokens))
+            table.kept[row] = KEPT * table.kept[row] + kept
+            self.counts.count(len(tokens), kept)
+            if kept < len(tokens):
+                self._store.truncate(sequence)
+        self.drop()
+
+    def _within_blocks(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """``counts`` with the blocks they take granted, where each sequence of the R-worker could still take another;
+        elsewhere what fits the blocks held."""
+        table, workers = self._table, self._workers
+        held, cached = table.num_blocks[rows], table.tail_lens(rows)
+        more = np.maximum(0, -(-(cached + 1 + counts) // workers.block_size) - held) * (counts > 0)
+        needed = table.count_held(rows, more, len(workers))
+        short = needed + workers.num_sequences > workers.available
+        lacking = short[table.homes[rows]] | (short[table.seconds[rows]] & (table.seconds[rows] >= 0))
+        room = np.maximum(0, held * workers.block_size - cached - 1)
+        counts, more = np.where(lacking, np.minimum(counts, room), counts), np.where(lacking, 0, more)
+        for worker in np.flatnonzero(needed * ~short).tolist():
+            self._store.prefixes.make_room(worker, int(needed[worker]))
+        grown = np.flatnonzero(more)
+        self._store.grow(rows[grown], more[grown])
+        for row, count in zip(rows[grown].tolist(), more[grown].tolist(), strict=True):
+            sequence = self._residents.decoding[int(table.chunks["sequence_id"][row])]
+            self._granted.append((sequence, sequence.tail, sequence.tail.workers, count))
+        return counts
+
+
+def _cap(counts: np.ndarray, budget: int) -> int:
+    """The largest number such that ``counts``, none above it, add up to at most ``budget``."""
+    for cap in range(int(counts.max(initial=0)), 0, -1):
+        if np.minimum(counts, cap).sum() <= budget:
+            return cap
+    return 0

@@ -1,0 +1,137 @@
+"""What is expected of the sequences that run and wait: how long they go on, and the KV load that this brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+
+from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
+from fastdecode.scheduler.policy.output_lengths import SAMPLE, Outlook, OutputLengths
+from fastdecode.scheduler.schedules import Limits
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import Segment
+from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.waiting import WaitingQueue
+
+
+class Future:
+    """The forecast of a step, made when it is first asked for, with all that starts in the step."""
+
+    def __init__(self, limits: Limits, store: Store, queue: WaitingQueue) -> None:
+        self.output_lengths = OutputLengths()
+        self._limits, self._queue = limits, queue
+        self._workers, self._table, self._residents = store.workers, store.table, store.residents
+        self._forecast: LoadForecast | None = None
+
+    def begin_step(self) -> None:
+        """The running sequences of this step are known: what was derived from them is derived anew."""
+        self._forecast = None
+
+    def learn_lengths(self) -> None:
+        """Those that run now say how long outputs are at least."""
+        self.output_lengths.running(self._table.num_outputs(self._table.rows))
+
+    def forecast(self) -> LoadForecast:
+        """The load of the coming steps, made once a step, with all that started since."""
+        if self._forecast is None:
+            table, rows = self._table, self._table.rows
+            left = self.steps_left(rows)
+            self._forecast = LoadForecast(
+                table.homes[rows],
+                table.tail_lens(rows),
+                left,
+                len(self._workers),
+                self._limits.max_num_batched_tokens,
+                table.segment_tokens,
+                self._closed(left),
+                table.seconds[rows] if self._limits.kv_replicas > 1 else None,
+            )
+            for sequence in self._residents.prompts.values():
+                self._forecast.add(self._in_prompt(sequence))
+        return self._forecast
+
+    def forecast_anew(self) -> LoadForecast:
+        """The load of the coming steps as it is now, between two steps."""
+        self._table.refresh()
+        self._forecast = None
+        return self.forecast()
+
+    def steps_left(self, rows: np.ndarray) -> np.ndarray:
+        """Steps that each of these rows of the table is expected to decode yet: int64 [n]."""
+        num_outputs = self._table.num_outputs(rows)
+        return self.output_lengths.expected(num_outputs, self._table.max_tokens[rows]) - num_outputs
+
+    def going_on(self, sequence: Sequence) -> Newcomer:
+        """``sequence`` for the steps that it has to go, from now on."""
+        outputs = len(sequence.output_token_ids)  # of one that lost segments fewer are cached
+        expected = int(self.output_lengths.expected(np.array([outputs]), np.array([sequence.max_tokens]))[0])
+        return Newcomer(0, sequence.num_tokens - 1, 0, expected - outputs)
+
+    def newcomer(self, sequence: Sequence, worker: int = 0, taken_over: int = -1) -> Newcomer:
+        """``sequence`` as it would start on ``worker``, after a cached prefix of ``taken_over`` tokens; -1: without."""
+        attends = taken_over >= 0 or sequence.num_prefill > self._residents.scratch_free
+        return self._newcomer(sequence, worker, attends, max(taken_over, 0))
+
+    def in_segments(self, newcomer: Newcomer, segments: list[Segment]) -> Newcomer:
+        """``newcomer`` with all its ``segments``; those that are lost have no load."""
+        *others, last = segments
+        reads = tuple((each.home, self._table.segment_tokens) for each in others if each.copies)
+        return replace(newcomer, worker=last.home, base=last.start, reads=reads)
+
+    def outlook(self, load_limit: int) -> Outlook:
+        """The rest of the run, as far as those that wait by now go. ``load_limit``: KV tokens of a step."""
+        weight = 1
+        while len(self._queue) > weight * SAMPLE:
+            weight *= 2
+        waiting = [member for each in islice(self._queue, 0, None, weight) for member in (each, *each.siblings)]
+        table, prompts = self._table, self._residents.prompts.values()
+        num_outputs = table.num_outputs(table.rows)
+        ends = self.output_lengths.drawn(num_outputs, table.max_tokens[table.rows]) - num_outputs
+        return Outlook(
+            loads=self.forecast().loads.sum(axis=0),
+            ends=np.append(ends, self._drawn_steps(prompts)),
+            num_prefill=np.array([each.num_prefill or len(each.prompt_token_ids) for each in waiting]),
+            decode_steps=self._drawn_steps(waiting),
+            weight=weight,
+            seats=self._limits.max_num_seqs,
+            limit=float(load_limit),
+            idle_share=self._limits.idle_s_share,
+        )
+
+    def _drawn_steps(self, sequences: Iterable[Sequence]) -> np.ndarray:
+        """Decode steps that these, none of which decodes yet, may take; int64 [n]."""
+        listed = list(sequences)
+        outputs = np.array([len(each.output_token_ids) for each in listed], np.int64)
+        most = np.array([each.max_tokens for each in listed], np.int64)
+        return np.maximum(self.output_lengths.drawn(outputs, most) - outputs - 1, 0)
+
+    def _closed(self, steps_left: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """R-workers and decode steps of all closed segments of the sequences that decode, if there are any."""
+        reads = self._table.reads(self._table.rows)
+        return (reads["worker"], steps_left[reads["chunk"]]) if len(reads) else None
+
+    def _in_prompt(self, sequence: Sequence) -> Newcomer:
+        newcomer = self._newcomer(sequence, sequence.worker, sequence.attends_in_prompt)
+        if sequence.is_sharded:
+            return self.in_segments(newcomer, sequence.segments)
+        return replace(newcomer, copy=int(self._table.seconds[sequence.row]))
+
+    def _newcomer(self, sequence: Sequence, worker: int, attends: bool, taken_over: int = 0) -> Newcomer:
+        outputs, expected = len(sequence.output_token_ids), sequence.max_tokens
+        if self.output_lengths.is_known:
+            expected = int(self.output_lengths.expected(np.array([outputs]), np.array([expected]))[0])
+        area = None
+        if sequence.may_stop:
+            area = self.output_lengths.expected_area(sequence.num_prefill, outputs, sequence.max_tokens)
+        return Newcomer(
+            worker=worker,
+            num_prefill=sequence.num_prefill,
+            num_left=sequence.num_prefill - max(sequence.num_cached, taken_over),
+            decode_steps=expected - outputs - 1,
+            num_siblings=len(sequence.siblings),
+            attends=attends,
+            expected_area=area,
+        )

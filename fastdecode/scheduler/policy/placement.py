@@ -1,0 +1,231 @@
+"""Where caches go: the home of a newcomer, its second copy, and the segments of a long one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from fastdecode.scheduler.policy.future import Future
+from fastdecode.scheduler.policy.load_control import LoadControl
+from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer, placement_costs
+from fastdecode.scheduler.policy.range_sizes import Size, place_ranges
+from fastdecode.scheduler.policy.room import Room
+from fastdecode.scheduler.schedules import Limits, Schedule
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import Copy, Segment, starts
+from fastdecode.scheduler.store.prefix import Hit
+from fastdecode.scheduler.store.store import Store
+
+ALIKE = 0.05
+"""Costs that differ by less than this part of their range count as equal."""
+
+
+class HomePlacement:
+    """A sequence of one segment goes where the load that is coming costs it least."""
+
+    def __init__(
+        self, schedule: Schedule, limits: Limits, store: Store, room: Room, future: Future, load_control: LoadControl
+    ) -> None:
+        self.available = self.capacities = np.zeros(0, np.int64)
+        self._schedule, self._limits, self._store, self._workers = schedule, limits, store, store.workers
+        self._room, self._future, self._load_control = room, future, load_control
+        self._speeds, self._num_present = np.zeros(0), 1
+
+    def begin_step(self) -> None:
+        """What is compared over all R-workers is made once a step."""
+        self.available = self._workers.available
+        self.capacities = self._room.capacities()
+        self._speeds, self._num_present = self._workers.speeds, max(1, len(self._workers.present))
+
+    def costs(self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
+        """What ``sequence``, that is ``newcomer``, costs on each R-worker: float64 [num_workers]; infinite on those
+        that drain if it could run elsewhere."""
+        hit_tokens = {worker: hit[0] * self._workers.block_size for worker, hit in hits.items()}
+        forecast = self._future.forecast()
+        row_kv_tokens = self._row_kv_tokens(forecast)
+        costs = placement_costs(forecast, newcomer, self._speeds, self.capacities, hit_tokens, row_kv_tokens)
+        if (draining := self._workers.draining) and self._room.fits_elsewhere(sequence):
+            costs[draining] = np.inf
+        return costs
+
+    def best_first(
+        self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, Hit], costs: np.ndarray
+    ) -> Iterator[int]:
+        """Where ``sequence`` may start, best first: by ``costs``, and only where these are finite.
+
+        Among equals the one with most blocks available comes first. After the best only those that have room.
+        """
+        best = np.flatnonzero(costs == costs.min())
+        yield int(best[np.argmax(self.available[best])])  # nearly always it is that one
+        able = self._room.to_begin_where(sequence, self.available)
+        if self._schedule.stabilizes_load:
+            able &= self._load_control.fits_where(newcomer, self._future.forecast)
+        able[list(hits)] = True
+        order = np.lexsort((-self.available, costs))
+        yield from order[(able & np.isfinite(costs))[order]].tolist()
+
+    def cheapest(self, workers: list[int], sequence: Sequence) -> int:
+        """Of ``workers`` where ``sequence``, which runs, will meet least, as if it started there."""
+        forecast, newcomer = self._future.forecast_anew(), self._future.going_on(sequence)
+        costs = placement_costs(forecast, newcomer, self._workers.speeds, self._room.capacities(), {}, 1.0)
+        return min(workers, key=lambda worker: costs[worker])
+
+    def _row_kv_tokens(self, forecast: LoadForecast) -> float:
+        """KV tokens that an R-worker of mean speed attends while the S-worker computes a row.
+
+        Where neither was measured yet, as if both sides were as busy now, which is what R-workers are bought for.
+        """
+        limit = self._load_control.limit
+        if limit is not None:
+            return limit / self._limits.max_num_seqs / self._num_present
+        return float(forecast.loads[:, 0].sum()) / max(1, len(self._store.residents)) / self._num_present
+
+
+class CopyPlacement:
+    """A second copy goes on another R-worker than its home, of another host where there is one; among those that cost
+    least on the one that shares fewest sequences with the home: so what one R-worker has too much of can go on to any
+    other.
+    """
+
+    def __init__(self, limits: Limits, store: Store, room: Room, future: Future) -> None:
+        self.is_wanted = limits.kv_replicas > 1
+        self._store, self._workers, self._table = store, store.workers, store.table
+        self._room, self._future = room, future
+
+    def beside(self, sequence: Sequence, home: int, hit: Hit | None, costs: np.ndarray) -> int | None:
+        """Where the second copy of ``sequence`` begins with it; -1: it gets none now, None: it has to wait for room.
+
+        What goes on from a cached prefix begins with two copies where the prefix has two; else it gets its second one
+        once it decodes.
+        """
+        if not self.is_wanted:
+            return -1
+        if hit:
+            twin = self._store.prefixes.twin(hit)
+            if twin is None or self._workers[twin[1].worker].is_draining:
+                return -1
+            return twin[1].worker if self._room.to_begin(sequence, twin[1].worker, twin) else -1
+        return self._choose(home, self._room.could_hold(sequence), self._room.blocks_for(sequence), costs)
+
+    def later(self, sequence: Sequence, segment: Segment) -> int:
+        """Where the second copy of ``segment``, of ``sequence``, which decodes, can go now; -1: nowhere."""
+        met = self._future.forecast_anew().met_by(self._future.going_on(sequence))
+        costs = met.means / np.maximum(self._workers.speeds, 1e-300)
+        num_blocks = segment.num_blocks + (segment is sequence.tail)
+        found = self._choose(segment.home, self._room.could_hold(sequence), num_blocks, costs)
+        return -1 if found is None else found
+
+    def _choose(self, home: int, could_hold: np.ndarray, num_blocks: int, costs: np.ndarray) -> int | None:
+        """-1 where no other R-worker could ever hold it; None where none of those that could has room now.
+
+        ``could_hold``: bool [num_workers]; ``num_blocks``: what it takes now; ``costs``: float64 [num_workers], as of
+        ``placement_costs``.
+        """
+        allowed = np.zeros(len(self._workers), bool)
+        allowed[self._workers.accepting] = True
+        allowed[home] = False
+        allowed &= could_hold
+        elsewhere = allowed & np.array([each.host != self._workers[home].host for each in self._workers])
+        allowed = elsewhere if elsewhere.any() else allowed
+        if not allowed.any():
+            return -1
+        able = np.flatnonzero(allowed & (num_blocks + self._workers.num_sequences <= self._workers.available))
+        if not len(able):
+            return None
+        spread = float(np.ptp(costs[allowed]))
+        best = able[costs[able] <= costs[able].min() + ALIKE * spread]
+        return int(best[np.argmin(self._shared_with(home)[best])])
+
+    def _shared_with(self, home: int) -> np.ndarray:
+        """Sequences that each R-worker holds together with ``home``: int64 [num_workers]."""
+        rows = self._table.rows
+        homes, seconds = self._table.homes[rows], self._table.seconds[rows]
+        partners = np.concatenate([seconds[(homes == home) & (seconds >= 0)], homes[seconds == home]])
+        return np.bincount(partners, minlength=len(self._workers))
+
+
+class SegmentPlacement:
+    """A segment of a long sequence goes where the coming load takes least time."""
+
+    def __init__(self, store: Store, room: Room, future: Future) -> None:
+        self._workers, self._prefixes, self._room, self._future = store.workers, store.prefixes, room, future
+
+    def to_begin(
+        self, sequence: Sequence, hit: Hit | None, would_begin: Callable[[int, int], int | bool]
+    ) -> tuple[Newcomer, list[Segment]] | None:
+        """All segments that ``sequence`` begins with, ``hit``'s where they are; None where there is no room, or where
+        nothing of it would be computed."""
+        taken_over = hit[0] * self._workers.block_size if hit else -1
+        alone = self._future.newcomer(sequence, 0, taken_over)
+        if not would_begin(alone.num_left, alone.num_prefill - alone.num_left):
+            return None
+        segments = self._segments(sequence, alone, hit)
+        return None if segments is None else (self._future.in_segments(alone, segments), segments)
+
+    def _segments(self, sequence: Sequence, newcomer: Newcomer, hit: Hit | None) -> list[Segment] | None:
+        most, needed = self._room.sizes_at_end(sequence), [blocks for blocks, _ in self._room.sizes_at_start(sequence)]
+        room, capacities = self._workers.available - self._workers.num_sequences, self._room.alone(sequence)
+        pieces = self._prefixes.pieces(sequence, hit) if hit else []
+        for blocks, end, (count, prefix) in zip(needed, most, pieces, strict=False):
+            taken = sum(block.num_sequences == 0 for block in prefix.blocks[:count])
+            room[prefix.worker] -= blocks - count + taken
+            capacities[prefix.worker] -= end
+        places = [prefix.worker for _, prefix in pieces]
+        if (room < 0)[places].any() or (capacities < 0).any():
+            return None
+        forecast = self._future.forecast()
+        loads, load_room = forecast.mean_loads(newcomer), self._room.load_limits() - forecast.peaks(newcomer)
+        sizes = list(zip(needed, most, self._tokens(sequence), strict=False))
+        for worker, (_, _, tokens) in zip(places, sizes, strict=False):
+            loads[worker] += tokens
+            load_room[worker] -= tokens
+        if (load_room < 0)[places].any():
+            return None
+        rest = place_ranges(sizes[len(places) :], room, capacities, loads, load_room, self._speeds(sequence))
+        if rest is None:
+            return None
+        ids = [sequence.sequence_id, *(self._prefixes.new_id() for _ in needed[1:])]
+        starting = starts(sequence.num_tokens, self._room.segment_tokens)
+        each = zip(ids, starting, needed, [*places, *rest], strict=True)
+        return [Segment(cache_id, start, blocks, [Copy(worker)]) for cache_id, start, blocks, worker in each]
+
+    def next_tail(self, sequence: Sequence) -> tuple[int, bool]:
+        """Where ``sequence``, which decodes and whose tail is whole, goes on, and whether there is a block for it."""
+        loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
+        most = self._room.sizes_at_end(sequence)[sequence.num_closed + 1]
+        capacities = self._room.left_for(sequence)
+        speeds, endless = self._speeds(sequence, capacities, most), np.full(len(self._workers), np.inf)
+        for spare in (self._workers.num_sequences, 0):
+            room = self._workers.available - spare
+            if found := place_ranges([(1, most, 0)], room, capacities.copy(), loads, endless, speeds):
+                return found[0], True
+        found = place_ranges([(0, most, 0)], capacities[:, 0].copy(), capacities, loads, endless, speeds)
+        return (found or [-1])[0], False
+
+    def again(self, sequence: Sequence) -> list[tuple[Segment, int]] | None:
+        """Places for the segments of ``sequence`` that were lost; None where there is no room."""
+        loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
+        lost = [each for each in sequence.segments if not each.copies]
+        most, length = self._room.sizes_at_end(sequence), self._room.segment_tokens
+        sizes = [(each.num_blocks, most[each.start // length], length) for each in lost]
+        room, limits = self._workers.available - self._workers.num_sequences, self._room.load_limits()
+        places = place_ranges(sizes, room, self._room.left_for(sequence), loads, limits, self._speeds(sequence))
+        return None if places is None else list(zip(lost, places, strict=True))
+
+    def _speeds(self, sequence: Sequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
+        """0 for R-workers that are not to take segments: those that drain, unless no others could."""
+        speeds, accepting = self._workers.speeds.copy(), np.zeros(len(self._workers), bool)
+        accepting[self._workers.accepting] = True
+        if capacities is None:
+            enough = self._room.fits_elsewhere(sequence)
+        else:
+            enough = bool((capacities[accepting] >= np.array(most)).all(axis=1).any())
+        allowed = accepting if enough else np.array([not worker.is_gone for worker in self._workers])
+        speeds[~allowed] = 0.0
+        return speeds
+
+    def _tokens(self, sequence: Sequence) -> list[int]:
+        """KV tokens that each segment, with which ``sequence`` begins, and its siblings will have attended."""
+        length, members, num_tokens = self._room.segment_tokens, 1 + len(sequence.siblings), sequence.num_tokens
+        return [members * min(length, num_tokens - start) for start in starts(num_tokens, length)]

@@ -1,0 +1,185 @@
+"""Which prefill workers compute a prompt: a chain of some, one alone, or none, and then the S-worker does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastdecode.core.remote_prefill import PrefillPart
+
+GAIN = 0.2
+"""Of each prompt that ended, on the pace of its workers."""
+
+LARGEST_CORRECTION = 4.0
+"""By one prompt: a stall says little about the next one."""
+
+PACE_STEP = 0.05
+"""Speeds are rounded to it, so that parts do not change with every prompt."""
+
+
+MOST_KNOWN = 4096
+"""Predictions that are kept."""
+
+
+class PrefillForecast(Protocol):
+    """Predicted times. ``speeds``: of each worker of a chain, in order; 1 is as predicted. ``context_len``: tokens of a
+    cached prefix, to which the prompt's own attend."""
+
+    def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> tuple[int, ...]:
+        """Tokens of each worker, none 0."""
+        ...
+
+    def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
+        """When each is done, from the prompt's start; the last is the time to its first token."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A prompt under way: ``seconds`` until each part is done, as predicted at ``paces``."""
+
+    parts: tuple[PrefillPart, ...]
+    seconds: tuple[float, ...]
+    paces: tuple[float, ...]
+    handed_out_seconds: float
+
+    def start(self, free: dict[int, float]) -> float:
+        """Once all its workers are free, in the order of the jobs handed out."""
+        return max(self.handed_out_seconds, *(free.get(part.worker, 0.0) for part in self.parts))
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A way to compute a prompt, and what all wait for it together."""
+
+    parts: tuple[PrefillPart, ...]
+    waited_seconds: float
+
+
+class LeastWaiting:
+    """One rule: a prompt goes where all wait least for it, in seconds, added up.
+
+    Those who wait are the prompt itself, until its first token; the prompts behind it, which get their workers later by
+    the worker time that it takes, over the number of workers; and, where the S-worker computes it, every sequence that
+    decodes meanwhile. So a lone long prompt takes a chain of all workers, since nothing else waits for them. While many
+    wait, each takes one worker, because a chain of p takes more than a p-th of the time. A prompt that the S-worker
+    has computed before a worker could answer stays there. As many prompts are taken to come behind one as wait for
+    workers now: in the long run a queue leaves as it is found.
+
+    Times are predicted (``forecast``) and corrected by what prompts took; a worker's jobs run in the order they are
+    handed out. ``s_seconds``: of a prompt on the S-worker, so many tokens after a cached prefix of so many; infinite
+    where it is never to compute one.
+    """
+
+    def __init__(
+        self,
+        forecast: PrefillForecast,
+        s_seconds: Callable[[int, int], float] = lambda num_tokens, context_len: float("inf"),
+        workers: Iterable[int] = (),
+    ) -> None:
+        self._forecast, self._s_seconds = forecast, s_seconds
+        self._pace = dict.fromkeys(workers, 1.0)
+        self._jobs: dict[int, _Job] = {}
+        self._known: dict[tuple[int, int, tuple[float, ...]], tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._idle_since: dict[int, float] = {}
+        self._now = 0.0
+        self._num_waiting = self._num_decoding = 0
+
+    def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
+        """``num_waiting``: prompts that have not begun; ``num_decoding``: sequences that get a token in each step."""
+        self._now, self._num_waiting, self._num_decoding = now_seconds, num_waiting, num_decoding
+
+    def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
+        """See ``PrefillPolicy``."""
+        on_s_worker = _Option((), self._s_seconds(num_tokens, context_len) * (1 + self._num_decoding))
+        options = [on_s_worker, *self._chains(num_tokens, context_len)]
+        return min(options, key=lambda option: option.waited_seconds).parts
+
+    def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
+        """A prompt went to prefill workers as ``assign`` said."""
+        paces = tuple(self._pace.get(part.worker, 1.0) for part in parts)
+        rows = [part.end - part.start for part in parts]
+        seconds = self._forecast.seconds(rows, [_speed(pace) for pace in paces], parts[0].start)
+        self._jobs[job_id] = _Job(parts, seconds, paces, self._now)
+        self._num_waiting = max(self._num_waiting - 1, 0)
+
+    def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
+        """It is computed, was aborted, or failed; unknown ids are ignored."""
+        job = self._jobs.pop(job_id, None)
+        if job is None:
+            return
+        start = job.start(self._idle_since)
+        for part, seconds, pace in zip(job.parts, job.seconds, job.paces, strict=True):
+            predicted_end = start + seconds if computed else now_seconds
+            last = part is job.parts[-1]
+            self._idle_since[part.worker] = now_seconds if last else min(now_seconds, predicted_end)
+            if computed and part.worker in self._pace:
+                self._correct(part.worker, pace, (now_seconds - start) / job.seconds[-1])
+
+    def joined(self, worker: int) -> None:
+        """Prefill worker ``worker`` is there; as fast as predicted until a prompt says otherwise."""
+        self._pace[worker] = 1.0
+        self._idle_since[worker] = self._now
+
+    def lost(self, worker: int) -> None:
+        """Prefill worker ``worker`` is gone."""
+        self._pace.pop(worker, None)
+
+    def backlog_seconds(self) -> dict[int, float]:
+        """Until each worker is free, as predicted."""
+        return {worker: max(free - self._now, 0.0) for worker, free in self._free()[0].items()}
+
+    def _chains(self, num_tokens: int, context_len: int) -> Iterator[_Option]:
+        """Of every number of workers, those that are free at nearly the same time: neighbours in that order."""
+        free, num_queued = self._free()
+        waiting = max(self._num_waiting - 1, num_queued)
+        order = sorted(free, key=lambda worker: (free[worker], self._pace[worker], worker))
+        for size in range(1, min(len(order), num_tokens) + 1):
+            for first in range(len(order) - size + 1):
+                chosen = order[first : first + size]
+                speeds = tuple(_speed(self._pace[worker]) for worker in chosen)
+                rows, seconds = self._predict(num_tokens, context_len, speeds)
+                start = free[chosen[-1]]
+                taken = sum(start + end - free[worker] for worker, end in zip(chosen, seconds, strict=True))
+                waited = start - self._now + seconds[-1] + waiting * taken / len(order)
+                yield _Option(_parts(chosen, rows, context_len), waited)
+
+    def _predict(
+        self, num_tokens: int, context_len: int, speeds: tuple[float, ...]
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The best parts and their seconds. Equal workers have equal answers, so few are ever new."""
+        asked = num_tokens, context_len, speeds
+        if asked not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            rows = self._forecast.parts(num_tokens, speeds, context_len)
+            self._known[asked] = rows, self._forecast.seconds(rows, speeds, context_len)
+        return self._known[asked]
+
+    def _free(self) -> tuple[dict[int, float], int]:
+        """When each worker is free, from now on, and how many prompts wait for theirs."""
+        free, num_queued = dict(self._idle_since), 0
+        for job in self._jobs.values():
+            start = job.start(free)
+            num_queued += start > self._now
+            for part, seconds in zip(job.parts, job.seconds, strict=True):
+                free[part.worker] = start + seconds
+            last = job.parts[-1].worker
+            free[last] = max(free[last], self._now)  # late, and so not done
+        return {worker: max(free.get(worker, 0.0), self._now) for worker in self._pace}, num_queued
+
+    def _correct(self, worker: int, pace: float, ratio: float) -> None:
+        ratio = min(max(ratio, 1 / LARGEST_CORRECTION), LARGEST_CORRECTION)
+        self._pace[worker] += GAIN * (pace * ratio - self._pace[worker])
+
+
+def _speed(pace: float) -> float:
+    """In steps, and never 0."""
+    return max(round(1 / pace / PACE_STEP), 1) * PACE_STEP
+
+
+def _parts(workers: Sequence[int], rows: Sequence[int], start: int) -> tuple[PrefillPart, ...]:
+    ends = (start + end for end in itertools.accumulate(rows))
+    return tuple(PrefillPart(worker, end - n, end) for worker, n, end in zip(workers, rows, ends, strict=True))

@@ -1,0 +1,104 @@
+"""Prompts that prefill workers compute: which they are, and how far each has come."""
+
+from __future__ import annotations
+
+import itertools
+
+from fastdecode.core.protocols import PrefillPolicy
+from fastdecode.core.remote_prefill import RemotePrefill, StoredAt
+from fastdecode.core.step import ScheduledStep
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.store import Store
+
+
+class RemotePrompts:
+    """A sequence whose prompt is computed elsewhere has its seat and its blocks, but no rows in any step.
+
+    ``policy`` decides which these are; None where there are no prefill workers.
+    """
+
+    def __init__(self, store: Store, policy: PrefillPolicy | None) -> None:
+        self.policy = policy
+        self._store, self._residents = store, store.residents
+        self._job_ids = itertools.count(1)
+        self._under_way: dict[int, Sequence] = {}
+        self._started: list[RemotePrefill] = []
+        self._arrived: list[tuple[int, Sequence]] = []
+        self._now_seconds = 0.0
+
+    def __len__(self) -> int:
+        """Prompts that are being computed."""
+        return len(self._under_way)
+
+    def __contains__(self, job_id: int) -> bool:
+        """True while the job's sequence waits for it; jobs of sequences that have left are given up here."""
+        sequence = self._under_way.get(job_id)
+        if sequence is not None and sequence.job_id != job_id:  # aborted, preempted, or its R-worker was lost
+            self._end(job_id, self._now_seconds)
+        return job_id in self._under_way
+
+    def begin_step(self, now_seconds: float, num_waiting: int = 0) -> None:
+        """The time of what is decided next, and how many sequences have not begun."""
+        self._now_seconds = now_seconds
+        if self.policy:
+            self.policy.begin_step(now_seconds, num_waiting, len(self._residents.decoding))
+
+    def takes(self, num_tokens: int, context_len: int) -> bool:
+        """Whether prefill workers would compute so many tokens of a prompt after a cached prefix of ``context_len``."""
+        return self.policy is not None and bool(self.policy.assign(num_tokens, context_len))
+
+    def start(self, sequence: Sequence) -> bool:
+        """Have prefill workers compute the prompt of ``sequence``, which has just started; False: the S-worker is to.
+
+        Of one that goes on from a kept prefix, which they read from the R-worker, they compute the rest; a prompt of
+        several ranges is never theirs.
+        """
+        if self.policy is None or sequence.is_sharded:
+            return False
+        parts = self.policy.assign(sequence.num_prefill - sequence.num_cached, sequence.num_cached)
+        if not parts:
+            return False
+        job_id = next(self._job_ids)
+        self._store.send_away(sequence, job_id)
+        self.policy.started(job_id, parts)
+        self._under_way[job_id] = sequence
+        tokens = tuple(sequence.tokens(0, sequence.num_prefill))
+        start, worker, sequence_id = parts[0].start, sequence.worker, sequence.sequence_id
+        stores = (StoredAt(worker, sequence_id, 0, len(tokens)),)
+        prefix = (StoredAt(worker, sequence_id, 0, start),) if start else ()
+        self._started.append(RemotePrefill(job_id, sequence_id, stores, tokens, parts, prefix))
+        return True
+
+    def computed(self, job_id: int, now_seconds: float) -> bool:
+        """See :meth:`Scheduler.prefilled`."""
+        sequence = self._end(job_id, now_seconds, computed=True)
+        if sequence is None:
+            return False
+        self._store.arrive(sequence)
+        self._arrived.append((job_id, sequence))
+        return True
+
+    def failed(self, job_id: int, now_seconds: float) -> Sequence | None:
+        """The sequence of a job that failed; None where it does not wait for it any more."""
+        return self._end(job_id, now_seconds)
+
+    def take(self) -> tuple[tuple[RemotePrefill, ...], tuple[int, ...]]:
+        """The prompts to hand out and those that have arrived since the last step, less what has left meanwhile."""
+        started = tuple(each for each in self._started if each.job_id in self)
+        arrived = tuple(each.sequence_id for job_id, each in self._arrived if each.job_id == job_id)
+        self._started.clear()
+        self._arrived.clear()
+        return started, arrived
+
+    def put_back(self, step: ScheduledStep) -> None:
+        """The R-workers refused ``step``."""
+        self._started[:0] = step.prefills
+        sequences = [self._residents.prompts[each] for each in step.arrived]
+        self._arrived[:0] = [(sequence.job_id, sequence) for sequence in sequences]
+
+    def _end(self, job_id: int, now_seconds: float, computed: bool = False) -> Sequence | None:
+        """Forget a job; its sequence if that still waits for it."""
+        sequence = self._under_way.pop(job_id, None)
+        if sequence is not None and self.policy:
+            self.policy.ended(job_id, now_seconds, computed)
+        return sequence if sequence is not None and sequence.job_id == job_id else None

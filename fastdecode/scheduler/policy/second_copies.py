@@ -1,0 +1,172 @@
+"""Second copies (``kv_replicas``): which one is made next, and for how long."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastdecode.scheduler.policy.admission import Admission
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import Segment
+from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.store.transfer import Transfer
+
+SHARE = 0.1
+"""Of the steps' time, what making second copies may take: decodes wait meanwhile."""
+
+LEAST_SECONDS = 0.01
+"""A piece of a copy may take so long though steps are short: each has fixed costs."""
+
+MOST_BLOCKS = 1 << 20
+"""Of a piece."""
+
+KEPT = 0.8
+"""What of the time that pieces took counts after another one."""
+
+MOST_TRIED = 4
+"""Sequences that are looked at before the next step; there may be room for none of thousands."""
+
+UNEVEN_HOLDERS = 0.9
+"""An R-worker that holds less than this part of the mean, by its speed, is given second copies of others."""
+
+
+class SecondCopies:
+    """A lost R-worker's sequences go on from their other copies, and each may attend on either.
+
+    A prompt of one segment is stored on both R-workers while it is computed, unless it goes on from a prefix that only
+    one has. What has a single copy gets its second one between steps, one after another, in pieces that take a small
+    part of a step.
+    """
+
+    def __init__(self, store: Store, admission: Admission, seconds_per_copied_token: float) -> None:
+        """``seconds_per_copied_token``: before any was copied."""
+        self._store, self._residents, self._table = store, store.residents, store.table
+        self._admission = admission
+        self._workers = store.workers
+        self._seconds_per_token = seconds_per_copied_token
+        self._copied = np.zeros(2)
+        self._credit = self._step_seconds = 0.0
+        self._joined: list[int] = []
+        self._has_lost = False
+
+    def lost(self) -> None:
+        """An R-worker is gone: those whose tokens of this step are missing get them first, however long it took."""
+        self._has_lost = True
+
+    def observe(self, step_seconds: float) -> None:
+        """A step took so long: a part of that may go to copies."""
+        if self._has_lost:
+            self._credit, self._has_lost = min(self._credit, 0.0), False
+            return
+        self._step_seconds = step_seconds
+        self._credit = min(self._credit, 0.0) + SHARE * step_seconds
+
+    def made(self, transfer: Transfer, seconds: float) -> None:
+        """The piece is there, after ``seconds``."""
+        self._copied = KEPT * self._copied + (transfer.num_tokens, seconds)
+        self._credit -= seconds
+
+    def joined(self, worker: int) -> None:
+        """R-worker ``worker`` holds nothing yet."""
+        self._joined.append(worker)
+
+    def leave_draining(self) -> None:
+        """R-workers that drain give up what others hold too, and what is being copied to them or from them alone."""
+        for worker in self._workers.draining:
+            self.give_up(worker)
+            for sequence in self._residents.on(worker):
+                for segment in sequence.segments:
+                    if segment.on(worker) and len(segment.copies) > 1:
+                        self._store.drop_copy(sequence, segment, worker)
+            for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
+                self._store.transfers.drop(transfer)  # all of it is to move at once
+
+    def give_up(self, worker: int) -> bool:
+        """Give up the copy that is being made on ``worker``; False where none is."""
+        made = next((each for each in self._store.transfers if each.target == worker), None)
+        if made:
+            self._store.transfers.drop(made)
+        return made is not None
+
+    def give_up_spare(self, worker: int) -> bool:
+        """Give up one of two copies of a segment of the youngest long sequence that has one on ``worker``; False where
+        none has. Those in one segment keep theirs: any of them can go on with what one R-worker has."""
+        sharded = sorted(self._table.sharded(), key=lambda each: -each.sequence_id)
+        for sequence in sharded:
+            for segment in reversed(sequence.segments):
+                if segment.on(worker) and len(segment.copies) > 1:
+                    self._store.drop_copy(sequence, segment, worker)
+                    return True
+        return False
+
+    def next(self) -> Transfer | None:
+        """The next piece of a second copy, if there is one to make and the time for it."""
+        if self._credit <= 0:
+            return None
+        if not self._store.transfers and (found := self._lacking() or self._evening()):
+            self._store.transfers.begin_copy(*found)
+        transfer = next(iter(self._store.transfers), None)
+        if transfer is None:
+            return None
+        if not self._grow(transfer):
+            self._store.transfers.drop(transfer)
+            return None
+        transfer.num_tokens = min(transfer.segment.num_tokens - transfer.num_copied, self._piece_tokens())
+        return transfer
+
+    def _grow(self, transfer: Transfer) -> bool:
+        """Take the blocks that the segment has got since the copy began; False where there is no room for them."""
+        worker, more = self._workers[transfer.target], transfer.segment.num_blocks - transfer.num_blocks
+        if more > 0 and (worker.available < more + worker.num_sequences or worker.is_draining):
+            return False
+        self._store.transfers.grow(transfer, more)
+        return True
+
+    def _piece_tokens(self) -> int:
+        """Tokens that are copied in a part of a step's time, in whole blocks."""
+        per_token = self._copied[1] / self._copied[0] if self._copied[0] else self._seconds_per_token
+        seconds, block_size = max(SHARE * self._step_seconds, LEAST_SECONDS), self._workers.block_size
+        num_blocks = seconds / max(per_token * block_size, 1e-9)
+        return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size
+
+    def _lacking(self) -> tuple[Sequence, Segment, int] | None:
+        """A segment with a single copy of the oldest sequence that decodes, of those for which there is room, and where
+        the second goes."""
+        self._table.refresh()
+        rows = self._table.rows
+        ids = self._table.chunks["sequence_id"][rows[self._table.seconds[rows] < 0]].tolist()
+        ids += [each.sequence_id for each in self._table.sharded() if each.sequence_id in self._residents.decoding]
+        for sequence_id in sorted(set(ids))[:MOST_TRIED]:
+            sequence = self._residents.decoding[sequence_id]
+            for segment in sequence.segments:
+                target = -1
+                if segment.num_tokens and len(segment.copies) == 1:
+                    target = self._admission.copies.later(sequence, segment)
+                if target >= 0:
+                    return sequence, segment, target
+        return None
+
+    def _evening(self) -> tuple[Sequence, Segment, int, int] | None:
+        """As :meth:`_lacking`, and who gives its copy up, for an R-worker that joined, until it holds as much as the
+        others."""
+        while self._joined:
+            if found := self._for_newcomer(self._joined[0]):
+                return found
+            self._joined.pop(0)
+        return None
+
+    def _for_newcomer(self, target: int) -> tuple[Sequence, Segment, int, int] | None:
+        """A sequence with two copies, one of them on the R-worker that holds most: that one ``target`` is to have."""
+        table, accepting = self._table, self._workers.accepting
+        if target not in accepting:
+            return None
+        held = table.count_held(table.rows, table.num_cached[table.rows], len(self._workers))
+        times = held / np.maximum(self._workers.speeds, 1e-300)
+        if times[target] >= UNEVEN_HOLDERS * times[accepting].mean():
+            return None
+        source = max(accepting, key=lambda worker: times[worker])
+        for sequence in self._residents.on(source):
+            decodes = sequence.sequence_id in self._residents.decoding
+            may_go = decodes and len(sequence.holders) == 2 and target not in sequence.holders
+            if may_go and self._admission.room.to_copy(sequence, sequence.tail.num_blocks + 1, target):
+                return sequence, sequence.tail, target, source
+        return None

@@ -1,0 +1,215 @@
+"""Which caches go from one R-worker to another: one queue of moves and second copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as PySequence
+
+import numpy as np
+
+from fastdecode.core.step import ScheduledStep
+from fastdecode.scheduler.policy.admission import Admission
+from fastdecode.scheduler.policy.load_forecast import LoadForecast
+from fastdecode.scheduler.policy.move_prices import MovePrices, SharedPeak, attended_in
+from fastdecode.scheduler.policy.second_copies import SecondCopies
+from fastdecode.scheduler.schedules import Limits
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import Segment
+from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.store.transfer import Transfer
+
+SOURCES, TARGETS, COMPARED = 3, 8, 64
+"""R-workers with most to lose, R-workers with least to do, and sequences of a source that are compared: larger pools
+have more of each than it pays to look at."""
+
+COOL_DOWN = 64
+"""Tokens that a sequence gets before it moves again."""
+
+
+class Moves:
+    """Between steps: what is on an R-worker that drains leaves it, a newcomer gets its part of the load, and where the
+    load turned out uneven sequences move if that wins more time than it takes.
+
+    All three look at the load that is coming. Draining must be; a newcomer is given whatever evens the load; a
+    correction has its price (:class:`MovePrices`). Prompts stay where they are until they are computed.
+    """
+
+    def __init__(self, store: Store, admission: Admission, seconds_per_moved_token: float) -> None:
+        self._store, self._residents, self._table = store, store.residents, store.table
+        self._admission, self._room, self._future = admission, admission.room, admission.future
+        self._workers = store.workers
+        self.prices = MovePrices(seconds_per_moved_token)
+        self._joined: list[int] = []
+        self._moved_at: dict[int, int] = {}
+        self._correction: Transfer | None = None
+
+    def even_out(self, worker: int) -> None:
+        """From here on, until the loads are even, sequences move to ``worker``, which joined."""
+        self._joined.append(worker)
+
+    def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
+        """One step: the S-worker's seconds, those it waited, and busy seconds of each R-worker."""
+        work = np.array(step.kv_loads) * self._workers.relative_times
+        self.prices.observe(work, s_seconds, wait_seconds, np.array(r_seconds))
+        self.prices.note_newcomers(step.num_starts, step.num_prompt_rows)
+
+    def next(self) -> Transfer | None:
+        """What to move next; the blocks for it are free, once the target has heard its controls."""
+        for sequence, held in self._leaving():
+            if able := self._able(sequence, held):
+                return self._move(sequence, held, self._admission.homes.cheapest(able, sequence))
+        if self._joined:
+            targets = [worker for worker in self._joined if worker in self._workers.accepting]
+            if targets and (move := self._evening_move(targets, None)):
+                return move
+            self._joined.clear()
+        if not self.prices.may_pay:
+            return None
+        self._correction = self._evening_move(self._workers.accepting, self.prices)
+        self.prices.looked(self._correction is not None)
+        return self._correction
+
+    def moved(self, transfer: Transfer, seconds: float) -> None:
+        """It took ``seconds``."""
+        self._moved_at[transfer.sequence.sequence_id] = len(transfer.sequence.output_token_ids)
+        self.prices.paid(transfer.num_tokens, seconds, is_correction=transfer is self._correction)
+
+    def homeless(self) -> list[Sequence]:
+        """Those on R-workers that drain that could run elsewhere, but for which no R-worker has room now."""
+        found = {
+            sequence.sequence_id: sequence
+            for sequence, held in self._leaving()
+            if self._room.fits_elsewhere(sequence) and not self._able(sequence, held)
+        }
+        return list(found.values())
+
+    def _leaving(self) -> Iterator[tuple[Sequence, Segment]]:
+        """What is to leave the R-workers that drain, and whose it is."""
+        for worker in self._workers.draining:
+            decoding = (each for each in self._residents.on(worker) if each.sequence_id in self._residents.decoding)
+            yield from (
+                (each, held)
+                for each in decoding
+                for held in each.segments
+                if held.workers == [worker] and held.num_tokens
+            )
+
+    def _able(self, sequence: Sequence, held: Segment) -> list[int]:
+        return [each for each in self._workers.accepting if self._room.to_move(sequence, held, each)]
+
+    def _evening_move(self, targets: list[int], prices: MovePrices | None) -> Transfer | None:
+        """What wins most above its price, if anything does; over all that is known to come where it has no price."""
+        forecast = self._future.forecast_anew()
+        per_token = self.prices.seconds_per_token * self._workers.relative_times
+        peak = SharedPeak(forecast.loads, per_token, 0.0)
+        if prices:
+            lacking = np.maximum(peak.times[:, 0].mean() - peak.times[:, 0], 0.0) / per_token
+            num_steps = prices.steps_to_bring(float(lacking.sum()))
+            peak = SharedPeak(forecast.loads[:, :num_steps], per_token, prices.hidden)
+        means = peak.times.mean(axis=1)
+        best = np.array(sorted(targets, key=lambda worker: means[worker])[:TARGETS], np.int64)
+        excess = peak.excess()
+        sources = sorted(self._workers.accepting, key=lambda worker: -excess[worker])[:SOURCES]
+        found = [
+            option
+            for source in sources
+            if excess[source] > 0
+            for option in self._options(source, best[best != source], forecast, peak, prices)
+        ]
+        table = self._table
+        for _, place, target in sorted(found, reverse=True):
+            sequence = self._residents.decoding[int(table.chunks["sequence_id"][table.rows[place]])]
+            if self._room.to_move(sequence, sequence.tail, target):
+                return self._move(sequence, sequence.tail, target)
+        return None
+
+    def _options(
+        self, source: int, targets: np.ndarray, forecast: LoadForecast, peak: SharedPeak, prices: MovePrices | None
+    ) -> Iterator[tuple[float, int, int]]:
+        """Of each move from ``source`` that is worth it: seconds above its price, place in ``table.rows``, target."""
+        table = self._table
+        places = self._movable(source, prices.most_tokens if prices else np.inf)
+        rows = table.rows[places]
+        attended, left = table.tail_lens(rows) + 1.0, self._future.steps_left(rows)
+        tokens = attended_in(peak.steps, attended, left)
+        gains = peak.gains(source, tokens, targets)
+        net = gains - 2 * (prices.per_token if prices else 0.0) * attended[:, None]
+        peaks = tokens[:, None] + forecast.loads[targets][None, :, peak.steps]
+        fits = peaks.max(axis=2, initial=0.0) <= self._room.ceilings()[targets]
+        for each, target in zip(*np.nonzero((net > 1e-9 * peak.times.max(initial=0.0)) & fits), strict=True):
+            yield float(net[each, target]), int(places[each]), int(targets[target])
+
+    def _movable(self, source: int, most_tokens: float) -> np.ndarray:
+        """Places in ``table.rows`` of the sequences on ``source`` that have not just moved, longest first."""
+        table = self._table
+        self._moved_at = {each: at for each, at in self._moved_at.items() if each in self._residents.decoding}
+        on_source, num_tokens = table.homes[table.rows] == source, table.tail_lens(table.rows)
+        places = np.flatnonzero(on_source & (num_tokens <= most_tokens) & (num_tokens > 0))
+        rows = table.rows[places]
+        ids, outputs = table.chunks["sequence_id"][rows].tolist(), table.num_outputs(rows).tolist()
+        rested = [n - self._moved_at.get(i, -COOL_DOWN) >= COOL_DOWN for i, n in zip(ids, outputs, strict=True)]
+        places = places[np.array(rested, bool)]
+        return places[:: max(1, -(-len(places) // COMPARED))]
+
+    def _move(self, sequence: Sequence, held: Segment, target: int) -> Transfer:
+        num_blocks = self._room.blocks_to_move(sequence, held)
+        transfer = self._store.transfers.begin_move(sequence, held, target, num_blocks)
+        transfer.num_tokens = held.num_tokens
+        return transfer
+
+
+class Transfers:
+    """One queue: what must leave R-workers that drain, what newcomers get, corrections of an uneven load, and missing
+    second copies. Each transfer has its target's blocks from the moment it is chosen."""
+
+    def __init__(self, store: Store, admission: Admission, limits: Limits) -> None:
+        """With two copies of each sequence, who attends evens the load instead of moves."""
+        self._store, has_two = store, limits.kv_replicas > 1
+        per_token = limits.seconds_per_moved_token
+        self.moves = Moves(store, admission, math.inf if has_two else per_token)
+        self._copies = SecondCopies(store, admission, per_token) if has_two else None
+
+    def begin(self) -> list[Sequence]:
+        """Before the next is asked for: R-workers that drain keep nothing that others hold too.
+
+        Returns the sequences that must leave one, but for which no other has room.
+        """
+        for transfer in [each for each in self._store.transfers if each.is_move]:
+            self._store.transfers.drop(transfer)  # it was never carried out
+        if self._copies:
+            self._copies.leave_draining()
+        return self.moves.homeless()
+
+    def next(self) -> Transfer | None:
+        """What to copy next, if anything."""
+        return self.moves.next() or (self._copies.next() if self._copies else None)
+
+    def done(self, transfer: Transfer, seconds: float) -> None:
+        """The bytes are there, after ``seconds``."""
+        is_move = transfer.is_move
+        if is_move or self._copies is None:
+            self.moves.moved(transfer, seconds)
+        else:
+            self._copies.made(transfer, seconds)
+        self._store.transfers.advance(transfer)
+
+    def give_up(self, worker: int) -> bool:
+        """Give up a copy that is being made on ``worker``, whose room is needed, or one of two of a segment of a long
+        sequence; False where there is neither."""
+        return self._copies is not None and (self._copies.give_up(worker) or self._copies.give_up_spare(worker))
+
+    def joined(self, worker: int) -> None:
+        """R-worker ``worker`` is to get its part."""
+        (self._copies.joined if self._copies else self.moves.even_out)(worker)
+
+    def lost(self) -> None:
+        """An R-worker is gone."""
+        if self._copies:
+            self._copies.lost()
+
+    def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
+        """How long ``step`` took: the S-worker's seconds, those it waited, and busy seconds of each R-worker."""
+        self.moves.observe(step, s_seconds, wait_seconds, r_seconds)
+        if self._copies:
+            self._copies.observe(s_seconds + wait_seconds)

@@ -1,0 +1,1 @@
+"""Where keys and values lie: the only writer of blocks, counters and controls of the R-workers."""

@@ -1,0 +1,90 @@
+"""What is left of sequences when an R-worker is lost: all, where another holds them; other segments; or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.store import Store
+
+
+class Damage(NamedTuple):
+    """Sequences that hold nothing any more; those of several segments of which some are to be computed again; and those
+    for which an R-worker has no block to go on with what is left."""
+
+    whole: list[Sequence]
+    broken: list[Sequence]
+    starved: list[Sequence]
+
+
+class Losses:
+    """Takes what a lost R-worker had out of the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._residents = store.residents
+
+    def lose(self, worker: int, attended: Mapping[int, int], sound: Mapping[int, int]) -> Damage:
+        """R-worker ``worker`` is gone.
+
+        ``attended``: cached tokens, before its last rows, of each sequence whose last rows attended there: they are
+        wrong, but for those of a sequence that has another copy of all and attended nothing there. ``sound``: the same
+        of all sequences with closed segments.
+        """
+        store, here = self._store, self._residents.on(worker)
+        starved: list[Sequence] = []
+        for transfer in [each for each in store.transfers if each.target == worker]:
+            store.transfers.drop(transfer)
+        for sequence in [each for each in here if len(each.holders) > 1 and not each.job_id]:
+            store.drop_copy(sequence, sequence.tail, worker)
+            if sequence.sequence_id in attended and not self._repeat(sequence, attended[sequence.sequence_id]):
+                starved.append(sequence)
+        here = self._residents.on(worker)
+        broken: list[Sequence] = []
+        for sequence in [each for each in here if each.is_sharded and not each.job_id]:
+            loses_some = any(each.workers == [worker] for each in sequence.segments)
+            if not loses_some and sequence.sequence_id not in attended:
+                store.forget_copies(sequence, worker)
+                continue
+            num_sound = (sound if loses_some else attended).get(sequence.sequence_id, sequence.num_tokens)
+            has_room = self._break(sequence, worker, num_sound)
+            (broken if has_room else starved).append(sequence)
+        whole = [each for each in here if not each.is_sharded or each.job_id]
+        for sequence in whole:
+            store.leave(sequence, keep=False)
+        store.prefixes.lose(worker)
+        store.workers.lose(worker)
+        return Damage(whole, broken, starved)
+
+    def _repeat(self, sequence: Sequence, num_sound: int) -> bool:
+        """What is cached of ``sequence``, of one segment, beyond ``num_sound`` tokens is computed again; False where
+        there is no room for that."""
+        tail, num_blocks = sequence.tail, sequence.tail.num_blocks
+        if sequence.sequence_id in self._residents.decoding and num_sound < sequence.num_prefill:
+            self._residents.compute_again(sequence)
+        if sequence.sequence_id in self._residents.decoding:  # drafts had blocks of their own
+            num_blocks = min(num_blocks, self._store.workers.blocks_for(num_sound + 1))
+        return self._store.cut(tail, num_sound, num_blocks)
+
+    def _break(self, sequence: Sequence, worker: int, num_sound: int) -> bool:
+        """``sequence``, of several segments, is a prompt now, whose first tokens to compute are those of the first
+        segment that is not whole; what it has elsewhere stays. False where there is no room for it."""
+        has_room = True
+        decoded = sequence.sequence_id in self._residents.decoding or sequence.num_prefill < sequence.num_tokens
+        decoded &= len(sequence.output_token_ids) > 0  # else its first was lost with the segment
+        self._residents.compute_again(sequence)
+        self._store.prefixes.stop_computing(sequence)
+        sequence.num_prefill = sequence.num_tokens - decoded  # who decodes has an output token that is not cached
+        self._store.forget_copies(sequence, worker)
+        for segment in sequence.segments:
+            most = segment.num_blocks
+            if decoded:
+                most = min(most, self._store.workers.blocks_for(sequence.num_tokens - segment.start))
+            if segment.copies and segment.num_tokens and segment.start + segment.num_tokens > num_sound:
+                has_room &= self._store.cut(segment, max(0, num_sound - segment.start), most)
+            elif not segment.copies:
+                segment.num_blocks = most
+        whole = [each.num_tokens == self._store.table.segment_tokens for each in sequence.segments]
+        self._store.set_tail(sequence, [*whole[:-1], False].index(False))
+        return has_room

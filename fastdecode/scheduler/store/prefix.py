@@ -1,0 +1,252 @@
+"""Prefix caching: what a sequence can take over from others, and what it leaves to them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from array import array
+
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import UNLIMITED, Block, Copy, Segment
+from fastdecode.scheduler.store.workers import Prefix, Workers
+
+Hit = tuple[int, Prefix]
+"""A cached beginning: the number of its blocks, and the prefix that has the last of them."""
+
+
+class PrefixIndex:
+    """Retained prefixes, found by the hash of all tokens up to a block's end.
+
+    A prefix holds blocks of one segment, so what several segments hold is found as a prefix of each.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._by_hash: dict[bytes, dict[int, Prefix]] = {}
+
+    def longest(self, block_hashes: list[bytes]) -> dict[int, Hit]:
+        """For each R-worker that holds a beginning of it: how many blocks, and a prefix that has them."""
+        found: dict[int, Hit] = {}
+        for depth, block_hash in enumerate(block_hashes, 1):
+            holders = self._by_hash.get(block_hash)
+            if not holders:
+                break
+            for prefix in holders.values():
+                if found.get(prefix.worker, (0,))[0] < depth:
+                    found[prefix.worker] = (depth, prefix)
+        return found
+
+    def holder(self, block_hash: bytes) -> Prefix | None:
+        """A prefix that has the block, and with it all blocks of its segment before that one."""
+        return next(iter(self._by_hash.get(block_hash, {}).values()), None)
+
+    def on(self, worker: int, block_hash: bytes) -> Prefix | None:
+        """A prefix of ``worker`` that has the block."""
+        return next((each for each in self._by_hash.get(block_hash, {}).values() if each.worker == worker), None)
+
+    def twin(self, prefix: Prefix, num_blocks: int) -> Prefix | None:
+        """The other copy of what ``prefix`` retains, if it still has the first ``num_blocks`` blocks."""
+        holders = self._by_hash[prefix.block_hashes[num_blocks - 1]].values()
+        return next((each for each in holders if each.origin == prefix.origin and each.worker != prefix.worker), None)
+
+    def touch(self, prefix: Prefix) -> None:
+        """``prefix`` was used just now."""
+        self._workers[prefix.worker].prefixes.move_to_end(prefix.prefix_id)
+
+    def add(self, prefix: Prefix) -> None:
+        """Retain ``prefix``, whose blocks a running sequence holds."""
+        for block in prefix.blocks:
+            block.num_prefixes += 1
+        self._workers[prefix.worker].prefixes[prefix.prefix_id] = prefix
+        for block_hash in prefix.block_hashes:
+            self._by_hash.setdefault(block_hash, {})[prefix.prefix_id] = prefix
+
+    def evict(self, index: int, count: int) -> None:
+        """Free at least ``count`` more blocks if the cache holds so many, from the ends of the oldest prefixes."""
+        worker = self._workers[index]
+        target = worker.free + min(count, worker.cached)
+        for prefix in list(worker.prefixes.values()):
+            keep = len(prefix.blocks)
+            freed = 0
+            while keep and worker.free + freed < target and not prefix.blocks[keep - 1].num_sequences:
+                keep -= 1
+                freed += prefix.blocks[keep].num_prefixes == 1
+            if keep < len(prefix.blocks):
+                self.shorten(prefix, keep)
+            if worker.free >= target:
+                return
+
+    def clear(self, index: int) -> None:
+        """Forget all prefixes of an R-worker."""
+        for prefix in list(self._workers[index].prefixes.values()):
+            self.shorten(prefix, 0)
+
+    def shorten(self, prefix: Prefix, keep: int) -> None:
+        """Keep only the first ``keep`` blocks of a prefix."""
+        worker = self._workers[prefix.worker]
+        worker.forget(reversed(prefix.blocks[keep:]))
+        for block_hash in prefix.block_hashes[keep:]:
+            holders = self._by_hash[block_hash]
+            del holders[prefix.prefix_id]
+            if not holders:
+                del self._by_hash[block_hash]
+        del prefix.blocks[keep:], prefix.block_hashes[keep:]
+        if keep:
+            worker.truncate(prefix.prefix_id, keep * self._workers.block_size)
+        else:
+            del worker.prefixes[prefix.prefix_id]
+            worker.release(prefix.prefix_id)
+
+
+class PrefixCache:
+    """Retains full blocks of prompts and outputs until their room is needed; disabled it retains nothing.
+
+    Retained sequences have negative ids on their R-workers, so that they meet no running one's.
+    """
+
+    def __init__(self, workers: Workers, enabled: bool, segment_tokens: int = UNLIMITED) -> None:
+        self.enabled = enabled
+        self.segment_tokens = segment_tokens
+        self.num_queries = 0
+        self.num_hit_tokens = 0
+        self._workers = workers
+        self._index = PrefixIndex(workers)
+        self._ids = itertools.count(-1, -1)
+        self._computing: dict[bytes, Sequence] = {}
+
+    def __len__(self) -> int:
+        """Retained sequences."""
+        return sum(len(worker.prefixes) for worker in self._workers)
+
+    def arrive(self, sequence: Sequence) -> None:
+        """Hash what ``sequence`` is about to compute."""
+        if self.enabled:
+            tokens = sequence.tokens(0, sequence.num_prefill)
+            extend_hashes(sequence.block_hashes, tokens, self._workers.block_size)
+
+    def hits(self, sequence: Sequence) -> dict[int, Hit]:
+        """For each R-worker with a beginning worth taking: the number of its blocks, and the prefix that has them.
+
+        Worth taking is one at least as long as what remains, whose attention then runs on the R-worker. At least one
+        token is always computed, since its logits are sampled.
+        """
+        found = self._index.longest(self._usable(sequence))
+        return {worker: hit for worker, hit in found.items() if self._is_worth(sequence, hit[0])}
+
+    def leader(self, sequence: Sequence) -> Sequence | None:
+        """A sequence that is computing a longer beginning of ``sequence`` right now than any that is cached."""
+        usable = self._usable(sequence)
+        for depth in range(len(usable), 0, -1):
+            leader = self._computing.get(usable[depth - 1])
+            if leader and self._is_worth(sequence, depth):
+                cached = max((hit[0] for hit in self._index.longest(usable).values()), default=0)
+                return leader if depth > cached else None
+        return None
+
+    def new_id(self) -> int:
+        """For something else than a sequence that R-workers hold."""
+        return next(self._ids)
+
+    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+        """What ``hit`` has of each range of ``sequence``: the number of its blocks, and a prefix that has them."""
+        depth, last = hit
+        whole = self.segment_tokens // self._workers.block_size
+        found = [self._index.holder(sequence.block_hashes[end - 1]) for end in range(whole, depth, whole)]
+        return [*((whole, prefix) for prefix in found if prefix), (depth - whole * len(found), last)]
+
+    def begin(self, sequence: Sequence, hit: Hit | None) -> None:
+        """``sequence`` starts, from ``hit`` if it has one, and computes the rest for those that follow it."""
+        if sequence.output_token_ids == []:
+            self.num_queries += self.enabled
+            self.num_hit_tokens += hit[0] * self._workers.block_size if hit else 0
+        for block_hash in sequence.block_hashes[hit[0] if hit else 0 :]:
+            self._computing.setdefault(block_hash, sequence)
+
+    def share_with(self, segment: Segment, copy: Copy, piece: Hit) -> None:
+        """``copy`` of ``segment`` begins with the blocks of ``piece``, on the same R-worker."""
+        count, prefix = piece
+        worker = self._workers[prefix.worker]
+        self._index.touch(prefix)
+        segment.num_tokens, copy.shared = count * self._workers.block_size, prefix.blocks[:count]
+        worker.hold(copy.shared)
+        worker.fork(segment.cache_id, prefix.prefix_id, segment.num_tokens)
+
+    def twin(self, hit: Hit) -> Hit | None:
+        """The same beginning on another R-worker, bit for bit."""
+        twin = self._index.twin(hit[1], hit[0])
+        return (hit[0], twin) if twin else None
+
+    def stop_computing(self, sequence: Sequence) -> None:
+        """No sequence need wait for ``sequence`` any more: its prompt is cached, or it left."""
+        for block_hash in sequence.block_hashes:
+            if self._computing.get(block_hash) is sequence:
+                del self._computing[block_hash]
+
+    def share(self, copy: Copy, num_blocks: int) -> list[Block]:
+        """The first ``num_blocks`` full blocks of ``copy``, which others may hold from now on."""
+        copy.shared += [Block() for _ in range(num_blocks - len(copy.shared))]
+        return copy.shared[:num_blocks]
+
+    def retain(self, sequence: Sequence) -> None:
+        """Keep the full blocks of a running sequence, in place of what was kept of it before."""
+        num_full = sequence.num_cached // self._workers.block_size
+        if not self.enabled or num_full == 0:
+            return
+        num_tokens = num_full * self._workers.block_size
+        extend_hashes(sequence.block_hashes, sequence.tokens(0, num_tokens), self._workers.block_size)
+        origin = self.new_id()
+        for segment in sequence.segments[: sequence.num_closed + 1]:
+            for copy in segment.copies:
+                self._retain(sequence, segment, copy, origin)
+
+    def _retain(self, sequence: Sequence, segment: Segment, copy: Copy, origin: int) -> None:
+        """Keep the full blocks of one copy of a segment."""
+        first, count = segment.start // self._workers.block_size, segment.num_tokens // self._workers.block_size
+        worker, hashes = self._workers[copy.worker], sequence.block_hashes[first : first + count]
+        if count == 0:
+            return
+        if known := self._index.on(copy.worker, hashes[-1]):
+            self._index.touch(known)
+            return
+        prefix = Prefix(self.new_id(), copy.worker, hashes, self.share(copy, count), origin)
+        self._index.add(prefix)
+        worker.fork(prefix.prefix_id, segment.cache_id, count * self._workers.block_size)
+        if before := worker.prefixes.get(copy.prefix_id or 0):
+            self._index.shorten(before, 0)
+        copy.prefix_id = prefix.prefix_id
+
+    def forget_beyond(self, copy: Copy, num_tokens: int) -> None:
+        """What was kept of ``copy`` beyond its first ``num_tokens`` tokens is wrong."""
+        prefix = self._workers[copy.worker].prefixes.get(copy.prefix_id or 0)
+        if prefix and len(prefix.blocks) > num_tokens // self._workers.block_size:
+            self._index.shorten(prefix, num_tokens // self._workers.block_size)
+
+    def make_room(self, worker: int, num_blocks: int) -> bool:
+        """Evict until ``num_blocks`` are free, or nothing is left to evict; True when they are free then."""
+        missing = num_blocks - self._workers[worker].free
+        if missing > 0:
+            self._index.evict(worker, missing)
+        return self._workers[worker].free >= num_blocks
+
+    def reset(self) -> None:
+        """Forget everything; running sequences go on."""
+        for index in range(len(self._workers)):
+            self._index.clear(index)
+
+    def lose(self, worker: int) -> None:
+        """``worker`` is gone with what it retained."""
+        self._index.clear(worker)
+
+    def _usable(self, sequence: Sequence) -> list[bytes]:
+        return sequence.block_hashes[: (sequence.num_prefill - 1) // self._workers.block_size] if self.enabled else []
+
+    def _is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
+        return 2 * num_blocks * self._workers.block_size >= sequence.num_prefill
+
+
+def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: int) -> None:
+    """Append the hashes of the full blocks of ``token_ids`` that ``block_hashes`` lacks; each covers all before it."""
+    for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+        before = block_hashes[-1] if block_hashes else b""
+        block = array("q", token_ids[start : start + block_size]).tobytes()
+        block_hashes.append(hashlib.blake2b(before + block, digest_size=16).digest())

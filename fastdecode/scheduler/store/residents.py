@@ -1,0 +1,85 @@
+"""The sequences that hold a cache: who computes a prompt, who decodes, and who holds the S-worker's scratch."""
+
+from __future__ import annotations
+
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.table import SequenceTable
+
+
+class Residents:
+    """``prompts``: those whose prompt is being computed, in the order of their start. ``decoding``: the others;
+    ``table`` has the progress of both. ``scratch_free``: prompt tokens that the S-worker's scratch still takes."""
+
+    def __init__(self, table: SequenceTable, scratch_tokens: int) -> None:
+        self.table = table
+        self.scratch_free = scratch_tokens
+        self.prompts: dict[int, Sequence] = {}
+        self.decoding: dict[int, Sequence] = {}
+        self._unborn = 0
+
+    def __len__(self) -> int:
+        """Sequences that hold a cache, and siblings that will as soon as their prompt is computed."""
+        return len(self.prompts) + len(self.decoding) + self._unborn
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        """True when ``sequence`` holds a cache."""
+        return sequence.sequence_id in self.prompts or sequence.sequence_id in self.decoding
+
+    @property
+    def all(self) -> list[Sequence]:
+        """Those that hold a cache."""
+        return [*self.prompts.values(), *self.decoding.values()]
+
+    @property
+    def num_copies(self) -> tuple[int, int]:
+        """Sequences that hold their cache once, and twice; of several segments those all of which have two copies."""
+        twice = sum(all(len(each.copies) > 1 for each in it.segments) for it in self.table.sharded())
+        alone = [it.row for it in self.table.sharded()]
+        twice += int((self.table.seconds >= 0).sum()) - int((self.table.seconds[alone] >= 0).sum())
+        return len(self.prompts) + len(self.decoding) - twice, twice
+
+    def on(self, worker: int) -> list[Sequence]:
+        """The sequences of which R-worker ``worker`` has something, oldest first."""
+        return sorted(self.table.on(worker), key=lambda sequence: sequence.sequence_id)
+
+    def enter(self, sequence: Sequence, may_use_scratch: bool) -> None:
+        """``sequence`` begins its prompt, over the scratch where it may and that has room."""
+        self.prompts[sequence.sequence_id] = sequence
+        self._unborn += len(sequence.siblings)
+        sequence.uses_scratch = may_use_scratch and sequence.num_prefill <= self.scratch_free
+        if sequence.uses_scratch:
+            self.scratch_free -= sequence.num_prefill
+
+    def decode(self, sequence: Sequence) -> None:
+        """``sequence`` decodes from here on."""
+        if self.prompts.pop(sequence.sequence_id, None):
+            self.leave_scratch(sequence)
+        self.decoding[sequence.sequence_id] = sequence
+        self.table.decode(sequence)
+
+    def fork(self, parent: Sequence) -> None:
+        """The siblings of ``parent``, which have rows, decode from here on."""
+        self._unborn -= len(parent.siblings)
+        for sibling in parent.siblings:
+            self.decode(sibling)
+
+    def compute_again(self, sequence: Sequence) -> None:
+        """``sequence``, whatever it did, is a prompt from here on, and uses no scratch."""
+        if self.decoding.pop(sequence.sequence_id, None):
+            self.table.stop(sequence)
+        self.leave_scratch(sequence)
+        self.prompts[sequence.sequence_id] = sequence
+
+    def leave(self, sequence: Sequence) -> None:
+        """``sequence`` runs no more."""
+        self._unborn -= len(sequence.siblings)
+        if self.prompts.pop(sequence.sequence_id, None):
+            self.leave_scratch(sequence)
+        else:
+            del self.decoding[sequence.sequence_id]
+
+    def leave_scratch(self, sequence: Sequence) -> None:
+        """What ``sequence`` holds of the scratch is free again."""
+        if sequence.uses_scratch:
+            sequence.uses_scratch = False
+            self.scratch_free += sequence.num_prefill

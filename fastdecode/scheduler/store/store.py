@@ -1,0 +1,258 @@
+"""The store of places: which R-workers hold which tokens of which sequences, and what they have yet to be told."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastdecode.scheduler.schedules import Limits
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import Copy, Segment
+from fastdecode.scheduler.store.prefix import Hit, PrefixCache
+from fastdecode.scheduler.store.residents import Residents
+from fastdecode.scheduler.store.table import SequenceTable
+from fastdecode.scheduler.store.transfer import TransfersUnderWay
+from fastdecode.scheduler.store.workers import Control, Workers
+
+
+class Store:
+    """The only writer of blocks, counters and controls. It decides nothing: policies read it, and say what to do.
+
+    ``transfers``: copies under way, each to an R-worker that has blocks for it.
+    """
+
+    def __init__(self, limits: Limits, retains: bool) -> None:
+        """``retains``: what sequences leave is kept for others that begin alike, where ``limits`` say so."""
+        self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.block_size, limits.hosts)
+        self.prefixes = PrefixCache(self.workers, limits.prefix_caching and retains, limits.range_tokens)
+        self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.range_tokens)
+        self.residents = Residents(self.table, limits.scratch_tokens)
+        self.transfers = TransfersUnderWay(self)
+
+    @property
+    def has_controls(self) -> bool:
+        """True while some R-worker has yet to be told something."""
+        return any(worker.controls for worker in self.workers)
+
+    def take_controls(self) -> tuple[tuple[Control, ...], ...]:
+        """What the R-workers have to be told, handed over once."""
+        controls = tuple(tuple(worker.controls) for worker in self.workers)
+        for worker in self.workers:
+            worker.controls.clear()
+        return controls
+
+    def put_back(self, controls: tuple[tuple[Control, ...], ...]) -> None:
+        """The R-workers heard none of ``controls``: they go before any that came since."""
+        for worker, verbs in zip(self.workers, controls, strict=True):
+            worker.controls[:0] = verbs
+
+    def begin(self, sequence: Sequence, segments: list[Segment], hit: Hit | None, second: int = -1) -> None:
+        """``sequence`` begins its prompt in ``segments``, which have homes and blocks, ``hit``'s among them; with a
+        second copy of its only segment on R-worker ``second``, or none."""
+        sequence.outputs_at_start = len(sequence.output_token_ids)
+        self.prefixes.begin(sequence, hit)
+        for segment, piece in zip(segments, self.prefixes.pieces(sequence, hit) if hit else (), strict=False):
+            self.prefixes.share_with(segment, segment.copies[0], piece)
+        for segment in segments:
+            self._take(segment, segment.copies[0])
+        sequence.segments, sequence.num_closed = segments, 0
+        self.table.open(sequence)
+        self._count_tail(sequence, 1)
+        if second >= 0:
+            self._begin_second(sequence, second, hit)
+        self.go_on(sequence)
+        self.residents.enter(sequence, may_use_scratch=hit is None)
+
+    def go_on(self, sequence: Sequence) -> None:
+        """Where the tail of ``sequence`` is whole, and a segment is ahead, that is its tail from now on."""
+        while sequence.ahead and sequence.tail.num_tokens == self.table.segment_tokens:
+            self.set_tail(sequence, sequence.num_closed + 1)
+
+    def set_tail(self, sequence: Sequence, num_closed: int) -> None:
+        """``sequence`` appends to the segment after its first ``num_closed`` from now on."""
+        self._count_tail(sequence, -1)
+        sequence.num_closed = num_closed
+        self.table.put(sequence)
+        self._count_tail(sequence, 1)
+
+    def extend(self, sequence: Sequence, workers: list[int]) -> None:
+        """``sequence``, whose tail is whole, gets a new one on ``workers``, of no blocks yet."""
+        segment = Segment(self.prefixes.new_id(), sequence.num_cached)
+        for worker in workers:
+            segment.copies.append(Copy(worker))
+            self._take(segment, segment.copies[-1])
+        sequence.segments.append(segment)
+        self.go_on(sequence)
+
+    def grow(self, rows: np.ndarray, num_blocks: np.ndarray | int = 1) -> None:
+        """Each of these rows of the table takes ``num_blocks`` more; fewer than none give some back."""
+        self.table.num_blocks[rows] += num_blocks
+        for worker, count in enumerate(self.table.count_held(rows, num_blocks, len(self.workers)).tolist()):
+            self.workers[worker].grow(count)
+
+    def truncate(self, sequence: Sequence) -> None:
+        """R-workers hold more tokens of ``sequence``, which decodes, than are cached: they are to drop the others."""
+        tail = sequence.tail
+        for worker in tail.workers:
+            self.workers[worker].truncate(tail.cache_id, tail.num_tokens)
+        surplus = tail.num_blocks - self.workers.blocks_for(tail.num_tokens)
+        self.grow(np.array([sequence.row]), -surplus)
+
+    def send_away(self, sequence: Sequence, job_id: int) -> None:
+        """Prefill workers compute the prompt of ``sequence``, just started, as job ``job_id``, on its home."""
+        tail = sequence.tail
+        for worker in tail.workers[1:]:
+            self.drop_copy(sequence, tail, worker)
+        self.residents.leave_scratch(sequence)
+        sequence.job_id = job_id
+        self.workers[tail.home].reserve(tail.cache_id, job_id, sequence.num_prefill)
+
+    def arrive(self, sequence: Sequence) -> None:
+        """The R-worker has all keys and values of ``sequence``'s prompt, which prefill workers computed."""
+        tail = sequence.tail
+        self.workers[tail.home].commit(tail.cache_id, sequence.job_id, sequence.num_prefill)
+
+    def finish_prompt(self, sequence: Sequence) -> None:
+        """All of ``sequence``'s prompt is cached: it decodes from here on."""
+        sequence.job_id = 0
+        self.prefixes.stop_computing(sequence)
+        self.prefixes.retain(sequence)
+        self.residents.decode(sequence)
+
+    def fork_siblings(self, parent: Sequence) -> None:
+        """The siblings of ``parent``, whose prompt has just been cached, start from a shared copy and decode."""
+        if not parent.siblings:
+            return
+        for sibling in parent.siblings:
+            sibling.num_prefill = parent.num_prefill
+            sibling.block_hashes = list(parent.block_hashes)
+            closed = [self._fork(each, self.prefixes.new_id()) for each in parent.closed]
+            sibling.segments = [*closed, self._fork(parent.tail, sibling.sequence_id)]
+            sibling.num_closed = parent.num_closed
+            self.table.open(sibling)
+            self._count_tail(sibling, 1)
+        has_partial = parent.tail.num_tokens % self.workers.block_size > 0
+        parent.tail.num_blocks -= has_partial * len(parent.siblings)
+        self.residents.fork(parent)
+        parent.siblings = ()
+
+    def forget_unused(self, sequence: Sequence) -> None:
+        """Tokens of ``sequence`` that are cached, but not its own: drafts accepted beyond its end."""
+        self.table.num_cached[sequence.row] = min(sequence.num_cached, sequence.num_tokens)
+
+    def leave(self, sequence: Sequence, keep: bool) -> None:
+        """``sequence`` gives up its cache; its full blocks are retained if ``keep`` and prefix caching say so."""
+        self.residents.leave(sequence)
+        self.prefixes.stop_computing(sequence)
+        if keep:
+            self.prefixes.retain(sequence)
+        self._count_tail(sequence, -1)
+        for segment in sequence.segments:
+            for copy in segment.copies:
+                self.give_up(segment, copy, segment.num_tokens > 0 or sequence.job_id > 0)
+        self.transfers.drop_of(sequence)
+        self.table.close(sequence)
+        sequence.job_id = 0
+
+    def drop_copy(self, sequence: Sequence, segment: Segment, worker: int) -> None:
+        """R-worker ``worker`` gives up its copy of ``segment``, of ``sequence``."""
+        copy = segment.on(worker)
+        if copy is None:
+            raise KeyError(f"R-worker {worker} has no copy of {segment.cache_id}")
+        self.give_up(segment, copy, segment.num_tokens > 0 or sequence.job_id > 0)
+        segment.copies.remove(copy)
+        if segment is sequence.tail:
+            self.workers[worker].num_sequences -= 1
+            self.table.on_second[sequence.row] = False
+        self.table.put(sequence)
+        self.transfers.redirect(segment, worker)
+
+    def place(self, sequence: Sequence, segment: Segment, worker: int) -> None:
+        """``segment``, of ``sequence``, is to be computed again on ``worker``."""
+        segment.copies = [Copy(worker)]
+        self._take(segment, segment.copies[0])
+        self.workers[worker].num_sequences += segment is sequence.tail
+        self.table.put(sequence)
+
+    def cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
+        """What ``segment`` has beyond ``num_tokens`` tokens is wrong: it is forgotten, and ``num_blocks`` are kept.
+
+        Blocks that were shared have to be replaced by own ones: where these are not to be had only the full blocks of
+        what is right are kept, and False is returned.
+        """
+        num_full = num_tokens // self.workers.block_size
+        for copy in segment.copies:
+            self.prefixes.forget_beyond(copy, num_tokens)
+        has_room = all(self._replaces(copy, num_full, num_blocks - segment.num_blocks) for copy in segment.copies)
+        if not has_room:
+            num_tokens, num_blocks = num_full * self.workers.block_size, num_full
+        for copy in segment.copies:
+            worker = self.workers[copy.worker]
+            wrong = copy.shared[num_full:]
+            del copy.shared[num_full:]
+            worker.drop(wrong)
+            worker.grow(num_blocks + len(wrong) - segment.num_blocks)
+            worker.truncate(segment.cache_id, num_tokens)
+        segment.num_tokens, segment.num_blocks = num_tokens, num_blocks
+        self.transfers.cut(segment, num_tokens)
+        return has_room
+
+    def _replaces(self, copy: Copy, num_full: int, more: int) -> bool:
+        """Whether the R-worker of ``copy`` can replace all but ``num_full`` shared blocks, and give ``more``."""
+        wrong = copy.shared[num_full:]
+        freed = sum(block.num_sequences == 1 and block.num_prefixes == 0 for block in wrong)
+        return self.prefixes.make_room(copy.worker, len(wrong) - freed + more)
+
+    def forget_copies(self, sequence: Sequence, worker: int) -> None:
+        """R-worker ``worker`` is lost with its copies of segments of ``sequence``; those without another are empty."""
+        self._count_tail(sequence, -1)
+        for segment in [each for each in sequence.segments if each.workers == [worker]]:
+            segment.cache_id, segment.num_tokens = self.prefixes.new_id(), 0
+        for segment in sequence.segments:
+            segment.copies = [copy for copy in segment.copies if copy.worker != worker]
+            self.transfers.redirect(segment, worker)
+        self.table.put(sequence)
+        self._count_tail(sequence, 1)
+
+    def give_up(self, segment: Segment, copy: Copy, is_there: bool) -> None:
+        """The blocks of ``copy`` are free again; its R-worker is told where something ``is_there``."""
+        worker = self.workers[copy.worker]
+        worker.give_back(segment.num_blocks - len(copy.shared), copy.shared)
+        if is_there:
+            worker.release(segment.cache_id)
+
+    def _take(self, segment: Segment, copy: Copy) -> None:
+        """``copy`` of ``segment`` is on its R-worker now, which counts its blocks."""
+        num_own = segment.num_blocks - len(copy.shared)
+        self.prefixes.make_room(copy.worker, num_own)
+        self.workers[copy.worker].take(num_own)
+
+    def _begin_second(self, sequence: Sequence, worker: int, hit: Hit | None) -> None:
+        """The only segment of ``sequence``, which just begins, is on ``worker`` too, from the twin of ``hit``."""
+        segment, copy = sequence.tail, Copy(worker)
+        if hit:
+            twin = self.prefixes.twin(hit)
+            if twin is None:
+                raise ValueError("a second copy can start from a twin only")
+            self.prefixes.share_with(segment, copy, twin)
+        self._take(segment, copy)
+        segment.copies.append(copy)
+        self.workers[worker].num_sequences += 1
+        self.table.put(sequence)
+
+    def _fork(self, source: Segment, cache_id: int) -> Segment:
+        """The same tokens in the same places: full blocks are shared, and for a partial one there is room already."""
+        num_full, rest = divmod(source.num_tokens, self.workers.block_size)
+        segment = Segment(cache_id, source.start, num_full + (rest > 0))
+        segment.num_tokens = source.num_tokens
+        for copy in source.copies:
+            worker, shared = self.workers[copy.worker], self.prefixes.share(copy, num_full)
+            worker.hold(shared)
+            worker.num_copies += 1
+            worker.fork(cache_id, source.cache_id, source.num_tokens)
+            segment.copies.append(Copy(copy.worker, shared))
+        return segment
+
+    def _count_tail(self, sequence: Sequence, count: int) -> None:
+        """Sequences that append on each R-worker: ``count`` more or less."""
+        for worker in sequence.tail.workers:
+            self.workers[worker].num_sequences += count

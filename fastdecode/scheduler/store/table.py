@@ -1,0 +1,188 @@
+"""The sequences that hold a cache as columns: planning thousands of decodes takes a few arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastdecode.core.step import CHUNK, NO_READS, READ, MiniBatch
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import UNLIMITED
+
+
+class SequenceTable:
+    """Progress and places of the tails of sequences that hold a cache, a row each.
+
+    ``chunks``: CHUNK [most rows], the next decode of each; ``homes``, ``seconds``, ``num_cached``, ``bases`` and
+    ``cache_ids`` are columns of it: the R-workers of the tail's first and second copy, -1 where there is none.
+    ``on_second``: bool [most rows], whether the second copy's R-worker attends in the next step. Segments end at
+    multiples of ``segment_tokens``. ``prompt_lens``, ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most
+    rows]; a sequence writes its last token there itself, since looking it up in thousands of lists takes longer than
+    all the rest. ``sequences``: the sequence of each row. ``rows``: int64 [n], those that decode, as of the last
+    :meth:`refresh` ordered by R-worker and longest context first. ``drafts``: int64 [most_rows, most_drafts], draft
+    tokens of each, of which ``num_drafts`` count. ``tried`` and ``kept``: float64, how many were tested and accepted,
+    the last ones counting most.
+    """
+
+    def __init__(self, most_rows: int, most_drafts: int = 0, segment_tokens: int = UNLIMITED) -> None:
+        self.segment_tokens = segment_tokens
+        self.chunks = np.zeros(most_rows, CHUNK)
+        self.homes, self.seconds = self.chunks["worker"], self.chunks["copy"]
+        self.num_cached, self.bases = self.chunks["context_len"], self.chunks["base"]
+        self.cache_ids = self.chunks["cache_id"]
+        self.homes[:], self.seconds[:], self.on_second = -1, -1, np.zeros(most_rows, bool)
+        for name in ("attends", "samples", "last_of_prompt", "is_decode", "num_rows"):
+            self.chunks[name] = 1
+        self.prompt_lens, self.max_tokens, self.num_blocks, self.last_tokens = np.zeros((4, most_rows), np.int64)
+        self.drafts, self.num_drafts = np.zeros((most_rows, most_drafts), np.int64), np.zeros(most_rows, np.int64)
+        self.tried, self.kept = np.zeros((2, most_rows))
+        self.sequences: list[Sequence | None] = [None] * most_rows
+        self.rows = np.zeros(0, np.int64)
+        self._free = list(range(most_rows))
+        self._added: dict[int, None] = {}
+        self._stopped = np.zeros(most_rows, bool)
+        self._sharded: dict[int, None] = {}
+        self._reads: dict[int, np.ndarray] = {}
+
+    def open(self, sequence: Sequence) -> None:
+        """``sequence``, which has segments, has a row from now on."""
+        row = self._free.pop()
+        self.chunks["sequence_id"][row], self.on_second[row] = sequence.sequence_id, False
+        self.prompt_lens[row], self.max_tokens[row] = len(sequence.prompt_token_ids), sequence.max_tokens
+        self.num_drafts[row], self.tried[row], self.kept[row] = 0, 0.0, 0.0
+        self.last_tokens[row] = sequence.output_token_ids[-1] if len(sequence.output_token_ids) else 0
+        self.sequences[row], sequence.table, sequence.row = sequence, self, row
+        self.put(sequence)
+
+    def put(self, sequence: Sequence) -> None:
+        """The tail of ``sequence`` is another one, or segments have other copies, from now on."""
+        row, tail = sequence.row, sequence.tail
+        num_cached = tail.start + tail.num_tokens
+        for segment in sequence.segments if sequence.is_sharded else ():
+            segment.release()
+        self.bases[row], self.cache_ids[row], self.num_cached[row] = tail.start, tail.cache_id, num_cached
+        tail.bind(self, row)
+        self.homes[row], self.seconds[row], *_ = (*tail.workers, -1, -1)
+        self.on_second[row] &= len(tail.copies) > 1
+        self._sharded.pop(row, None)
+        self._reads.pop(row, None)
+        if sequence.is_sharded:
+            self._sharded[row] = None
+        if closed := sequence.closed:
+            self._reads[row] = np.array([(0, each.home, each.cache_id, each.start) for each in closed], READ)
+
+    def decode(self, sequence: Sequence) -> None:
+        """``sequence`` decodes from the next refresh on."""
+        self._added[sequence.row] = None
+
+    def stop(self, sequence: Sequence) -> None:
+        """``sequence`` decodes no more from the next refresh on."""
+        if self._added.pop(sequence.row, self) is self:
+            self._stopped[sequence.row] = True
+
+    def close(self, sequence: Sequence) -> None:
+        """``sequence`` holds nothing any more."""
+        row = sequence.row
+        self.stop(sequence)
+        self._sharded.pop(row, None)
+        self._reads.pop(row, None)
+        self._free.append(row)
+        self.homes[row], self.seconds[row], self.sequences[row] = -1, -1, None
+        sequence.segments, sequence.num_closed, sequence.table, sequence.row = [], 0, None, -1
+
+    def refresh(self) -> None:
+        """Drop the rows that stopped, append those added, and restore the order."""
+        stopped = self._stopped[self.rows]
+        if self._added or stopped.any():
+            self.rows = np.append(self.rows[~stopped], np.array(list(self._added), np.int64))
+            self._added.clear()
+        self._stopped[:] = False
+        self.sort()
+
+    def sort(self) -> None:
+        """Restore the order: by the R-worker that attends, longest context first."""
+        key = (self.attending(self.rows) << 40) - self.num_cached[self.rows]
+        if (key[1:] < key[:-1]).any():
+            self.rows = self.rows[np.argsort(key, kind="stable")]  # nearly sorted: linear
+
+    def sequence(self, row: int) -> Sequence:
+        """The sequence of one row in use."""
+        found = self.sequences[row]
+        if found is None:
+            raise KeyError(f"row {row} is not in use")
+        return found
+
+    def sharded(self) -> list[Sequence]:
+        """Sequences of several segments."""
+        return [self.sequence(row) for row in self._sharded]
+
+    def on(self, worker: int) -> list[Sequence]:
+        """Sequences of which R-worker ``worker`` has something, in no order."""
+        rows = np.flatnonzero((self.homes == worker) | (self.seconds == worker)).tolist()
+        more = [row for row in self._sharded if self.sequence(row).is_on(worker)]
+        return [self.sequence(row) for row in dict.fromkeys([*rows, *more])]
+
+    def attending(self, rows: np.ndarray) -> np.ndarray:
+        """The R-workers that attend the tails of ``rows``; int64 [n]."""
+        return np.where(self.on_second[rows], self.seconds[rows], self.homes[rows])
+
+    def count_held(self, rows: np.ndarray, counts: np.ndarray | int, num_workers: int) -> np.ndarray:
+        """``counts`` of each of ``rows`` summed over the R-workers of their tails; int64 [num_workers]."""
+        weights = np.broadcast_to(counts, rows.shape)
+        held = np.bincount(self.homes[rows], weights, num_workers)
+        copied = rows[self.seconds[rows] >= 0]
+        if len(copied):
+            held += np.bincount(self.seconds[copied], weights[self.seconds[rows] >= 0], num_workers)
+        return held.astype(np.int64)
+
+    def num_outputs(self, rows: np.ndarray) -> np.ndarray:
+        """Output tokens that decoding sequences have: all but the last are cached; int64 [n]."""
+        return self.num_cached[rows] - self.prompt_lens[rows] + 1
+
+    def advance(self, rows: np.ndarray) -> None:
+        """The next tokens of ``rows`` are cached."""
+        self.num_cached[rows] += 1
+
+    def tail_lens(self, rows: np.ndarray) -> np.ndarray:
+        """Cached tokens of the tails of ``rows``; int64 [n]."""
+        return self.num_cached[rows] - self.bases[rows]
+
+    def reads(self, rows: np.ndarray) -> np.ndarray:
+        """READ records of ``rows``: their closed segments, with the place of each in ``rows``, in order."""
+        if not self._reads:
+            return NO_READS
+        found = {}
+        for row, records in self._reads.items():
+            for place in np.flatnonzero(rows == row).tolist():
+                found[place] = records.copy()
+                found[place]["chunk"] = place
+        return np.concatenate([found[place] for place in sorted(found)]) if found else NO_READS
+
+    def kv_loads(self, num_workers: int) -> np.ndarray:
+        """KV tokens that each R-worker attends if all rows decode, float64 [num_workers]."""
+        tokens = self.tail_lens(self.rows) + 1
+        loads = np.bincount(self.attending(self.rows), tokens, num_workers).astype(np.float64)
+        if self._reads:
+            loads += self.segment_tokens * np.bincount(self.reads(self.rows)["worker"], minlength=num_workers)
+        return loads
+
+    def cached_of_sharded(self) -> dict[int, int]:
+        """Cached tokens of each sequence with closed segments."""
+        return {int(self.chunks["sequence_id"][row]): int(self.num_cached[row]) for row in self._reads}
+
+    def loads_on(self, worker: int, rows: np.ndarray) -> np.ndarray:
+        """KV tokens that each of ``rows`` has R-worker ``worker`` attend; int64 [n]."""
+        loads = np.where(self.attending(rows) == worker, self.tail_lens(rows) + 1, 0)
+        reads = self.reads(rows)
+        return loads + self.segment_tokens * np.bincount(reads["chunk"][reads["worker"] == worker], minlength=len(rows))
+
+    def mini_batch(self, rows: np.ndarray) -> MiniBatch:
+        """The next chunks of ``rows``, with their tokens: the last one, and drafts."""
+        chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.num_drafts[rows]
+        reads, swapped = self.reads(rows), self.on_second[rows]
+        if swapped.any():  # in a step `worker` is who attends, `copy` who stores as well
+            chunks["worker"][swapped], chunks["copy"][swapped] = self.seconds[rows[swapped]], self.homes[rows[swapped]]
+        if not num_drafts.any():
+            return MiniBatch(chunks, last, reads)
+        chunks["num_rows"], chunks["scored"] = 1 + num_drafts, num_drafts > 0
+        tokens = np.column_stack([last, self.drafts[rows]])
+        return MiniBatch(chunks, tokens[np.arange(tokens.shape[1]) <= num_drafts[:, None]], reads)

@@ -1,0 +1,107 @@
+"""``python -m chaos --rounds 300``: random rounds, one process each; exit status 1 where one was unclean."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from chaos.configuration import Configuration, draw
+
+KINDS = ("exception", "tokens", "blocks", "negative-free", "lost-count", "left", "hang")
+ROUND_SECONDS = 240
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, help="of the first round; the next ones follow (default: drawn)")
+    parser.add_argument("--small", action="store_true", help="rounds without further processes that import torch")
+    parser.add_argument("--ignore", nargs="*", default=[], choices=KINDS, help="faults that do not count")
+    parser.add_argument("--verbose", action="store_true", help="print what befell clean rounds, too")
+    options = parser.parse_args()
+    import fastdecode.engine  # noqa: F401  the children need not load torch
+
+    first = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    unclean = []
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        for seed in range(first, first + options.rounds):
+            drawn = draw(seed, options.small)
+            start = time.monotonic()
+            result = _in_child(drawn, Path(folder))
+            faults = [fault for fault in result["faults"] if fault.split(":")[0] not in options.ignore]
+            seconds = time.monotonic() - start
+            print(f"seed {seed}: {'UNCLEAN' if faults else 'clean'}, {seconds:.1f} s, {result['num_steps']} steps, "
+                  f"{result['num_events']} events, {drawn}", flush=True)  # fmt: skip
+            if faults:
+                unclean.append(seed)
+            if faults or options.verbose:
+                print("\n".join(["  " + line for line in (result["settings"], *result["log"], *faults)]), flush=True)
+    print(f"{options.rounds - len(unclean)} of {options.rounds} rounds clean; unclean seeds: {unclean or 'none'}")
+    return 1 if unclean else 0
+
+
+def _in_child(drawn: Configuration, folder: Path) -> dict[str, Any]:
+    """The round's result, of a process of its own, which ends after ROUND_SECONDS with all it started."""
+    path = folder / "result.json"
+    path.unlink(missing_ok=True)
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        _run_and_exit(drawn, folder, path)
+    deadline = time.monotonic() + ROUND_SECONDS
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            _end(child)
+            os.waitpid(child, 0)
+            trace = (folder / "hang.txt").read_text() if (folder / "hang.txt").exists() else ""
+            return _no_result(f"hang: no end after {ROUND_SECONDS} s\n{trace}")
+        time.sleep(0.02)
+    return json.loads(path.read_text()) if path.exists() else _no_result("exception: the round's process died")
+
+
+def _no_result(fault: str) -> dict[str, Any]:
+    return {"faults": [fault], "log": [], "num_steps": 0, "num_events": 0, "settings": ""}
+
+
+def _end(child: int) -> None:
+    import psutil
+
+    for process in psutil.Process(child).children(recursive=True):
+        process.kill()
+    os.kill(child, signal.SIGKILL)
+
+
+def _run_and_exit(drawn: Configuration, folder: Path, path: Path) -> None:
+    """In the child; never returns."""
+    status = 1
+    try:
+        from chaos.round import Round
+
+        log = (folder / "log.txt").open("w")
+        os.dup2(log.fileno(), 2)
+        with (folder / "hang.txt").open("w") as hang:
+            faulthandler.dump_traceback_later(ROUND_SECONDS - 5, file=hang)
+            result = Round(drawn, folder).run()
+        faulthandler.cancel_dump_traceback_later()
+        path.write_text(json.dumps(asdict(result)))
+        status = 0
+    except BaseException:
+        path.write_text(json.dumps(_no_result(f"exception: {traceback.format_exc()}")))
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,170 @@
+"""What a round runs: settings, requests and events, all drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SCHEDULES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
+PLAIN = ("llama-gqa", "llama-mha", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "opt", "gpt_bigcode", "gpt_oss")
+LONG = ("llama-gqa", "qwen2", "qwen3", "mistral")
+"""Architectures whose positions are computed, so that they take longer texts than they were made for."""
+
+SHARED = ("llama-gqa", "qwen2", "qwen3")
+"""Architectures that tensor-parallel ranks share."""
+
+DEMO = "demo"
+"""The model of the package, the one with a tokenizer."""
+
+BETWEEN = "between steps"
+WHERE = (
+    "before admit", "after next_transfer", "after controls_alone", "before export", "before import_", "after import_",
+    "before moved", "before drafts_wanted", "before schedule", "before begin_step", "after begin_step",
+    "before submit", "after submit", "before collect", "before end_step", "after end_step", "before commit",
+    "after commit", "before dismiss",
+)  # fmt: skip
+"""Boundaries between two decisions of a step: before or after a call of the scheduler or of the R-workers' backend."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """``action`` on the ``target``-th of those that it can befall, at the ``occurrence``-th ``boundary`` from step
+    ``step`` on."""
+
+    step: int
+    boundary: str
+    occurrence: int
+    action: str
+    target: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that comes before step ``step`` and, if so, is aborted before step ``abort``."""
+
+    step: int
+    prompt: list[int] | str
+    params: dict[str, Any]
+    abort: int | None
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A round. ``pool``: inproc, spawn or tcp. ``memory_tokens``: that an R-worker holds; 0: ample."""
+
+    seed: int
+    architecture: str
+    settings: dict[str, Any]
+    pool: str
+    num_workers: int
+    memory_tokens: int
+    forces_drafts: bool
+    asks: list[Ask]
+    events: list[Event]
+
+    def __str__(self) -> str:
+        """In one line, without the prompts."""
+        names = {name: value for name, value in asdict(self).items() if name not in ("asks", "events", "seed")}
+        return f"{names}, {len(self.asks)} requests"
+
+
+def draw(seed: int, is_small: bool = False) -> Configuration:
+    """The round of ``seed``; ``is_small``: without processes that import torch."""
+    rng = random.Random(seed)
+    kind = "plain" if is_small else rng.choices(("plain", "ranks", "prefill"), (10, 1, 3))[0]
+    has_ranges = rng.random() < 0.35
+    if kind == "plain" and rng.random() < 0.12:
+        architecture, has_ranges = DEMO, False
+    else:
+        architecture = rng.choice(SHARED if kind == "ranks" else LONG if has_ranges else PLAIN)
+    longest = 2600 if has_ranges else 400
+    pool = {"mpi": "mpi", "serve": "spawn", "ranks": "spawn"}.get(kind) or rng.choice(
+        ["inproc", "spawn", "spawn", "tcp"]
+    )
+    num_workers = rng.randint(2, 3 if kind == "ranks" or is_small else 4)
+    settings = _draw_settings(rng, kind, has_ranges, longest, architecture)
+    asks = _draw_asks(rng, has_ranges, architecture, longest, is_small, kind == "ranks")
+    memory = rng.choice([0, 0, longest + 64, longest + 400, 2 * longest])
+    if has_ranges and memory and rng.random() < 0.5:
+        memory = longest // 2 + 256
+    events = _draw_events(rng, pool, kind, num_workers)
+    return Configuration(seed, architecture, settings, pool, num_workers, memory, rng.random() < 0.7, asks, events)
+
+
+def _draw_settings(rng: random.Random, kind: str, has_ranges: bool, longest: int, architecture: str) -> dict[str, Any]:
+    dtype = "float32" if kind == "ranks" else rng.choice(["float32", "float32", "bfloat16", "float16"])
+    kv = rng.choice(["auto", "auto", "float32" if dtype == "float32" else "auto", "bfloat16", "int8", "int4"])
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "kv_cache_dtype": "auto" if kind == "ranks" else kv,
+        "block_size": rng.choice([16, 32]),
+        "max_model_len": longest,
+        "num_mini_batches": rng.choice([1, 2, 2, 3]),
+        "max_num_seqs": rng.choice([16, 32]),
+        "max_num_batched_tokens": rng.choice([48, 128, 2048]),
+        "schedule": rng.choice(SCHEDULES),
+        "enable_prefix_caching": rng.random() < 0.6,
+        "kv_replicas": rng.choice([1, 1, 2]),
+    }
+    if has_ranges:
+        settings["kv_shard_tokens"] = rng.choice([512, 512, 1024])
+    if rng.random() < 0.3:
+        settings["prefill_scratch"] = "16MiB"
+    if kind == "prefill":
+        settings |= {"prefill_workers": f"spawn:{rng.randint(1, 2)}", "prefill_threads": 1}
+    if kind == "ranks":
+        settings["tensor_parallel_size"] = 2
+    if rng.random() < 0.35:
+        settings["speculative_config"] = _draw_drafts(rng, architecture)
+    return settings
+
+
+def _draw_drafts(rng: random.Random, architecture: str) -> dict[str, Any]:
+    method = rng.choice(["ngram", "ngram", "early_exit", "draft_model"])
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": rng.randint(1, 4)}
+    more = {"ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1}, "early_exit": {"num_layers": 1}}
+    return drafts | more.get(method, {"model": architecture})
+
+
+def _draw_asks(
+    rng: random.Random, has_ranges: bool, architecture: str, longest: int, is_small: bool, is_greedy: bool
+) -> list[Ask]:
+    beginning = [rng.randrange(250) for _ in range(longest)]
+    asks = []
+    for _ in range(rng.randint(3, 6 if is_small else 14)):
+        most = rng.choice([8, 24, 40, 64])
+        length = rng.choice([1, 7, 40, 130, 300]) if not has_ranges else rng.choice([20, 300, 700, 1300, 2400])
+        shared = rng.choice([0, length // 2, length - 1]) if rng.random() < 0.5 else 0
+        prompt = beginning[:shared] + [rng.randrange(250) for _ in range(length - shared)]
+        params: dict[str, Any] = {"temperature": 0, "max_tokens": most, "ignore_eos": True, "detokenize": False}
+        if not is_greedy and rng.random() < 0.35:
+            params |= {"temperature": 0.8, "seed": rng.randrange(1000), "n": rng.choice([1, 1, 2, 3])}
+        text: list[int] | str = prompt
+        if architecture == DEMO:
+            text = "".join(chr(97 + token % 26) for token in prompt)
+            params["detokenize"] = True
+            if rng.random() < 0.5:
+                params |= {"structured_outputs": {"regex": "[a-f]{4}-[0-9]{3,40}"}, "ignore_eos": False}
+        abort = rng.randint(2, 40) if rng.random() < 0.12 else None
+        asks.append(Ask(rng.choice([0, 0, 0, 5, 20]), text, params, abort))
+    return asks
+
+
+def _draw_events(rng: random.Random, pool: str, kind: str, num_workers: int) -> list[Event]:
+    actions = ["drain", "reset"]
+    if pool in ("spawn", "tcp"):
+        actions += ["kill"] * 4 + ["kill two", "drain"]
+    if pool == "tcp":
+        actions += ["terminate", "terminate", "join", "join"]
+    if kind == "prefill":
+        actions += ["kill prefill"]
+    events = []
+    for _ in range(rng.randint(1, 4 + num_workers)):
+        action = rng.choice(actions)
+        step, target = rng.randint(1, 60), rng.randrange(12)
+        boundary = rng.choice(WHERE) if action not in ("drain", "reset") else BETWEEN
+        if "kill" in action and rng.random() < 0.3:  # beside a drain
+            events.append(Event(step, BETWEEN, 0, "drain", rng.randrange(12)))
+        events.append(Event(step, boundary, rng.choice([0, 0, 0, 1, 2, 5]), action, target))
+    return sorted(events, key=lambda event: event.step)

@@ -1,0 +1,49 @@
+"""The cycle at its boundaries: what is lost between two decisions spoils neither, and is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.scheduler_harness import AMPLE, Job, Run
+
+from fastdecode.core.metrics import StepRecord
+
+
+def decoding(num_workers: int) -> Run:
+    """Nine jobs of 20 + 30 tokens that all decode; blocks have 4 tokens."""
+    limits = replace(
+        AMPLE, block_size=4, num_blocks=(200,) * num_workers, bandwidths=(1.0,) * num_workers, max_model_len=64
+    )
+    run = Run("stall-free", limits, [Job([number] * 20, 30, [30]) for number in range(9)])
+    run.arrive_and_abort()
+    for _ in range(3):
+        run.step()
+    return run
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_move_chosen_before_a_loss_came_to_light_is_not_made(lost: int) -> None:
+    """R-worker 0 drains; while its first move is told, it, a target or another turns out to be gone. The naive world
+    checks that whatever is copied is there, and that there is room for it."""
+    run = decoding(3)
+    run.scheduler.drain(0)
+    run.scheduler.finish(victim := run.alive.pop(max(run.alive)))
+    assert victim and run.scheduler.has_controls
+    run.world.loses = (lost,)
+    run.move(100)
+    assert run.scheduler.workers.present == [worker for worker in (1, 2) if worker != lost]
+    run.step_number += 1
+    run.to_the_end()
+    done = [group[0] for group in run.members if group[0] is not victim]
+    assert [len(each.output_token_ids) for each in done] == [30] * 8
+
+
+def test_a_loss_between_steps_is_counted_with_the_next_step() -> None:
+    run, records = decoding(2), list[StepRecord]()
+    run.cycle.on_step = records.append
+    run.step()
+    run.lose(1)
+    run.step()
+    run.step()
+    assert [record.lost_workers for record in records] == [0, 1, 0]

@@ -1,0 +1,84 @@
+"""What befalls an engine between two decisions of a step; tests/chaos draws such events at random."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from helpers import model_zoo, r_workers
+from helpers.processes import TESTS, alive
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.engine import LLMEngine
+
+NAME = "llama-gqa"
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 300, "s_threads": 1, "r_threads": 1}
+    return LLM(str(folder), **{**defaults, "kv_cache_memory": "64MiB", "r_workers": "spawn:3", **settings})
+
+
+def kill(llm: LLM, index: int) -> None:
+    """R-worker ``index``; returns once it is dead."""
+    pid = r_workers.spawned_pids(llm)[index]
+    os.kill(pid, signal.SIGKILL)
+    while alive(pid):
+        pass
+
+
+def finish(engine: LLMEngine) -> dict[int, list[int]]:
+    """The tokens of all requests."""
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {int(each.request_id): list(each.outputs[0].token_ids) for each in engine.step()}
+    return found
+
+
+def test_a_loss_that_is_found_between_two_steps_is_counted(tmp_path: Path) -> None:
+    """A drain's moves tell R-workers of releases, and so find out first that one of them is dead."""
+    folder = model_zoo.save_model(NAME, tmp_path)
+    with make_llm(folder) as llm:
+        engine, records = llm.engine, []
+        engine.on_step = records.append
+        for number, prompt in enumerate(model_zoo.prompts(NAME)):
+            engine.add_request(str(number), prompt, GREEDY)
+        for _ in range(5):
+            engine.step()
+        kill(llm, 2)
+        assert engine._tell() == (2,)
+        found = finish(engine)
+        assert [found[number] for number in range(len(found))] == model_zoo.reference(NAME).tokens
+        assert sum(record.lost_workers for record in records) == 1
+
+
+def test_the_holder_of_a_sequence_whose_second_copy_is_being_made_drains(tmp_path: Path) -> None:
+    """A rolling update after a loss: three long sequences with two copies, one kill, then a drain of the home."""
+    model_zoo.build_model(NAME, max_position_embeddings=9000).save_pretrained(tmp_path)
+    settings = {"kv_replicas": 2, "max_model_len": 8400, "enable_prefix_caching": False}
+    with make_llm(tmp_path, **settings) as llm:
+        engine = llm.engine
+        for number in range(3):
+            engine.add_request(str(number), {"prompt_token_ids": [number + 1, 7, 9] * 2600}, LONG)
+        while engine.scheduler.residents.prompts or not engine.scheduler.residents.decoding:
+            engine.step()
+        kill(llm, 2)
+        for _ in range(20):
+            engine.step()
+            if transfers := list(engine.scheduler.store.transfers):
+                break
+        assert transfers
+        engine.drain_r_worker(transfers[0].source)
+        assert set(finish(engine)) == {0, 1, 2}
+
+
+def test_every_golden_run_comes_to_its_end() -> None:
+    """Seeds whose run ends in an error have no digest."""
+    traces = json.loads((TESTS / "golden_traces.json").read_text())
+    digests = list(traces["digests"] if isinstance(traces, dict) and "digests" in traces else traces)
+    assert None not in digests
