@@ -93,12 +93,14 @@ class Requests(Protocol[T_contra]):
         """How many draft tokens of each sequence are its next output tokens."""
         ...
 
-    def take(self, computed: T_contra, accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
-        """Append the tokens of all sequences but ``spoilt``; fork and finish with the scheduler; how many they are."""
+    def take(self, cycle: Cycle, computed: T_contra, accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
+        """Append the tokens of all sequences but ``spoilt``, fork with the scheduler and finish with ``cycle``; returns
+        how many tokens were appended."""
         ...
 
-    def give_up(self, sequence: Sequence) -> None:
-        """No R-worker that is left has room for ``sequence``: end its request. The scheduler has forgotten it."""
+    def give_up(self, cycle: Cycle, sequence: Sequence) -> None:
+        """No R-worker that is left has room for ``sequence``: finish all of its request with ``cycle``. The scheduler
+        has forgotten it."""
         ...
 
 
@@ -198,8 +200,13 @@ class Cycle(Generic[T]):
             self.forget(sequence_id)
         for worker in workers:
             for sequence in self.scheduler.lost(worker):
-                self.requests.give_up(sequence)
+                self.requests.give_up(self, sequence)
         return spoilt
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End ``sequence``, wherever it is, for ``reason``: see ``Scheduler.finish``."""
+        self.scheduler.finish(sequence, reason)
+        self.forget(sequence.sequence_id)
 
     def forget(self, sequence_id: int) -> None:
         """A sequence has ended, or what was cached of it is lost."""
@@ -239,7 +246,7 @@ class Cycle(Generic[T]):
         spoilt = self.lose(report.lost)
         for companion in self.companions:
             companion.ended(self, report)
-        num_output_tokens = self.requests.take(computed, accepted, spoilt)
+        num_output_tokens = self.requests.take(self, computed, accepted, spoilt)
         self.settle()
         if step.num_tokens or step.arrived:
             self._record(step, report, num_output_tokens)

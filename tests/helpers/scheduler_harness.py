@@ -229,7 +229,7 @@ class Run(Companion):
         assert self.cycle.tell() == (worker,)
         return [*self._hopeless]
 
-    def give_up(self, sequence: Sequence) -> None:
+    def give_up(self, cycle: Cycle, sequence: Sequence) -> None:
         """No R-worker has room for it."""
         self._hopeless.append(sequence)
         for member in (sequence, *sequence.siblings):
@@ -357,7 +357,7 @@ class Run(Companion):
                     tail,
                 )
 
-    def take(self, computed: list[Chunk], accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
+    def take(self, cycle: Cycle, computed: list[Chunk], accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
         """Fork, append a token each, or those accepted and one more, end what is done."""
         for chunk in computed:
             if not chunk.samples or chunk.sequence_id in spoilt:
