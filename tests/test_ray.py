@@ -29,10 +29,9 @@ from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.machine import numa_nodes, usable_cores
 from fastdecode.engine import LLMEngine
 
-JOIN_SECONDS = 10.0
-"""From the start of an actor's process by Ray until it has joined."""
-
 PATIENCE_SECONDS = 60.0
+"""What is waited for comes much sooner on an idle machine, and here only has to come."""
+
 NODE: dict[str, Any] = {"num_cpus": 4, "memory": 1 << 30, "object_store_memory": 80 << 20, "include_dashboard": False}
 
 QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_timeout_ms": 1000}
@@ -68,7 +67,7 @@ def cluster() -> Iterator[Any]:
             yield nodes
         finally:
             nodes.shutdown()
-            wait_until(lambda: is_removed(temp), 20.0)
+            wait_until(lambda: is_removed(temp))
 
 
 def actors() -> list[psutil.Process]:
@@ -99,7 +98,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS)
 
 
 def assert_nothing_left() -> None:
-    wait_until(lambda: not actors() and not claims(), 20.0)
+    wait_until(lambda: not actors() and not claims())
 
 
 def present(engine: LLMEngine) -> int:
@@ -107,13 +106,10 @@ def present(engine: LLMEngine) -> int:
 
 
 def run_until_replaced(job: Job, victims: int, before: set[int]) -> None:
-    """Step until as many are back as were killed; the new ones have joined soon after Ray started them."""
+    """Step until as many are back as were killed, in processes that Ray has started since."""
     engine, joined = job.engine, len(job.engine.backend.joined)  # type: ignore[attr-defined]
     job.step_until(lambda: len(engine.backend.joined) >= joined + victims)  # type: ignore[attr-defined]
-    now = time.time()
-    started = [process.create_time() for process in actors() if process.pid not in before]
-    assert len(started) >= victims
-    assert now - max(started) <= JOIN_SECONDS
+    assert len([process for process in actors() if process.pid not in before]) >= victims
     job.step_until(lambda: present(engine) == 6)
 
 
@@ -212,7 +208,7 @@ def test_a_cluster_started_here_ends_with_its_job(monkeypatch: pytest.MonkeyPatc
         assert len(started) > 1 and set(Path(tempfile.gettempdir()).glob("fd-ray-*")) > before
     finally:
         job.end()
-    wait_until(lambda: not any(alive(process.pid) for process in started), 20.0)
+    wait_until(lambda: not any(alive(process.pid) for process in started))
     assert set(Path(tempfile.gettempdir()).glob("fd-ray-*")) == before
 
 

@@ -50,6 +50,17 @@ class RankCalibration:
         return self.num_engines * len(LAYERS) * len(self.batch_sizes)
 
 
+@dataclass(frozen=True)
+class RankSeconds:
+    """Float arrays [num_batch_sizes, 2]: seconds of S and of the host in a step of MANY_LAYERS and of FEW_LAYERS, and
+    the spread of the former over the engines; ``threads`` of each rank's S-worker."""
+
+    threads: int
+    many: np.ndarray
+    few: np.ndarray
+    spread: np.ndarray
+
+
 def rank_threads(num_ranks: int) -> int:
     """Of each rank's S-worker and R-worker, where ``num_ranks`` share this machine's cores."""
     return max(1, len(usable_cores()) // num_ranks)
@@ -58,7 +69,14 @@ def rank_threads(num_ranks: int) -> int:
 def calibrate_ranks(
     profile: HardwareProfile, config: EngineConfig, plan: RankCalibration, advance: Callable[[], object]
 ) -> HardwareProfile:
-    """``profile`` with the points of ``plan.num_ranks`` ranks.
+    """``profile`` with the points of ``plan.num_ranks`` ranks."""
+    return with_rank_points(profile, plan, measure_ranks(profile, config, plan, advance))
+
+
+def measure_ranks(
+    profile: HardwareProfile, config: EngineConfig, plan: RankCalibration, advance: Callable[[], object]
+) -> RankSeconds:
+    """Runs engines of ``plan.num_ranks`` ranks and times their steps.
 
     One process has one group of ranks at a time, so models of few and of many layers are measured one after the other,
     each beside an anchor that says how fast the machine is.
@@ -76,8 +94,12 @@ def calibrate_ranks(
     finally:
         single.close()
     many, few = (np.median(found[layers], axis=0) for layers in LAYERS)
-    spread = np.ptp(found[MANY_LAYERS], axis=0) / many
-    s_part, host = _points(profile, plan, threads, many, few, spread)
+    return RankSeconds(threads, many, few, np.ptp(found[MANY_LAYERS], axis=0) / many)
+
+
+def with_rank_points(profile: HardwareProfile, plan: RankCalibration, measured: RankSeconds) -> HardwareProfile:
+    """``profile`` with the points that ``measured`` gives; ProfileError where more layers took no longer than fewer."""
+    s_part, host = _points(profile, plan, measured)
     return replace(profile, s_part=(*profile.s_part, *s_part), host=(*profile.host, *host))
 
 
@@ -112,10 +134,11 @@ def _samples(rig: DecodeRig, batch_size: int, plan: RankCalibration) -> np.ndarr
 
 
 def _points(
-    profile: HardwareProfile, plan: RankCalibration, threads: int, many: np.ndarray, few: np.ndarray, spread: np.ndarray
+    profile: HardwareProfile, plan: RankCalibration, measured: RankSeconds
 ) -> tuple[list[SPartPoint], list[HostPoint]]:
     """The ranks' R-workers are inproc ones, and what a plan takes there is a point of its own."""
     s_part, host = [], []
+    many, few, spread = measured.many, measured.few, measured.spread
     once, per_row = replace(profile, host=()).step_overhead_seconds("inproc")
     for index, batch_size in enumerate(plan.batch_sizes):
         layer = (many[index, 0] - few[index, 0]).item() / (MANY_LAYERS - FEW_LAYERS)
@@ -125,7 +148,7 @@ def _points(
                 f"{FEW_LAYERS}: other processes use this machine's cores; calibrate while they are idle"
             )
         head = max(few[index, 0].item() - FEW_LAYERS * layer, 0.0)
-        s_part.append(SPartPoint(batch_size, layer, head, spread[index, 0].item(), threads, plan.num_ranks))
+        s_part.append(SPartPoint(batch_size, layer, head, spread[index, 0].item(), measured.threads, plan.num_ranks))
         own = max(many[index, 1].item() - once - per_row * batch_size, 0.0)
         host.append(HostPoint(batch_size, own, spread[index, 1].item(), plan.num_ranks))
     return s_part, host

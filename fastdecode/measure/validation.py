@@ -29,7 +29,7 @@ from fastdecode.measure.samples import (
     s_anchor_seconds,
     with_layers,
 )
-from fastdecode.perfmodel.calibration import Anchor, most_moved, steadily
+from fastdecode.perfmodel.calibration import Anchor, Steadied, most_moved, steadily
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import ModelShape
@@ -208,8 +208,7 @@ class Validation:
         self._cleanup.close()
 
     def _validated(self, configuration: Configuration) -> ValidatedRow:
-        shape = replace(self.profile.shape, num_layers=NUM_LAYERS).with_kv_heads(configuration.num_kv_heads)
-        deployment = configuration.deployment
+        shape, deployment = _shape(self.profile, configuration), configuration.deployment
         kv_bytes = rank_shape(shape, deployment.num_ranks).kv_layout(configuration.kv_dtype).kv_bytes_per_token
         r_cores = configuration.cores[1] if configuration.cores else None
         s_threads, r_threads = deployment.anchor_threads
@@ -219,27 +218,7 @@ class Validation:
             steadied = steadily(anchors, partial(_steps, rig, configuration))
         finally:
             rig.close()
-        drift = Drift(steadied[0].drift, steadied[1].drift)
-        model = deployed_step_model(self.profile, shape, configuration.kv_dtype, deployment, drift)
-        model = replace(model, range_rates=RangeRates.of(shape, drift.s_part))
-        wall, s_part, r_part, host, kv_load = np.median(steadied[0].samples, axis=0).tolist()
-        rows = configuration.batch_size
-        load = Load.decode(rows, kv_load).with_ranges(configuration.ranges)
-        stages, calls = model.stages(load), model.num_layers * model.num_mini_batches
-        head = model.num_mini_batches * model.s_part.head_seconds(rows / model.num_mini_batches)
-        return ValidatedRow(
-            configuration=configuration,
-            predicted_step_seconds=model.seconds(load),
-            measured_step_seconds=wall,
-            predicted_s_seconds=calls * stages.s_part + head,
-            measured_s_seconds=s_part,
-            predicted_r_seconds=calls * stages.r_part,
-            measured_r_seconds=r_part,
-            measured_host_seconds=host,
-            drift=drift,
-            moved=most_moved(steadied),
-            tries=steadied[0].tries,
-        )
+        return validated_row(self.profile, configuration, steadied)
 
     def _s_anchor(self, threads: int) -> Anchor:
         key = ("s", threads)
@@ -262,6 +241,38 @@ class Validation:
         return self._anchors[key]
 
 
+def validated_row(profile: HardwareProfile, configuration: Configuration, steadied: Sequence[Steadied]) -> ValidatedRow:
+    """What ``profile`` predicts beside what was measured: ``steadied`` by the anchor of S and by that of R, its samples
+    float [steps, 5]: seconds of the step, of S, of R and of the host, and the KV load."""
+    shape, deployment = _shape(profile, configuration), configuration.deployment
+    drift = Drift(steadied[0].drift, steadied[1].drift)
+    model = deployed_step_model(profile, shape, configuration.kv_dtype, deployment, drift)
+    model = replace(model, range_rates=RangeRates.of(shape, drift.s_part))
+    wall, s_part, r_part, host, kv_load = np.median(steadied[0].samples, axis=0).tolist()
+    rows = configuration.batch_size
+    load = Load.decode(rows, kv_load).with_ranges(configuration.ranges)
+    stages, calls = model.stages(load), model.num_layers * model.num_mini_batches
+    head = model.num_mini_batches * model.s_part.head_seconds(rows / model.num_mini_batches)
+    return ValidatedRow(
+        configuration=configuration,
+        predicted_step_seconds=model.seconds(load),
+        measured_step_seconds=wall,
+        predicted_s_seconds=calls * stages.s_part + head,
+        measured_s_seconds=s_part,
+        predicted_r_seconds=calls * stages.r_part,
+        measured_r_seconds=r_part,
+        measured_host_seconds=host,
+        drift=drift,
+        moved=most_moved(steadied),
+        tries=steadied[0].tries,
+    )
+
+
+def _shape(profile: HardwareProfile, configuration: Configuration) -> ModelShape:
+    """The model that is run: the profile's layers, NUM_LAYERS of them."""
+    return replace(profile.shape, num_layers=NUM_LAYERS).with_kv_heads(configuration.num_kv_heads)
+
+
 @contextmanager
 def validation(config: EngineConfig, profile: HardwareProfile) -> Iterator[Validation]:
     """A :class:`Validation` that is closed."""
@@ -277,15 +288,7 @@ def _steps(rig: DecodeRig, configuration: Configuration) -> np.ndarray:
     deployment = configuration.deployment
     steps = rig.decode(configuration.batch_size, configuration.context_len, NUM_STEPS, deployment.s_threads)
     sharing = deployment.r_workers_per_core
+    of_r = sum if sharing > 1 else max
     return np.array(
-        [
-            (
-                step.wall_seconds,
-                step.s_seconds,
-                sum(step.r_seconds) if sharing > 1 else max(step.r_seconds),
-                step.host_seconds,
-                step.kv_load,
-            )
-            for step in steps
-        ]
+        [(step.wall_seconds, step.s_seconds, of_r(step.r_seconds), step.host_seconds, step.kv_load) for step in steps]
     )
