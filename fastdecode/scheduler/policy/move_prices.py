@@ -40,13 +40,15 @@ HIGHEST = 1e6
 class MovePrices:
     """A correction pays if it wins twice the time that it takes, which every sequence waits for.
 
-    What moves took so far says what the next one takes, ``per_token`` seconds before the first. All corrections
+    What moves took so far says what the next one takes, ``per_token`` seconds before the first; where that is infinite
+    nothing is corrected, whatever other moves have taken. All corrections
     together take at most ``SHARE`` of the steps' time, the last one on credit: after it the next waits for it to be
     earned. So wrong forecasts cost no more than that.
     """
 
     def __init__(self, per_token: float) -> None:
         self.per_token = per_token
+        self._corrects = math.isfinite(per_token)
         self._moved = np.zeros(2)
         self._seen = np.zeros(5)
         self._begun = np.zeros(3)
@@ -84,8 +86,8 @@ class MovePrices:
     @property
     def may_pay(self) -> bool:
         """Whether to look for a correction now."""
-        is_known = self._seen[0] >= LEAST_SECONDS and math.isfinite(self.per_token)
-        return is_known and self._is_uneven and self._credit >= 0 and not self._pause
+        is_known = self._seen[0] >= LEAST_SECONDS
+        return self._corrects and is_known and self._is_uneven and self._credit >= 0 and not self._pause
 
     @property
     def hidden(self) -> float:

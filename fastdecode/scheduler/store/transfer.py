@@ -58,7 +58,9 @@ class TransfersUnderWay:
         return iter(list(self._all))
 
     def begin_move(self, sequence: Sequence, segment: Segment, target: int, num_blocks: int) -> Transfer:
-        """The home of ``segment`` is to be R-worker ``target``, with ``num_blocks`` blocks of its own."""
+        """The home of ``segment`` is to be R-worker ``target``, with ``num_blocks`` blocks, more than the segment has
+        where it is to grow there; where another R-worker has a copy, all copies keep as many as they have."""
+        num_blocks = num_blocks if len(segment.copies) == 1 else segment.num_blocks
         return self._begin(Transfer(sequence, segment, segment.home, target, num_blocks, segment.home))
 
     def begin_copy(self, sequence: Sequence, segment: Segment, target: int, drops: int = -1) -> Transfer:
@@ -125,5 +127,6 @@ class TransfersUnderWay:
         for transfer in [each for each in self._all if each.segment is segment]:
             if not segment.copies:
                 self.drop(transfer)
+                continue
             transfer.source = segment.home
             transfer.drops = -1 if transfer.drops in (worker, segment.home) else transfer.drops

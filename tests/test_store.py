@@ -1,0 +1,69 @@
+"""The store's counts of blocks, whatever comes and goes, against what sequences and prefixes hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.scheduler_harness import AMPLE
+
+from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
+from fastdecode.scheduler.policy.move_prices import MovePrices
+
+BLOCK, NUM_BLOCKS = 4, 10
+
+
+def with_two_copies() -> tuple[Scheduler, Sequence, int]:
+    """A sequence of two full blocks, which decodes and is on two of three R-workers; and the third R-worker."""
+    limits = replace(
+        AMPLE, block_size=BLOCK, num_blocks=(NUM_BLOCKS,) * 3, bandwidths=(1.0,) * 3, kv_replicas=2,
+        max_model_len=BLOCK * NUM_BLOCKS,
+    )  # fmt: skip
+    scheduler, sequence = Scheduler(SCHEDULES["stall-free"], limits), Sequence(0, [1] * (2 * BLOCK), 5)
+    scheduler.add(sequence)
+    scheduler.commit(scheduler.schedule())
+    sequence.append(2)
+    (third,) = {0, 1, 2} - set(sequence.holders)
+    return scheduler, sequence, third
+
+
+@pytest.mark.parametrize("loses_source", [False, True])
+def test_a_moved_copy_leaves_the_other_ones_blocks_as_they_are(loses_source: bool) -> None:
+    """A move takes a block for the next token along; the copy that stays has none for it yet. Where the source's copy
+    goes meanwhile, what was a move makes a second copy."""
+    scheduler, sequence, third = with_two_copies()
+    store = scheduler.store
+    transfer = store.transfers.begin_move(sequence, sequence.tail, third, 3)
+    transfer.num_tokens = 2 * BLOCK
+    if loses_source:
+        store.drop_copy(sequence, sequence.tail, transfer.source)
+    assert store.transfers.advance(transfer)
+    assert third in sequence.holders and len(sequence.holders) == 2 and transfer.source in range(3)
+    held = {worker.index: NUM_BLOCKS - worker.free for worker in store.workers}
+    assert held == {0: 0, 1: 0, 2: 0} | dict.fromkeys(sequence.holders, 2)
+    scheduler.commit(scheduler.schedule())
+    scheduler.finish(sequence)
+    assert [worker.free for worker in store.workers] == [NUM_BLOCKS] * 3
+
+
+def test_a_transfer_whose_last_source_goes_is_dropped_as_it_was() -> None:
+    scheduler, sequence, third = with_two_copies()
+    store = scheduler.store
+    transfer = store.transfers.begin_move(sequence, sequence.tail, third, 3)
+    source = transfer.source
+    for worker in sequence.holders:
+        store.drop_copy(sequence, sequence.tail, worker)
+    assert not len(store.transfers) and transfer.source in (source, 1 - source)
+    assert [worker.free for worker in store.workers] == [NUM_BLOCKS] * 3
+
+
+def test_what_moves_took_does_not_let_corrections_in_where_none_are_wanted() -> None:
+    """With two copies who attends evens the load; what drains moves all the same."""
+    for per_token, pays in ((math.inf, False), (1e-6, True)):
+        prices = MovePrices(per_token)
+        for _ in range(50):
+            prices.observe(np.array([9e3, 1e3]), 0.0, 0.1, np.array([0.1, 0.01]))
+        prices.paid(1000, 1e-3, is_correction=False)
+        assert prices.may_pay == pays
