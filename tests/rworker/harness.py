@@ -11,6 +11,7 @@ import numpy as np
 from fastdecode import _rworker
 
 from .oracle import attention, from_bits, rounded, to_bits
+from .rounding import Roundings
 
 FORK, TRUNCATE, RELEASE = 0, 1, 2
 
@@ -116,20 +117,26 @@ class Harness:
                 row += num_rows
         return results
 
-    def expected(self, sequence_id: int, q: np.ndarray, absolute: bool = False) -> np.ndarray:
-        """The oracle's output for a sequence's last ``len(q)`` tokens, over what the cache holds.
+    def expected(self, sequence_id: int, q: np.ndarray) -> np.ndarray:
+        """The oracle's output for a sequence's last ``len(q)`` tokens, over what the cache holds."""
+        return attention(*self._seen(sequence_id, q), **self._scoring)
 
-        ``absolute``: of the values only their size, so that nothing cancels.
-        """
-        k, v = self.worker.read_tokens(sequence_id, 0)
-        layer = self.layer
-        return attention(
-            rounded(q, self.model_dtype),
-            k,
-            np.abs(v) if absolute else v,
-            scale=layer.scale,
-            window=layer.window,
-            soft_cap=layer.soft_cap,
-            sinks=layer.sinks,
-            alibi_slopes=layer.alibi_slopes,
+    def check(self, sequence_id: int, q: np.ndarray, output: np.ndarray) -> None:
+        """AssertionError where ``output`` of the last ``len(q)`` tokens is farther off than roundings explain."""
+        seen = self._seen(sequence_id, q)
+        error = np.linalg.norm(output - attention(*seen, **self._scoring), axis=-1)
+        bounds = Roundings(self.model_dtype, self.kv_dtype, self.worker.isa).bounds(*seen, **self._scoring)
+        far = np.unravel_index(np.argmax(error / bounds), error.shape)
+        assert (error <= bounds).all(), (
+            f"sequence {sequence_id}, row and head {far}: off by {error[far]:.3e}, roundings by {bounds[far]:.3e}"
         )
+
+    def _seen(self, sequence_id: int, q: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """q as the payload has it, and the keys and values that the cache holds."""
+        k, v = self.worker.read_tokens(sequence_id, 0)
+        return rounded(q, self.model_dtype), k, v
+
+    @property
+    def _scoring(self) -> dict[str, Any]:
+        rules = ("scale", "window", "soft_cap", "sinks", "alibi_slopes")
+        return {name: getattr(self.layer, name) for name in rules}

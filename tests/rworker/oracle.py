@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 5e-3, "int8": 1e-3, "int4": 3e-3}
-"""Largest norm-wise relative error of a row and head, by the coarser of model and KV dtype."""
+import numpy as np
 
 
 def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -33,7 +34,22 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return from_bits(to_bits(values, dtype), dtype)
 
 
-def attention(
+@dataclass(frozen=True)
+class Attended:
+    """What one row and head sees, float64: its query [Dk], keys [n, Dk], values [n, Dv], the scores [n] as products
+    (``raw``) and as exponents below the largest (``below``), and the weights [n], which with a sink's sum to one."""
+
+    row: int
+    head: int
+    query: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    raw: np.ndarray
+    below: np.ndarray
+    weights: np.ndarray
+
+
+def attended(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
@@ -43,22 +59,22 @@ def attention(
     soft_cap: float = 0.0,
     sinks: tuple[float, ...] = (),
     alibi_slopes: tuple[float, ...] = (),
-) -> np.ndarray:
-    """The last ``len(q)`` tokens of a sequence attend to it: float64 [q_len, num_heads, value_head_dim].
+) -> Iterator[Attended]:
+    """Each row and head of the last ``len(q)`` tokens of a sequence.
 
     ``q``: [q_len, num_heads, Dk]; ``k``: [length, num_kv_heads, Dk]; ``v``: [length, num_kv_heads, Dv].
     """
     q_len, num_heads, _ = q.shape
-    length, num_kv_heads, value_dim = v.shape
+    length, num_kv_heads, _ = v.shape
     group = num_heads // num_kv_heads
-    out = np.empty((q_len, num_heads, value_dim))
     for row in range(q_len):
         end = length - q_len + row + 1
         begin = max(0, end - window) if window else 0
         for head in range(num_heads):
+            query = q[row, head].astype(np.float64)
             keys = k[begin:end, head // group].astype(np.float64)
             values = v[begin:end, head // group].astype(np.float64)
-            scores = keys @ q[row, head].astype(np.float64) * scale
+            raw = scores = keys @ query * scale
             if soft_cap:
                 scores = soft_cap * np.tanh(scores / soft_cap)
             if alibi_slopes:
@@ -66,11 +82,18 @@ def attention(
             top = max(scores.max(), sinks[head]) if sinks else scores.max()
             weights = np.exp(scores - top)
             total = weights.sum() + (np.exp(sinks[head] - top) if sinks else 0.0)
-            out[row, head] = weights @ values / total
+            yield Attended(row, head, query, keys, values, raw, scores - top, weights / total)
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, **scoring: Any) -> np.ndarray:
+    """What the rows and heads of :func:`attended` get: float64 [q_len, num_heads, Dv]."""
+    out = np.empty((*q.shape[:2], v.shape[-1]))
+    for each in attended(q, k, v, **scoring):
+        out[each.row, each.head] = each.weights @ each.values
     return out
 
 
-def relative_error(got: np.ndarray, want: np.ndarray, size: np.ndarray | None = None) -> float:
-    """The largest norm-wise error over rows and heads, relative to ``want`` or to another ``size`` of its shape."""
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """The largest norm-wise error over rows and heads."""
     error = np.linalg.norm(got.astype(np.float64) - want, axis=-1)
-    return float((error / np.maximum(np.linalg.norm(want if size is None else size, axis=-1), 1e-30)).max())
+    return float((error / np.maximum(np.linalg.norm(want, axis=-1), 1e-30)).max())
