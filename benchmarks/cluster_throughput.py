@@ -129,7 +129,7 @@ def decode_steps(engine: LLMEngine, num_steps: int) -> list[StepRecord]:
     """The records of the next ``num_steps`` steps."""
     steps: list[StepRecord] = []
     engine.on_step = steps.append
-    engine.clock.restart()
+    engine.world.clock.restart()
     for _ in range(num_steps):
         engine.step()
     return steps
@@ -163,7 +163,7 @@ def engine(config: EngineConfig, args: argparse.Namespace) -> Iterator[LLMEngine
 
 def fill_contexts(engine: LLMEngine, args: argparse.Namespace) -> None:
     """Start ``args.sequences`` sequences of ``args.context`` cached tokens."""
-    engine._s_worker = ContextFiller(engine._s_worker)  # type: ignore[assignment]
+    engine.world.s_worker = ContextFiller(engine.world.s_worker)  # type: ignore[assignment]
     params = SamplingParams(temperature=0, max_tokens=SPARE_TOKENS, ignore_eos=True, detokenize=False)
     for index in range(args.sequences):
         engine.add_request(str(index), {"prompt_token_ids": [1 + index] * args.context}, params)

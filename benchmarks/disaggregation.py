@@ -118,7 +118,7 @@ def run(llm: LLM, way: str, seconds: float, prompt_len: int) -> tuple[float, flo
     one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     for number in range(DECODING):
         engine.add_request(f"d{number}", rng.integers(0, 1000, DECODE_PROMPT).tolist(), endless)
-    while any(len(r.token_seconds) < 8 for r in engine._in_flight._requests.values()):
+    while any(len(r.token_seconds) < 8 for r in engine.in_flight._requests.values()):
         engine.step()
     start, steps, prompts, under_way = time.perf_counter(), [], 0, False
     while (now := time.perf_counter()) < start + seconds:

@@ -102,7 +102,7 @@ class Arm:
 
     def turn(self) -> None:
         """A few steps."""
-        self.engine.clock.restart()
+        self.engine.world.clock.restart()
         for _ in range(TURN):
             self.engine.step()
 

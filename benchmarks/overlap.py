@@ -20,11 +20,11 @@ from fastdecode.measure.throughput_report import breakdown
 def segment_seconds(engine: LLMEngine, rows: int) -> float:
     """Median S time of one mini-batch and layer, with an R-worker that answers at once."""
     engine.backend.call_seconds = 0.0
-    engine.clock.recording = True
+    engine.world.clock.recording = True
     decode(engine, rows, 3)
-    engine.clock.recording = False
-    spans = [span for span in engine.clock.intervals if span.state == MODEL and span.layer > 0]
-    engine.clock.intervals.clear()
+    engine.world.clock.recording = False
+    spans = [span for span in engine.world.clock.intervals if span.state == MODEL and span.layer > 0]
+    engine.world.clock.intervals.clear()
     return statistics.median(span.end_seconds - span.start_seconds for span in spans)
 
 

@@ -243,7 +243,7 @@ def _full_engine(args: argparse.Namespace, dtype: str, kv_replicas: int) -> Iter
     with small_engine(llama_folder(hidden, layers, group=group), args.r_workers, **settings) as engine:
         for number in range(args.sequences):
             engine.add_request(str(number), [1] * (args.context - num_steps // 2), params)
-        with engine.computed_by(RandomPrompts):
+        with engine.world.computed_by(RandomPrompts):
             while engine.scheduler.residents.prompts or len(engine.scheduler.queue):
                 engine.step()
         yield engine
@@ -254,7 +254,7 @@ def _decode(engine: LLMEngine) -> list[StepRecord]:
     """The next STEPS steps but the first, for which R-workers wake up."""
     records: list[StepRecord] = []
     engine.on_step = records.append
-    engine.clock.restart()
+    engine.world.clock.restart()
     for _ in range(STEPS):
         engine.step()
     return records[1:]

@@ -43,7 +43,7 @@ class Products:
 
 def s_seconds(engine: LLMEngine, rows: int, clock: Clock) -> float:
     """S time of one decode step, embedding, norms, head and sampling included: the median of four steps."""
-    run, found = engine._s_worker.run, []
+    run, found = engine.world.s_worker.run, []
 
     def timed(*arguments: Any) -> Any:
         start = clock()
@@ -51,11 +51,11 @@ def s_seconds(engine: LLMEngine, rows: int, clock: Clock) -> float:
         found.append(clock() - start)
         return tokens
 
-    engine._s_worker.run = timed  # type: ignore[method-assign]
+    engine.world.s_worker.run = timed  # type: ignore[method-assign]
     try:
         decode(engine, rows, 5)
     finally:
-        del engine._s_worker.run  # type: ignore[method-assign]
+        del engine.world.s_worker.run  # type: ignore[method-assign]
     return statistics.median(found[1:-1])  # the first computes the prompts
 
 

@@ -171,7 +171,7 @@ def _fill(engine: LLMEngine, tokens: list[list[int]], count: int, case: Case) ->
     for number in range(count):
         params = SamplingParams(temperature=case.temperature, seed=number, max_tokens=2048, ignore_eos=True)
         engine.add_request(str(number), tokens[number % len(tokens)], params)
-    with engine.computed_by(make_s_worker):
+    with engine.world.computed_by(make_s_worker):
         while len(engine.scheduler.residents.decoding) < count:
             engine.step()
 

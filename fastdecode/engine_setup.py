@@ -10,7 +10,7 @@ from dataclasses import replace
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE, usable_cores
-from fastdecode.core.protocols import DraftPolicy, StepTime
+from fastdecode.core.protocols import DraftPolicy, PrefillPolicy, StepTime
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import ITEM_BYTES, KVLayout, RWorkerInfo
 from fastdecode.perfmodel.deployment import Deployment, check_alike, check_own, deployed_step_model, this_machine
@@ -47,9 +47,11 @@ def make_scheduler(
     r_workers: Sequence[RWorkerInfo],
     num_mini_batches: int,
     scratch_tokens: int,
+    prefill_policy: PrefillPolicy | None,
 ) -> Scheduler:
     """The scheduler that ``config`` asks for, with prompts of ``scratch_tokens`` on the S-worker at a time; where it
-    names a time between tokens, a profile says what steps take, or some are timed for it."""
+    names a time between tokens, a profile says what steps take, or some are timed for it. ``prefill_policy``: of its
+    prefill workers."""
     schedule = SCHEDULES[config.schedule]
     budget = config.max_num_batched_tokens
     calibrated = live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None
@@ -77,7 +79,7 @@ def make_scheduler(
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
     )
     limits = replace(limits, range_tokens=_range_tokens(config, limits))
-    return Scheduler(schedule, limits, draft_policy=_draft_policy(limits, calibrated))
+    return Scheduler(schedule, limits, prefill_policy, _draft_policy(limits, calibrated))
 
 
 def _range_tokens(config: EngineConfig, limits: Limits) -> int:

@@ -142,11 +142,11 @@ def test_a_step_that_fails_after_its_prompts_were_kept_is_tried_again(folder: Pa
     prompt = model_zoo.prompts("llama-gqa")[3]
     engine.add_request("b", prompt, GREEDY)
     engine.step()
-    sample = engine._s_worker._sample
-    engine._s_worker._sample = lambda *_: 1 / 0
+    sample = engine.world.s_worker._sample
+    engine.world.s_worker._sample = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    engine._s_worker._sample = sample
+    engine.world.s_worker._sample = sample
     assert len(prompt) > 16
     assert drain(engine) == {"b": list(model_zoo.reference("llama-gqa").tokens[3][:16])}
     assert_nothing_held(engine)

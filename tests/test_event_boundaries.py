@@ -51,7 +51,7 @@ def test_a_loss_that_is_found_between_two_steps_is_counted(tmp_path: Path) -> No
         for _ in range(5):
             engine.step()
         kill(llm, 2)
-        assert engine._tell() == (2,)
+        assert engine.cycle.tell() == (2,)
         found = finish(engine)
         assert [found[number] for number in range(len(found))] == model_zoo.reference(NAME).tokens
         assert sum(record.lost_workers for record in records) == 1

@@ -21,7 +21,7 @@ FLOORS = [
     {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"cycle"},
     {"sworker", "cluster", "perfmodel.simulate"},
-    {"engine", "tensor_parallel", "backends", "engine_setup", "membership", "prefills", "drafting"}
+    {"engine", "build", "live", "tensor_parallel", "backends", "engine_setup", "prefills", "drafting"}
     | {"api.request", "api.text"},
     {"cli", "server", "llm", "measure", "batch"},
 ]
@@ -159,11 +159,11 @@ def test_floors_are_kept() -> None:
 
 
 def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
-    """The engine knows the S side as such, the R side as the backend it asks for."""
+    """The composition root knows the S side as such, the R side as the backend it asks for."""
     rooms = {m.name: {room_of(name) for name in m.own} for m in read_modules()}
     assert [name for name, own in rooms.items() if {"sworker", "cluster"} <= own] == ["prefills.worker"]
     assert [name for name, own in rooms.items() if {"sworker", "backends"} <= own] == [
-        "engine",
+        "build",
         "tensor_parallel.ranks",
     ]
 

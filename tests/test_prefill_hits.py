@@ -101,8 +101,8 @@ def handed_out(llm: LLM) -> list[RemotePrefill]:
     """Gets each prompt that goes to prefill workers."""
     assert llm.engine.prefills is not None
     found: list[RemotePrefill] = []
-    submit = llm.engine.prefills._backend.submit
-    llm.engine.prefills._backend.submit = lambda prefill, infos: (found.append(prefill), submit(prefill, infos))
+    submit = llm.engine.prefills.backend.submit
+    llm.engine.prefills.backend.submit = lambda prefill, infos: (found.append(prefill), submit(prefill, infos))
     return found
 
 

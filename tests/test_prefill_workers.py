@@ -102,7 +102,7 @@ def test_spawned_workers_are_killed_again_and_again(folder: Any) -> None:
     """Two of three are killed at random moments while prompts are under way: no request is lost, no token differs."""
     with make_llm(folder(), "spawn:3", prefill_threads=1) as llm:
         policy = llm.engine.scheduler.remote_prompts.policy = AnyParts([0, 1, 2], sizes=(2, 3))
-        pids = [client.process_id for client in llm.engine._prefill_backend.clients]
+        pids = [client.process_id for client in llm.engine.prefills.backend.clients]
         prompts = model_zoo.prompts(NAME) * 3
         tokens: dict[str, list[int]] = {}
         for number, prompt in enumerate(prompts):

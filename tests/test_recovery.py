@@ -142,7 +142,7 @@ def test_prompts_that_are_preempted_leave_the_scratch(folder: Path, enable_prefi
                 for output in engine.step():
                     found[output.request_id] = list(output.outputs[0].token_ids)
                 counted = engine.scheduler.residents.prompts
-                kept = set(engine._s_worker.prompts.sequence_ids)
+                kept = set(engine.world.s_worker.prompts.sequence_ids)
                 assert kept <= {each for each in counted if counted[each].uses_scratch}
                 sequences = [*engine.scheduler.queue.all, *counted.values()]
                 again |= {each.sequence_id for each in sequences if each.was_preempted and not each.output_token_ids}

@@ -59,7 +59,7 @@ class RandomDrafter:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size, self._rng = vocab_size, np.random.default_rng(1)
 
-    def propose(self, requests: Any) -> dict[int, list[int]]:
+    def propose(self, requests: Any, pending: Any) -> dict[int, list[int]]:
         counts = [int(self._rng.integers(0, each.num_drafts + 1)) for each in requests]
         drawn = [self._rng.integers(0, self._vocab_size, count).tolist() for count in counts]
         return {each.sequence_id: tokens for each, tokens in zip(requests, drawn, strict=True)}
@@ -126,7 +126,7 @@ class Scripted:
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], pattern: list[tuple[int, int]]) -> None:
         self._outputs, self._pattern = outputs, itertools.cycle(pattern)
 
-    def propose(self, requests: Any) -> dict[int, list[int]]:
+    def propose(self, requests: Any, pending: Any) -> dict[int, list[int]]:
         return {each.sequence_id: self._draft(each, *next(self._pattern)) for each in requests}
 
     def _draft(self, request: DraftRequest, num_right: int, num_wrong: int) -> list[int]:

@@ -91,7 +91,7 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
         )
         _describe(engine, items)
         warm_up(engine, items)
-        tracer = engine.start_tracing() if args.plot_timeline else None
+        tracer = engine.world.start_tracing() if args.plot_timeline else None
         with progress_bar(len(items), "req") as bar:
             run_throughput(engine, items, args.measure_overlap, lambda _: bar.update(), run)
     except KeyboardInterrupt as stop:

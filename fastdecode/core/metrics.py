@@ -107,9 +107,9 @@ def step_record(
     seconds: dict[str, float],
     num_output_tokens: int,
     overlapped: bool,
-    num_copies: tuple[int, int],
 ) -> StepRecord:
-    """Put together what the scheduler planned, the R-workers reported and the clock counted for one step."""
+    """Put together what the scheduler planned, the R-workers reported and the clock counted for one step; the number
+    of copies is the scheduler's to add."""
     return StepRecord(
         is_decode=step.is_decode,
         overlapped=overlapped,
@@ -124,7 +124,6 @@ def step_record(
         transfer_seconds=tuple(worker.transfer_seconds for worker in report.workers),
         kv_bytes_read=sum(worker.bytes_read for worker in report.workers),
         lost_workers=len(report.lost),
-        num_copies=num_copies,
         num_starts=step.num_starts,
     )
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fastdecode.core.remote_prefill import PrefillOutcomes, PrefillPart, RemotePrefill
+from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import KVLayout, RWorkerInfo, StepPlan, StepReport
 
 
@@ -210,13 +211,26 @@ class DraftRequest(NamedTuple):
     sampling: Any
 
 
+class PendingControls(Protocol):
+    """What R-workers have yet to hear from a scheduler: forks and releases."""
+
+    def controls_alone(self) -> ScheduledStep:
+        """A step with the pending controls and no rows; they count as told."""
+        ...
+
+    def take_back(self, step: ScheduledStep) -> None:
+        """The R-workers did not hear ``step``: its controls are pending again."""
+        ...
+
+
 class Drafter(Protocol):
     """Guesses next tokens; called between steps."""
 
-    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
+    def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
         """Draft tokens by sequence, at most as many as each asks for; none where there is no guess.
 
-        Sequences are left out while more of their text has to be computed first.
+        Sequences are left out while more of their text has to be computed first. A drafter that reads the sequences'
+        own caches tells R-workers of ``pending`` first.
         """
         ...
 

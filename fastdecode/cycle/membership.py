@@ -21,11 +21,11 @@ class Membership(Companion):
     and those that got a second copy.
     """
 
-    def __init__(self, now_seconds: float = 0.0) -> None:
-        """``now_seconds``: of the world's clock."""
+    def __init__(self, now_seconds: float = 0.0, names: Iterable[str] = ()) -> None:
+        """``now_seconds``: of the world's clock; ``names``: of the R-workers that are there, by index."""
         self.num_moves = self.num_copies_made = 0
         self._updated = now_seconds
-        self._names: dict[int, str] = {}
+        self._names = dict(enumerate(names))
 
     def before(self, cycle: Cycle) -> None:
         """Count newcomers in, move, and let drained R-workers go."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from fastdecode.core.errors import interrupts_deferred
-from fastdecode.core.protocols import DraftRequest
+from fastdecode.core.protocols import DraftRequest, PendingControls
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import Verb
 from fastdecode.drafting.early_exit import Draft, draw
@@ -118,7 +118,7 @@ class DraftModelDrafter:
         self._cache = DraftCache(num_blocks, block_size)
         self._most_rows = most_rows
 
-    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
+    def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
         """See ``Drafter``; those whose text is still being computed are left out."""
         drafts = self._read([Draft(each) for each in requests])
         while growing := [each for each in drafts if each.wants_more]:

@@ -14,7 +14,6 @@ from fastdecode.drafting.config import SpeculativeConfig
 from fastdecode.drafting.draft_model import DraftModelDrafter
 from fastdecode.drafting.early_exit import EarlyExitDrafter
 from fastdecode.drafting.ngram import NgramDrafter
-from fastdecode.scheduler import Scheduler
 from fastdecode.sworker import SModel, SWorker
 
 
@@ -24,20 +23,19 @@ def make_drafter(
     model: SModel,
     s_worker: SWorker,
     num_mini_batches: int,
-    scheduler: Callable[[], Scheduler],
     make_backend: Callable[[KVLayout], AttentionBackend],
     cleanup: ExitStack,
 ) -> Drafter:
     """What ``speculative`` asks for; ``cleanup`` frees it in the end.
 
-    ``scheduler`` returns that of the next step; ``make_backend`` makes the R-worker of a draft model. ConfigError,
-    ModelLoadError, UnsupportedModelError or CapacityError for a model that cannot draft for this one.
+    ``make_backend`` makes the R-worker of a draft model. ConfigError, ModelLoadError, UnsupportedModelError or
+    CapacityError for a model that cannot draft for this one.
     """
     if speculative.method == "ngram":
         return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     if speculative.method == "early_exit":
         first = model.first_layers(speculative.num_layers)
-        return EarlyExitDrafter(s_worker.beside(first, model.layout, s_worker.backend), scheduler, num_mini_batches)
+        return EarlyExitDrafter(s_worker.beside(first, model.layout, s_worker.backend), num_mini_batches)
     draft = load_draft_model(config, speculative, model)
     backend = make_backend(draft.layout)
     cleanup.callback(backend.close)

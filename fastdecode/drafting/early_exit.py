@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fastdecode.core.errors import interrupts_deferred
-from fastdecode.core.protocols import DraftRequest
+from fastdecode.core.protocols import DraftRequest, PendingControls
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
-from fastdecode.scheduler import Scheduler
 from fastdecode.scheduler.sequence import text_tokens
 from fastdecode.sworker import SWorker
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
@@ -79,18 +78,17 @@ class EarlyExitDrafter:
     before it once more, over one read of the cache.
     """
 
-    def __init__(self, s_worker: SWorker, scheduler: Callable[[], Scheduler], num_mini_batches: int) -> None:
-        """``s_worker``: of the first layers, over the model's R-workers. ``scheduler``: that of the next step."""
+    def __init__(self, s_worker: SWorker, num_mini_batches: int) -> None:
+        """``s_worker``: of the first layers, over the model's R-workers."""
         self._s_worker = s_worker
-        self._scheduler = scheduler
         self._num_mini_batches = num_mini_batches
 
-    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
+    def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
         """See ``Drafter``. An R-worker that is lost meanwhile is named by the report of the next step."""
         by_load = sorted(requests, key=lambda each: (each.worker, -each.num_cached))
         drafts = [Draft(each) for each in by_load]
         while growing := [each for each in drafts if each.wants_more]:
-            step = self._begin(growing)
+            step = self._begin(growing, pending)
             try:
                 draw(self._s_worker, step, growing)
             finally:
@@ -100,17 +98,16 @@ class EarlyExitDrafter:
     def forget(self, sequence_id: int) -> None:
         """See ``Drafter``."""
 
-    def _begin(self, drafts: Sequence[Draft]) -> ScheduledStep:
-        """Open a step of ``drafts``' next rows; R-workers hear first what they have yet to hear."""
+    def _begin(self, drafts: Sequence[Draft], pending: PendingControls) -> ScheduledStep:
+        """Open a step of ``drafts``' next rows; R-workers hear ``pending`` first."""
         decodes = MiniBatch.of(map(_chunk, drafts))
-        scheduler = self._scheduler()
         with interrupts_deferred():
-            told = scheduler.controls_alone()
+            told = pending.controls_alone()
             step = replace(told, mini_batches=deal(decodes, (), self._num_mini_batches))
             try:
                 self._s_worker.backend.begin_step(step.to_step_plan())
             except BaseException:
-                scheduler.take_back(told)
+                pending.take_back(told)
                 raise
         return step
 

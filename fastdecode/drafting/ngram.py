@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastdecode.core.protocols import DraftRequest
+from fastdecode.core.protocols import DraftRequest, PendingControls
 
 LOOK_BACK = 64
 """Tokens by which earlier places are told apart: the one that agrees with the end furthest back is taken."""
@@ -25,7 +25,7 @@ class NgramDrafter:
         self._least, self._most = least, most
         self._histories: dict[int, History] = {}
 
-    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
+    def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
         """See ``Drafter``."""
         return {each.sequence_id: self._draft(each) for each in requests}
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 from fastdecode.api.request import InFlight
 from fastdecode.core.metrics import MODEL, WAIT, StateClock
 from fastdecode.core.protocols import Drafter, DraftRequest
-from fastdecode.scheduler import Scheduler
+from fastdecode.cycle import Companion, Cycle
 from fastdecode.sworker.sampling import SampledToken
 
 
-class Speculation:
+class Speculation(Companion):
     """Draft tokens for the next step of an engine.
 
     A draft is accepted where the sampler draws the same token from the model's own logits: so tokens, seeds and
@@ -22,28 +20,32 @@ class Speculation:
     ``s_seconds``, ``wait_seconds``: model code and waiting for R-workers while the last drafts were made.
     """
 
-    def __init__(self, drafter: Drafter, scheduler: Scheduler, in_flight: InFlight, clock: StateClock) -> None:
+    def __init__(self, drafter: Drafter, in_flight: InFlight, clock: StateClock) -> None:
         self.drafter = drafter
         self.s_seconds = self.wait_seconds = 0.0
         self._clock = clock
-        self._scheduler = scheduler
         self._in_flight = in_flight
 
-    def draft(self) -> None:
-        """To be called before every step."""
+    def prepare(self, cycle: Cycle) -> None:
+        """Draft for the sequences that the scheduler names."""
         self.s_seconds = self.wait_seconds = 0.0
-        wanted = self._scheduler.drafts_wanted()
+        scheduler = cycle.scheduler
+        wanted = scheduler.drafts_wanted()
         if not wanted:
             return
-        start, before = time.perf_counter(), self._clock.snapshot()
-        proposed = self.drafter.propose([self._request(*each) for each in wanted.items()])
+        start, before = cycle.world.now(), self._clock.snapshot()
+        proposed = self.drafter.propose([self._request(*each) for each in wanted.items()], scheduler)
         drafts = {each: self._in_flight.completion(each).fitting(tokens) for each, tokens in proposed.items() if tokens}
-        self._scheduler.propose(drafts)
+        scheduler.propose(drafts)
         after = self._clock.snapshot()
         self.s_seconds, self.wait_seconds = (after[state] - before[state] for state in (MODEL, WAIT))
-        policy = self._scheduler.drafts.policy
+        policy = scheduler.drafts.policy
         if policy and len(proposed) == len(wanted):  # else some of the time went to prompts
-            policy.observe_drafting(len(wanted), max(wanted.values()), time.perf_counter() - start)
+            policy.observe_drafting(len(wanted), max(wanted.values()), cycle.world.now() - start)
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``Companion``."""
+        self.drafter.forget(sequence_id)
 
     def _request(self, sequence_id: int, num_drafts: int) -> DraftRequest:
         completion = self._in_flight.completion(sequence_id)

@@ -59,7 +59,7 @@ class DecodeRig:
         before = num_steps + WARM_UP_STEPS + 1  # the prompts' stand-in decodes once, too
         ids = self._add(batch_size, max(context_len - before, 1), before + 1)
         try:
-            with engine.computed_by(RandomPrompts):
+            with engine.world.computed_by(RandomPrompts):
                 while not records or not records[-1].is_decode:
                     engine.step()
             for _ in range(WARM_UP_STEPS + num_steps):
@@ -77,7 +77,7 @@ class DecodeRig:
         self._num_requests += batch_size
         for request_id in ids:
             self.engine.add_request(request_id, {"prompt_token_ids": [1] * prompt_len}, params)
-        self.engine.clock.restart()
+        self.engine.world.clock.restart()
         return ids
 
 

@@ -38,7 +38,7 @@ def run_throughput(
     run = run or ThroughputRun()
     engine.on_step = run.steps.append
     before = engine.scheduler.statistics
-    engine.clock.restart()
+    engine.world.clock.restart()
     start = time.perf_counter()
     waiting = deque(sorted(enumerate(items), key=lambda pair: pair[1].arrival_seconds))
     try:
@@ -46,9 +46,9 @@ def run_throughput(
             _add_arrived(engine, waiting, start)
             if not engine.has_unfinished_requests():
                 time.sleep(max(0.0, waiting[0][1].arrival_seconds - (time.perf_counter() - start)))
-                engine.clock.restart()
+                engine.world.clock.restart()
                 continue
-            engine.overlap = not measure_overlap or len(run.steps) // OVERLAP_BLOCK_STEPS % 2 == 0
+            engine.world.overlap = not measure_overlap or len(run.steps) // OVERLAP_BLOCK_STEPS % 2 == 0
             for output in engine.step():
                 if output.finished:
                     run.outputs.append(output)
@@ -57,7 +57,7 @@ def run_throughput(
         run.elapsed_seconds = time.perf_counter() - start
         run.statistics = engine.scheduler.statistics.since(before)
         run.kv_load_limit = engine.scheduler.kv_load_limit
-        engine.on_step, engine.overlap = None, True
+        engine.on_step, engine.world.overlap = None, True
     return run
 
 

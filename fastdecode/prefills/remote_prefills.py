@@ -3,71 +3,70 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from fastdecode.core.protocols import PrefillBackend
-from fastdecode.core.remote_prefill import Prefilled, RemotePrefill
+from fastdecode.core.remote_prefill import Prefilled
+from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo
+from fastdecode.cycle import Companion, Cycle
 from fastdecode.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 
-class RemotePrefills:
-    """What the engine does for prefill workers between steps; the scheduler decides which prompts are theirs.
+class RemotePrefills(Companion):
+    """Prefill workers beside the steps; the scheduler decides which prompts are theirs.
 
     ``on_prefilled`` is called with each prompt that was computed; ``method`` may change between prompts.
     """
 
-    def __init__(
-        self, backend: PrefillBackend, scheduler: Scheduler, r_workers: Sequence[RWorkerInfo], method: str
-    ) -> None:
+    def __init__(self, backend: PrefillBackend, r_workers: Sequence[RWorkerInfo], method: str) -> None:
         """``method``: how prefill workers share a prompt, one of ``PREFILL_METHODS``."""
-        self._backend, self._scheduler, self._r_workers, self.method = backend, scheduler, r_workers, method
+        self.backend, self._r_workers, self.method = backend, r_workers, method
         self._logits: dict[int, np.ndarray] = {}
         self.on_prefilled: Callable[[Prefilled], None] = lambda prefilled: None
 
     @property
     def num_under_way(self) -> int:
         """Prompts that are being computed."""
-        return len(self._backend.jobs)
+        return len(self.backend.jobs)
 
-    def update(self) -> None:
-        """To be called before every step: tell the scheduler what has become of its prompts."""
-        now = time.perf_counter()
-        prompts = self._scheduler.remote_prompts
-        outcomes = self._backend.outcomes()
+    def before(self, cycle: Cycle) -> None:
+        """Tell the scheduler what has become of its prompts."""
+        scheduler, now = cycle.scheduler, cycle.world.now()
+        policy = scheduler.remote_prompts.policy
+        outcomes = self.backend.outcomes()
         for each in outcomes.computed:
-            if self._scheduler.prefilled(each.job_id, now):
+            if scheduler.prefilled(each.job_id, now):
                 self._logits[each.sequence_id] = each.logits
                 self.on_prefilled(each)
         for worker in outcomes.joined:
             logger.info("prefill worker %d has joined", worker)
-            if prompts.policy:
-                prompts.policy.joined(worker)
+            if policy:
+                policy.joined(worker)
         for worker in outcomes.lost:
             logger.warning("prefill worker %d is lost: what it computed is computed again", worker)
-            if prompts.policy:
-                prompts.policy.lost(worker)
+            if policy:
+                policy.lost(worker)
         for job_id in outcomes.failed:
-            self._scheduler.prefill_failed(job_id, now)
-        self.cancel_unwanted()
+            scheduler.prefill_failed(job_id, now)
+        self.cancel_unwanted(scheduler)
 
-    def cancel_unwanted(self) -> None:
-        """Have prefill workers give up prompts that the scheduler does not wait for any more, within a layer."""
-        for job_id in self._backend.jobs:
-            if job_id not in self._scheduler.remote_prompts:
-                self._backend.cancel(job_id)
-
-    def hand_out(self, prefills: Sequence[RemotePrefill]) -> None:
-        """The R-workers have reserved blocks for these."""
-        for each in prefills:
+    def begun(self, step: ScheduledStep) -> None:
+        """The R-workers have reserved blocks for the prompts that this step hands out."""
+        for each in step.prefills:
             method = "kvr" if each.context_len else self.method  # those that gather all have no way to a prefix
-            self._backend.submit(replace(each, method=method), self._r_workers)
+            self.backend.submit(replace(each, method=method), self._r_workers)
+
+    def cancel_unwanted(self, scheduler: Scheduler) -> None:
+        """Have prefill workers give up prompts that ``scheduler`` does not wait for any more, within a layer."""
+        for job_id in self.backend.jobs:
+            if job_id not in scheduler.remote_prompts:
+                self.backend.cancel(job_id)
 
     def logits(self, sequence_ids: Sequence[int]) -> dict[int, np.ndarray]:
         """Of prompts that have arrived; all others that were kept are dropped."""
@@ -77,4 +76,4 @@ class RemotePrefills:
 
     def wait(self, timeout_seconds: float) -> None:
         """Until something has become of a prompt."""
-        self._backend.wait(timeout_seconds)
+        self.backend.wait(timeout_seconds)

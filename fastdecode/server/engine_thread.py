@@ -128,7 +128,7 @@ class EngineThread:
             if asked is None:
                 return False
             if wait:
-                engine.clock.restart()  # what it waited for work belongs to no step
+                engine.world.clock.restart()  # what it waited for work belongs to no step
             if isinstance(asked, Job):
                 self._add(engine, asked)
             else:

@@ -87,15 +87,15 @@ class Observer:
 
     def _follow_timeline(self, engine: LLMEngine) -> None:
         """Recording costs time, and a trace of everything memory: only while a client looks."""
-        tracer = engine.tracer
+        tracer = engine.world.tracer
         if tracer and tracer.steps:
             self.timeline = tracer.steps[-1]
             if not engine.config.trace:
                 tracer.steps.clear()
-        if not engine.config.trace and self.watched != engine.clock.recording:
-            engine.clock.recording = self.watched
-            engine.clock.intervals.clear()
-            engine.tracer = Tracer() if self.watched else None
+        if not engine.config.trace and self.watched != engine.world.clock.recording:
+            engine.world.clock.recording = self.watched
+            engine.world.clock.intervals.clear()
+            engine.world.tracer = Tracer() if self.watched else None
 
 
 def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> EngineState:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastdecode.core.protocols import Drafter, DraftRequest
+from fastdecode.core.protocols import Drafter, DraftRequest, PendingControls
 from fastdecode.engine import LLMEngine
 
 
@@ -44,7 +44,7 @@ class Clairvoyant:
         self._outputs, self._error, self._rng = outputs, error, np.random.default_rng(seed)
         self.num_proposed = 0
 
-    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, list[int]]:
+    def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
         drafts = {each.sequence_id: self._draft(each) for each in requests}
         self.num_proposed += sum(map(len, drafts.values()))
         return drafts

@@ -13,4 +13,4 @@ def assert_nothing_held(engine: LLMEngine) -> None:
     engine.reset_prefix_cache()
     assert engine.backend.blocks_used == 0
     assert all(worker.free == worker.num_blocks for worker in workers)
-    assert engine._s_worker.prompts.sequence_ids == ()
+    assert engine.world.s_worker.prompts.sequence_ids == ()

@@ -1,0 +1,176 @@
+"""The composition root: from settings to the complete parts of an engine."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.request import InFlight
+from fastdecode.backends import (
+    check_room,
+    kv_port,
+    make_backend,
+    make_draft_backend,
+    make_prefill_backend,
+    make_prompt_backend,
+    place_on_ray,
+    prepare,
+)
+from fastdecode.core.machine import usable_cores
+from fastdecode.core.metrics import StateClock
+from fastdecode.core.protocols import AttentionBackend, PrefillBackend
+from fastdecode.core.types import KVLayout, RWorkerInfo
+from fastdecode.cycle import Companion, Membership
+from fastdecode.drafting.drafters import make_drafter
+from fastdecode.drafting.speculation import Speculation
+from fastdecode.engine_setup import make_scheduler, pin_s_worker, prompt_tokens
+from fastdecode.live import LiveRequests, LiveWorld
+from fastdecode.prefills.policy import make_prefill_policy
+from fastdecode.prefills.remote_prefills import RemotePrefills
+from fastdecode.scheduler import Scheduler
+from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
+from fastdecode.tensor_parallel.backend import TensorParallelBackend
+from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of; ``config`` is this rank's, and ``companions`` are all those beside the steps."""
+
+    config: EngineConfig
+    s_model: SModel
+    num_mini_batches: int
+    scheduler: Scheduler
+    world: LiveWorld
+    requests: LiveRequests
+    membership: Membership
+    prefills: RemotePrefills | None
+    speculation: Speculation | None
+
+    @property
+    def companions(self) -> tuple[Companion, ...]:
+        """Those that are there, in the order of their turns."""
+        return tuple(each for each in (self.membership, self.prefills, self.speculation) if each)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The R-workers, open for a model; ``ranks``: ``backend``, where several ranks share the model."""
+
+    backend: AttentionBackend
+    ranks: TensorParallelBackend | None
+    layout: KVLayout
+    r_workers: list[RWorkerInfo]
+
+
+def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitStack) -> Parts:
+    """Load the model, open its R-workers (``backend``, or those that ``config`` names) and put all parts together.
+
+    ``cleanup`` frees what was begun, also after an error. Any FastDecodeError that a part raises. On another rank than
+    the first this does not return.
+    """
+    if backend is None:
+        prepare(config)
+    r_cores = usable_cores()
+    cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+    prefill_backend = make_prefill_backend(config)  # its processes load their models meanwhile
+    if prefill_backend:
+        cleanup.callback(prefill_backend.close)
+    ray_job = None if backend else place_on_ray(config)  # refused before a model is loaded
+    if ray_job:
+        cleanup.callback(ray_job.end)
+    ranks = begin_ranks(config)
+    if ranks:
+        cleanup.callback(ranks.close)
+        config = ranks.config
+    set_threads(pin_s_worker(config))
+    model = SModel(config, ranks.rank if ranks else None)
+    own = backend or make_backend(config, config.r_core_list or r_cores, prefill_backend, ray_job)
+    pool = _open(config, model, own, ranks, cleanup)
+    return _put_together(config, model, pool, prefill_backend, cleanup)
+
+
+def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ranks | None, cleanup: ExitStack) -> _Pool:
+    """The R-workers of ``own``, or those of all ranks, with caches for ``model``."""
+    shared = ranks.backend(own) if ranks else None
+    backend = shared or own
+    cleanup.callback(backend.close)
+    layout = replace(model.layout, isa=config.uniform_arithmetic, kv_port=kv_port(config))
+    r_workers = backend.open(layout)
+    check_room(config, model.max_model_len, model.layout, r_workers)
+    return _Pool(backend, shared, layout, r_workers)
+
+
+def _put_together(
+    config: EngineConfig, model: SModel, pool: _Pool, prefill_backend: PrefillBackend | None, cleanup: ExitStack
+) -> Parts:
+    own_cores = model.on_gpu or any(worker.own_cores for worker in pool.r_workers)
+    num_mini_batches = config.num_mini_batches or (2 if own_cores else 1)
+    scratch_tokens = prompt_tokens(config, model, pool.r_workers)
+    if pool.ranks:
+        pool.ranks.begin_prompts(scratch_tokens)
+    prompts = _make_prompts(config, model, pool, scratch_tokens, cleanup)
+    s_worker = _make_s_worker(config, model, pool, prompts, num_mini_batches)
+    in_flight = InFlight()
+    speculation = _make_speculation(config, model, s_worker, num_mini_batches, in_flight, cleanup)
+    prefill_policy = None
+    if prefill_backend:
+        num_workers = prefill_backend.open(
+            model.identity, model.max_model_len, model.vocab_size, model.layout.model_dtype
+        )
+        prefill_policy = make_prefill_policy(config, model, s_worker, pool.r_workers, num_workers)
+    scheduler = make_scheduler(
+        config, model, s_worker, pool.r_workers, num_mini_batches, scratch_tokens, prefill_policy
+    )
+    method = config.prefill_parallel
+    prefills = RemotePrefills(prefill_backend, pool.r_workers, method) if prefill_backend else None
+    world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks)
+    requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock)
+    membership = Membership(world.now(), [worker.name for worker in pool.r_workers])
+    return Parts(config, model, num_mini_batches, scheduler, world, requests, membership, prefills, speculation)
+
+
+def _make_prompts(
+    config: EngineConfig, model: SModel, pool: _Pool, num_tokens: int, cleanup: ExitStack
+) -> PromptCache | None:
+    """What attends up to ``num_tokens`` tokens of prompts on this process's cores; None: torch, or nothing does."""
+    if model.on_gpu or not num_tokens:
+        return None
+    backend = make_prompt_backend(config, pool.layout, num_tokens, pool.r_workers)
+    cleanup.callback(backend.close)
+    return PromptCache(backend)
+
+
+def _make_s_worker(
+    config: EngineConfig, model: SModel, pool: _Pool, prompts: PromptCache | None, num_mini_batches: int
+) -> SWorker:
+    """The dense layers of ``model``; where ranks share it, this rank's, with the others led."""
+    clock = StateClock()
+    if pool.ranks:
+        lead = pool.ranks.lead
+        return SWorker(model.model, model.layout, pool.backend, clock, prompts=prompts, lead=lead, in_order=True)
+    s_worker = SWorker(model.model, model.layout, pool.backend, clock, prompts=prompts)
+    if not config.enforce_eager:
+        s_worker.capture_graphs(num_mini_batches, config.max_num_seqs)
+    return s_worker
+
+
+def _make_speculation(
+    config: EngineConfig,
+    model: SModel,
+    s_worker: SWorker,
+    num_mini_batches: int,
+    in_flight: InFlight,
+    cleanup: ExitStack,
+) -> Speculation | None:
+    """What drafts tokens for the requests in flight, where any are to be drafted."""
+    if config.speculative is None:
+        return None
+
+    def make_own_backend(layout: KVLayout) -> AttentionBackend:
+        return make_draft_backend(config, layout, model.max_model_len)
+
+    drafter = make_drafter(config, config.speculative, model, s_worker, num_mini_batches, make_own_backend, cleanup)
+    return Speculation(drafter, in_flight, s_worker.clock)

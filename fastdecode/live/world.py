@@ -1,0 +1,155 @@
+"""The cycle's real world: an S-worker, its R-workers, and this process's clock."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from fastdecode.api.request import InFlight
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.metrics import StateClock, StepRecord, Tracer, step_record
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.step import ScheduledStep
+from fastdecode.core.types import RWorkerInfo, StepReport
+from fastdecode.cycle import Newcomer
+from fastdecode.live.requests import Sampled
+from fastdecode.prefills.remote_prefills import RemotePrefills
+from fastdecode.scheduler import Transfer
+from fastdecode.sworker import SWorker
+from fastdecode.sworker.random_prompts import RandomPrompts
+from fastdecode.tensor_parallel.backend import TensorParallelBackend
+
+PATIENCE_SECONDS = 0.05
+"""Most time of a step that only waits for prefill workers: its caller may have more requests."""
+
+
+class LiveWorld:
+    """``World`` of an engine.
+
+    ``overlap``: mini-batches take turns, S-worker and R-workers at once; False only to measure what that gains.
+    ``tracer`` keeps what every side does, where there is one; ``clock`` then records intervals.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        s_worker: SWorker,
+        r_workers: list[RWorkerInfo],
+        in_flight: InFlight,
+        prefills: RemotePrefills | None = None,
+        ranks: TensorParallelBackend | None = None,
+    ) -> None:
+        """R-workers that join are entered in ``r_workers``. ``ranks``: ``backend``, where ranks share the model."""
+        self.backend, self.s_worker, self.r_workers = backend, s_worker, r_workers
+        self.clock: StateClock = s_worker.clock
+        self.tracer: Tracer | None = None
+        self.overlap = True
+        self._in_flight = in_flight
+        self._prefills = prefills
+        self._ranks = ranks
+
+    @property
+    def kept_prompts(self) -> Sequence[int]:
+        """See ``World``."""
+        return self.s_worker.prompts.sequence_ids
+
+    def now(self) -> float:
+        """Seconds of ``time.perf_counter``."""
+        return time.perf_counter()
+
+    def tell(self, step: ScheduledStep) -> None:
+        """See ``World``."""
+        self.backend.begin_step(step.to_step_plan())
+
+    def compute(self, step: ScheduledStep) -> Sampled:
+        """Sampled tokens of ``step``, and of the prompts that prefill workers have computed."""
+        sampled = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
+        arrived = self._prefills.logits(step.arrived) if self._prefills else {}
+        sampling = {each: self._in_flight.sampling_rows(each, step.drafts.get(each)) for each in (*sampled, *arrived)}
+        return self.s_worker.run(step, sampling, self.overlap, arrived)
+
+    def score(self, step: ScheduledStep) -> np.ndarray:
+        """Log-probability of each next token in the one scored chunk of ``step``: float32 [num_tokens - 1].
+
+        Nothing of it stays on the R-workers.
+        """
+        self.tell(step)
+        try:
+            return self.s_worker.score(step).numpy()
+        finally:
+            self.abandon_step()
+
+    def end_step(self) -> StepReport:
+        """See ``World``."""
+        return self.backend.end_step()
+
+    def abandon_step(self) -> None:
+        """See ``World``."""
+        self.backend.abandon_step()
+
+    def wait(self) -> None:
+        """Until something has become of a prompt that prefill workers compute, or for ``PATIENCE_SECONDS``."""
+        if self._prefills:
+            self._prefills.wait(PATIENCE_SECONDS)
+
+    def transfer(self, transfer: Transfer) -> float:
+        """See ``World``."""
+        start, first, count = time.perf_counter(), transfer.num_copied, transfer.num_tokens
+        data = self.backend.export(transfer.source, transfer.cache_id, first, count)
+        self.backend.import_(transfer.target, transfer.cache_id, count, data, first)
+        return time.perf_counter() - start
+
+    def admit(self, vacant: Sequence[int]) -> dict[int, Newcomer]:
+        """See ``World``. The bandwidth that a newcomer measured counts where all R-workers measured theirs."""
+        joined = self.backend.admit(vacant)
+        return {index: self._enter(index, info) for index, info in joined.items()}
+
+    def dismiss(self, worker: int) -> None:
+        """See ``World``."""
+        self.backend.dismiss(worker)
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``World``."""
+        if self._ranks and self.kept_prompts:
+            self._ranks.forget(sequence_id)
+        self.s_worker.forget(sequence_id)
+
+    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> StepRecord:
+        """See ``World``; the clock begins the next step's seconds."""
+        seconds = self.clock.snapshot()
+        self.clock.restart()
+        if self.tracer:
+            self.tracer.add(self.clock.intervals, report)
+            self.clock.intervals.clear()
+        return step_record(step, report, seconds, num_output_tokens, self.overlap)
+
+    def start_tracing(self) -> Tracer:
+        """Keep what every side does from now on."""
+        self.tracer = self.tracer or Tracer()
+        self.clock.recording = True
+        return self.tracer
+
+    @contextlib.contextmanager
+    def computed_by(self, make_s_worker: Callable[..., SWorker]) -> Iterator[None]:
+        """Have another S-worker, ``make_s_worker(model, layout, backend, clock)``, compute the steps meanwhile.
+
+        For measurements that need full caches and not the prompts that fill them. Where ranks share the model the
+        others know ``RandomPrompts`` alone: ConfigError for another.
+        """
+        if self._ranks and make_s_worker is not RandomPrompts:
+            raise ConfigError("tensor_parallel_size: another S-worker can compute the steps of one rank only: give 1")
+        own, lead = self.s_worker, {"lead": partial(self._ranks.lead, at_random=True)} if self._ranks else {}
+        self.s_worker = make_s_worker(own.model, own.layout, own.backend, own.clock, **lead)
+        try:
+            yield
+        finally:
+            self.s_worker = own
+
+    def _enter(self, index: int, info: RWorkerInfo) -> Newcomer:
+        measured = info.read_gb_per_s and all(worker.read_gb_per_s for worker in self.r_workers)
+        self.r_workers[index : index + 1] = [info]
+        return Newcomer(info.num_blocks, info.read_gb_per_s if measured else None, info.host, info.name)
