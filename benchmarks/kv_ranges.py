@@ -31,7 +31,11 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import KVLayout, LayerLayout, Verb, to_wire
-from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, StepCost
+from fastdecode.cycle import Cycle, Membership
+from fastdecode.perfmodel.simulate import SimulatedRequest, StepCost
+from fastdecode.perfmodel.simulate.clock import Clock
+from fastdecode.perfmodel.simulate.requests import SimulatedRequests
+from fastdecode.perfmodel.simulate.world import SimulatedWorld
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 BLOCK_SIZE = 32
@@ -42,19 +46,33 @@ STEPS = 5
 """Steps of each number of R-workers in a round; a round's R time is their median."""
 
 
-class RealSteps(Simulator):
+class RealSteps(SimulatedWorld):
     """Takes the scheduler's steps on real R-workers, with random rows."""
 
     def __init__(self, scheduler: Scheduler, backend: PoolBackend, layout: KVLayout) -> None:
-        super().__init__(scheduler, self, self._note)  # type: ignore[arg-type]
-        self.backend, self.layout, self.kv_bytes_per_token, self.seconds_per_moved_token = backend, layout, 0, 0.0
+        self.clock = Clock()
+        super().__init__(scheduler.limits, self, self.clock)  # type: ignore[arg-type]
+        self.scheduler, self.backend, self.layout, self.kv_bytes_per_token = scheduler, backend, layout, 0
+        self.seconds_per_moved_token = 0.0
         self.steady: list[StepRecord] = []
         spec, rng = layout.layers[0], np.random.default_rng(0)
         shapes = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         draws = (rng.standard_normal((MOST_ROWS, heads, spec.key_head_dim), dtype=np.float32) for heads in shapes)
         self.rows = [to_wire(draw, layout.model_dtype) for draw in draws]
 
-    def _cost(self, step: ScheduledStep, num_scored_rows: int) -> StepCost:
+    def run(self, requests: list[SimulatedRequest]) -> None:
+        """All of them at once, to their ends."""
+        answered = SimulatedRequests(self.clock)
+        answered.expect(requests)
+        for request in requests:
+            answered.arrive(self.scheduler, request)
+        self._num_requests = len(requests)
+        cycle = Cycle(self.scheduler, self, answered, [Membership()], self._note)
+        while self.scheduler.has_unfinished:
+            cycle.turn()
+
+    def cost(self, step: ScheduledStep, num_scored_rows: int) -> StepCost:
+        """Run the step, and measure it."""
         start = time.perf_counter()
         self.backend.begin_step(step.to_step_plan())
         used = [(i, part) for i, part in enumerate(step.mini_batches) if len(part)]
@@ -74,7 +92,7 @@ class RealSteps(Simulator):
         return StepCost(wall, wall / 2, 0.0, 0.0, busy)
 
     def _note(self, step: StepRecord) -> None:
-        if step.is_decode and step.num_output_tokens == len(self._requests):
+        if step.is_decode and step.num_output_tokens == self._num_requests:
             self.steady.append(step)
 
 

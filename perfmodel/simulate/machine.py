@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
+from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.gpu_only import GpuStepTime
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.step_model import StepModel
@@ -39,18 +40,25 @@ class Machine(Protocol):
         """Return the cost of a step with ``load`` in which each R-worker attends its part of ``kv_loads`` tokens."""
         ...
 
+    def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> Machine:
+        """Return the same machine with R-worker ``places[i]`` in place i; below 0: it is empty. ``factors``: how many
+        times as slow as at first some of them are."""
+        ...
+
 
 @dataclass(frozen=True)
 class SplitMachine:
     """FastDecode: an S-worker and R-workers. A step waits for the busiest of these, whatever the others do.
 
-    ``speeds``: of each R-worker, in any unit; the model's is their mean. None: all are equal.
+    ``speeds``: of each R-worker, in any unit; the model's is their mean. None: all are equal. ``slowness``: of the
+    R-worker in each place, how many times as slow it is as the model says, on top of that.
     """
 
     model: StepModel
     kv_bytes_per_token: int = 0
     speeds: tuple[float, ...] | None = None
     seconds_per_moved_token: float = 0.0
+    slowness: tuple[float, ...] | None = None
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
         """By the model, as if every R-worker were as fast as the mean and had the busiest one's load."""
@@ -58,6 +66,8 @@ class SplitMachine:
         loads = np.asarray(kv_loads, np.float64)
         if self.speeds is not None:
             loads = loads * np.mean(self.speeds) / self.speeds
+        if self.slowness is not None:
+            loads = loads * self.slowness
         as_busiest = model.num_r_workers * float(loads.max())
         load = replace(load, kv_tokens=as_busiest)
         stages, k = model.stages(load), model.num_mini_batches
@@ -72,6 +82,13 @@ class SplitMachine:
             transfer_seconds=calls * stages.trip,
             r_seconds=calls * attending,
         )
+
+    def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> SplitMachine:
+        """Return this machine with its R-workers in other places. Beyond those of ``speeds`` they have the mean."""
+        mean, speeds = float(np.mean(self.speeds or 1.0)), dict(enumerate(self.speeds or ()))
+        slowness = tuple(mean / speeds.get(each, mean) * factors.get(each, 1.0) for each in places)
+        model = replace(self.model, num_r_workers=sum(each >= 0 for each in places))
+        return replace(self, model=model, speeds=None, slowness=slowness)
 
 
 @dataclass(frozen=True)
@@ -91,3 +108,7 @@ class GpuMachine:
         kv_tokens = sum(kv_loads)
         wall, s_part = (self.step_time(load.rows, tokens, load.sampled) for tokens in (kv_tokens, 0))
         return StepCost(wall, s_part, 0.0, 0.0, np.array([wall - s_part]))
+
+    def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> GpuMachine:
+        """Raise PlanError: nothing comes or goes."""
+        raise PlanError("a GPU alone has no R-workers that come and go")

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fastdecode.core.step import ScheduledStep
+from fastdecode.cycle import Companion, Cycle
+from fastdecode.perfmodel.simulate.clock import Clock
 from fastdecode.perfmodel.speculation import Drafting
 
 
@@ -64,3 +66,24 @@ class SimulatedDrafter:
             weight = max(mean * (1 - mean) / spread**2 - 1, 1e-3)
             self._acceptance[sequence_id] = float(self._rng.beta(mean * weight, (1 - mean) * weight))
         return self._acceptance[sequence_id]
+
+
+class SimulatedSpeculation(Companion):
+    """Before each step: asks the scheduler for whom to draft, and lets the time of drafting pass."""
+
+    def __init__(self, drafter: SimulatedDrafter, clock: Clock) -> None:
+        self._drafter, self._clock = drafter, clock
+
+    def prepare(self, cycle: Cycle) -> None:
+        """Draft as ``Speculation`` does for a live engine."""
+        scheduler = cycle.scheduler
+        wanted = scheduler.drafts_wanted()
+        if not wanted:
+            return
+        scheduler.propose(self._drafter.propose(wanted))
+        decoding = scheduler.residents.decoding
+        kv_tokens = sum(decoding[sequence_id].num_cached for sequence_id in wanted)
+        seconds = self._drafter.seconds(wanted, kv_tokens)
+        if policy := scheduler.drafts.policy:
+            policy.observe_drafting(len(wanted), max(wanted.values()), seconds)
+        self._clock.work(seconds)
