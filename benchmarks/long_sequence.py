@@ -19,10 +19,10 @@ from fastdecode.core.metrics import StepRecord
 from fastdecode.core.types import SPLIT_TOKENS
 from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS
 from fastdecode.perfmodel.model_shape import BUILT_IN
-from fastdecode.perfmodel.ranges import RangeRates
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
 from fastdecode.perfmodel.step_model import StepModel
+from fastdecode.perfmodel.storage_costs import StorageCosts
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.store.place import UNLIMITED
 
@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, workers: int, range_tokens: int) -> tuple[
     model = StepModel(
         shape.num_layers, GpuSPart(shape, gpu), host_r_part(shape, shape.dtype, CPU_HOSTS["epyc-7452"]), workers,
         transport=Transport(shape.attending_row_bytes, (gpu.host_bytes_per_second, LINK_BYTES_PER_SECOND)),
-        range_rates=RangeRates.of(shape),
+        storage=StorageCosts.of(shape),
     )  # fmt: skip
     limits = Limits(
         max_num_seqs=args.num_short + 1,

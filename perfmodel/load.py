@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fastdecode.core.step import ScheduledStep
-from fastdecode.perfmodel.ranges import RangeParts, tail_partials
+from fastdecode.core.types import SPLIT_TOKENS
+
+
+class RangeParts(NamedTuple):
+    """The rows of a step that ranges make: ``reads`` are queries that go to a closed range, ``partials`` are partial
+    results that come back, those of tails included."""
+
+    reads: float = 0.0
+    partials: float = 0.0
+
+
+NO_RANGES = RangeParts()
 
 
 @dataclass(frozen=True)
@@ -13,9 +25,8 @@ class Load:
     """The numbers of one step over all its mini-batches and R-workers; a mean step has fractions.
 
     The S-worker computes ``rows``. Only ``sampled`` of them attend on R-workers and meet the head and the host; the
-    others are prompts', which attend on the S-worker. R-workers read ``kv_tokens`` cached tokens. ``reads``: queries
-    that go to a closed range. ``partials``: rows of partial results that come back, those of tails included.
-    ``copied_rows``: rows that a second R-worker stores too.
+    others are prompts', which attend on the S-worker. R-workers read ``kv_tokens`` cached tokens. ``reads`` and
+    ``partials``: see ``RangeParts``. ``copied_rows``: rows that a second R-worker stores too.
     """
 
     rows: float
@@ -33,17 +44,29 @@ class Load:
     @staticmethod
     def of(step: ScheduledStep, sampled: float, kv_tokens: float) -> Load:
         """Return the load of a scheduled step; drafts and shared readings decide ``sampled`` and ``kv_tokens``."""
-        parts = _range_parts(step)
-        return Load(step.num_tokens, sampled, kv_tokens, parts.num_reads, parts.num_partials, _copied_rows(step))
-
-    @property
-    def ranges(self) -> RangeParts:
-        """The queries and partial results of sequences with several ranges."""
-        return RangeParts(self.reads, self.partials)
+        return Load(step.num_tokens, sampled, kv_tokens, *_range_parts(step), _copied_rows(step))
 
     def with_ranges(self, parts: RangeParts) -> Load:
         """Return this load with the reads and partial results of ``parts``."""
-        return replace(self, reads=parts.num_reads, partials=parts.num_partials)
+        return replace(self, reads=parts.reads, partials=parts.partials)
+
+
+def tail_partials(num_tokens: int) -> int:
+    """Return the partial results of a row of a tail of so many tokens: one per aligned power of two of splits."""
+    return bin(-(-num_tokens // SPLIT_TOKENS)).count("1")
+
+
+def mean_parts(num_rows: float, context: float, range_tokens: float) -> RangeParts:
+    """Return the reads and partial results of ``num_rows`` rows over ``context`` tokens each, with tails of any length.
+
+    A sequence is cut into ranges of ``range_tokens``, the last of which is its tail.
+    """
+    if context < range_tokens:
+        return NO_RANGES
+    closed = context // range_tokens
+    splits = range(1, int(range_tokens // SPLIT_TOKENS) + 1)
+    tail = sum(tail_partials(each * SPLIT_TOKENS) for each in splits) / len(splits)
+    return RangeParts(num_rows * closed, num_rows * (closed + tail))
 
 
 def _copied_rows(step: ScheduledStep) -> int:

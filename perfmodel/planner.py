@@ -9,12 +9,11 @@ from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.types import SPLIT_TOKENS
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
-from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.load import Load, mean_parts
 from fastdecode.perfmodel.plan import NO_PRICES, Candidate, Plan, Prices, Workload
-from fastdecode.perfmodel.ranges import RangeRates, mean_parts
-from fastdecode.perfmodel.replicas import FREE_COPIES, CopyCosts
 from fastdecode.perfmodel.stages import RPart, SPart, Transport
-from fastdecode.perfmodel.step_model import FREE_RANGES, NO_TRANSPORT, StepModel
+from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
+from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
 
 KNEE_GAIN = 0.1
 """The batch is large enough when doubling it would raise E(B) by less than this."""
@@ -56,9 +55,8 @@ class Planner:
     kv_bytes_per_token: int | None = None
     num_ranks: int = 1
     range_tokens: float = math.inf
-    range_rates: RangeRates = FREE_RANGES
     kv_replicas: int = 1
-    copy_costs: CopyCosts = FREE_COPIES
+    storage: StorageCosts = NO_STORAGE_COSTS
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_mini_batches", "r_workers_per_host", "num_ranks"):
@@ -143,7 +141,7 @@ class Planner:
             self.workload.shared_prefix_len,
             self.r_part.call_seconds,
             self.r_part.row_seconds
-            + self.copy_costs.append_seconds * self.copied_rows(self.workload.rows_per_output_token),
+            + self.storage.append_seconds * self.copied_rows(self.workload.rows_per_output_token),
         )
 
     def step_model(self, num_r_workers: float) -> StepModel:
@@ -157,14 +155,14 @@ class Planner:
             self.transport,
             self.step_overhead_seconds + self.r_worker_overhead_seconds * num_r_workers,
             self.row_overhead_seconds,
-            range_rates=self.range_rates,
-            copy_costs=self.copy_costs,
+            storage=self.storage,
         )
 
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
         """What a number of R-workers gives, whether or not it is the plan's."""
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
-        model, load = self.step_model(num_r_workers), self.mean_load(in_flight, num_r_workers)
+        rows, kv_tokens = self.mean_step(in_flight, num_r_workers)
+        model, load = self.step_model(num_r_workers), self.load(rows, in_flight, kv_tokens, num_r_workers)
         stages, seconds = model.stages(load), model.seconds(load)
         rate = in_flight / seconds
         hosts = _round_up(self.num_ranks * num_r_workers / self.r_workers_per_host)
@@ -182,11 +180,10 @@ class Planner:
             price_per_million_tokens=self.prices.per_million_tokens(hosts, rate),
         )
 
-    def mean_load(self, in_flight: float, num_r_workers: float) -> Load:
-        """Return the load of the mean step, without drafts."""
-        rows, kv_tokens = self.mean_step(in_flight, num_r_workers)
-        parts = mean_parts(in_flight, self.workload.mean_context, self.range_tokens)
-        return Load(rows, in_flight, kv_tokens, *parts, self.copied_rows(rows, num_r_workers))
+    def load(self, rows: float, sampled: float, kv_tokens: float, num_r_workers: float) -> Load:
+        """Return the load of a step with so many rows, with what ranges and second copies add for mean sequences."""
+        parts = mean_parts(sampled, self.workload.mean_context, self.range_tokens)
+        return Load(rows, sampled, kv_tokens, *parts, self.copied_rows(rows, num_r_workers))
 
     def mean_step(self, in_flight: float, num_r_workers: float) -> tuple[float, float]:
         """Rows, and cached tokens read, of the mean step: each R-worker reads a shared prefix once per mini-batch."""
@@ -202,7 +199,7 @@ class Planner:
 
     def link_growth(self) -> float | None:
         """Of the bytes on the way to R-workers and back, by second copies; None where they are not known."""
-        return self.copy_costs.link_bytes / self.transport.row_bytes if self.transport.row_bytes else None
+        return self.storage.copied_bytes / self.transport.row_bytes if self.transport.row_bytes else None
 
     @property
     def _attended_context(self) -> float:
@@ -224,7 +221,7 @@ class Planner:
     def _other_stages(self, mini_batch_size: int) -> float:
         """Seconds of the slowest stage of a layer but the R-part."""
         rows = mini_batch_size * self.workload.rows_per_output_token
-        copied_bytes = self.copy_costs.link_bytes * self.copied_rows(rows)
+        copied_bytes = self.storage.copied_bytes * self.copied_rows(rows)
         hop = self.transport.stage_seconds(rows, last_bytes=copied_bytes) if self.transport.overlapped else 0.0
         return max(self.s_part.layer_seconds(rows), hop)
 

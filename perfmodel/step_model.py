@@ -9,13 +9,11 @@ import numpy as np
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.ranges import RangeRates
-from fastdecode.perfmodel.replicas import FREE_COPIES, CopyCosts
 from fastdecode.perfmodel.stages import Contention, RPart, SPart, Stages, Transport
+from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
 
 NO_TRANSPORT = Transport()
 NO_CONTENTION = Contention()
-FREE_RANGES = RangeRates()
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,7 @@ class StepModel:
     ``num_r_workers`` may be a fraction while a plan is being weighed. ``contention``: of S-worker and R-workers on one
     machine. ``r_workers_per_core``: R-workers that take turns on the same cores. ``drains``: R-workers wait while the
     first mini-batch comes to its first attention and the last one leaves its last, a layer and the head in all; the
-    paper's equations, and so presets, know nothing of it. ``range_rates``: what partial results of ranges cost.
-    ``copy_costs``: of rows that a second R-worker stores too.
+    paper's equations, and so presets, know nothing of it. ``storage``: what ranges and second copies cost.
     """
 
     num_layers: int
@@ -47,8 +44,7 @@ class StepModel:
     contention: Contention = NO_CONTENTION
     r_workers_per_core: int = 1
     drains: bool = False
-    range_rates: RangeRates = FREE_RANGES
-    copy_costs: CopyCosts = FREE_COPIES
+    storage: StorageCosts = NO_STORAGE_COSTS
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.num_mini_batches, self.r_workers_per_core)
@@ -70,11 +66,11 @@ class StepModel:
     def stages(self, load: Load) -> Stages:
         """Return the stages of one layer and one mini-batch of a step with ``load``."""
         rows, calls = load.rows / self.num_mini_batches, self.num_mini_batches * self.num_r_workers
-        ranges, attending = load.ranges, load.sampled + load.reads
-        more_bytes = self.range_rates.link_bytes(ranges) / self.num_mini_batches
-        merging = self.range_rates.merge_seconds(ranges.over(self.num_mini_batches), rows)
-        copied_bytes = self.copy_costs.link_bytes * load.copied_rows / self.num_mini_batches
-        storing = self.copy_costs.append_seconds * load.copied_rows / calls
+        attending = load.sampled + load.reads
+        more_bytes = self.storage.link_bytes(load) / self.num_mini_batches
+        merging = self.storage.merge_seconds(load, self.num_mini_batches)
+        copied_bytes = self.storage.copied_bytes * load.copied_rows / self.num_mini_batches
+        storing = self.storage.append_seconds * load.copied_rows / calls
         return Stages(
             s_part=self.s_part.layer_seconds(rows) + merging,
             r_part=self.r_workers_per_core * (self.r_part.seconds(load.kv_tokens / calls, attending / calls) + storing),

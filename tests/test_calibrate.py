@@ -37,10 +37,10 @@ from fastdecode.measure.throughput import run_throughput
 from fastdecode.measure.validation import NUM_STEPS, Configuration, Validation, require_measured, validated_row
 from fastdecode.perfmodel.calibration import Steadied
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model, this_machine
-from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.load import NO_RANGES, Load, RangeParts
 from fastdecode.perfmodel.profile import HERE, HardwareProfile, MachineIdentity
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
-from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, RangeRates
+from fastdecode.perfmodel.storage_costs import StorageCosts
 from fastdecode.sworker.loader import model_shape
 
 PLAN = CalibrationPlan(
@@ -198,7 +198,7 @@ def test_what_was_measured_is_held_against_its_prediction(
     row = validated_row(profile, todo, recorded_steps(4 * context_len))
     shape = dataclasses.replace(profile.shape, num_layers=4)
     model = deployed_step_model(profile, shape, "float32", deployment, row.drift)
-    model = dataclasses.replace(model, range_rates=RangeRates.of(shape, 2.0))
+    model = dataclasses.replace(model, storage=StorageCosts.of(shape, slowness=2.0))
     parts = RangeParts(12, 16) if kv_shard_tokens else NO_RANGES  # three closed ranges and a tail of a split each
     assert todo.ranges == parts and (row.drift.s_part, row.drift.r_part) == (2.0, 3.0)
     predicted = model.seconds(Load.decode(4, 4 * context_len).with_ranges(parts))

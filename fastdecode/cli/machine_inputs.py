@@ -20,10 +20,8 @@ from fastdecode.perfmodel.plan import Prices, Workload
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
-from fastdecode.perfmodel.ranges import RangeRates
-from fastdecode.perfmodel.replicas import CopyCosts
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart, Transport, host_r_part
-from fastdecode.perfmodel.step_model import FREE_RANGES
+from fastdecode.perfmodel.storage_costs import StorageCosts
 from fastdecode.perfmodel.tensor_parallel import (
     ALONE,
     RankGroup,
@@ -105,7 +103,7 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     if args.cpu:
         raise ConfigError("cpu and profile are two ways to say how fast an R-worker is; give one")
     profile = load_profile(args.profile)
-    shape = _profiled_shape(args, profile)
+    shape = profiled_shape(args, profile)
     kv_dtype = _kv_dtype(args, shape)
     link, num_ranks = profile.transport(), args.tensor_parallel_size
     rates = (parse_link(args.link) / num_ranks,) if args.link else link.hop_bytes_per_second
@@ -179,9 +177,8 @@ def _planner(
         interval_steps=args.interval_steps,
         kv_bytes_per_token=kv_bytes,
         num_ranks=args.tensor_parallel_size,
-        range_rates=RangeRates.of(shape) if shape else FREE_RANGES,
         kv_replicas=args.kv_replicas,
-        copy_costs=CopyCosts.of(shape, r_part),
+        storage=StorageCosts.of(shape, r_part),
     )
 
 
@@ -260,7 +257,7 @@ def _memory(args: argparse.Namespace) -> int | None:
     return parse_bytes("kv_cache_memory", args.kv_cache_memory) if args.kv_cache_memory else None
 
 
-def _profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:
+def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:
     """The profile's model, or the one asked for where only its layers' number and KV heads are others."""
     if args.model is None:
         return profile.shape

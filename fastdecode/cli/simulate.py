@@ -18,9 +18,9 @@ from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutp
 from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags
 from fastdecode.cli.machine_inputs import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
-from fastdecode.cli.prefill_inputs import add_prefill_flags
 from fastdecode.cli.simulate_inputs import DATASETS, SimulationInputs, read_simulation
-from fastdecode.cli.speculation_inputs import add_speculation_flags
+from fastdecode.cli.variants.prefill_workers import add_prefill_flags
+from fastdecode.cli.variants.speculative_decoding import add_speculation_flags
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec

@@ -13,12 +13,13 @@ import numpy as np
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, named_shape, rank_group, read_inputs
-from fastdecode.cli.prefill_inputs import prefill_forecast
-from fastdecode.cli.speculation_inputs import read_drafting
+from fastdecode.cli.variants.prefill_workers import prefill_forecast
+from fastdecode.cli.variants.speculative_decoding import read_drafting
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE
 from fastdecode.core.metrics import StepRecord
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
+from fastdecode.perfmodel.draft_costs import Drafting
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.load import Load
@@ -33,7 +34,6 @@ from fastdecode.perfmodel.simulate import (
     SplitMachine,
 )
 from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
-from fastdecode.perfmodel.speculation import Drafting
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts

@@ -31,10 +31,10 @@ from fastdecode.measure.samples import (
 )
 from fastdecode.perfmodel.calibration import Anchor, Steadied, most_moved, steadily
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
-from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.load import NO_RANGES, Load, RangeParts, tail_partials
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
-from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, RangeRates, tail_partials
+from fastdecode.perfmodel.storage_costs import StorageCosts
 from fastdecode.perfmodel.tensor_parallel import rank_shape
 
 NUM_STEPS = 12
@@ -247,7 +247,7 @@ def validated_row(profile: HardwareProfile, configuration: Configuration, steadi
     shape, deployment = _shape(profile, configuration), configuration.deployment
     drift = Drift(steadied[0].drift, steadied[1].drift)
     model = deployed_step_model(profile, shape, configuration.kv_dtype, deployment, drift)
-    model = replace(model, range_rates=RangeRates.of(shape, drift.s_part))
+    model = replace(model, storage=StorageCosts.of(shape, slowness=drift.s_part))
     wall, s_part, r_part, host, kv_load = np.median(steadied[0].samples, axis=0).tolist()
     rows = configuration.batch_size
     load = Load.decode(rows, kv_load).with_ranges(configuration.ranges)

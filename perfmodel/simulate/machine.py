@@ -73,7 +73,7 @@ class SplitMachine:
         stages, k = model.stages(load), model.num_mini_batches
         calls = model.num_layers * k
         fixed = model.r_part.seconds(0, (load.sampled + load.reads) / k / model.num_r_workers)
-        storing = model.copy_costs.append_seconds * load.copied_rows / k / model.num_r_workers
+        storing = model.storage.append_seconds * load.copied_rows / k / model.num_r_workers
         attending = fixed * (loads > 0) + storing + model.r_part.seconds_per_token * loads / k
         return StepCost(
             wall_seconds=model.seconds(load),

@@ -8,8 +8,8 @@ import numpy as np
 
 from fastdecode.core.step import ScheduledStep
 from fastdecode.cycle import Companion, Cycle
+from fastdecode.perfmodel.draft_costs import Drafting
 from fastdecode.perfmodel.simulate.clock import Clock
-from fastdecode.perfmodel.speculation import Drafting
 
 
 class SimulatedDrafter:

@@ -15,16 +15,16 @@ from fastdecode.cli.main import main
 from fastdecode.cluster.wire.payload import row_counts
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
-from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.load import NO_RANGES, Load, RangeParts, mean_parts
 from fastdecode.perfmodel.model_shape import BUILT_IN
-from fastdecode.perfmodel.ranges import NO_RANGES, RangeParts, RangeRates, mean_parts
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
+from fastdecode.perfmodel.storage_costs import StorageCosts
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 SHAPE = BUILT_IN["llama-3-8b"]
-RATES = RangeRates.of(SHAPE)
+COSTS = StorageCosts.of(SHAPE)
 S_SECONDS, R_SECONDS, LINK = 1e-3, 1e-7, 1e9
 PLAN = ["--model", "llama-3-8b", "--gpu", "a10", "--cpu", "epyc-7452"]
 
@@ -32,7 +32,7 @@ PLAN = ["--model", "llama-3-8b", "--gpu", "a10", "--cpu", "epyc-7452"]
 def model(num_r_workers: int, **more: object) -> StepModel:
     transport = Transport(SHAPE.attending_row_bytes, (LINK,))
     s_part, r_part = MeasuredSPart((1,), (S_SECONDS,), (0.0,)), RPart(R_SECONDS)
-    return StepModel(4, s_part, r_part, num_r_workers, 2, transport, range_rates=RATES, **more)  # type: ignore[arg-type]
+    return StepModel(4, s_part, r_part, num_r_workers, 2, transport, storage=COSTS, **more)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2047), st.integers(1, 3)), min_size=1, max_size=4))
@@ -45,9 +45,9 @@ def test_what_is_asked_and_answered_is_what_r_workers_count(sequences: list[tupl
         chunks.append(Chunk(number, number % 3, base + cached, [1] * rows, base=base, reads=reads))
     step = ScheduledStep((MiniBatch.sorted([MiniBatch.of([chunk]) for chunk in chunks]),), ((), (), ()))
     counts = [row_counts(spans) for worker in step.to_step_plan().workers for spans in worker.mini_batches]
-    parts = Load.of(step, 0, 0).ranges
-    assert parts.num_partials == sum(count.partials for count in counts)
-    assert parts.num_reads == sum(chunk_rows(chunk) for chunk in chunks)
+    load = Load.of(step, 0, 0)
+    assert load.partials == sum(count.partials for count in counts)
+    assert load.reads == sum(chunk_rows(chunk) for chunk in chunks)
 
 
 def chunk_rows(chunk: Chunk) -> int:
@@ -59,12 +59,14 @@ def test_a_step_with_ranges_by_hand() -> None:
     plain, parts = model(4).stages(Load.decode(2, 8192)), RangeParts(8, 10)
     found = model(4).stages(Load.decode(2, 8192).with_ranges(parts))
     query, partial = 32 * 128 * 2, 32 * 130 * 4
-    assert (RATES.query_bytes, RATES.partial_bytes) == (query, partial)
+    assert (COSTS.query_bytes, COSTS.partial_bytes) == (query, partial)
     assert found.trip - plain.trip == pytest.approx((8 * query + 10 * partial) / 2 / LINK)
     assert found.hop - plain.hop == pytest.approx((8 * query + 10 * partial) / 2 / LINK)
     copied = (4 + 1) * query + 5 * partial  # of a mini-batch: the queries of its own row, too
     assert found.s_part - plain.s_part == pytest.approx(30e-6 + 5 * 32 * 28e-9 + copied / 12e9)
-    slow = replace(model(4), range_rates=RangeRates.of(SHAPE, 2.0)).stages(Load.decode(2, 8192).with_ranges(parts))
+    slow = replace(model(4), storage=StorageCosts.of(SHAPE, slowness=2.0)).stages(
+        Load.decode(2, 8192).with_ranges(parts)
+    )
     assert slow.s_part - plain.s_part == pytest.approx(2 * (found.s_part - plain.s_part))
     assert found.r_part == plain.r_part  # nothing is known of a row
     assert model(4).stages(Load.decode(2, 8192).with_ranges(NO_RANGES)) == plain

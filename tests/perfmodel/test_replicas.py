@@ -15,38 +15,39 @@ from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import Workload
 from fastdecode.perfmodel.planner import Planner
-from fastdecode.perfmodel.replicas import APPENDED_TOKENS, CopyCosts
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
+from fastdecode.perfmodel.storage_costs import APPENDED_TOKENS, StorageCosts
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 SHAPE = BUILT_IN["llama-7b"]
 S_SECONDS, R_SECONDS, PCIE, LINK = 1e-3, 1e-7, 4e9, 1e9
-COSTS = CopyCosts.of(SHAPE, RPart(R_SECONDS))
+COSTS = StorageCosts.of(SHAPE, RPart(R_SECONDS))
 TRANSPORT = Transport(SHAPE.attending_row_bytes, (PCIE, LINK))
 S_PART = MeasuredSPart((1,), (S_SECONDS,), (0.0,))
 NAMES = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452", "--seq-len", "1024", "--mini-batch-size", "1024"]
+LONG = ["--seq-len", "16384", "--prompt-len", "12288", "--mini-batch-size", "16"]
 WHAT = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452"]
 SIZES = ["--random-input-len", "16", "--random-output-len", "64", "--random-range-ratio", "0.5", "--num-prompts", "192"]
 
 
 def planner(**more: Any) -> Planner:
-    figures: dict[str, Any] = {"workload": Workload(1024), "copy_costs": COSTS, "transport": TRANSPORT} | more
+    figures: dict[str, Any] = {"workload": Workload(1024), "storage": COSTS, "transport": TRANSPORT} | more
     return Planner(num_layers=32, s_part=MeasuredSPart((1, 1024), (1e-3, 7e-3), (0.0, 0.0)), r_part=RPart(R_SECONDS),
                    **figures)  # fmt: skip
 
 
 def test_what_is_copied_by_hand() -> None:
     """Keys and values alone, once more over the last hop; storing them on another R-worker."""
-    model = StepModel(4, S_PART, RPart(R_SECONDS), 4, 2, TRANSPORT, copy_costs=COSTS)
+    model = StepModel(4, S_PART, RPart(R_SECONDS), 4, 2, TRANSPORT, storage=COSTS)
     plain, found = model.stages(Load.decode(64, 8192)), model.stages(Load(64, 64, 8192, copied_rows=40))
     key_values = 2 * 32 * 128 * 2
     assert found.trip - plain.trip == pytest.approx(20 * key_values / LINK)
     assert (plain.hop, found.hop) == (pytest.approx(32 * 2 * key_values / LINK), plain.hop + 20 * key_values / LINK)
     assert found.r_part - plain.r_part == pytest.approx(20 / 4 * APPENDED_TOKENS * R_SECONDS)
     assert found.s_part == plain.s_part
-    assert CopyCosts.of(SHAPE, RPart(R_SECONDS, 0.0, 1e-6)).append_seconds == 1e-6  # measured, attending included
+    assert StorageCosts.of(SHAPE, RPart(R_SECONDS, 0.0, 1e-6)).append_seconds == 1e-6  # measured, attending included
     machine = SplitMachine(model)
     one, two = (machine.cost(Load(64, 64, 8192, copied_rows=rows), [2048] * 4) for rows in (0, 40))
     assert two.transfer_seconds - one.transfer_seconds == pytest.approx(8 * 20 * key_values / LINK)
@@ -92,9 +93,31 @@ def test_plan_says_what_copies_and_a_loss_cost(tmp_path: Path, capsys: pytest.Ca
     assert "nothing is computed again" in text_two and two["kv_replicas"] == 2
     assert main(["plan", *NAMES, "--kv-replicas", "2", "--emit", "mpirun"]) == 0
     assert " --kv-replicas 2 " in capsys.readouterr().out
-    assert main(["plan", *NAMES, "--kv-replicas", "2", "--kv-shard-tokens", "1024"]) == 2
-    assert main(["plan", *NAMES, "--kv-replicas", "2", "--kv-cache-memory", "400MB"]) == 1
-    assert "a copy is of a whole sequence, of 1024" in capsys.readouterr().err
+
+
+def test_plan_takes_ranges_and_copies_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both cost what they cost alone; a lost R-worker stops every sequence that has one of its ranges there."""
+
+    def found(*flags: str) -> dict[str, Any]:
+        path = tmp_path / "plan.json"
+        assert main(["plan", *NAMES[:-4], *LONG, *flags, "--output-json", str(path)]) == 0
+        return json.loads(path.read_text())
+
+    ranges, copies = ["--kv-shard-tokens", "4096"], ["--kv-replicas", "2"]
+    one, two, both = found(*ranges), found(*copies), found(*ranges, *copies)
+    assert both["ranges"]["kv_shard_tokens"] == one["ranges"]["kv_shard_tokens"] == 4096
+    assert both["num_r_workers"] == two["num_r_workers"] >= one["num_r_workers"]
+    assert both["step_seconds"] > two["step_seconds"]
+    assert both["replicas"]["two"]["output_tokens_per_second"] == both["output_tokens_per_second"]
+    lost = one["replicas"]["lost_sequences"]
+    assert lost == pytest.approx(min(32, 32 * 4 / one["num_r_workers"]))  # 14,336 tokens on average are four ranges
+    assert both["replicas"]["lost_sequences"] == 0
+    assert "of 4096 tokens (--kv-shard-tokens)" in capsys.readouterr().out
+    assert main(["plan", *NAMES[:-4], *LONG, *ranges, *copies, "--emit", "mpirun"]) == 0
+    assert " --kv-shard-tokens 4096 --kv-replicas 2 " in capsys.readouterr().out
+    assert found(*copies, "--kv-cache-memory", "2GiB")["ranges"]["reason"] == "memory"  # one R-worker: 4,096 tokens
+    assert main(["plan", *NAMES, "--kv-shard-tokens", "1000"]) == 2
+    assert "kv_shard_tokens must be 512 times a power of two" in capsys.readouterr().err
 
 
 def test_simulated_copies_even_the_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

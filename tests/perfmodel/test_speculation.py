@@ -12,13 +12,14 @@ from helpers.drafting import AlwaysMost
 from helpers.hardware import LIMITS, PlainMachine
 
 from fastdecode.cli.main import main
+from fastdecode.cli.variants.speculative_decoding import plan_speculation
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import DraftPolicy
+from fastdecode.perfmodel.draft_costs import DraftCost, Drafting, row_share
 from fastdecode.perfmodel.equations import tokens_per_verification
 from fastdecode.perfmodel.plan import Workload
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.simulate import SimulatedDrafter, SimulatedRequest, Simulator, SplitMachine
-from fastdecode.perfmodel.speculation import DraftCost, Drafting, plan_speculation, row_share
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import SCHEDULES, Scheduler

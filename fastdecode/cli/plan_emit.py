@@ -1,42 +1,47 @@
-"""What ``fastdecode plan --emit`` prints: the hosts of a plan and the lines that start it, on placeholders."""
+"""The files of ``fastdecode plan --emit``: the hosts of a plan and the lines that start it, on placeholders."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fastdecode.api.settings import parse_kv_cache_memory
 from fastdecode.cli.kubernetes_lines import PodPlan, kubernetes_manifests
 from fastdecode.cli.launch_lines import S_COMMAND, HostSlots, JobShape, openmpi_line, ray_lines, slurm_script
-from fastdecode.cli.machine_inputs import PlanInputs, shared_host
+from fastdecode.cli.machine_inputs import shared_host
+from fastdecode.cli.variants import VARIANTS
+from fastdecode.cli.variants.variant import PlanCase
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.equations import TILE_TOKENS
 from fastdecode.perfmodel.hardware import find_cpu_host
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.plan import Plan
-from fastdecode.perfmodel.prefill_plan import PrefillPlan
 
 KEY_FILE = "pool.key"
 FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes", "ray")
 
 
-def emit(args: argparse.Namespace, inputs: PlanInputs, plan: Plan, prefill: PrefillPlan | None) -> str:
-    """In the format ``args.emit``. Each prefill worker has a host of its own, so that all ranks need a key."""
+def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
+    """Return the plan in the format that was asked for; ``found``: figures of its features, by their variants' names.
+
+    Each prefill worker has a host of its own, so that all ranks need a key.
+    """
+    args = case.args
+    num_prefill_workers = found["prefill"].num_prefill_workers if "prefill" in found else 0
     if args.emit in ("kubernetes", "ray"):
-        _check_simple(args, prefill)
+        _check_simple(args, num_prefill_workers)
     if args.emit == "kubernetes":
-        return kubernetes_manifests(_pod_plan(args, inputs, plan))
-    num_prefill_workers = prefill.num_prefill_workers if prefill else 0
+        return kubernetes_manifests(_pod_plan(case, found))
     job = JobShape(
         "s-worker",
-        tuple(_hosts(plan)),
-        f"{S_COMMAND} {_model_words(args)}{shlex.join(_s_words(args, inputs, plan))}",
-        _r_worker_flags(args, inputs),
+        tuple(_hosts(case.plan)),
+        f"{S_COMMAND} {_model_words(args)}{shlex.join(_s_words(case, found))}",
+        _r_worker_flags(case),
         named=False,
         p_hosts=tuple(HostSlots(f"prefill-host-{index + 1}", 1) for index in range(num_prefill_workers)),
         p_flags=f" {_model_words(args).rstrip()}" if args.model else "",
@@ -51,21 +56,22 @@ def emit(args: argparse.Namespace, inputs: PlanInputs, plan: Plan, prefill: Pref
     return openmpi_line(job, "hostfile") if args.emit == "mpirun" else slurm_script(job)
 
 
-def _check_simple(args: argparse.Namespace, prefill: PrefillPlan | None) -> None:
+def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
     """ConfigError for what these formats do not start."""
-    for name, unwanted in (("num_prefill_workers", prefill), ("tensor_parallel_size", args.tensor_parallel_size > 1)):
-        if unwanted:
+    unwanted = {"num_prefill_workers": num_prefill_workers, "tensor_parallel_size": args.tensor_parallel_size > 1}
+    for name, is_asked in unwanted.items():
+        if is_asked:
             raise ConfigError(f"{name}: --emit {args.emit} has an S-worker of one rank and its R-workers alone")
 
 
-def _pod_plan(args: argparse.Namespace, inputs: PlanInputs, plan: Plan) -> PodPlan:
+def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
     """Without a limit of the KV load: that is found while the pool grows and shrinks."""
-    words = _s_words(args, inputs, plan)
+    args, words = case.args, _s_words(case, found)
     at = words.index("--kv-load-limit")
     del words[at : at + 2]
-    memory = _kv_cache_memory(args, inputs)
+    memory = _kv_cache_memory(case)
     return PodPlan(
-        num_r_workers=plan.num_r_workers,
+        num_r_workers=case.plan.num_r_workers,
         s_flags=[f"{flag}={value}" for flag, value in zip(words[::2], words[1::2], strict=True)],
         model=Path(_model_path(args.model)).name if args.model else "",
         num_gpus=1 if args.gpu else 0,
@@ -79,9 +85,10 @@ def _r_cores(args: argparse.Namespace) -> int | None:
     return shared_host(args, find_cpu_host(args.cpu)).cores if args.cpu else None
 
 
-def _s_words(args: argparse.Namespace, inputs: PlanInputs, plan: Plan) -> list[str]:
+def _s_words(case: PlanCase, found: Mapping[str, Any]) -> list[str]:
     """Flags of the S-worker and their values: what the plan's inputs fix, but the model, and what the plan gives."""
-    rows = plan.in_flight * inputs.planner.workload.rows_per_output_token
+    plan, dtype = case.plan, case.args.kv_cache_dtype
+    rows = plan.in_flight * case.planner.workload.rows_per_output_token
     figures = {
         "--schedule": "sls",
         "--num-mini-batches": plan.num_mini_batches,
@@ -89,11 +96,10 @@ def _s_words(args: argparse.Namespace, inputs: PlanInputs, plan: Plan) -> list[s
         "--max-num-batched-tokens": math.ceil(rows / TILE_TOKENS) * TILE_TOKENS,
         "--kv-load-limit": plan.kv_load_limit,
     }
-    given: dict[str, object] = {} if args.kv_cache_dtype == "auto" else {"--kv-cache-dtype": args.kv_cache_dtype}
-    if plan.kv_replicas > 1:
-        given["--kv-replicas"] = plan.kv_replicas
-    if args.speculative_config:
-        given["--speculative-config"] = json.dumps(args.speculative_config)
+    given: dict[str, object] = {} if dtype == "auto" else {"--kv-cache-dtype": dtype}
+    for variant in VARIANTS:
+        if variant.name in found:
+            given |= variant.s_flags(case, found[variant.name])
     return [str(word) for pair in (given | figures).items() for word in pair]
 
 
@@ -112,16 +118,16 @@ def _model_path(model: str) -> str:
     return str(path.parent if path.name == "config.json" else path)
 
 
-def _r_worker_flags(args: argparse.Namespace, inputs: PlanInputs) -> str:
-    memory = _kv_cache_memory(args, inputs)
+def _r_worker_flags(case: PlanCase) -> str:
+    memory = _kv_cache_memory(case)
     return f" --kv-cache-memory {shlex.quote(memory)}" if memory else ""
 
 
-def _kv_cache_memory(args: argparse.Namespace, inputs: PlanInputs) -> str | None:
+def _kv_cache_memory(case: PlanCase) -> str | None:
     """What was asked for, or else what the plan took a preset to have; None where it counted on none."""
-    tokens, kv_bytes = inputs.planner.capacity_tokens, inputs.planner.kv_bytes_per_token
+    tokens, kv_bytes = case.planner.capacity_tokens, case.planner.kv_bytes_per_token
     found = str(round(tokens * kv_bytes)) if kv_bytes and tokens < math.inf else None
-    return args.kv_cache_memory or found
+    return case.args.kv_cache_memory or found
 
 
 def _hosts(plan: Plan) -> Iterator[HostSlots]:
