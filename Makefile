@@ -57,7 +57,7 @@ lint: $(STAMP)
 SOURCES := $(shell find rworker_cpp sworker/cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name CMakeLists.txt)
 $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[gguf,mpi,otel,ray,serve,structured,test]'
+	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[gguf,mpi,otel,plot,ray,serve,structured,test]'
 	touch $@
 
 # `$(call build,FOLDER,FLAGS)` compiles only where the content differs: a hash of sources, flags, tools and CPU, since

@@ -1,34 +1,34 @@
-"""What ``fastdecode plan --emit kubernetes`` prints: the manifests of examples/kubernetes, filled in."""
+"""``fastdecode plan --emit kubernetes``: the manifests of examples/kubernetes with a plan's values filled in."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 TEMPLATE = Path(__file__).with_name("kubernetes.yaml")
-"""A link to examples/kubernetes/base/fastdecode.yaml, which is all of it but the figures."""
+"""A link to examples/kubernetes/base/fastdecode.yaml."""
 
 MODELS = "/models"
-"""Where pods find models, in the claim that the header tells of."""
+"""The folder where pods find models, in the claim that the header tells of."""
 
 OWN_BYTES = 1 << 30
 """Memory of an R-worker's pod beside its KV cache."""
 
-Manifest = dict[str, Any]
+PLAIN = re.compile(r"[\w./:=,-]+")
+"""Words that YAML takes without quotes."""
 
 
 @dataclass(frozen=True)
 class PodPlan:
-    """What the pods of a plan need.
+    """The needs of a plan's pods.
 
     ``s_flags``: words of the S-worker's command line. ``model``: its folder's name in the claim, "" for the demo model.
-    ``num_gpus``: of the S-worker. ``r_cores``: of an R-worker, and ``kv_cache_bytes`` of its cache; None where the plan
-    does not know, so that the template's stay.
+    ``num_gpus``: GPUs of the S-worker. ``r_cores``: cores of an R-worker, and ``kv_cache_bytes`` of its cache; None
+    where the plan does not know, so that the template's stay.
     """
 
     num_r_workers: int
@@ -40,13 +40,12 @@ class PodPlan:
 
 
 def kubernetes_manifests(plan: PodPlan) -> str:
-    """All manifests as YAML, behind what is to be done before they are applied."""
-    manifests = [each for each in yaml.safe_load_all(TEMPLATE.read_text()) if each]
-    _fill_s_worker(_pod(manifests, "Deployment"), plan)
-    _fill_r_worker(_pod(manifests, "StatefulSet"), plan)
-    _find(manifests, "StatefulSet")["spec"]["replicas"] = plan.num_r_workers
-    text = yaml.safe_dump_all(manifests, sort_keys=False, width=120)
-    return "\n".join(f"# {line}" for line in _header(plan)) + "\n" + text.rstrip()
+    """Return all manifests as YAML, behind what is to be done before they are applied."""
+    manifests = re.sub(r"\A(#.*\n)+", "", TEMPLATE.read_text()).split("\n---\n")
+    for kind, fill in (("Deployment", _s_worker), ("StatefulSet", _r_worker)):
+        (at,) = (index for index, each in enumerate(manifests) if f"\nkind: {kind}\n" in each)
+        manifests[at] = fill(manifests[at], plan)
+    return "\n".join(f"# {line}" for line in _header(plan)) + "\n" + "\n---\n".join(manifests).rstrip()
 
 
 def _header(plan: PodPlan) -> Iterator[str]:
@@ -61,39 +60,43 @@ def _header(plan: PodPlan) -> Iterator[str]:
         yield f"Of the {plan.r_cores} cores of each R-worker one is left to its node. Set the S-worker's by your own."
 
 
-def _fill_s_worker(pod: Manifest, plan: PodPlan) -> None:
-    container = pod["containers"][0]
-    kept = [flag for flag in container["args"] if not flag.startswith("--r-workers=")]
+def _s_worker(manifest: str, plan: PodPlan) -> str:
     model = [f"--model={MODELS}/{plan.model}"] if plan.model else []
-    container["args"] = [*kept, f"--r-workers=join:{plan.num_r_workers}", *model, *plan.s_flags]
+    words = [word if PLAIN.fullmatch(word) else json.dumps(word) for word in (*model, *plan.s_flags)]
+    manifest = _filled(manifest, r"(?<=--r-workers=join:)\d+", str(plan.num_r_workers))
+    manifest = _after(manifest, "            - --shutdown-timeout=60", *(f"            - {word}" for word in words))
     if plan.model:
-        container["volumeMounts"].append({"name": "models", "mountPath": MODELS, "readOnly": True})
-        pod["volumes"].append({"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}})
+        mount = f"            - {{name: models, mountPath: {MODELS}, readOnly: true}}"
+        claim = "        - {name: models, persistentVolumeClaim: {claimName: models, readOnly: true}}"
+        manifest = _after(manifest, "            - {name: tmp, mountPath: /tmp}", mount)
+        manifest = _after(manifest, "      volumes:", claim)
     if plan.num_gpus:
-        container["image"] += "-cuda"
-        for kind in ("requests", "limits"):
-            container["resources"][kind]["nvidia.com/gpu"] = plan.num_gpus
-        pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        manifest = _filled(manifest, r"(?<=- name: s-worker\n          image: fastdecode:)\S+(?=\n)", r"\g<0>-cuda")
+        manifest = _filled(manifest, r"(?<=memory: )\d+Gi(?=}\n)", rf"\g<0>, nvidia.com/gpu: {plan.num_gpus}", 2)
+        tolerated = "      tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]"
+        manifest = _after(manifest, "      enableServiceLinks: false", tolerated)
+    return manifest
 
 
-def _fill_r_worker(pod: Manifest, plan: PodPlan) -> None:
-    container = pod["containers"][0]
-    both = [container["resources"][kind] for kind in ("requests", "limits")]
+def _r_worker(manifest: str, plan: PodPlan) -> str:
+    manifest = _filled(manifest, r"(?<=\n  replicas: )\d+", str(plan.num_r_workers))
     if plan.r_cores is not None:
-        for each in both:
-            each["cpu"] = str(max(1, plan.r_cores - 1))
+        manifest = _filled(manifest, r'"\d+"(?=, memory: \d+Gi})', f'"{max(1, plan.r_cores - 1)}"', 2)
     if plan.kv_cache_bytes is not None:
-        kept = [flag for flag in container["args"] if not flag.startswith("--kv-cache-memory=")]
-        container["args"] = [*kept, f"--kv-cache-memory={plan.kv_cache_bytes}"]
-        for each in both:
-            each["memory"] = f"{math.ceil((plan.kv_cache_bytes + OWN_BYTES) / 2**30)}Gi"
+        memory = math.ceil((plan.kv_cache_bytes + OWN_BYTES) / 2**30)
+        manifest = _filled(manifest, r"(?<=memory: )\d+Gi(?=}\n)", f"{memory}Gi", 2)
+        manifest = _filled(manifest, r"(?<=--kv-cache-memory=)\S+", str(plan.kv_cache_bytes))
+    return manifest
 
 
-def _pod(manifests: Sequence[Manifest], kind: str) -> Manifest:
-    found: Manifest = _find(manifests, kind)["spec"]["template"]["spec"]
-    return found
+def _after(manifest: str, line: str, *more: str) -> str:
+    """Put lines after one that the manifest has once."""
+    return _filled(manifest, re.escape(line) + r"(?=\n|$)", "\n".join((line, *more)).replace("\\", r"\\"))
 
 
-def _find(manifests: Sequence[Manifest], kind: str) -> Manifest:
-    (found,) = (each for each in manifests if each["kind"] == kind)
-    return found
+def _filled(manifest: str, pattern: str, text: str, times: int = 1) -> str:
+    """Replace ``pattern``; RuntimeError where the manifest has it more or fewer ``times``."""
+    filled, count = re.subn(pattern, text, manifest)
+    if count != times:
+        raise RuntimeError(f"{TEMPLATE}: {pattern!r} is there {count} times, not {times}")
+    return filled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -20,7 +21,8 @@ def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> 
     """Refuse, before anything is measured, a file that cannot be written; None stands for a file not asked for.
 
     Raises:
-        ConfigError: a path is a folder, lies in no folder, may not be written, or is a plot of an unknown format.
+        ConfigError: a path is a folder, lies in no folder, may not be written, or is a plot of an unknown format or
+            one that cannot be drawn since matplotlib is not installed.
     """
     pictures = list(filter(None, plots))
     for path in (*filter(None, paths), *pictures):
@@ -31,6 +33,8 @@ def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> 
             raise ConfigError(f"{path}: there is no such folder to write it in")
         if not os.access(path if Path(path).exists() else folder, os.W_OK):
             raise ConfigError(f"{path}: this user may not write it")
+    if pictures and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"{pictures[0]}: plots need matplotlib: pip install 'fastdecode[plot]'")
     for path in pictures:
         if Path(path).suffix.lower() not in PLOT_SUFFIXES:
             raise ConfigError(f"{path}: a plot must end in {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}")

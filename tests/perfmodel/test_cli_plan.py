@@ -255,6 +255,14 @@ def test_plot_is_a_picture(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
+def test_a_plot_without_matplotlib_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    assert main(["plan", *NAMES, "--plot", str(tmp_path / "plan.png")]) == 2
+    assert "plots need matplotlib: pip install 'fastdecode[plot]'" in capfd.readouterr().err
+
+
 def test_a_plan_takes_less_than_a_second_and_no_torch(tmp_path: Path) -> None:
     """Processor seconds, since the machine may be shared; the imports of the command itself in a process of its own."""
     start = time.process_time()
