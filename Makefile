@@ -99,10 +99,12 @@ fuzz: $(STAMP)
 	  $(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[fuzz]'
 	$(BIN)/python fuzz/run.py --runs $(FUZZ_RUNS)
 
-# Random rounds with kills, drains and joins, each against one undisturbed R-worker (tests/chaos); SEED repeats one.
+# Random rounds with kills, drains and joins, each against one undisturbed R-worker (tests/chaos); SEED repeats one,
+# KINDS="serve mpi" draws only these.
 ROUNDS ?= 10
 chaos: $(STAMP)
-	PYTHONPATH=tests PYTHONSAFEPATH=1 $(BIN)/python -m chaos --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=tests PYTHONSAFEPATH=1 $(BIN)/python -m chaos --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED)) \
+	  $(if $(KINDS),--kinds $(KINDS))
 
 # The OpenAPI document of `fastdecode serve` under schemathesis: no answer may be a 500.
 fuzz-api: $(STAMP)

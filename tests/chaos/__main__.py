@@ -12,44 +12,65 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from chaos.configuration import Configuration, draw
+from chaos.configuration import KINDS, SMALL, Configuration, draw
 
-KINDS = ("exception", "tokens", "blocks", "negative-free", "lost-count", "left", "hang")
+FAULTS = ("exception", "tokens", "blocks", "negative-free", "lost-count", "left", "hang")
+COUNTS = ("kills", "drains", "joins", "preemptions", "sequences", "tokens", "different", "missed")
 ROUND_SECONDS = 240
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seed", type=int, help="of the first round; the next ones follow (default: drawn)")
-    parser.add_argument("--small", action="store_true", help="rounds without further processes that import torch")
-    parser.add_argument("--ignore", nargs="*", default=[], choices=KINDS, help="faults that do not count")
-    parser.add_argument("--verbose", action="store_true", help="print what befell clean rounds, too")
-    options = parser.parse_args()
+    options = _options()
     import fastdecode.engine  # noqa: F401  the children need not load torch
 
     first = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
-    unclean = []
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+    unclean: dict[int, str] = {}
+    totals, kinds = Counter[str](), Counter[str]()
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
         for seed in range(first, first + options.rounds):
-            drawn = draw(seed, options.small)
+            drawn = draw(seed, options.kinds, options.small)
             start = time.monotonic()
             result = _in_child(drawn, Path(folder))
             faults = [fault for fault in result["faults"] if fault.split(":")[0] not in options.ignore]
-            seconds = time.monotonic() - start
-            print(f"seed {seed}: {'UNCLEAN' if faults else 'clean'}, {seconds:.1f} s, {result['num_steps']} steps, "
-                  f"{result['num_events']} events, {drawn}", flush=True)  # fmt: skip
+            counts = Counter(result["counts"])
+            totals.update(counts)
+            kinds[drawn.kind] += 1
+            print(f"seed {seed}: {'UNCLEAN' if faults else 'clean'}, {time.monotonic() - start:.1f} s, "
+                  f"{counts['steps']} steps, {counts['events']} events, {drawn}", flush=True)  # fmt: skip
             if faults:
-                unclean.append(seed)
+                unclean[seed] = faults[0].split(":")[0]
             if faults or options.verbose:
                 print("\n".join(["  " + line for line in (result["settings"], *result["log"], *faults)]), flush=True)
-    print(f"{options.rounds - len(unclean)} of {options.rounds} rounds clean; unclean seeds: {unclean or 'none'}")
+    _print_totals(options.rounds, unclean, totals, kinds)
     return 1 if unclean else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, help="of the first round; the next ones follow (default: drawn)")
+    parser.add_argument("--kinds", nargs="+", default=tuple(KINDS), choices=KINDS, help="of rounds (default: all)")
+    parser.add_argument("--small", action="store_true", help="short rounds without processes that import torch")
+    parser.add_argument("--ignore", nargs="*", default=[], choices=FAULTS, help="faults that do not count")
+    parser.add_argument("--verbose", action="store_true", help="print what befell clean rounds, too")
+    options = parser.parse_args()
+    if options.small:
+        options.kinds = SMALL
+    return options
+
+
+def _print_totals(num_rounds: int, unclean: dict[int, str], totals: Counter[str], kinds: Counter[str]) -> None:
+    """``missed``: events that found nothing to befall until their round's end; ``different``: tokens that are not the
+    reference's."""
+    print(f"{num_rounds} rounds ({', '.join(f'{kinds[kind]} {kind}' for kind in KINDS if kinds[kind])})")
+    print(", ".join(f"{totals[name]} {name}" for name in COUNTS))
+    found = ", ".join(f"{seed} ({kind})" for seed, kind in unclean.items())
+    print(f"{num_rounds - len(unclean)} clean, {len(unclean)} unclean{': ' * bool(unclean)}{found}")
 
 
 def _in_child(drawn: Configuration, folder: Path) -> dict[str, Any]:
@@ -72,7 +93,7 @@ def _in_child(drawn: Configuration, folder: Path) -> dict[str, Any]:
 
 
 def _no_result(fault: str) -> dict[str, Any]:
-    return {"faults": [fault], "log": [], "num_steps": 0, "num_events": 0, "settings": ""}
+    return {"faults": [fault], "log": [], "counts": {}, "settings": ""}
 
 
 def _end(child: int) -> None:
@@ -87,15 +108,14 @@ def _run_and_exit(drawn: Configuration, folder: Path, path: Path) -> None:
     """In the child; never returns."""
     status = 1
     try:
-        from chaos.round import Round
+        from chaos.jobs import run_round, write
 
         log = (folder / "log.txt").open("w")
         os.dup2(log.fileno(), 2)
         with (folder / "hang.txt").open("w") as hang:
             faulthandler.dump_traceback_later(ROUND_SECONDS - 5, file=hang)
-            result = Round(drawn, folder).run()
+            write(run_round(drawn, folder), path)
         faulthandler.cancel_dump_traceback_later()
-        path.write_text(json.dumps(asdict(result)))
         status = 0
     except BaseException:
         path.write_text(json.dumps(_no_result(f"exception: {traceback.format_exc()}")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,12 +28,23 @@ WHERE = (
 """Boundaries between two decisions of a step: before or after a call of the scheduler or of the R-workers' backend."""
 
 
+KINDS = {"plain": 10, "ranks": 2, "prefill": 3, "serve": 2, "mpi": 2, "ray": 1}
+"""Kinds of rounds and how often each is drawn: an engine over R-workers, two ranks that share the model, prefill
+workers, clients of ``fastdecode serve``, R-workers of an MPI job, and actors on Ray."""
+
+SMALL = ("plain",)
+"""Kinds that start no further process that imports torch."""
+
+LATEST = 0.7
+"""The share of the reference's steps after which nothing befalls a round: it may take fewer itself, with drafts."""
+
+
 @dataclass(frozen=True)
 class Event:
-    """``action`` on the ``target``-th of those that it can befall, at the ``occurrence``-th ``boundary`` from step
-    ``step`` on."""
+    """``action`` on the ``target``-th of those that it can befall, at the ``occurrence``-th ``boundary`` from the step
+    on that is ``share`` of the reference's steps."""
 
-    step: int
+    share: float
     boundary: str
     occurrence: int
     action: str
@@ -51,9 +63,11 @@ class Ask:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A round. ``pool``: inproc, spawn or tcp. ``memory_tokens``: that an R-worker holds; 0: ample."""
+    """A round. ``kind``: one of KINDS. ``pool``: inproc, spawn, tcp, mpi or ray. ``memory_tokens``: that an R-worker
+    holds; 0: ample."""
 
     seed: int
+    kind: str
     architecture: str
     settings: dict[str, Any]
     pool: str
@@ -69,27 +83,28 @@ class Configuration:
         return f"{names}, {len(self.asks)} requests"
 
 
-def draw(seed: int, is_small: bool = False) -> Configuration:
-    """The round of ``seed``; ``is_small``: without processes that import torch."""
+def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False) -> Configuration:
+    """The round of ``seed``, one of ``kinds``; ``is_small``: few R-workers and short requests."""
     rng = random.Random(seed)
-    kind = "plain" if is_small else rng.choices(("plain", "ranks", "prefill"), (10, 1, 3))[0]
-    has_ranges = rng.random() < 0.35
-    if kind == "plain" and rng.random() < 0.12:
+    kind = rng.choices(kinds, [KINDS[each] for each in kinds])[0]
+    has_ranges = rng.random() < (0.2 if is_small else 0.35)
+    if kind == "serve" or (kind == "plain" and rng.random() < 0.12):
         architecture, has_ranges = DEMO, False
     else:
         architecture = rng.choice(SHARED if kind == "ranks" else LONG if has_ranges else PLAIN)
     longest = 2600 if has_ranges else 400
-    pool = {"mpi": "mpi", "serve": "spawn", "ranks": "spawn"}.get(kind) or rng.choice(
-        ["inproc", "spawn", "spawn", "tcp"]
-    )
-    num_workers = rng.randint(2, 3 if kind == "ranks" or is_small else 4)
+    pools = {"ranks": ["spawn"], "serve": ["spawn", "tcp"], "mpi": ["mpi"], "ray": ["ray"]}
+    pool = rng.choice(pools.get(kind, ["inproc", "spawn", "spawn", "tcp", "tcp"]))
+    num_workers = rng.randint(2, 2 if is_small else 3 if kind in ("ranks", "mpi", "ray") else 4)
     settings = _draw_settings(rng, kind, has_ranges, longest, architecture)
-    asks = _draw_asks(rng, has_ranges, architecture, longest, is_small, kind == "ranks")
+    asks = _draw_asks(rng, kind, has_ranges, architecture, longest, is_small)
     memory = rng.choice([0, 0, longest + 64, longest + 400, 2 * longest])
     if has_ranges and memory and rng.random() < 0.5:
         memory = longest // 2 + 256
-    events = _draw_events(rng, pool, kind, num_workers)
-    return Configuration(seed, architecture, settings, pool, num_workers, memory, rng.random() < 0.7, asks, events)
+    prefill_workers = int(settings.get("prefill_workers", "spawn:0").partition(":")[2])
+    events = _draw_events(rng, pool, kind, num_workers, prefill_workers, is_small)
+    forces_drafts = rng.random() < 0.7
+    return Configuration(seed, kind, architecture, settings, pool, num_workers, memory, forces_drafts, asks, events)
 
 
 def _draw_settings(rng: random.Random, kind: str, has_ranges: bool, longest: int, architecture: str) -> dict[str, Any]:
@@ -128,17 +143,18 @@ def _draw_drafts(rng: random.Random, architecture: str) -> dict[str, Any]:
 
 
 def _draw_asks(
-    rng: random.Random, has_ranges: bool, architecture: str, longest: int, is_small: bool, is_greedy: bool
+    rng: random.Random, kind: str, has_ranges: bool, architecture: str, longest: int, is_small: bool
 ) -> list[Ask]:
     beginning = [rng.randrange(250) for _ in range(longest)]
     asks = []
-    for _ in range(rng.randint(3, 6 if is_small else 14)):
-        most = rng.choice([8, 24, 40, 64])
-        length = rng.choice([1, 7, 40, 130, 300]) if not has_ranges else rng.choice([20, 300, 700, 1300, 2400])
+    for _ in range(rng.randint(2, 4) if is_small else rng.randint(3, 14)):
+        most = rng.choice([8, 24, 40] if is_small else [8, 24, 40, 64])
+        lengths = [20, 300, 700, 1300, 2400] if has_ranges else [1, 7, 40, 130, 300]
+        length = rng.choice(lengths[: 4 if is_small else 5])
         shared = rng.choice([0, length // 2, length - 1]) if rng.random() < 0.5 else 0
         prompt = beginning[:shared] + [rng.randrange(250) for _ in range(length - shared)]
         params: dict[str, Any] = {"temperature": 0, "max_tokens": most, "ignore_eos": True, "detokenize": False}
-        if not is_greedy and rng.random() < 0.35:
+        if kind != "ranks" and rng.random() < 0.35:
             params |= {"temperature": 0.8, "seed": rng.randrange(1000), "n": rng.choice([1, 1, 2, 3])}
         text: list[int] | str = prompt
         if architecture == DEMO:
@@ -146,25 +162,45 @@ def _draw_asks(
             params["detokenize"] = True
             if rng.random() < 0.5:
                 params |= {"structured_outputs": {"regex": "[a-f]{4}-[0-9]{3,40}"}, "ignore_eos": False}
-        abort = rng.randint(2, 40) if rng.random() < 0.12 else None
+        abort = rng.randint(2, 40) if rng.random() < (0.3 if kind == "serve" else 0.12) else None
         asks.append(Ask(rng.choice([0, 0, 0, 5, 20]), text, params, abort))
     return asks
 
 
-def _draw_events(rng: random.Random, pool: str, kind: str, num_workers: int) -> list[Event]:
-    actions = ["drain", "reset"]
-    if pool in ("spawn", "tcp"):
-        actions += ["kill"] * 4 + ["kill two", "drain"]
-    if pool == "tcp":
-        actions += ["terminate", "terminate", "join", "join"]
-    if kind == "prefill":
-        actions += ["kill prefill"]
-    events = []
-    for _ in range(rng.randint(1, 4 + num_workers)):
-        action = rng.choice(actions)
-        step, target = rng.randint(1, 60), rng.randrange(12)
-        boundary = rng.choice(WHERE) if action not in ("drain", "reset") else BETWEEN
-        if "kill" in action and rng.random() < 0.3:  # beside a drain
-            events.append(Event(step, BETWEEN, 0, "drain", rng.randrange(12)))
-        events.append(Event(step, boundary, rng.choice([0, 0, 0, 1, 2, 5]), action, target))
-    return sorted(events, key=lambda event: event.step)
+REMOVES = {"kill": 1, "kill two": 2, "kill beside a drain": 2, "drain": 1, "terminate": 1}
+"""R-workers that an action takes from those that others can count on."""
+
+ACTIONS = {
+    "inproc": ["drain", "reset"],
+    "spawn": ["kill"] * 3 + ["kill two", "kill beside a drain", "drain", "join", "join", "reset"],
+    "tcp": ["kill"] * 3
+    + ["kill two", "kill beside a drain", "drain", "terminate", "terminate", *["join"] * 3, "reset"],
+    "mpi": ["drain", "drain", "reset"],
+    "ray": ["kill"] * 3 + ["drain", "reset"],
+}
+"""What may befall a round, by pool."""
+
+
+def _draw_events(
+    rng: random.Random, pool: str, kind: str, num_workers: int, prefill_workers: int, is_small: bool
+) -> list[Event]:
+    """In the order in which they come, each of them possible after those before it: an R-worker goes only where others
+    stand. What Ray replaces counts as gone; it comes back when it may."""
+    possible = ACTIONS[pool] + ["kill prefill"] * 2 * (kind == "prefill")
+    if kind == "serve":
+        possible = [each for each in possible if each not in ("drain", "reset", "kill beside a drain")]
+    if kind == "mpi" and rng.random() < 0.3:  # ends the job
+        return [Event(LATEST * rng.random(), rng.choice(WHERE), 0, "kill rank", rng.randrange(12))]
+    most = 3 if is_small or pool == "inproc" else 5 + num_workers
+    standing, events = num_workers, list[Event]()
+    for share in sorted(LATEST * rng.random() for _ in range(rng.randint(2, most))):
+        chosen = [each for each in possible if REMOVES.get(each, 0) < standing]
+        action = rng.choice([each for each in chosen if each != "kill prefill" or prefill_workers])
+        standing += (action == "join") - REMOVES.get(action, 0)
+        prefill_workers -= action == "kill prefill"
+        boundary = rng.choice(WHERE) if "kill" in action or action == "join" else BETWEEN
+        if action == "kill beside a drain":
+            events.append(Event(share, BETWEEN, 0, "drain", rng.randrange(12)))
+            action = "kill"
+        events.append(Event(share, boundary, rng.choice([0, 0, 0, 1, 2, 5]), action, rng.randrange(12)))
+    return events

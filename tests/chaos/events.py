@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-import psutil
 from helpers.processes import alive
 
 from chaos.configuration import BETWEEN, WHERE, Event
+from chaos.processes import Processes
 from fastdecode.engine import LLMEngine
 
 PATIENCE_STEPS = 8
@@ -22,20 +23,20 @@ PATIENCE_STEPS = 8
 class Events:
     """Lets ``events`` befall ``engine``, and looks at each boundary whether every R-worker's free blocks are counted.
 
-    ``pids``: of R-workers by name; ``join``: starts another one.
+    An event that finds nothing that it can befall waits until there is something; those that wait in vain are
+    ``left`` at the end. ``num_steps``: the reference's.
     """
 
-    def __init__(
-        self, engine: LLMEngine, events: Sequence[Event], pids: dict[str, int], join: Callable[[], None] | None
-    ) -> None:
-        self.engine, self._pids, self._join = engine, pids, join
-        self._left = list(events)
+    def __init__(self, engine: LLMEngine, events: Sequence[Event], num_steps: int, processes: Processes) -> None:
+        self.engine, self._processes = engine, processes
+        self.left = list(events)
+        self._due = {event: 1 + int(event.share * num_steps) for event in events}
         self._seen: dict[Event, int] = {}
         self.step = 0
         self.log: list[str] = []
         self.faults: list[str] = []
-        self._dead: set[int] = set()
-        self._ending: set[int] = set()
+        self.counts: Counter[str] = Counter()
+        self._ending: set[str] = set()
         self._reported = self._recorded = 0
         self._watch()
 
@@ -54,6 +55,8 @@ class Events:
             result = call(*args, **kwargs)
             if name == "end_step":
                 self._reported += len(result.lost)
+            if name == "admit":
+                self.counts["joins"] += len(result)
             if name != "next_transfer" or result is not None:
                 self.reach(f"after {name}")
             return result
@@ -80,50 +83,64 @@ class Events:
         for worker in self.engine.scheduler.workers:
             if worker.free < 0:
                 self._fault(f"negative-free: R-worker {worker.index} has {worker.free} free blocks, {boundary}")
-        for event in [each for each in self._left if each.step <= self.step]:
-            late = boundary == BETWEEN and self.step > event.step + PATIENCE_STEPS
+        for event in [each for each in self.left if self._due[each] <= self.step]:
+            late = boundary == BETWEEN and self.step > self._due[event] + PATIENCE_STEPS
             if event.boundary == boundary:
                 self._seen[event] = self._seen.get(event, -1) + 1
             if late or (event.boundary == boundary and self._seen[event] >= event.occurrence):
-                self._left.remove(event)
                 self._happen(event, boundary)
 
     def _happen(self, event: Event, boundary: str) -> None:
         done = {
             "kill": lambda: self._kill(event.target),
-            "kill two": lambda: self._kill(event.target) + self._kill(event.target + 1),
+            "kill two": lambda: self._kill_two(event.target),
+            "kill rank": lambda: self._kill_rank(event.target),
             "kill prefill": lambda: self._kill_prefill(event.target),
             "drain": lambda: self._drain(event.target, by_signal=False),
             "terminate": lambda: self._drain(event.target, by_signal=True),
-            "join": self._begin_join,
+            "join": self._join,
             "reset": self._reset,
         }[event.action]()
-        self.log.append(f"step {self.step}, {boundary}: {event.action} {done or '(nothing left to befall)'}")
+        if done:
+            self.left.remove(event)
+            self.log.append(f"step {self.step}, {boundary}: {event.action} {done}")
 
     def _standing(self) -> list[int]:
         """R-workers that neither were killed nor are to go."""
         workers = self.engine.scheduler.workers
-        gone = self._dead | self._ending | set(workers.draining)
-        return [index for index in workers.present if self._key(index) not in gone and index not in workers.draining]
+        staying = [index for index in workers.present if index not in workers.draining]
+        return [index for index in staying if self._key(index) not in self._ending and not self._is_dead(index)]
 
-    def _key(self, index: int) -> int:
-        """Tells R-workers apart that had the same index one after the other."""
-        return self._pids.get(self.engine.r_workers[index].name, -1 - index)
+    def _key(self, index: int) -> str:
+        return str(self.engine.r_workers[index].name)
+
+    def _pids(self, index: int) -> list[int]:
+        """Of the R-workers, one of each rank, that the engine counts as R-worker ``index``."""
+        return self._processes.pids(self._key(index))
+
+    def _is_dead(self, index: int) -> bool:
+        return not all(map(alive, self._pids(index)))
 
     def _killable(self) -> list[int]:
         present = self.engine.scheduler.workers.present
-        return [each for each in present if self._key(each) > 0 and self._key(each) not in self._dead]
+        return [each for each in present if self._pids(each) and not self._is_dead(each)]
 
     def _kill(self, target: int) -> str:
-        victims = self._killable()
+        victims = [index for index in self._killable() if any(other != index for other in self._standing())]
         if not victims:
             return ""
         index = victims[target % len(victims)]
-        if not [each for each in self._standing() if each != index]:
+        pids = self._pids(index)
+        rank = target // len(victims) % len(pids)
+        self._end(pids[rank])
+        self.counts["kills"] += 1
+        return f"R-worker {index}" + f" of rank {rank}" * (len(pids) > 1)
+
+    def _kill_two(self, target: int) -> str:
+        """Both, or none while there are fewer."""
+        if len(self._standing()) < 3:
             return ""
-        self._end(self._key(index))
-        self._dead.add(self._key(index))
-        return f"R-worker {index} "
+        return f"{self._kill(target)} and {self._kill(target + 1)}"
 
     def _end(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
@@ -131,22 +148,29 @@ class Events:
         while alive(pid) and time.monotonic() < deadline:
             time.sleep(0.001)
 
+    def _kill_rank(self, target: int) -> str:
+        """A rank of the MPI job, which ends with it."""
+        ranks = self._processes.mpi_ranks()
+        self._processes.told_to_end.write_text(f"step {self.step}")
+        self.counts["kills"] += 1
+        os.kill(ranks[target % len(ranks)], signal.SIGKILL)
+        return "a rank"
+
     def _drain(self, target: int, by_signal: bool) -> str:
         standing = self._standing()
         if len(standing) < 2:
             return ""
         index = standing[target % len(standing)]
         if by_signal:
-            os.kill(self._key(index), signal.SIGTERM)
+            os.kill(self._pids(index)[0], signal.SIGTERM)
             self._ending.add(self._key(index))
         else:
             self.engine.drain_r_worker(index)
+        self.counts["drains"] += 1
         return f"R-worker {index}"
 
-    def _begin_join(self) -> str:
-        if self._join is None:
-            return ""
-        self._join()
+    def _join(self) -> str:
+        self._processes.join(self.engine)
         return "another R-worker"
 
     def _reset(self) -> str:
@@ -154,8 +178,9 @@ class Events:
         return "the prefix cache"
 
     def _kill_prefill(self, target: int) -> str:
-        found = [each for each in psutil.Process().children() if alive(each.pid) and "prefill-worker" in each.cmdline()]
+        found = self._processes.prefill_workers()
         if not found:
             return ""
-        self._end(sorted(each.pid for each in found)[target % len(found)])
+        self._end(found[target % len(found)])
+        self.counts["kills"] += 1
         return "a prefill worker"

@@ -4,147 +4,128 @@ from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-from helpers import model_zoo, r_workers
 from helpers.drafting import AlwaysMost
 from helpers.engine_checks import assert_nothing_held
 from helpers.prefill_workers import AnyParts
-from helpers.processes import alive, segments_of
 
-from chaos.configuration import DEMO, Ask, Configuration
+from chaos.configuration import Ask, Configuration
 from chaos.events import Events
-from fastdecode import SamplingParams
-from fastdecode.api.config import EngineConfig
-from fastdecode.api.structured_outputs import StructuredOutputsParams
-from fastdecode.cluster.r_worker.host import block_bytes
+from chaos.processes import Leftovers, Processes
+from chaos.reference import Answers, Reference, engine_config, params_of, prompt_of, take
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.engine import LLMEngine
 from fastdecode.scheduler.policy.range_sizes import fits_pool
 
 MOST_STEPS = 4000
-LONG_POSITIONS = 4096
-ALONE = ("dtype", "kv_cache_dtype", "block_size", "max_model_len")
-"""Settings that the reference has as well."""
-
 OPTIONAL = ("kv_shard_tokens", "kv_replicas", "speculative_config", "prefill_workers")
 """Left out, one after the other, where they are refused together."""
 
 AMPLE_TOKENS = 40_000
-END_SECONDS = 15.0
-
-Tokens = dict[int, list[tuple[int, ...]]]
+RAY_SECONDS = 60.0
+LOOK_STEPS = 8
+"""Steps between two looks at the shared memory that processes have."""
 
 
 @dataclass
 class Result:
-    """``faults``: one line each, "kind: what"; none is a clean round."""
+    """``faults``: one line each, "kind: what"; none is a clean round. ``counts``: what befell it, and of what."""
 
     faults: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
-    num_steps: int = 0
-    num_events: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     settings: str = ""
+
+    def fault(self, what: str) -> None:
+        """Note it."""
+        self.faults.append(what)
+
+    def compare(self, number: int, wanted: list[Any], found: list[Any]) -> None:
+        """Note where the completions of request ``number``, tokens or text, are others than ``wanted``."""
+        self.counts["sequences"] += len(wanted)
+        self.counts["tokens"] += sum(map(len, wanted))
+        found = found or [wanted[0][:0]] * len(wanted)
+        first = [_first_difference(a, b) for a, b in zip(wanted, found, strict=True)]
+        if any(place is not None for place in first):
+            different = [len(a) - place for a, place in zip(wanted, first, strict=True) if place is not None]
+            self.counts["different"] += sum(different)
+            self.fault(f"tokens: request {number} differs from token {first} on of {[len(each) for each in wanted]}")
+
+
+def _first_difference(wanted: Any, found: Any) -> int | None:
+    if wanted == found:
+        return None
+    pairs = enumerate(zip(wanted, found, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(wanted), len(found)))
 
 
 class Round:
-    """Runs ``configuration``; models are kept in ``folder``."""
+    """Runs ``drawn`` over an engine in this process; models are kept in ``folder``."""
 
-    def __init__(self, configuration: Configuration, folder: Path) -> None:
-        self.configuration, self._folder = configuration, folder
+    def __init__(self, drawn: Configuration, folder: Path, leftovers: Leftovers) -> None:
+        self.drawn, self._folder, self._leftovers = drawn, folder, leftovers
         self._cleanup = contextlib.ExitStack()
-        self._pids: dict[str, int] = {}
+        self._processes = Processes(self._cleanup, folder / "told-to-end.txt")
         self._hopeless: dict[int, bool] = {}
         self.result = Result()
 
-    def run(self) -> Result:
-        """The reference first, then the round itself; whatever is raised is a fault."""
-        before = {each.pid for each in psutil.Process().children(recursive=True)}
-        segments: set[Path] = set()
+    def run(self, wanted: Reference) -> Result:
+        """What of ``wanted`` does not come, or whatever is raised, is a fault."""
         try:
             with self._cleanup:
-                wanted = self._reference()
-                engine = self._begin()
+                engine = self._begin(wanted.block_bytes)
                 try:
-                    self._befall(engine, wanted, segments)
+                    self._befall(engine, wanted)
                 finally:
+                    self._leftovers.look()
                     engine.close()
         except Exception:
-            self._fault(f"exception: {traceback.format_exc()}")
-        self._look_for_leftovers(before, segments)
+            self.result.fault(f"exception: {traceback.format_exc()}")
         return self.result
 
-    def _fault(self, fault: str) -> None:
-        self.result.faults.append(fault)
-
-    def _model(self, name: str) -> str:
-        if name == DEMO:
-            return str(EngineConfig().model)
-        is_long = self.configuration.settings["max_model_len"] > model_zoo.POSITIONS
-        folder = self._folder / (f"{name}-long" if is_long else name)
-        if not folder.exists():
-            changes = {"max_position_embeddings": LONG_POSITIONS} if is_long else {}
-            model_zoo.build_model(name, **changes).save_pretrained(folder)
-        return str(folder)
-
-    def _config(self, **settings: Any) -> EngineConfig:
-        name = self.configuration.architecture
-        common: dict[str, Any] = {"model": self._model(name), "device": "cpu", "s_threads": 1}
-        common |= {"r_threads": None if self.configuration.pool == "tcp" and "pool_listen" in settings else 1}
-        common |= {"skip_tokenizer_init": name != DEMO}
-        drafts = settings.get("speculative_config", {})
-        if "model" in drafts:
-            settings["speculative_config"] = drafts | {"model": self._model(name)}
-        return EngineConfig(**common | settings)
-
-    def _reference(self) -> Tokens:
-        """By one R-worker that nothing befalls."""
-        settings = {name: self.configuration.settings[name] for name in ALONE}
-        config = self._config(**settings, r_workers="inproc:1", kv_cache_memory="256MiB", schedule="stall-free")
-        engine = LLMEngine(config)
-        try:
-            layout = engine.s_model.layout
-            self._block_bytes = block_bytes(layout, config.block_size)
-            wanted: Tokens = {}
-            for number, ask in enumerate(self.configuration.asks):
-                engine.add_request(str(number), _prompt(ask), _params(ask))
-            while engine.has_unfinished_requests():
-                _take(engine.step(), wanted)
-            return wanted
-        finally:
-            engine.close()
-
-    def _begin(self) -> LLMEngine:
+    def _begin(self, block_bytes: int) -> LLMEngine:
         """The engine of the round, with as many of its settings as are taken together."""
-        accepted = self._accepted()
-        settings = accepted | self._begin_r_workers("kv_shard_tokens" in accepted)
-        engine = LLMEngine(self._config(**settings))
+        drawn = self.drawn
+        settings = self._accepted()
+        memory = cache_bytes(drawn, block_bytes, "kv_shard_tokens" in settings)
+        flags = ("--kv-cache-memory", str(memory))
+        if drawn.pool == "tcp":
+            settings |= {"r_workers": self._processes.listen(drawn.num_workers, *flags)}
+        elif drawn.pool == "mpi":
+            settings |= {"r_workers": "mpi"}
+        else:
+            settings |= {"r_workers": f"{drawn.pool}:{drawn.num_workers}", "kv_cache_memory": memory, "r_threads": 1}
+        if drawn.pool in ("spawn", "tcp"):
+            settings |= {"pool_listen": f"127.0.0.1:{free_port(settings.get('tensor_parallel_size', 1))}"}
+        engine = LLMEngine(engine_config(drawn, self._folder, **settings))
         self.result.settings = str(settings)
-        for index, pid in enumerate(self._spawned()):
-            self._pids[engine.r_workers[index].name] = pid
+        self._processes.find(engine, *flags)
         scheduler = engine.scheduler
         if engine.prefills:
             workers = range(engine.config.prefill_worker_spec.count)
-            scheduler.remote_prompts.policy = AnyParts(list(workers), self.configuration.seed)
-        if engine.speculation and self.configuration.forces_drafts:
+            scheduler.remote_prompts.policy = AnyParts(list(workers), drawn.seed)
+        if engine.speculation and drawn.forces_drafts:
             scheduler.drafts.policy = AlwaysMost()
         self._watch_hopeless(engine)
         return engine
 
     def _accepted(self) -> dict[str, Any]:
         """The settings of the round without those that are refused together with others."""
-        settings = dict(self.configuration.settings)
+        settings = dict(self.drawn.settings)
         names = [name for name in OPTIONAL if settings.get(name, 1) != 1]
-        random.Random(self.configuration.seed).shuffle(names)
+        random.Random(self.drawn.seed).shuffle(names)
+        pool = "mpi" if self.drawn.pool == "mpi" else f"spawn:{self.drawn.num_workers}"
         while True:
             try:
-                self._config(**settings, r_workers=f"spawn:{self.configuration.num_workers}")
+                engine_config(self.drawn, self._folder, **settings, r_workers=pool)
                 return settings
             except ConfigError as error:
                 if not names:
@@ -153,41 +134,6 @@ class Round:
                 settings.pop(names.pop(0))
                 if "prefill_workers" not in settings:
                     settings.pop("prefill_threads", None)
-
-    def _begin_r_workers(self, has_ranges: bool) -> dict[str, Any]:
-        """Settings of the pool, whose processes are started where the engine does not."""
-        drawn = self.configuration
-        num_tokens = drawn.memory_tokens or AMPLE_TOKENS
-        if not has_ranges:  # then each holds a longest sequence
-            num_tokens = max(num_tokens, drawn.settings["max_model_len"] + 64)
-        num_blocks = -(-num_tokens // drawn.settings["block_size"])
-        memory = num_blocks * self._block_bytes
-        if drawn.pool != "tcp":
-            return {"r_workers": f"{drawn.pool}:{drawn.num_workers}", "kv_cache_memory": memory}
-        self._flags = ("--kv-cache-memory", str(memory))
-        addresses = []
-        for _ in range(drawn.num_workers):
-            process, address = self._cleanup.enter_context(r_workers.listening(*self._flags))
-            self._pids[address] = process.pid
-            addresses.append(address)
-        return {"r_workers": ",".join(addresses), "pool_listen": "127.0.0.1:0"}
-
-    def _joiner(self, engine: LLMEngine) -> Callable[[], None] | None:
-        if self.configuration.pool != "tcp":
-            return None
-
-        def join() -> None:
-            pool = engine.backend.join_listener.address  # type: ignore[attr-defined]
-            process, address = self._cleanup.enter_context(r_workers.joining(pool, *self._flags))
-            self._pids[address] = process.pid
-
-        return join
-
-    def _spawned(self) -> list[int]:
-        """R-workers that this process's engine started, in order; another rank's go with them."""
-        if self.configuration.pool != "spawn":
-            return []
-        return sorted(each.pid for each in psutil.Process().children() if "r-worker" in each.cmdline())
 
     def _watch_hopeless(self, engine: LLMEngine) -> None:
         """Note of each sequence that is given up whether it really fits on no R-worker that is left."""
@@ -206,104 +152,95 @@ class Round:
 
         engine.scheduler.lost = watched  # type: ignore[method-assign]
 
-    def _befall(self, engine: LLMEngine, wanted: Tokens, segments: set[Path]) -> None:
-        events = Events(engine, self.configuration.events, self._pids, self._joiner(engine))
-        found: Tokens = {}
-        waiting = sorted(enumerate(self.configuration.asks), key=lambda each: each[1].step)
-        reasons: dict[int, set[str]] = {}
+    def _befall(self, engine: LLMEngine, reference: Reference) -> None:
+        events = Events(engine, self.drawn.events, reference.num_steps, self._processes)
         try:
-            while waiting or engine.has_unfinished_requests():
-                events.next_step()
-                while waiting and waiting[0][1].step < events.step:
-                    number, ask = waiting.pop(0)
-                    self._add(engine, number, ask, wanted)
-                for number, ask in enumerate(self.configuration.asks):
-                    if ask.abort == events.step:
-                        engine.abort_request(str(number))
-                        wanted.pop(number, None)
-                outputs = engine.step()
-                _take(outputs, found)
-                for output in outputs:
-                    reasons[int(output.request_id)] = {each.finish_reason for each in output.outputs}
-                if events.step == 10:
-                    segments |= _segments()
-                if events.step > MOST_STEPS:
-                    self._fault(f"hang: not done after {MOST_STEPS} steps")
-                    break
-            self._compare(wanted, found, reasons)
+            for number in range(2 if self.drawn.pool == "ray" else 1):
+                if number:
+                    self._wait_for_ray(engine, events)
+                wanted, found = dict(reference.answers), Answers()
+                for outputs in self._steps(engine, events, wanted):
+                    take(outputs, found)
+                self._compare(wanted, found)
             engine.look_around()
             engine.look_around()
             try:
                 assert_nothing_held(engine)
             except AssertionError as error:
-                self._fault(f"blocks: {error or traceback.format_exc(limit=1)}")
+                self.result.fault(f"blocks: {error or traceback.format_exc(limit=1)}")
         finally:
             self.result.faults += events.faults
-            self.result.log += events.log
-            self.result.num_steps, self.result.num_events = events.step, len(events.log)
+            self.result.log += events.log + [f"nothing to befall: {each}" for each in events.left]
+            self.result.counts += events.counts
+            self.result.counts["steps"] = events.step
+            self.result.counts["events"] = len(events.log)
+            self.result.counts["missed"] = len(events.left)
+            self.result.counts["preemptions"] = engine.scheduler.num_preemptions
 
-    def _add(self, engine: LLMEngine, number: int, ask: Ask, wanted: Tokens) -> None:
+    def _wait_for_ray(self, engine: LLMEngine, events: Events) -> None:
+        """Until Ray has replaced the actors that were killed; then the round is run once more."""
+        deadline = time.monotonic() + RAY_SECONDS
+        while events.counts["joins"] < events.counts["kills"]:
+            if time.monotonic() > deadline:
+                self.result.fault(f"lost-count: Ray has replaced {events.counts['joins']} of those killed")
+                return
+            engine.look_around()
+            time.sleep(0.02)
+
+    def _steps(self, engine: LLMEngine, events: Events, wanted: Answers) -> Iterator[Any]:
+        """The outputs of each step; what is aborted or refused is no more in ``wanted``."""
+        waiting = sorted(enumerate(self.drawn.asks), key=lambda each: each[1].step)
+        begin = events.step
+        while waiting or engine.has_unfinished_requests():
+            events.next_step()
+            while waiting and waiting[0][1].step < events.step - begin:
+                number, ask = waiting.pop(0)
+                self._add(engine, number, ask, wanted)
+            for number, ask in enumerate(self.drawn.asks):
+                if ask.abort == events.step - begin:
+                    engine.abort_request(str(number))
+                    wanted.pop(number, None)
+            yield engine.step()
+            if events.step % LOOK_STEPS == 1:
+                self._leftovers.look()
+            if events.step > MOST_STEPS:
+                self.result.fault(f"hang: not done after {MOST_STEPS} steps")
+                return
+
+    def _add(self, engine: LLMEngine, number: int, ask: Ask, wanted: Answers) -> None:
         """Refused where it fits on none of the R-workers that are left, as the error says."""
         try:
-            engine.add_request(str(number), _prompt(ask), _params(ask))
+            engine.add_request(str(number), prompt_of(ask), params_of(ask))
         except RequestError as error:
             wanted.pop(number, None)
             self.result.log.append(f"request {number} refused: {error}")
 
-    def _compare(self, wanted: Tokens, found: Tokens, reasons: dict[int, set[str]]) -> None:
-        for number, tokens in wanted.items():
-            if "error" in reasons.get(number, set()):
+    def _compare(self, wanted: Answers, found: Answers) -> None:
+        for number, answers in wanted.items():
+            if "error" in {each.finish_reason for each in found.get(number, ())}:
                 if not any(self._hopeless.values()):
-                    self._fault(f"tokens: request {number} was given up, and there is room for it")
-            elif found.get(number) != tokens:
-                got = found.get(number, [()] * len(tokens))
-                first = [_first_difference(a, b) for a, b in zip(tokens, got, strict=True)]
-                self._fault(f"tokens: request {number} differs from token {first} on of {[len(t) for t in tokens]}")
+                    self.result.fault(f"tokens: request {number} was given up, and there is room for it")
+                continue
+            self.result.compare(
+                number, [each.tokens for each in answers], [each.tokens for each in found.get(number, ())]
+            )
         if any(not is_right for is_right in self._hopeless.values()):
-            self._fault("tokens: a sequence was given up that fits on an R-worker that is left")
-
-    def _look_for_leftovers(self, before: set[int], segments: set[Path]) -> None:
-        deadline = time.monotonic() + END_SECONDS
-
-        def left() -> list[psutil.Process]:
-            children = psutil.Process().children(recursive=True)
-            return [each for each in children if each.pid not in before and alive(each.pid)]
-
-        while left() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for process in left():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._fault(f"left: process {process.pid} {' '.join(process.cmdline())[:200]}")
-                process.kill()
-        self.result.faults += [f"left: shared memory {path}" for path in segments if path.exists()]
+            self.result.fault("tokens: a sequence was given up that fits on an R-worker that is left")
 
 
-def _segments() -> set[Path]:
-    """Files of shared memory of this process and those that it started and that have not been killed meanwhile."""
-    found = segments_of([psutil.Process().pid])
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error, OSError):
-            found |= segments_of([child.pid])
-    return found
+def cache_bytes(drawn: Configuration, block_bytes: int, has_ranges: bool) -> int:
+    """Of each R-worker; without ranges it holds a longest sequence at least."""
+    num_tokens = drawn.memory_tokens or AMPLE_TOKENS
+    if not has_ranges:
+        num_tokens = max(num_tokens, drawn.settings["max_model_len"] + 64)
+    return -(-num_tokens // drawn.settings["block_size"]) * block_bytes
 
 
-def _first_difference(wanted: tuple[int, ...], found: tuple[int, ...]) -> int | None:
-    if wanted == found:
-        return None
-    pairs = enumerate(zip(wanted, found, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(wanted), len(found)))
-
-
-def _prompt(ask: Ask) -> Any:
-    return ask.prompt if isinstance(ask.prompt, str) else {"prompt_token_ids": ask.prompt}
-
-
-def _params(ask: Ask) -> SamplingParams:
-    form = ask.params.get("structured_outputs")
-    more = {"structured_outputs": StructuredOutputsParams(**form)} if form else {}
-    return SamplingParams(**ask.params | more)
-
-
-def _take(outputs: Any, found: Tokens) -> None:
-    for output in outputs:
-        found[int(output.request_id)] = [tuple(each.token_ids) for each in output.outputs]
+def free_port(count: int = 1) -> int:
+    """A port at which nothing listens, nor at the ``count`` - 1 after it."""
+    while True:
+        with contextlib.ExitStack() as listeners, contextlib.suppress(OSError):
+            first = listeners.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for port in range(first + 1, first + count):
+                listeners.enter_context(socket.create_server(("127.0.0.1", port)))
+            return int(first)

@@ -21,8 +21,10 @@ from typing import Any
 FASTDECODE = str(Path(sys.executable).parent / "fastdecode")
 MODEL = "demo"
 PATIENCE_SECONDS = 60
-FLAGS = ["--port", "0", "--max-model-len", "256", "--kv-cache-memory", "64MiB", "--device", "cpu"]
-FLAGS += ["--s-threads", "1", "--r-threads", "1"]  # tests share the cores with each other
+BARE = ["--port", "0", "--device", "cpu", "--s-threads", "1"]
+FLAGS = [*BARE, "--max-model-len", "256", "--kv-cache-memory", "64MiB", "--r-threads", "1"]
+"""One thread each: tests share the cores with each other."""
+
 CHAT_TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -50,12 +52,15 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str, **environment: str) -> Iterator[RunningServer]:
-    """A server of the demo model on a free port, killed at the end; its log is in ``folder``."""
+def serving(folder: Path, *flags: str, is_bare: bool = False, **environment: str) -> Iterator[RunningServer]:
+    """A server of the demo model on a free port, killed at the end; its log is in ``folder``.
+
+    ``is_bare``: without the flags of a small cache, for ``flags`` that say which.
+    """
     log = folder / "server.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [FASTDECODE, "serve", *FLAGS, *flags],
+            [FASTDECODE, "serve", *(BARE if is_bare else FLAGS), *flags],
             stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **environment},
         )  # fmt: skip
     try:

@@ -1,0 +1,119 @@
+"""The models of a round, and what one R-worker that nothing befalls makes of its requests."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from helpers import model_zoo
+
+from chaos.configuration import DEMO, Ask, Configuration
+from fastdecode import SamplingParams
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.structured_outputs import StructuredOutputsParams
+from fastdecode.cluster.r_worker.host import block_bytes
+from fastdecode.engine import LLMEngine
+
+LONG_POSITIONS = 4096
+ALONE = ("dtype", "kv_cache_dtype", "block_size", "max_model_len")
+"""Settings that the reference has as well."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion: its tokens, its text, and the reason for its end."""
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+
+
+Answers = dict[int, list[Answer]]
+"""The completions of each request that has any."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What comes of the requests, in how many steps, and the bytes of a block of the model's cache."""
+
+    answers: Answers
+    num_steps: int
+    block_bytes: int
+
+    def write(self, path: Path) -> None:
+        """As JSON, for another process."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Reference:
+        """What ``write`` has written."""
+        told = json.loads(path.read_text())
+        answers = {
+            int(number): [Answer(tuple(each["tokens"]), each["text"], each["finish_reason"]) for each in several]
+            for number, several in told["answers"].items()
+        }
+        return cls(answers, told["num_steps"], told["block_bytes"])
+
+
+def model_folder(name: str, drawn: Configuration, folder: Path) -> str:
+    """The model in ``folder``, which is made if it is not there; the package's own has its name."""
+    if name == DEMO:
+        return str(EngineConfig().model)
+    is_long = drawn.settings["max_model_len"] > model_zoo.POSITIONS
+    path = folder / (f"{name}-long" if is_long else name)
+    if not path.exists():
+        changes = {"max_position_embeddings": LONG_POSITIONS} if is_long else {}
+        model_zoo.build_model(name, **changes).save_pretrained(path)
+    return str(path)
+
+
+def engine_config(drawn: Configuration, folder: Path, **settings: Any) -> EngineConfig:
+    """``settings`` of an engine for the round's model; ConfigError where they are refused together."""
+    name = drawn.architecture
+    common: dict[str, Any] = {"model": model_folder(name, drawn, folder), "device": "cpu", "s_threads": 1}
+    common |= {"skip_tokenizer_init": name != DEMO}
+    drafts = settings.get("speculative_config", {})
+    if "model" in drafts:
+        settings["speculative_config"] = drafts | {"model": model_folder(drafts["model"], drawn, folder)}
+    return EngineConfig(**common | settings)
+
+
+def compute_reference(drawn: Configuration, folder: Path) -> Reference:
+    """By one R-worker that nothing befalls."""
+    settings = {name: drawn.settings[name] for name in ALONE}
+    more = {"r_workers": "inproc:1", "r_threads": 1, "kv_cache_memory": "256MiB", "schedule": "stall-free"}
+    engine = LLMEngine(engine_config(drawn, folder, **settings, **more))
+    try:
+        wanted: Answers = {}
+        for number, ask in enumerate(drawn.asks):
+            engine.add_request(str(number), prompt_of(ask), params_of(ask))
+        num_steps = 0
+        while engine.has_unfinished_requests():
+            take(engine.step(), wanted)
+            num_steps += 1
+        return Reference(wanted, num_steps, block_bytes(engine.s_model.layout, engine.config.block_size))
+    finally:
+        engine.close()
+
+
+def prompt_of(ask: Ask) -> Any:
+    """As the engine takes it."""
+    return ask.prompt if isinstance(ask.prompt, str) else {"prompt_token_ids": ask.prompt}
+
+
+def params_of(ask: Ask) -> SamplingParams:
+    """As the engine takes them."""
+    form = ask.params.get("structured_outputs")
+    more = {"structured_outputs": StructuredOutputsParams(**form)} if form else {}
+    return SamplingParams(**ask.params | more)
+
+
+def take(outputs: list[RequestOutput], found: Answers) -> None:
+    """Enter the newest outputs in ``found``."""
+    for output in outputs:
+        found[int(output.request_id)] = [
+            Answer(tuple(each.token_ids), each.text, each.finish_reason) for each in output.outputs
+        ]

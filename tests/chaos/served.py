@@ -1,0 +1,223 @@
+"""Rounds over ``fastdecode serve``: clients read streams, some leave, and R-workers go and come meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+import traceback
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from helpers import r_workers
+from helpers.processes import alive
+from helpers.servers import RunningServer, serving, total, wait_until_idle
+
+from chaos.configuration import Ask, Configuration, Event
+from chaos.processes import Leftovers
+from chaos.reference import Reference
+from chaos.round import Result, cache_bytes, free_port
+
+STEP_SECONDS = 0.02
+"""How long after the server's start a request of step 1 comes."""
+
+PATIENCE_SECONDS = 60.0
+NAMES = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "num_mini_batches", "max_num_seqs", "schedule")
+NAMES += ("max_num_batched_tokens", "kv_replicas", "prefill_scratch")
+
+
+@dataclass
+class Stream:
+    """What came of a streamed completion: the status, the text of each choice and the reason for its end."""
+
+    status: int = 0
+    texts: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str | None] = field(default_factory=dict)
+    error: str = ""
+    has_left: bool = False
+
+
+class ServedRound:
+    """Runs ``drawn`` over a server of its own, whose log is in ``folder``."""
+
+    def __init__(self, drawn: Configuration, folder: Path, leftovers: Leftovers) -> None:
+        self.drawn, self._folder, self._leftovers = drawn, folder, leftovers
+        self._cleanup = contextlib.ExitStack()
+        self._workers: list[int] = []
+        self._progress = 0
+        self.result = Result()
+
+    def run(self, wanted: Reference) -> Result:
+        """What of ``wanted`` does not come, or whatever is raised, is a fault."""
+        try:
+            with self._cleanup:
+                self._server = self._cleanup.enter_context(self._serve(wanted.block_bytes))
+                self._find_workers()
+                found = asyncio.run(self._befall(wanted))
+                self._compare(wanted, found)
+                self._leftovers.look()
+                self._end()
+        except Exception:
+            self.result.fault(f"exception: {traceback.format_exc()}")
+        return self.result
+
+    def _serve(self, block_bytes: int) -> contextlib.AbstractContextManager[RunningServer]:
+        drawn = self.drawn
+        memory = ("--kv-cache-memory", str(cache_bytes(drawn, block_bytes, has_ranges=False)))
+        flags = list(memory)
+        for name in NAMES:
+            if name in drawn.settings:
+                flags += ["--" + name.replace("_", "-"), str(drawn.settings[name])]
+        flags += ["--enable-prefix-caching"] * drawn.settings["enable_prefix_caching"]
+        if "speculative_config" in drawn.settings:
+            flags += ["--speculative-config", json.dumps(drawn.settings["speculative_config"])]
+        self._joins = (f"127.0.0.1:{free_port()}", memory)
+        flags += ["--pool-listen", self._joins[0], "--shutdown-timeout", "60"]
+        self.result.settings = f"{drawn.pool}:{drawn.num_workers} {' '.join(flags)}"
+        if drawn.pool == "spawn":
+            flags += ["--r-workers", f"spawn:{drawn.num_workers}", "--r-threads", "1"]
+            return serving(self._folder, *flags, is_bare=True)
+        addresses = []
+        for _ in range(drawn.num_workers):
+            process, address = self._cleanup.enter_context(r_workers.listening(*memory))
+            self._workers.append(process.pid)
+            addresses.append(address)
+        return serving(self._folder, *flags[2:], "--r-workers", ",".join(addresses), is_bare=True)
+
+    def _find_workers(self) -> None:
+        """Those that the server has started."""
+        for each in psutil.Process(self._server.process.pid).children():
+            if "--control-fd" in each.cmdline():
+                self._workers.append(each.pid)
+
+    async def _befall(self, wanted: Reference) -> list[Stream]:
+        """Clients and events beside each other."""
+        staying = [number for number, ask in enumerate(self.drawn.asks) if ask.abort is None]
+        characters = sum(len(each.text) for number in staying for each in wanted.answers[number])
+        clients = [asyncio.create_task(self._ask(ask)) for ask in self.drawn.asks]
+        streams = asyncio.gather(*clients)
+        events = list(self.drawn.events)
+        while events and not streams.done():
+            if self._progress >= events[0].share * characters and await asyncio.to_thread(self._happen, events[0]):
+                events.pop(0)
+            await asyncio.sleep(0.005)
+        self.result.counts["missed"] = len(events)
+        return await asyncio.wait_for(streams, PATIENCE_SECONDS * 2)
+
+    async def _ask(self, ask: Ask) -> Stream:
+        await asyncio.sleep(ask.step * STEP_SECONDS)
+        body = {"prompt": ask.prompt, "stream": True} | ask.params
+        body.pop("detokenize", None)
+        return await self._read(body, ask.abort)
+
+    async def _read(self, body: dict[str, Any], leave_after: int | None) -> Stream:
+        """A stream over a plain socket, which is closed after ``leave_after`` events."""
+        address = urllib.parse.urlsplit(self._server.url)
+        found = Stream()
+        reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)
+        try:
+            data = json.dumps(body).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\nconnection: close"
+            writer.write(f"{head}\r\n\r\n".encode() + data)
+            found.status = int((await reader.readline()).split()[1])
+            num_events = 0
+            while line := await reader.readline():
+                if line.startswith(b"data: {"):
+                    self._take(found, json.loads(line[6:]))
+                    num_events += 1
+                    if num_events == leave_after:
+                        found.has_left = True
+                        return found
+                elif line.startswith(b'{"error"'):
+                    found.error = json.loads(line)["error"]["message"]
+        finally:
+            writer.transport.abort()
+        return found
+
+    def _take(self, found: Stream, event: dict[str, Any]) -> None:
+        found.error = event.get("error", {}).get("message", "")
+        for choice in event.get("choices", ()):
+            index = choice["index"]
+            found.texts[index] = found.texts.get(index, "") + choice["text"]
+            found.reasons[index] = choice["finish_reason"]
+            self._progress += len(choice["text"])
+
+    def _happen(self, event: Event) -> str:
+        """In a thread beside the clients; "" where it can befall nothing now."""
+        actions: dict[str, Callable[[], str]] = {
+            "kill": lambda: self._signal(event.target, signal.SIGKILL),
+            "kill two": lambda: self._signal(event.target, signal.SIGKILL, 2),
+            "terminate": lambda: self._signal(event.target, signal.SIGTERM),
+            "join": self._join,
+        }
+        done = actions[event.action]()
+        if done:
+            self.result.log.append(f"at {self._progress} characters: {event.action} {done}")
+            self.result.counts["events"] += 1
+            self._leftovers.look()
+        return done
+
+    def _signal(self, target: int, number: signal.Signals, count: int = 1) -> str:
+        """Once every R-worker that stands is counted in, and only where one is left."""
+        standing = self._standing()
+        if len(standing) <= count or total(self._server, "fastdecode:r_workers_alive") < len(standing):
+            return ""
+        for _ in range(count):
+            pid = standing.pop(target % len(standing))
+            os.kill(pid, number)
+            self.result.counts["kills" if number == signal.SIGKILL else "drains"] += 1
+            if number == signal.SIGTERM:
+                self._workers.remove(pid)
+        return f"{count} of {len(standing) + count} R-workers"
+
+    def _standing(self) -> list[int]:
+        return [pid for pid in self._workers if alive(pid)]
+
+    def _join(self) -> str:
+        pool, memory = self._joins
+        process, _ = self._cleanup.enter_context(r_workers.joining(pool, *memory))
+        self._workers.append(process.pid)
+        self.result.counts["joins"] += 1
+        return "another R-worker"
+
+    def _compare(self, wanted: Reference, found: list[Stream]) -> None:
+        for number, (ask, each) in enumerate(zip(self.drawn.asks, found, strict=True)):
+            answers = wanted.answers[number]
+            if each.status == 400 and "KV blocks" in each.error:
+                self.result.log.append(f"request {number} refused: {each.error}")
+            elif each.status != 200 or each.error:
+                self.result.fault(f"tokens: request {number}: status {each.status}, {each.error or 'no error'}")
+            elif each.has_left:
+                if not all(answers[index].text.startswith(text) for index, text in each.texts.items()):
+                    self.result.fault(f"tokens: request {number} differs before its client left after {ask.abort}")
+            else:
+                texts = [each.texts.get(index, "") for index in range(len(answers))]
+                self.result.compare(number, [answer.text for answer in answers], texts)
+                reasons = [each.reasons.get(index) for index in range(len(answers))]
+                if reasons != [answer.finish_reason for answer in answers]:
+                    self.result.fault(f"tokens: request {number} ends for {reasons}")
+
+    def _end(self) -> None:
+        """Nothing is held, all R-workers are counted, and the server ends as it is told to."""
+        try:
+            wait_until_idle(self._server)
+        except AssertionError as error:
+            self.result.fault(f"blocks: an idle server holds {error}")
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (counted := total(self._server, "fastdecode:r_workers_alive")) != len(self._standing()):
+            if time.monotonic() > deadline:
+                self.result.fault(f"lost-count: {counted} R-workers are counted, {len(self._standing())} stand")
+                break
+            time.sleep(0.05)
+        self.result.counts["preemptions"] = int(total(self._server, "fastdecode:num_preemptions_total"))
+        self.result.counts["steps"] = int(total(self._server, "fastdecode:steps_total"))
+        self._server.process.send_signal(signal.SIGTERM)
+        if status := self._server.process.wait(PATIENCE_SECONDS):
+            self.result.fault(f"exception: the server ended with {status}:\n{self._server.log.read_text()[-3000:]}")
