@@ -94,7 +94,7 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
         architecture = rng.choice(SHARED if kind == "ranks" else LONG if has_ranges else PLAIN)
     longest = 2600 if has_ranges else 400
     pools = {"ranks": ["spawn"], "serve": ["spawn", "tcp"], "mpi": ["mpi"], "ray": ["ray"]}
-    pool = rng.choice(pools.get(kind, ["inproc", "spawn", "spawn", "tcp", "tcp"]))
+    pool = rng.choice(pools.get(kind, ["inproc", "spawn", "spawn", "tcp", "tcp"][: 4 if is_small else 5]))
     num_workers = rng.randint(2, 2 if is_small else 3 if kind in ("ranks", "mpi", "ray") else 4)
     settings = _draw_settings(rng, kind, has_ranges, longest, architecture)
     asks = _draw_asks(rng, kind, has_ranges, architecture, longest, is_small)
@@ -189,6 +189,8 @@ def _draw_events(
     possible = ACTIONS[pool] + ["kill prefill"] * 2 * (kind == "prefill")
     if kind == "serve":
         possible = [each for each in possible if each not in ("drain", "reset", "kill beside a drain")]
+    if is_small and rng.random() < 0.6:  # each is another process
+        possible = [each for each in possible if each != "join"]
     if kind == "mpi" and rng.random() < 0.3:  # ends the job
         return [Event(LATEST * rng.random(), rng.choice(WHERE), 0, "kill rank", rng.randrange(12))]
     most = 3 if is_small or pool == "inproc" else 5 + num_workers
