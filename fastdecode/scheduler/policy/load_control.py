@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from fastdecode.core.decayed import Decayed
 from fastdecode.core.errors import RequestError
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
 from fastdecode.scheduler.policy.output_lengths import Outlook
@@ -68,7 +69,7 @@ class LoadControl:
         self._looked = 0
         self._earned = 0.0
         self._granted = 0.0
-        self._per_newcomer = np.zeros(2)
+        self._per_newcomer = Decayed(KEPT_PER_NEWCOMER, 2)  # rows of prompts, decode steps
 
     @property
     def _shares(self) -> np.ndarray:
@@ -171,22 +172,21 @@ class LoadControl:
         if self._is_paced:
             self._granted -= newcomer.kv_area
         decode_steps = (1 + newcomer.num_siblings) * newcomer.decode_steps
-        self._per_newcomer = KEPT_PER_NEWCOMER * self._per_newcomer + (newcomer.num_left, decode_steps)
+        self._per_newcomer.add(newcomer.num_left, decode_steps)
 
     @property
     def bounds_rows(self) -> bool:
         """Whether ``most_rows`` may be less than the token budget."""
-        return not self.is_strict and not self._is_paced and self.limit is not None and bool(self._per_newcomer[1])
+        return not self.is_strict and not self._is_paced and self.limit is not None and bool(self._per_newcomer.sums[1])
 
     def most_rows(self, kv_loads: np.ndarray, free_seats: float, num_seats: int, token_budget: int) -> int:
         """Of a step that attends ``kv_loads``, float64 [num_workers], prompts' included; ``free_seats``: the part
         of all seats that no sequence decodes in."""
         if not self.bounds_rows:
             return token_budget
-        rows, steps = self._per_newcomer.tolist()
         present = self._shares > 0
         hidden = float((kv_loads[present] / self.limits[present]).max())
-        even = min(token_budget, num_seats * (1 + rows / steps) * max(1.0, hidden))
+        even = min(token_budget, num_seats * (1 + self._per_newcomer.ratio(0, 1)) * max(1.0, hidden))
         return int(np.ceil(even + (token_budget - even) * min(1.0, free_seats / FILLING) ** 2))
 
     def _should_begin(

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+from fastdecode.core.decayed import Decayed
+
 KEPT = 0.95
 """What of the past counts after another step: about the last 20 steps do."""
 
@@ -49,9 +51,9 @@ class MovePrices:
     def __init__(self, per_token: float) -> None:
         self.per_token = per_token
         self._corrects = math.isfinite(per_token)
-        self._moved = np.zeros(2)
-        self._seen = np.zeros(5)
-        self._begun = np.zeros(3)
+        self._moved = Decayed(KEPT, 2)  # seconds, tokens
+        self._seen = Decayed(KEPT, 5)  # busy seconds, KV tokens, hidden seconds, steps, their seconds
+        self._begun = Decayed(KEPT_OF_RARE, 3)  # starts, rows of prompts, steps
         self._credit = 0.0
         self._pause = 0
         self._is_uneven = False
@@ -60,7 +62,7 @@ class MovePrices:
         """One step. ``work``: KV tokens attended, as if at mean speed; ``r_seconds``: busy; float64 [num_workers]."""
         busiest, step_seconds = float(r_seconds.max(initial=0.0)), s_seconds + wait_seconds
         hidden = max(0.0, busiest - wait_seconds)
-        self._seen = KEPT * self._seen + (float(r_seconds.sum()), float(work.sum()), hidden, 1.0, step_seconds)
+        self._seen.add(float(r_seconds.sum()), float(work.sum()), hidden, 1.0, step_seconds)
         at_work = r_seconds[work > 0]
         above_mean = busiest - float(at_work.mean()) if len(at_work) else 0.0
         self._is_uneven = min(above_mean, wait_seconds) > UNEVEN * step_seconds
@@ -69,7 +71,7 @@ class MovePrices:
 
     def note_newcomers(self, num_starts: int, num_prompt_rows: int) -> None:
         """What began in this step."""
-        self._begun = KEPT_OF_RARE * self._begun + (num_starts, num_prompt_rows, 1.0)
+        self._begun.add(num_starts, num_prompt_rows, 1.0)
 
     def steps_to_bring(self, kv_tokens: float) -> int:
         """Until newcomers attend ``kv_tokens`` in a step, if they come as they do; at least one.
@@ -77,7 +79,7 @@ class MovePrices:
         They are placed where least is, so whatever is uneven is even again once they attend what the others lack: a
         move wins time until then. With s starts and p rows of prompts a step they attend p·t + s·t²/2 after t.
         """
-        starts, rows = (self._begun[:2] / max(self._begun[2], 1.0)).tolist()
+        starts, rows = (self._begun.ratio(each, 2, 1.0) for each in (0, 1))
         if not rows:
             return NEVER
         root = math.sqrt(rows * rows + 2 * starts * kv_tokens)
@@ -86,24 +88,24 @@ class MovePrices:
     @property
     def may_pay(self) -> bool:
         """Whether to look for a correction now."""
-        is_known = self._seen[0] >= LEAST_SECONDS
+        is_known = self._seen.sums[0] >= LEAST_SECONDS
         return self._corrects and is_known and self._is_uneven and self._credit >= 0 and not self._pause
 
     @property
     def hidden(self) -> float:
         """Seconds that R-workers are busy in a step without making it longer."""
-        return float(self._seen[2] / max(self._seen[3], 1e-300))
+        return self._seen.ratio(2, 3)
 
     @property
     def seconds_per_token(self) -> float:
         """What a step takes an R-worker of mean speed per KV token that it attends; 1 before enough was seen."""
-        known = self._seen[0] >= LEAST_SECONDS and self._seen[1] > 0
-        return float(self._seen[0] / self._seen[1]) if known else 1.0
+        known = self._seen.sums[0] >= LEAST_SECONDS and self._seen.sums[1] > 0
+        return self._seen.ratio(0, 1) if known else 1.0
 
     @property
     def most_tokens(self) -> float:
         """That a correction may move."""
-        return MOST_STEPS * float(self._seen[4] / max(self._seen[3], 1e-300)) / max(self.per_token, 1e-300)
+        return MOST_STEPS * self._seen.ratio(4, 3) / max(self.per_token, 1e-300)
 
     def looked(self, found: bool) -> None:
         """A look for a correction found one, or none."""
@@ -111,8 +113,8 @@ class MovePrices:
 
     def paid(self, num_tokens: int, seconds: float, is_correction: bool) -> None:
         """A move of ``num_tokens`` cached tokens took ``seconds``."""
-        self._moved = KEPT * self._moved + (seconds, num_tokens)
-        self.per_token = float(self._moved[0] / max(self._moved[1], 1.0))
+        self._moved.add(seconds, num_tokens)
+        self.per_token = self._moved.ratio(0, 1, 1.0)
         self._credit -= seconds if is_correction else 0.0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fastdecode.core.decayed import Decayed
 from fastdecode.scheduler.store.workers import KEPT, LEAST_SECONDS, Workers
 
 CHANGED = 1.2
@@ -20,7 +21,7 @@ class RecentSpeeds:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._usual, self._new = np.zeros((2, 0)), np.zeros((2, 0))
+        self._usual, self._new = Decayed(KEPT, 2, 0), np.zeros((2, 0))  # KV tokens, busy seconds
         self._ways = np.zeros(0, np.int64)
 
     @property
@@ -28,7 +29,7 @@ class RecentSpeeds:
         """In any one unit, float64 [num_workers], none of them 0; as :class:`Workers` knows them while some that are
         present were hardly seen at work."""
         self._grow()
-        tokens, seconds = self._usual
+        tokens, seconds = self._usual.sums
         known = self._workers.speeds
         if (seconds[self._workers.present] < LEAST_SECONDS).any():
             return np.maximum(known, 1e-300)
@@ -40,24 +41,25 @@ class RecentSpeeds:
         step = np.array([kv_loads, r_seconds], np.float64)
         seen = (step[0] > 0) & (step[1] > 0)
         self._note_changes(step, seen)
-        self._usual[:, seen] = KEPT * self._usual[:, seen] + step[:, seen]
+        self._usual.add(*step, where=seen)
         changed = (np.abs(self._ways) >= NUM_STEPS) & (self._new[1] >= LEAST_SECONDS)
-        self._usual[:, changed] = self._new[:, changed]
+        self._usual.sums[:, changed] = self._new[:, changed]
         self._ways[changed] = 0
 
     def forget(self, worker: int) -> None:
         """``worker`` has just joined, perhaps in the place of one that is gone."""
         self._grow()
-        self._usual[:, worker], self._ways[worker] = 0.0, 0
+        self._usual.forget(worker)
+        self._ways[worker] = 0
 
     def _note_changes(self, step: np.ndarray, seen: np.ndarray) -> None:
         """Count for how many steps each R-worker has been faster (above 0) or slower (below) than usual, and sum these
         up. What slows all alike is no change."""
-        compared = seen & (self._usual[1] >= LEAST_SECONDS)
+        compared = seen & (self._usual.sums[1] >= LEAST_SECONDS)
         if not compared.any():
             return
         ratios = np.ones(len(seen))
-        now, usual = step[:, compared], self._usual[:, compared]
+        now, usual = step[:, compared], self._usual.sums[:, compared]
         ratios[compared] = (now[0] / now[1]) / (usual[0] / usual[1])
         ratios[compared] /= np.median(ratios[compared])
         way = (ratios > CHANGED).astype(np.int64) - (ratios < 1 / CHANGED)
@@ -67,5 +69,5 @@ class RecentSpeeds:
 
     def _grow(self) -> None:
         if (more := len(self._workers) - len(self._ways)) > 0:
-            self._usual, self._new = (np.pad(each, ((0, 0), (0, more))) for each in (self._usual, self._new))
-            self._ways = np.pad(self._ways, (0, more))
+            self._usual.resize(len(self._workers))
+            self._new, self._ways = np.pad(self._new, ((0, 0), (0, more))), np.pad(self._ways, (0, more))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fastdecode.core.decayed import Decayed
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Segment
@@ -43,7 +44,7 @@ class SecondCopies:
         self._admission = admission
         self._workers = store.workers
         self._seconds_per_token = seconds_per_copied_token
-        self._copied = np.zeros(2)
+        self._copied = Decayed(KEPT, 2)  # tokens, seconds
         self._credit = self._step_seconds = 0.0
         self._joined: list[int] = []
         self._has_lost = False
@@ -62,7 +63,7 @@ class SecondCopies:
 
     def made(self, transfer: Transfer, seconds: float) -> None:
         """The piece is there, after ``seconds``."""
-        self._copied = KEPT * self._copied + (transfer.num_tokens, seconds)
+        self._copied.add(transfer.num_tokens, seconds)
         self._credit -= seconds
 
     def joined(self, worker: int) -> None:
@@ -123,7 +124,7 @@ class SecondCopies:
 
     def _piece_tokens(self) -> int:
         """Tokens that are copied in a part of a step's time, in whole blocks."""
-        per_token = self._copied[1] / self._copied[0] if self._copied[0] else self._seconds_per_token
+        per_token = self._copied.ratio(1, 0) if self._copied.sums[0] else self._seconds_per_token
         seconds, block_size = max(SHARE * self._step_seconds, LEAST_SECONDS), self._workers.block_size
         num_blocks = seconds / max(per_token * block_size, 1e-9)
         return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size

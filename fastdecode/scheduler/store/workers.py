@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fastdecode.core.decayed import Decayed
 from fastdecode.core.errors import BackendError
 from fastdecode.core.types import Verb
 from fastdecode.scheduler.store.place import Block
@@ -159,8 +160,9 @@ class Workers:
         self._states = [WorkerState(index, count, count) for index, count in enumerate(num_blocks)]
         for state, host in zip(self._states, hosts, strict=False):
             state.host = host
-        self._columns = np.zeros((4, len(bandwidths)))
-        self.bandwidths, self.shares, self._seen_tokens, self._seen_seconds = self._columns
+        self._seen = Decayed(KEPT, 2, len(bandwidths))  # KV tokens, busy seconds
+        self._columns = np.zeros((2, len(bandwidths)))
+        self.bandwidths, self.shares = self._columns
         self.bandwidths[:] = bandwidths
         self.shares[:] = self.bandwidths / sum(bandwidths)
 
@@ -219,10 +221,11 @@ class Workers:
         neighbour that comes and goes. Busy seconds hold what the others took. An R-worker that was never seen at work
         counts in proportion to its bandwidth.
         """
-        seen = self._seen_seconds >= LEAST_SECONDS
+        tokens, seconds = self._seen.sums
+        seen = seconds >= LEAST_SECONDS
         if not seen.any():
             return self.bandwidths
-        speeds = np.where(seen, self._seen_tokens / np.where(seen, self._seen_seconds, 1.0), 0.0)
+        speeds = np.where(seen, tokens / np.where(seen, seconds, 1.0), 0.0)
         surprise = speeds[seen] / self.bandwidths[seen]
         if surprise.max() <= TOLERANCE * surprise.min():
             return self.bandwidths
@@ -239,8 +242,7 @@ class Workers:
         seconds, tokens = np.array(r_seconds), np.array(kv_loads)
         seen = (seconds >= AT_WORK * seconds.max()) | (tokens >= AT_WORK * tokens.max())
         seen &= seconds > 0
-        for total, new in ((self._seen_tokens, tokens), (self._seen_seconds, seconds)):
-            total[seen] = KEPT * total[seen] + new[seen]
+        self._seen.add(tokens, seconds, where=seen)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
@@ -253,12 +255,14 @@ class Workers:
         """
         others = self.present
         if index == len(self):
-            self._columns = np.column_stack([self._columns, np.zeros(4)])
+            self._columns = np.column_stack([self._columns, np.zeros(2)])
+            self._seen.resize(len(self) + 1)
         else:
             self._gone.remove(index)
         self._states[index : index + 1] = [WorkerState(index, num_blocks, num_blocks, host=host)]
-        self._columns[:, index] = bandwidth, 0.0, 0.0, 0.0
-        self.bandwidths, self.shares, self._seen_tokens, self._seen_seconds = self._columns
+        self._columns[:, index] = bandwidth, 0.0
+        self._seen.forget(index)
+        self.bandwidths, self.shares = self._columns
         return float(self.speeds[index] / self.speeds[others].sum())
 
     def drain(self, index: int) -> None:
