@@ -6,8 +6,9 @@ import argparse
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutp
 from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags
 from fastdecode.cli.machine_inputs import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
+from fastdecode.cli.simulate_events import add_event_flags, compared, event_lines, event_report
 from fastdecode.cli.simulate_inputs import DATASETS, SimulationInputs, read_simulation
 from fastdecode.cli.variants.prefill_workers import add_prefill_flags
 from fastdecode.cli.variants.speculative_decoding import add_speculation_flags
@@ -65,6 +67,7 @@ def add_command(commands: Any) -> None:
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False,
         help="of random prompts, the only ones with tokens (off)",
     )  # fmt: skip
+    add_event_flags(parser.add_argument_group("workers that come and go"))
     group = parser.add_argument_group("capacity search")
     group.add_argument("--slo-tbt-p99", type=float, metavar="SECONDS", help="find the largest rate that keeps to it")
     group.add_argument("--slo-delay-p50", type=float, metavar="SECONDS", help="beside it, from arrival to start (2)")
@@ -89,6 +92,9 @@ def run(args: argparse.Namespace) -> int:
     rate = capacity or inputs.rate
     simulation = simulate(inputs, rate)
     report = simulation_report(simulation, inputs)
+    if report["events"] and not simulation.interrupted:
+        undisturbed = replace(inputs, events=None)
+        report["events"] = compared(report["events"], report, simulation_report(simulate(undisturbed, rate), inputs))
     known = {} if capacity is None else {"requests_per_second": json_number(capacity)}
     report["capacity"] = {**vars(slo), **known} if slo else None
     report["config"] = {name: value for name, value in vars(args).items() if name != "run"}
@@ -139,7 +145,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     scheduler = simulator.scheduler
     return Simulation(
         requests, steps, simulator.now_seconds, time.perf_counter() - start, scheduler.statistics,
-        scheduler.kv_load_limit, interrupted, simulator.prefill, simulator.num_copies_made,
+        scheduler.kv_load_limit, interrupted, simulator.prefill, simulator.num_copies_made, event_report(simulator),
     )  # fmt: skip
 
 
@@ -182,7 +188,8 @@ def _add_workload_group(group: Any) -> None:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run left behind. ``elapsed_seconds`` is simulated, ``wall_seconds`` is what it took to simulate."""
+    """What a run left behind. ``elapsed_seconds`` is simulated, ``wall_seconds`` is what it took to simulate.
+    ``events``: what happened to workers and what it cost, None where nothing could."""
 
     requests: list[SimulatedRequest]
     steps: list[StepRecord]
@@ -193,6 +200,7 @@ class Simulation:
     interrupted: KeyboardInterrupt | None = None
     prefill: PrefillFleet | None = None
     copies_made: int = 0
+    events: dict[str, Any] | None = None
 
 
 def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[str, Any]:
@@ -208,7 +216,8 @@ def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[
             "p50": float(np.median(started)) if started else 0.0,
             "p99": float(np.percentile(started, 99)) if started else 0.0,
         },
-        "utilisation": _utilisation(simulation) | _prefill_utilisation(simulation),
+        "utilisation": _utilisation(simulation, len(inputs.limits.num_blocks)) | _prefill_utilisation(simulation),
+        "events": simulation.events,
         "copies_made": simulation.copies_made,
         "simulated_steps": len(simulation.steps),
         "simulated_steps_per_second": len(simulation.steps) / simulation.wall_seconds,
@@ -234,6 +243,8 @@ def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
     )
     if report["copies_made"]:
         yield f"Second copies made between steps: {report['copies_made']}"
+    if report["events"] and "kept_share" in report["events"]:
+        yield from event_lines(report["events"])
     yield from summary_lines(report)
 
 
@@ -242,13 +253,15 @@ def json_number(number: float) -> float | str:
     return "inf" if math.isinf(number) else number
 
 
-def _utilisation(simulation: Simulation) -> dict[str, float]:
-    """Busy parts of the whole simulated time, idle waits for arrivals included."""
-    r_seconds = np.sum([step.r_seconds for step in simulation.steps], axis=0) if simulation.steps else np.zeros(1)
+def _utilisation(simulation: Simulation, num_r_workers: int) -> dict[str, float]:
+    """Busy parts of the whole simulated time, idle waits for arrivals included; the mean is over ``num_r_workers``,
+    however many places those that were lost and came again had."""
+    columns = list(zip_longest(*(step.r_seconds for step in simulation.steps), fillvalue=0.0))
+    r_seconds = np.ascontiguousarray(np.array(columns).T).sum(axis=0) if columns else np.zeros(1)
     seconds = simulation.elapsed_seconds or 1.0
     return {
         "s_worker": sum(step.s_seconds for step in simulation.steps) / seconds,
-        "r_workers_mean": float(r_seconds.mean()) / seconds,
+        "r_workers_mean": float(r_seconds.sum()) / num_r_workers / seconds,
         "r_workers_max": float(r_seconds.max()) / seconds,
     }
 

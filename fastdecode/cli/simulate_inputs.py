@@ -13,6 +13,7 @@ import numpy as np
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, named_shape, rank_group, read_inputs
+from fastdecode.cli.simulate_events import read_timeline
 from fastdecode.cli.variants.prefill_workers import prefill_forecast
 from fastdecode.cli.variants.speculative_decoding import read_drafting
 from fastdecode.core.errors import ConfigError
@@ -32,6 +33,7 @@ from fastdecode.perfmodel.simulate import (
     SimulatedWorkload,
     Simulator,
     SplitMachine,
+    Timeline,
 )
 from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
@@ -82,6 +84,9 @@ OF_R_WORKERS = (
     "num_prefill_workers",
     "prefill_gpu",
     "prefill_link",
+    "events",
+    "mtbf",
+    "restart_seconds",
 )
 """Flags that describe R-workers, or a machine that was measured with them; unset they are None or False."""
 
@@ -89,7 +94,7 @@ OF_R_WORKERS = (
 @dataclass(frozen=True)
 class SimulationInputs:
     """``prefill``: predicted times of ``num_prefill_workers`` prefill workers, None where there are none; ``drafting``:
-    likewise."""
+    likewise. ``events``: makes what happens in a run, the same each time; None where nothing does."""
 
     machine: Machine
     limits: Limits
@@ -101,6 +106,7 @@ class SimulationInputs:
     prefill: Forecast | None = None
     num_prefill_workers: int = 0
     drafting: Drafting | None = None
+    events: Callable[[], Timeline] | None = None
 
     def simulator(self, on_step: Callable[[StepRecord], None] | None = None) -> Simulator:
         """A new one, with a scheduler of its own."""
@@ -113,7 +119,8 @@ class SimulationInputs:
             drafts = BalancedDrafts(self.drafting.num_speculative_tokens, self.limits.num_mini_batches)
             drafter = SimulatedDrafter(self.drafting, len(self.limits.num_blocks))
         scheduler = Scheduler(SCHEDULES[self.schedule], self.limits, policy, drafts)
-        return Simulator(scheduler, self.machine, on_step, fleet, drafter)
+        events = self.events() if self.events else None
+        return Simulator(scheduler, self.machine, on_step, fleet, drafter, events)
 
     def _s_seconds(self, num_tokens: int, context_len: int) -> float:
         """Of a prompt on the S-worker, in as many steps as its rows take; after a prefix its R-worker attends."""
@@ -219,8 +226,9 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     if prefill:
         title += f", {num_prefill} prefill worker(s)"
     return SimulationInputs(
-        machine, limits, args.schedule, workload, rate, title, inputs.assumptions, prefill, num_prefill, drafting
-    )
+        machine, limits, args.schedule, workload, rate, title, inputs.assumptions, prefill, num_prefill, drafting,
+        read_timeline(args, workers),
+    )  # fmt: skip
 
 
 def _range_tokens(args: argparse.Namespace, limits: Limits) -> int:

@@ -24,7 +24,7 @@ class PrefillFleet:
         self._free = dict.fromkeys(range(num_workers), 0.0)
         self._slowness: dict[int, float] = {}
         self._ends: list[tuple[float, int]] = []
-        self._workers: dict[int, set[int]] = {}
+        self._part_ends: dict[int, dict[int, float]] = {}
 
     def submit(self, prefill: RemotePrefill, now_seconds: float) -> None:
         """Begin a prompt once all its workers are free."""
@@ -37,14 +37,14 @@ class PrefillFleet:
             self.busy_seconds += seconds
         self.num_prompts += 1
         heapq.heappush(self._ends, (self._free[prefill.parts[-1].worker], prefill.job_id))
-        self._workers[prefill.job_id] = {part.worker for part in prefill.parts}
+        self._part_ends[prefill.job_id] = {part.worker: self._free[part.worker] for part in prefill.parts}
 
     def take(self, now_seconds: float) -> list[int]:
         """Jobs that have ended by now, in order."""
         ended = []
         while self._ends and self._ends[0][0] <= now_seconds:
             ended.append(heapq.heappop(self._ends)[1])
-            del self._workers[ended[-1]]
+            del self._part_ends[ended[-1]]
         return ended
 
     @property
@@ -53,12 +53,13 @@ class PrefillFleet:
         return self._ends[0][0] if self._ends else math.inf
 
     def lose(self, worker: int, now_seconds: float) -> list[int]:
-        """A worker is gone; returns the jobs that fail with it. The others in them go on when they would have."""
-        failed = [job_id for end, job_id in self._ends if end > now_seconds and worker in self._workers[job_id]]
+        """A worker is gone; returns the jobs that fail with it, which the others in them give up at once."""
+        failed = [job_id for end, job_id in self._ends if end > now_seconds and worker in self._part_ends[job_id]]
         self._ends = [each for each in self._ends if each[1] not in failed]
         heapq.heapify(self._ends)
-        for job_id in failed:
-            del self._workers[job_id]
+        for other in {other for job_id in failed for other in self._part_ends.pop(job_id)}:
+            ends = [ends[other] for ends in self._part_ends.values() if other in ends]
+            self._free[other] = max(ends, default=min(self._free[other], now_seconds))
         return failed
 
     def join(self, worker: int, now_seconds: float) -> None:

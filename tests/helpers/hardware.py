@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,9 @@ class PlainMachine:
         s_part = self.per_step + load.rows * self.per_row
         attention = sum(kv_loads) * self.per_kv_token
         return StepCost(s_part + attention, s_part, 0.0, 0.0, np.full(len(kv_loads), attention))
+
+    def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> PlainMachine:
+        return self
 
 
 def r_point(sequences: int, context: int, seconds: float, **other: Any) -> RPartPoint:

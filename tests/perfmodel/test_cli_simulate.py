@@ -155,6 +155,12 @@ def test_where_no_rate_keeps_the_slo_the_report_has_the_rate_it_ran_at(
         ([*NAMES, "--dataset-name", "sarathi-chat", "--dataset-path", "x"], 2, "'sarathi-chat' reads no file"),
         ([*NAMES, "--dataset-path", "x"], 2, "'random' reads no file; it is for --dataset-name trace"),
         ([*BARE, "--tensor-parallel-size", "2"], 2, "tensor_parallel_size has no place beside bare numbers"),
+        ([*NAMES, "--events", "/no/such"], 2, "cannot read events /no/such"),
+        ([*NAMES, "--mtbf", "0"], 2, "mtbf must be above 0 hours and finite, not 0.0"),
+        ([*NAMES, "--restart-seconds", "1"], 2, "restart_seconds is of R-workers that are lost at random"),
+        ([*NAMES, "--mtbf", "1", "--restart-seconds", "-1"], 2, "restart_seconds must be at least 0, not -1.0"),
+        ([*ALONE, "--mtbf", "1"], 2, "the GPU alone: mtbf has no place there"),
+        ([*NAMES, "--num-r-workers", "1", "--mtbf", "1e-6"], 1, "simulated seconds the last R-worker is lost"),
         ([*NAMES, "--output-json", "."], 2, ".: is a folder; name a file to write"),
         ([*NAMES, "--output-json", "/no/such/folder/x.json"], 2, "there is no such folder"),
     ],
@@ -206,3 +212,38 @@ def test_prefill_workers_take_prompts_from_the_s_worker(tmp_path: Path, capsys: 
     assert found["ttft_seconds"]["p50"] < without["ttft_seconds"]["p50"]
     assert found["tbt_seconds"]["p99"] < without["tbt_seconds"]["p99"]
     assert found["total_output_tokens"] == without["total_output_tokens"]
+
+
+def test_events_are_told_with_what_they_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same run without them gives the rate to compare with; two copies have next to nothing computed again."""
+    path = tmp_path / "events.jsonl"
+    lines = [("lose", 1, 1.0), ("slow", 0, 1.2), ("join", 1, 1.5), ("drain", 2, 1.6), ("drain", 2, 9.0)]
+    more = {"slow": {"factor": 2.0}}
+    path.write_text(
+        "\n".join(
+            json.dumps({"seconds": seconds, "event": kind, "r_worker": worker} | more.get(kind, {}))
+            for kind, worker, seconds in lines
+        )
+    )
+    given = [*NAMES, "--num-r-workers", "4", "--num-prompts", "48", "--seconds-per-moved-token", "1e-6"]
+    undisturbed = simulate(tmp_path, *given)
+    found = {}
+    for copies in ("1", "2"):
+        found[copies] = simulate(tmp_path, *given, "--events", str(path), "--num-copies", copies)
+        events = found[copies]["events"]
+        assert [events[name] for name in ("lost", "joined", "slowed", "drained", "ignored")] == [1, 1, 1, 1, 1]
+        assert events["output_tokens_per_second"] == found[copies]["output_tokens_per_second"]
+        assert 0 < events["kept_share"] <= 1 and events["given_up_requests"] == 0
+        assert 0 < events["pause_seconds"]["p50"] <= events["pause_seconds"]["max"] and events["num_pauses"] > 0
+        assert found[copies]["lost_workers"] == 1 and found[copies]["total_output_tokens"] == 48 * 30
+    assert found["1"]["events"]["output_tokens_per_second_without"] == undisturbed["output_tokens_per_second"]
+    assert found["2"]["events"]["recomputed_tokens"] <= 2 < found["1"]["events"]["recomputed_tokens"]
+    assert found["2"]["config"]["kv_replicas"] == 2 and undisturbed["events"] is None
+    text = capsys.readouterr().out
+    assert "Events: 1 lost, 1 joined, 1 drained, 1 slowed; 1 ignored" in text and "with the events" in text
+
+
+def test_random_losses_are_those_of_the_seed(tmp_path: Path) -> None:
+    given = [*NAMES, "--num-r-workers", "4", "--num-prompts", "48", "--mtbf", "0.002", "--restart-seconds", "0.5"]
+    first, again, other = (simulate(tmp_path, *given, "--seed", seed)["events"] for seed in ("1", "1", "2"))
+    assert first == again != other and first["lost"] > 0 and first["lost"] - first["joined"] in (0, 1, 2)
