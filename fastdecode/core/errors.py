@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import contextlib
-import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -67,10 +67,11 @@ def interrupts_deferred() -> Iterator[None]:
         yield
         return
     received: list[tuple[int, Any]] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    # signal.signal looks for an enum's name for each handler, which takes twenty times as long
+    handler = _signal.signal(_signal.SIGINT, lambda number, frame: received.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(_signal.SIGINT, handler)
         if received and callable(handler):
             handler(*received[0])

@@ -65,6 +65,8 @@ class SimulatedRequests:
 
     def begun(self, step: ScheduledStep, now_seconds: float) -> None:
         """Note when prompts begin."""
+        if not (step.num_starts or step.prefills):
+            return
         here = [each for mini_batch in step.mini_batches for each in mini_batch.prompts["sequence_id"].tolist()]
         for sequence_id in (*here, *(each.sequence_id for each in step.prefills)):
             request = self._requests[sequence_id]
