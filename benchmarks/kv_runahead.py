@@ -15,8 +15,8 @@ import numpy as np
 
 from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape
 from fastdecode.perfmodel.partition import balanced, even, searched
-from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel, PromptAttention
 from fastdecode.perfmodel.prefill_rates import before_share
+from fastdecode.perfmodel.prefill_times import PrefillLink, PrefillTimes, PromptAttentionTimes
 
 THOUSAND = 1024
 FAST_LINK = PrefillLink(300e9, 1e-5)
@@ -109,23 +109,23 @@ def fit() -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-def a100s(shape: ModelShape, link: PrefillLink, row_seconds: float, pair_seconds: float) -> PrefillModel:
+def a100s(shape: ModelShape, link: PrefillLink, row_seconds: float, pair_seconds: float) -> PrefillTimes:
     """The model of ``shape``, scaled from Llama 7B: products by parameters, attention by heads."""
     llama = SHAPES["llama-7b"]
     products = shape.active_layer_parameters / llama.active_layer_parameters * row_seconds / llama.num_layers
     pair = pair_seconds / llama.num_layers * shape.num_heads / llama.num_heads
     floor = FLOOR_SECONDS / llama.num_layers
-    return PrefillModel(
+    return PrefillTimes(
         num_layers=shape.num_layers,
         s_part=Launched(products, floor),
-        attention=PromptAttention(pair, WHOLE_SQUARE),
+        attention=PromptAttentionTimes(pair, WHOLE_SQUARE),
         kv_bytes=shape.appending_row_bytes,
         link=link,
         before_share=before_share(shape),
     )
 
 
-def best_parts(model: PrefillModel, num_tokens: int, num_gpus: int) -> tuple[int, ...]:
+def best_parts(model: PrefillTimes, num_tokens: int, num_gpus: int) -> tuple[int, ...]:
     """KVR-S by the model, in strides of 32 tokens at the least."""
     start = balanced(model, num_tokens, num_gpus)
     return searched(lambda parts: model.chain_seconds(parts)[-1], start, least_stride=32)
@@ -157,7 +157,7 @@ def _print_slow_links(row_seconds: float, pair_seconds: float) -> None:
             print(f"{gb_per_second:3d} GB/s, {num_gpus} GPUs:  {'   '.join(cells)}")
 
 
-def _slow(model: PrefillModel, paper: float, num_tokens: int, num_gpus: int) -> str:
+def _slow(model: PrefillTimes, paper: float, num_tokens: int, num_gpus: int) -> str:
     """The overlapped chain, and one that waits for its last link as well."""
     parts = best_parts(model, num_tokens, num_gpus)
     seconds = model.chain_seconds(parts)[-1]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastdecode.cluster.joining import JoinListener
     from fastdecode.cluster.pool import PoolBackend
     from fastdecode.cluster.r_worker.tuning import Tuning
-    from fastdecode.cluster.ray.backend import RayJob
+    from fastdecode.cluster.ray.ray_backend import RayJob
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def make_backend(
     listener: JoinListener | None = None
     if ray_job:
         from fastdecode.cluster.links.tcp import join_listener
-        from fastdecode.cluster.ray.backend import RayBackend
+        from fastdecode.cluster.ray.ray_backend import RayBackend
 
         pool: PoolBackend = RayBackend(ray_job)
         listener = join_listener(config.pool_listen or f"{ray_job.host}:0", config.block_size, ray_job.security)
@@ -65,7 +65,7 @@ def place_on_ray(config: EngineConfig) -> RayJob | None:
     spec = config.r_worker_spec
     if spec.kind != "ray":
         return None
-    from fastdecode.cluster.ray.backend import RayJob
+    from fastdecode.cluster.ray.ray_backend import RayJob
 
     memory = config.bytes_of("kv_cache_memory")
     return RayJob(spec.count, config.r_threads, memory, spec.strict_spread, config.key_file, config.security)
@@ -206,7 +206,7 @@ def prepare(config: EngineConfig) -> None:
         forced_isa()
         forced_read_ahead()
     if spec.kind == "ray":
-        from fastdecode.cluster.ray.backend import check_installed
+        from fastdecode.cluster.ray.ray_backend import check_installed
 
         check_installed()
 

@@ -31,7 +31,7 @@ from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Scheduler
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
-from fastdecode.tensor_parallel.backend import TensorParallelBackend
+from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks
 
 

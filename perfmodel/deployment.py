@@ -11,9 +11,9 @@ from fastdecode.core.errors import ProfileError
 from fastdecode.core.machine import cpu_name
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HERE, HardwareProfile, MachineIdentity
+from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.stages import Contention, RPart
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.perfmodel.tensor_parallel import rank_shape
 
 SHARED = Contention(2.0, 2.0)
 """S and R on the very same cores: what one does, the other cannot."""

@@ -10,8 +10,8 @@ from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import largest
 from fastdecode.perfmodel.hardware import Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.plan import Plan, Prices, Workload
-from fastdecode.perfmodel.tensor_parallel import ALONE, RankGroup, replicated_bytes
+from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, replicated_bytes
+from fastdecode.perfmodel.sizing import Plan, Prices, Workload
 
 MEMORY_FRACTION = 0.9
 """Of a GPU's memory, for weights and cache; the rest is activations and the driver (vLLM's default)."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.perfmodel.prefill import PrefillModel
+from fastdecode.perfmodel.prefill_times import PrefillTimes
 
 Parts = tuple[int, ...]
 Measure = Callable[[Parts], float]
@@ -42,7 +42,7 @@ def of_fractions(num_tokens: int, fractions: Sequence[float]) -> Parts:
 
 
 def closed_form(
-    model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
+    model: PrefillTimes, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
 ) -> Parts:
     """Parts that end together by the model, without a search.
 
@@ -69,7 +69,7 @@ def closed_form(
 
 
 def balanced(
-    model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
+    model: PrefillTimes, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
 ) -> Parts:
     """As :func:`closed_form`, by bisection of F over the model's own seconds: tiles, masks and fixed costs included."""
     speeds = list(speeds) or [1.0] * num_workers
@@ -94,13 +94,13 @@ def balanced(
     return _of_cuts(num_tokens, _in_order(list(itertools.accumulate(filled(high)))[:-1], num_tokens))
 
 
-def _most_rows(model: PrefillModel, context: int, layer_seconds: float, speed: float, most: int) -> int:
+def _most_rows(model: PrefillTimes, context: int, layer_seconds: float, speed: float, most: int) -> int:
     """Tokens after ``context`` that take at most ``layer_seconds`` a layer; none where one takes more."""
     return bisect_right(range(1, most + 1), layer_seconds, key=lambda n: model.part_seconds(n, context, speed).all)
 
 
 def _delays(
-    model: PrefillModel, num_tokens: int, num_workers: int, speeds: Sequence[float], context_len: int
+    model: PrefillTimes, num_tokens: int, num_workers: int, speeds: Sequence[float], context_len: int
 ) -> list[float]:
     """By how much the first attention of each worker waits longer than that of the first one."""
     rows = max(num_tokens // num_workers, 1)
@@ -253,7 +253,7 @@ class Forecast:
     knows nothing, it is the closed form of a chain.
     """
 
-    model: PrefillModel
+    model: PrefillTimes
     table: PartitionTable = NO_TABLE
     method: str = "kvr"
 

@@ -10,7 +10,7 @@ from fastdecode.core.types import SPLIT_TOKENS
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
 from fastdecode.perfmodel.load import Load, mean_parts
-from fastdecode.perfmodel.plan import NO_PRICES, Candidate, Plan, Prices, Workload
+from fastdecode.perfmodel.sizing import NO_PRICES, Candidate, Plan, Prices, Workload
 from fastdecode.perfmodel.stages import RPart, SPart, Transport
 from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts

@@ -10,12 +10,12 @@ from fastdecode.perfmodel.calibration import fit_parts
 from fastdecode.perfmodel.hardware import Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.partition import Forecast, PartitionTable
-from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel, PromptAttention, triangle_pairs
+from fastdecode.perfmodel.prefill_times import PrefillLink, PrefillTimes, PromptAttentionTimes, triangle_pairs
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart
 
 TILE_ROWS = 256
-"""Of prompt attention on a CPU, in torch's kernel and in ``sworker/prefill.py``."""
+"""Of prompt attention on a CPU, in torch's kernel and in ``sworker/prompts.py``."""
 
 GPU_TILE_ROWS = 128
 """Of fused kernels on GPUs."""
@@ -30,17 +30,17 @@ def before_share(shape: ModelShape) -> float:
     return shape.hidden_size * shape.head_dim * heads / shape.active_layer_parameters
 
 
-def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink) -> PrefillModel:
+def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink) -> PrefillTimes:
     """Prefill workers of a GPU each: products as its S-part, and attention that multiplies at the same rate.
 
     A fused kernel that leaves out the tiles that causality hides is taken; 4·N·H operations make a pair's score and add
     its value.
     """
     pair_seconds = 4.0 * shape.num_heads * shape.head_dim / gpu.flops_per_second.achieved
-    return PrefillModel(
+    return PrefillTimes(
         num_layers=shape.num_layers,
         s_part=GpuSPart(shape, gpu),
-        attention=PromptAttention(pair_seconds, GPU_TILE_ROWS),
+        attention=PromptAttentionTimes(pair_seconds, GPU_TILE_ROWS),
         kv_bytes=shape.appending_row_bytes,
         link=link,
         before_share=before_share(shape),
@@ -49,7 +49,7 @@ def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink) -> Prefill
 
 def measured_prefill_model(
     profile: HardwareProfile, num_busy: int = 1, shape: ModelShape | None = None
-) -> PrefillModel:
+) -> PrefillTimes:
     """Prefill workers like the first one measured, while ``num_busy`` of them compute; ProfileError without any.
 
     ``shape``: with another number of layers than the profile's. Seconds of a prompt of n tokens are a·n for products,
@@ -63,10 +63,10 @@ def measured_prefill_model(
     products, pair, once = fit_parts(np.stack([lengths, pairs, np.ones(len(lengths))], 1), seconds).tolist()
     shape, measured_layers = shape or profile.shape, profile.shape.num_layers
     per_row, per_pair = products / measured_layers, pair / measured_layers
-    model = PrefillModel(
+    model = PrefillTimes(
         num_layers=shape.num_layers,
         s_part=MeasuredSPart((1, MANY_ROWS), (per_row, per_row * MANY_ROWS), (0.0, 0.0)),
-        attention=PromptAttention(max(per_pair, per_row * 1e-9), TILE_ROWS),
+        attention=PromptAttentionTimes(max(per_pair, per_row * 1e-9), TILE_ROWS),
         kv_bytes=shape.appending_row_bytes,
         link=_link(profile),
         before_share=before_share(shape),

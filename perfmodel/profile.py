@@ -13,8 +13,8 @@ from fastdecode.core.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.calibration import fit_parts
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.partition import PartitionEntry
+from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.stages import Contention, MeasuredSPart, RPart, Transport
-from fastdecode.perfmodel.tensor_parallel import rank_shape
 
 HERE = "here"
 """The R-workers of the S-worker's own machine, in ``RPartPoint.r_worker``: threads and processes alike."""

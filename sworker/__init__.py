@@ -9,9 +9,9 @@ gc.disable()
 try:
     from fastdecode.sworker import environment  # noqa: F401  isort: skip  (before anything that imports torch)
     from fastdecode.sworker.model import SModel
-    from fastdecode.sworker.prefill import PromptCache
+    from fastdecode.sworker.prompts import PromptCache
+    from fastdecode.sworker.s_worker import SWorker
     from fastdecode.sworker.threads import set_threads
-    from fastdecode.sworker.worker import SWorker
 finally:
     gc.freeze()
     if _collecting:

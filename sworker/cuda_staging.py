@@ -19,7 +19,7 @@ SLEEP_SECONDS = 30e-6
 """How long it sleeps then."""
 
 
-class Gpu:
+class CudaDevice:
     """What :class:`CudaStaging` needs of ``torch.cuda``; tests put a stand-in here."""
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class CudaStaging:
         up                           │ o │   the compute stream waits for A's `arrived` event, the thread does not
     """
 
-    def __init__(self, backend: AttentionBackend, gpu: Gpu) -> None:
+    def __init__(self, backend: AttentionBackend, gpu: CudaDevice) -> None:
         self._backend = backend
         self._gpu = gpu
         self._streams = gpu.stream(), gpu.stream()
@@ -125,7 +125,7 @@ class _Transfer:
     (but after an abandoned step, whose late copies are not read).
     """
 
-    def __init__(self, mini_batch: int, backend: AttentionBackend, gpu: Gpu, down: Any, up: Any) -> None:
+    def __init__(self, mini_batch: int, backend: AttentionBackend, gpu: CudaDevice, down: Any, up: Any) -> None:
         self.phase = Phase.IDLE
         self._mini_batch, self._layer, self._dtype = mini_batch, 0, torch.float32
         self._backend, self._gpu, self._down, self._up = backend, gpu, down, up
@@ -191,7 +191,7 @@ class _Buffer:
 class _Stopwatch:
     """Device time between pairs of marks on the compute stream, read once per step: no layer waits for its timing."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: CudaDevice) -> None:
         self._gpu = gpu
         self._events: list[Any] = []
         self._count = 0

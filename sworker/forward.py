@@ -9,7 +9,7 @@ import torch
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.sworker.greenlets import ModelGreenlet
 from fastdecode.sworker.packing import PackedRows
-from fastdecode.sworker.prefill import PromptAttention
+from fastdecode.sworker.prompts import PromptAttention
 from fastdecode.sworker.staging import HostStaging, Staging, rows_of
 
 

@@ -17,12 +17,12 @@ from transformers.utils import logging as transformers_logging
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.perfmodel.model_shape import ModelShape, read_shape
-from fastdecode.sworker import gguf, tensor_parallel
+from fastdecode.sworker import gguf, sharding
 from fastdecode.sworker.experts import use_padded_experts
 from fastdecode.sworker.greenlets import ATTENTION_NAME, register_attention
+from fastdecode.sworker.sharding import Rank
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import OWN_ATTENTION, check_config, refuse
-from fastdecode.sworker.tensor_parallel import Rank
 
 DIGEST_NUMBERS = 64
 """Of each parameter."""
@@ -81,7 +81,7 @@ def load_model(config: EngineConfig, hf_config: Any, rank: Rank | None = None) -
             use_padded_experts(model)
         model = gguf.unpacked(model)
         if rank:
-            tensor_parallel.shard(model, hf_config, rank)
+            sharding.shard(model, hf_config, rank)
         return model.to(device).eval().requires_grad_(False)
 
 

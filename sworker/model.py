@@ -15,7 +15,7 @@ from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError, Un
 from fastdecode.core.machine import available_memory_bytes
 from fastdecode.core.types import KVLayout
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.sworker.early_exit import first_layers
+from fastdecode.sworker.first_layers import first_layers
 from fastdecode.sworker.fused import FusedRows
 from fastdecode.sworker.grammar import Grammars
 from fastdecode.sworker.loader import (
@@ -26,8 +26,8 @@ from fastdecode.sworker.loader import (
     weights_digest,
 )
 from fastdecode.sworker.prepack import PackedLinears
+from fastdecode.sworker.sharding import Rank
 from fastdecode.sworker.support import check_rope, probe_layout, repeats_rows
-from fastdecode.sworker.tensor_parallel import Rank
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
 
 logger = logging.getLogger(__name__)

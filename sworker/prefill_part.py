@@ -15,7 +15,7 @@ from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.sworker.greenlets import ModelGreenlet
 from fastdecode.sworker.packing import pack
-from fastdecode.sworker.prefill import causal_mask, prompt_attention
+from fastdecode.sworker.prompts import causal_mask, prompt_attention
 from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, rows_of, to_numpy
 
 Exchange = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]

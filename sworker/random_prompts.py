@@ -10,8 +10,8 @@ import numpy as np
 
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import KVLayout, to_wire
+from fastdecode.sworker.s_worker import SWorker
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
-from fastdecode.sworker.worker import SWorker
 
 RANDOM_ROWS = 1024
 

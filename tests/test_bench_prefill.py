@@ -21,15 +21,20 @@ from fastdecode.measure.prefill_calibrator import PrefillCalibration, calibrate_
 from fastdecode.measure.prefill_calibrator import num_measurements as calibration_measurements
 from fastdecode.measure.prefill_runs import PromptRun, in_order
 from fastdecode.perfmodel.partition import closed_form, even
-from fastdecode.perfmodel.prefill import PrefillModel, PromptAttention, chain_traffic_tokens, tsp_traffic_tokens
 from fastdecode.perfmodel.prefill_rates import before_share, measured_prefill_model, measured_speeds, slowdown
+from fastdecode.perfmodel.prefill_times import (
+    PrefillTimes,
+    PromptAttentionTimes,
+    chain_traffic_tokens,
+    tsp_traffic_tokens,
+)
 from fastdecode.perfmodel.stages import MeasuredSPart
 
 SHAPE = replace(profile().shape, num_layers=4)
-TRUE_MODEL = PrefillModel(
+TRUE_MODEL = PrefillTimes(
     SHAPE.num_layers,
     MeasuredSPart((1, 1 << 20), (1e-5, 1e-5 * (1 << 20)), (0.0, 0.0)),
-    PromptAttention(1e-8, 256),
+    PromptAttentionTimes(1e-8, 256),
     SHAPE.appending_row_bytes,
     before_share=before_share(SHAPE),
     job_seconds=0.002,

@@ -21,7 +21,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.pool import InprocBackend
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import StepRecord
-from fastdecode.sworker.cuda_staging import CudaStaging, Gpu, Phase
+from fastdecode.sworker.cuda_staging import CudaDevice, CudaStaging, Phase
 from fastdecode.sworker.loader import resolve_device
 from fastdecode.sworker.staging import to_numpy
 
@@ -145,7 +145,7 @@ def test_the_states_fill_the_wall(tmp_path: Path) -> None:
 def test_the_same_bits_cross(dtype: torch.dtype, contiguous: bool, attending: slice | list[int]) -> None:
     rows = qkv(dtype, contiguous, attending if isinstance(attending, slice) else torch.tensor(attending))
     backend, gpu = Bits(), torch.device("cuda", torch.cuda.current_device())
-    staging = CudaStaging(backend, Gpu(gpu))
+    staging = CudaStaging(backend, CudaDevice(gpu))
     for layer in range(20):
         staging.send(0, layer, *(each.to(gpu) + layer for each in rows))
         assert staging.next_ready([0]) == 0

@@ -19,7 +19,7 @@ from helpers.tiny import NUM_LAYERS, Engine, Tiny, make_tiny, prompt
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import model as model_module
-from fastdecode.sworker import worker
+from fastdecode.sworker import s_worker
 from fastdecode.sworker.cuda_graphs import CudaGraphForward, ModelGraphs
 from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import pack
@@ -41,7 +41,7 @@ class GraphEngine(Engine):
 
     def captured(self, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, num_mini_batches: int = 1) -> FakeRecorder:
         recorder = FakeRecorder(NUM_LAYERS)
-        monkeypatch.setattr(worker, "make_recorder", lambda device: recorder)
+        monkeypatch.setattr(s_worker, "make_recorder", lambda device: recorder)
         self.worker.capture_graphs(num_mini_batches, max_num_seqs)
         return recorder
 
@@ -181,7 +181,7 @@ def test_an_abandoned_step_leaves_the_graphs_usable(engine: GraphEngine, monkeyp
 
 def test_threads_are_watched_where_the_model_uses_them(engine: GraphEngine) -> None:
     assert isinstance(engine.worker._pipeline.cores, SharedCores)
-    assert worker.make_recorder(torch.device("cpu")) is None
+    assert s_worker.make_recorder(torch.device("cpu")) is None
 
 
 # Whole engines.
@@ -206,8 +206,8 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[FakeRecorder]:
         recorder.num_layers = model.config.num_hidden_layers
         return ModelGraphs(model, recorder, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(worker, "make_recorder", lambda device: made.append(FakeRecorder(0)) or made[-1])
-    monkeypatch.setattr(worker, "ModelGraphs", make)
+    monkeypatch.setattr(s_worker, "make_recorder", lambda device: made.append(FakeRecorder(0)) or made[-1])
+    monkeypatch.setattr(s_worker, "ModelGraphs", make)
     for name in ("PackedLinears", "FusedRows"):
         monkeypatch.setattr(model_module, name, Unreplaced)
     return made

@@ -26,7 +26,7 @@ from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import pack
 from fastdecode.sworker.pipeline import Pipeline
-from fastdecode.sworker.prefill import PromptScratch
+from fastdecode.sworker.prompts import PromptScratch
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.core.types import KVLayout, LayerLayout
-from fastdecode.sworker import prefill
+from fastdecode.sworker import prompts
 from fastdecode.sworker.packing import pack
-from fastdecode.sworker.prefill import PromptCache, PromptScratch, prompt_attention, reference_attention
+from fastdecode.sworker.prompts import PromptCache, PromptScratch, prompt_attention, reference_attention
 
 LAYER = LayerLayout(num_heads=4, num_kv_heads=4, key_head_dim=16, value_head_dim=16, scale=0.3)
 LAYOUT = KVLayout((LAYER,), "float32", "float32")
@@ -95,7 +95,7 @@ def test_alibi(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many rows attend at once."""
-    monkeypatch.setattr(prefill, "MASK_ELEMENTS", mask_elements)
+    monkeypatch.setattr(prompts, "MASK_ELEMENTS", mask_elements)
     layer = replace(LAYER, num_kv_heads=2, window=window, soft_cap=soft_cap, alibi_slopes=(0.7, 0.1, 0.0, -0.01))
     q, k, v = rows(*shape, layer, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -122,7 +122,7 @@ def test_plain_layers_take_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: torch.Tensor) -> None:
         raise RuntimeError("the reference was called")
 
-    monkeypatch.setattr(prefill, "reference_attention", refuse)
+    monkeypatch.setattr(prompts, "reference_attention", refuse)
     prompt_attention(q, k, v, replace(LAYER, window=5))
     prompt_attention(q, k, v, replace(LAYER, alibi_slopes=(0.5,) * 4))
     for layer in (replace(LAYER, soft_cap=1.0), replace(LAYER, sinks=(0.0,) * 4)):

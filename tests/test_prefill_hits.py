@@ -18,7 +18,7 @@ from helpers.prefill_workers import AnyParts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.remote_prefill import RemotePrefill
-from fastdecode.perfmodel.prefill import chain_traffic_tokens
+from fastdecode.perfmodel.prefill_times import chain_traffic_tokens
 
 NAME, BLOCK_SIZE = "llama-gqa", 16
 SETTINGS: dict[str, Any] = {

@@ -21,10 +21,10 @@ from fastdecode.cluster.prefill.jobs import LAYERS_AHEAD, EarlyRows, JobCancelle
 from fastdecode.cluster.prefill.messages import Place, PlacedRange, Prompt, decode_prompt, encode
 from fastdecode.core.errors import FrameError
 from fastdecode.core.types import KVLayout, LayerLayout
-from fastdecode.perfmodel.prefill import chain_traffic_tokens
+from fastdecode.perfmodel.prefill_times import chain_traffic_tokens
 from fastdecode.sworker import SModel
-from fastdecode.sworker.prefill import reference_attention
 from fastdecode.sworker.prefill_part import compute_part, part_attention
+from fastdecode.sworker.prompts import reference_attention
 from fastdecode.sworker.staging import from_numpy
 
 PLACE = Place("127.0.0.1:1", 1)

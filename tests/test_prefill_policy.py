@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastdecode.core.remote_prefill import PrefillPart
 from fastdecode.perfmodel.partition import Forecast, PartitionEntry, PartitionTable, even
-from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel, PromptAttention
+from fastdecode.perfmodel.prefill_times import PrefillLink, PrefillTimes, PromptAttentionTimes
 from fastdecode.perfmodel.stages import MeasuredSPart
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 
@@ -104,7 +104,7 @@ def test_no_choice_of_equal_workers_makes_all_wait_less(
 
 def test_what_a_prompt_took_corrects_its_workers() -> None:
     """Worker 1 takes four times as long as predicted: it gets less and less, and still its share of the queue."""
-    model = PrefillModel(4, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttention(1e-9), 1.0)
+    model = PrefillTimes(4, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttentionTimes(1e-9), 1.0)
     policy = LeastWaiting(Forecast(model), workers=range(2))
     now = 0.0
     for job_id in range(40):
@@ -144,7 +144,9 @@ def test_a_late_prompt_still_holds_its_worker() -> None:
 
 def test_parts_begin_after_a_prefix_and_its_attention_counts() -> None:
     """The longer the prefix, the longer its prompt takes, and the less the last part costs more than the first."""
-    model = PrefillModel(4, MeasuredSPart((100,), (1e-3,), (0.0,)), PromptAttention(1e-6), 10.0, PrefillLink(1e9, 1e-4))
+    model = PrefillTimes(
+        4, MeasuredSPart((100,), (1e-3,), (0.0,)), PromptAttentionTimes(1e-6), 10.0, PrefillLink(1e9, 1e-4)
+    )
     policy = LeastWaiting(Forecast(model, method="tsp"), lambda num_tokens, context_len: 1.0 + context_len, range(2))
     gaps = []
     for context in (500, 4000):
@@ -165,7 +167,7 @@ def test_parts_begin_after_a_prefix_and_its_attention_counts() -> None:
 @pytest.mark.parametrize("num_decoding", [0, 8])
 def test_few_tokens_after_a_long_prefix_stay_with_the_s_worker(num_decoding: int) -> None:
     """Its R-worker has the prefix, which would take 8 · 16 ms to a prefill worker; 2,000 tokens are worth that."""
-    here = PrefillModel(8, MeasuredSPart((1, 1000), (2e-4, 0.2), (0.0, 0.0)), PromptAttention(1e-9), 2048.0)
+    here = PrefillTimes(8, MeasuredSPart((1, 1000), (2e-4, 0.2), (0.0, 0.0)), PromptAttentionTimes(1e-9), 2048.0)
     forecast = Forecast(replace(here, link=PrefillLink(1e9)))
     policy = LeastWaiting(forecast, lambda n, context: here.alone_seconds(n, context_len=context), range(2))
     policy.begin_step(0.0, num_decoding=num_decoding)
@@ -188,7 +190,9 @@ def test_lost_workers_get_nothing_and_joined_ones_do() -> None:
 
 
 def test_the_forecast_takes_the_table_for_equal_workers_only() -> None:
-    model = PrefillModel(4, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttention(1e-9), 10.0, PrefillLink(1e9, 1e-4))
+    model = PrefillTimes(
+        4, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttentionTimes(1e-9), 10.0, PrefillLink(1e9, 1e-4)
+    )
     forecast = Forecast(model, PartitionTable([PartitionEntry(1000, (900, 100))]))
     assert forecast.parts(2000, (1.0, 1.05)) == (1800, 200)
     assert forecast.parts(2000, (1.0, 2.0)) != (1800, 200)

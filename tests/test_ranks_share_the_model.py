@@ -21,8 +21,8 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, RankLostError
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
-from fastdecode.tensor_parallel.messages import Message, read_step, step_message
-from fastdecode.tensor_parallel.place import cores_of, find_place, settings_of
+from fastdecode.tensor_parallel.rank_messages import Message, read_step, step_message
+from fastdecode.tensor_parallel.rank_place import cores_of, find_place, settings_of
 
 PLANNED = ("llama-mha", "llama-gqa", "mistral", "qwen2", "qwen3", "gpt_neox", "phi3", "gemma2", "mixtral", "qwen3_moe")
 PLANNED += ("gpt_oss",)

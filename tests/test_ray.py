@@ -22,9 +22,9 @@ from helpers.engine_checks import assert_nothing_held
 from helpers.processes import alive
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.cluster.ray.backend import RayJob
-from fastdecode.cluster.ray.placement import Ask, Node, check_fits, choose_ask
-from fastdecode.cluster.ray.server import choose_cores
+from fastdecode.cluster.ray.actor_server import choose_cores
+from fastdecode.cluster.ray.ray_backend import RayJob
+from fastdecode.cluster.ray.resources import Ask, Node, check_fits, choose_ask
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.machine import numa_nodes, usable_cores
 from fastdecode.engine import LLMEngine
@@ -178,7 +178,7 @@ def test_a_node_that_ray_drains_is_left_first(folder: Path, cluster: Any) -> Non
 
 def test_nothing_is_left_of_an_engine_that_was_killed(cluster: Any) -> None:
     code = """
-from fastdecode.cluster.ray.backend import RayJob
+from fastdecode.cluster.ray.ray_backend import RayJob
 import time
 job = RayJob(2, 1, 64 << 20)
 job.start("127.0.0.1:9")

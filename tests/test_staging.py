@@ -31,12 +31,12 @@ from helpers.tiny import (
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.step import Chunk, MiniBatch
-from fastdecode.sworker import cuda_staging, worker
+from fastdecode.sworker import cuda_staging, s_worker
 from fastdecode.sworker.cuda_staging import CudaStaging
 from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import pack
 from fastdecode.sworker.pipeline import Pipeline
-from fastdecode.sworker.prefill import PromptScratch
+from fastdecode.sworker.prompts import PromptScratch
 from fastdecode.sworker.staging import HostStaging, to_numpy
 
 
@@ -266,7 +266,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         gpu.names = deque(["down", "up"])
         return staging_of(gpu, backend)
 
-    monkeypatch.setattr(worker, "make_staging", make)
+    monkeypatch.setattr(s_worker, "make_staging", make)
     return gpu
 
 
@@ -318,5 +318,5 @@ def test_an_engine_generates_the_same(
 
     late = [generate(1), generate(2)]
     assert gpu.log
-    monkeypatch.setattr(worker, "make_staging", lambda backend, device: HostStaging(backend))
+    monkeypatch.setattr(s_worker, "make_staging", lambda backend, device: HostStaging(backend))
     assert late == [generate(1), generate(2)]

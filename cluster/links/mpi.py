@@ -175,7 +175,7 @@ class Watched(Protocol):
         ...
 
 
-class Progress:
+class SendProgress:
     """The S-worker's communication thread: makes MPI progress on sent messages while the S-worker computes.
 
     It sleeps while nothing is under way. The S-worker's own thread tests for answers whenever it sends or waits.

@@ -23,7 +23,7 @@ from fastdecode.cluster.r_worker.host import host_id, own_address
 from fastdecode.core.errors import BackendError, ConfigError, FastDecodeError
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, Progress
+    from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, SendProgress
 
 FRAME_FOLLOWS = 1 << 63
 """The word for a control frame. Those of a layer are mini-batch << 32 | layer."""
@@ -70,7 +70,7 @@ _COMMANDS = {Role.R_WORKER: "fastdecode r-worker", Role.PREFILL_WORKER: "fastdec
 _PORT_BITS = 16
 
 
-class Ranks:
+class JobRanks:
     """This process's job, and what each of its ranks is: ``roles``, by rank."""
 
     def __init__(self, job: MpiJob, role: Role) -> None:
@@ -86,14 +86,14 @@ class Ranks:
         return [rank for rank, each in enumerate(self.roles) if each is role]
 
 
-class SWorkerRank(Ranks):
+class SWorkerRank(JobRanks):
     """The S-worker's place in its job. ``progress``: its communication thread."""
 
     def __init__(self, job: MpiJob) -> None:
-        from fastdecode.cluster.links.mpi import Progress
+        from fastdecode.cluster.links.mpi import SendProgress
 
         super().__init__(job, Role.S_WORKER)
-        self.progress: Progress = Progress()
+        self.progress: SendProgress = SendProgress()
         self._has_begun = False
         self._addresses: dict[int, str] = {}
 
@@ -151,7 +151,7 @@ class SWorkerRank(Ranks):
             self.job.abort(f"the job does not end: {error}")
 
 
-class PrefillRank(Ranks):
+class PrefillRank(JobRanks):
     """A prefill worker's place in its job."""
 
     def __init__(self, job: MpiJob) -> None:
@@ -205,9 +205,9 @@ def join_as_s_worker() -> SWorkerRank:
     return rank
 
 
-def join_as_r_worker() -> Ranks:
+def join_as_r_worker() -> JobRanks:
     """Join this process's job as an R-worker; ConfigError where this process is alone."""
-    return Ranks(_join_behind(Role.R_WORKER, RIGHT_LINE), Role.R_WORKER)
+    return JobRanks(_join_behind(Role.R_WORKER, RIGHT_LINE), Role.R_WORKER)
 
 
 def serve_as_prefill_worker(serve: Callable[[PrefillRank, str], None]) -> None:

@@ -35,7 +35,7 @@ from fastdecode.cluster.wire.payload import PayloadSlots
 from fastdecode.core.errors import FrameError
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, Progress
+    from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, SendProgress
 
 MESSAGE_SECONDS = 30.0
 """Most time from a word to the message that it announces."""
@@ -76,7 +76,7 @@ class MpiChannel(PartChannel):
 class MpiLink(Link):
     """``Link`` to another rank."""
 
-    def __init__(self, peer: MpiPeer, progress: Progress | None = None) -> None:
+    def __init__(self, peer: MpiPeer, progress: SendProgress | None = None) -> None:
         """``progress``: the S-worker's communication thread; None on an R-worker."""
         self._messages = MpiChannel(peer)
         super().__init__(self._messages)

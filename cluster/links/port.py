@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.cluster.links.zeromq import Limits, PeerChannel, ZmqListener
+from fastdecode.cluster.links.zeromq import PeerChannel, SocketLimits, ZmqListener
 from fastdecode.cluster.wire.frames import Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, R_WORKER, Gate, Security
 from fastdecode.cluster.wire.messages import encode_refusal
 from fastdecode.core.errors import CapacityError, FrameError
 
-LIMITS = Limits(part_bytes=1 << 23, received=8)
+LIMITS = SocketLimits(part_bytes=1 << 23, received=8)
 """One row of keys of the largest layer fits; a peer that sends faster than its frames are handled takes 0.1 GiB."""
 
 MOST_PEERS = 1024

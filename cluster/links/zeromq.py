@@ -48,7 +48,7 @@ log = logging.getLogger("fastdecode.r_worker")
 
 
 @dataclass(frozen=True)
-class Limits:
+class SocketLimits:
     """What a socket takes in: bytes of one part, and messages of each peer that wait to be read."""
 
     part_bytes: int = FRAME_LIMIT
@@ -58,7 +58,7 @@ class Limits:
 class _Socket:
     """Common to both ends: limits, heartbeats, a monitor of connections, and reading a message part by part."""
 
-    def __init__(self, kind: int, silence_seconds: float, limits: Limits) -> None:
+    def __init__(self, kind: int, silence_seconds: float, limits: SocketLimits) -> None:
         """``kind``: ZeroMQ's; a peer that sends no heartbeat for ``silence_seconds`` is disconnected."""
         self.context = zmq.Context()
         self.socket: zmq.Socket = self.context.socket(kind)
@@ -135,7 +135,7 @@ class ZmqChannel(_Socket):
 
     def __init__(self, address: str, secret: bytes | None, role: str = S_WORKER) -> None:
         """``role``: this side's."""
-        super().__init__(zmq.DEALER, SILENCE_SECONDS, Limits())
+        super().__init__(zmq.DEALER, SILENCE_SECONDS, SocketLimits())
         self.diagnose: Callable[[], str] = lambda: ""
         self._next_diagnosis = time.monotonic() + HANDSHAKE_SECONDS
         self._connected = False
@@ -216,14 +216,14 @@ class ZmqListener(_Socket):
     """
 
     def __init__(
-        self, host: str, port: int, secret: bytes | None, role: str = R_WORKER, limits: Limits | None = None
+        self, host: str, port: int, secret: bytes | None, role: str = R_WORKER, limits: SocketLimits | None = None
     ) -> None:
         """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible.
 
         ``role``: this side's; only peers of the other role are accepted.
         """
         self.is_guarded, self._logged = secret is not None, False
-        super().__init__(zmq.ROUTER, PATIENCE_SECONDS, limits or Limits())
+        super().__init__(zmq.ROUTER, PATIENCE_SECONDS, limits or SocketLimits())
         self.on_stranger: Callable[[PeerChannel], None] = lambda peer: None
         self._authenticator: Any = None
         self.socket.router_mandatory = 1

@@ -1,7 +1,7 @@
 """The process that speaks with Ray for an engine: the only file that imports ray.
 
-The engine starts it and speaks with it over its stdin and stdout, one JSON object a line (``backend.py`` is the other
-end); it ends with the engine, in whatever way that ends, and takes the actors along::
+The engine starts it and speaks with it over its stdin and stdout, one JSON object a line (``ray_backend.py`` is the
+other end); it ends with the engine, in whatever way that ends, and takes the actors along::
 
     engine                                             driver
     {count, num_threads, kv_cache_bytes, strict}  →
@@ -33,8 +33,8 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fastdecode.cluster.ray.placement import Ask, Node, check_fits, choose_ask
-from fastdecode.cluster.ray.server import ActorServer, Order
+from fastdecode.cluster.ray.actor_server import ActorServer, Order
+from fastdecode.cluster.ray.resources import Ask, Node, check_fits, choose_ask
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
 from fastdecode.core.machine import usable_cores
@@ -70,7 +70,7 @@ class RWorkerActor:
         return self._outcome
 
 
-class Job:
+class ActorGroup:
     """The actors of one engine in a placement group of their own."""
 
     def __init__(self, count: int, num_threads: int | None, kv_cache_bytes: int | None, strict: bool) -> None:
@@ -175,7 +175,7 @@ def main() -> None:
 def _serve(stack: contextlib.ExitStack, orders: TextIO, out: TextIO) -> None:
     wanted = json.loads(orders.readline())
     started = connect(stack)
-    job = Job(**wanted)
+    job = ActorGroup(**wanted)
     stack.callback(job.end)
     where = "that was started on this machine" if started else f"of {len(_nodes())} node(s)"
     placed = {"placed": f"{job.ask.describe()}, in a cluster {where}", "is_alone": started}

@@ -93,7 +93,7 @@ def without_prefill_workers(config: EngineConfig) -> EngineConfig:
 
 def check_own_ranks(num_ranks: int) -> None:
     """ConfigError where something started ranks: measuring starts them itself, more than once."""
-    from fastdecode.tensor_parallel.place import find_place
+    from fastdecode.tensor_parallel.rank_place import find_place
 
     if num_ranks > 1 and find_place(num_ranks):
         raise ConfigError("tensor_parallel_size: the ranks that are measured are started here: run one process alone")

@@ -84,7 +84,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
         load_profile(config.profile)  # refuses a broken profile before a model is loaded
     if config.tensor_parallel_size > 1:
-        from fastdecode.tensor_parallel.place import find_place
+        from fastdecode.tensor_parallel.rank_place import find_place
 
         if (place := find_place(config.tensor_parallel_size)) and place.index:
             from fastdecode.tensor_parallel.ranks import serve

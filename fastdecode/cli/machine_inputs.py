@@ -16,13 +16,10 @@ from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.gpu_only import GpuServer
 from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS, CpuHost, Figure, Gpu, find_cpu_host, find_gpu, parse_link
 from fastdecode.perfmodel.model_shape import ModelShape, find_shape
-from fastdecode.perfmodel.plan import Prices, Workload
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
-from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart, Transport, host_r_part
-from fastdecode.perfmodel.storage_costs import StorageCosts
-from fastdecode.perfmodel.tensor_parallel import (
+from fastdecode.perfmodel.rank_costs import (
     ALONE,
     RankGroup,
     RankSPart,
@@ -30,6 +27,9 @@ from fastdecode.perfmodel.tensor_parallel import (
     network_peer_link,
     rank_shape,
 )
+from fastdecode.perfmodel.sizing import Prices, Workload
+from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart, Transport, host_r_part
+from fastdecode.perfmodel.storage_costs import StorageCosts
 
 HOST_MEMORY_FRACTION = 0.8
 """The part of a preset host's memory that KV caches take where --kv-cache-memory is not given."""

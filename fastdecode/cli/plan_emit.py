@@ -20,7 +20,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.equations import TILE_TOKENS
 from fastdecode.perfmodel.hardware import find_cpu_host
 from fastdecode.perfmodel.model_shape import BUILT_IN
-from fastdecode.perfmodel.plan import Plan
+from fastdecode.perfmodel.sizing import Plan
 
 KEY_FILE = "pool.key"
 FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes", "ray")

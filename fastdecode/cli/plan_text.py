@@ -8,7 +8,7 @@ from typing import Any
 from fastdecode.cli.variants import VARIANTS
 from fastdecode.cli.variants.variant import Line, PlanCase
 from fastdecode.perfmodel.gpu_only import GpuOnly, Verdict
-from fastdecode.perfmodel.plan import Plan
+from fastdecode.perfmodel.sizing import Plan
 
 
 def plan_text(case: PlanCase, found: Mapping[str, Any], alone: GpuOnly | None, verdict: Verdict) -> str:

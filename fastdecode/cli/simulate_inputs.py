@@ -20,7 +20,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE
 from fastdecode.core.metrics import StepRecord
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
-from fastdecode.perfmodel.draft_costs import Drafting
+from fastdecode.perfmodel.draft_times import Drafting
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.load import Load

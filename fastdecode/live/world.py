@@ -21,7 +21,7 @@ from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Transfer
 from fastdecode.sworker import SWorker
 from fastdecode.sworker.random_prompts import RandomPrompts
-from fastdecode.tensor_parallel.backend import TensorParallelBackend
+from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 
 PATIENCE_SECONDS = 0.05
 """Most time of a step that only waits for prefill workers: its caller may have more requests."""

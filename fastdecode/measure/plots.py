@@ -12,8 +12,8 @@ import numpy as np
 
 from fastdecode.core.metrics import HOST, MODEL, R_BUSY, WAIT, Event, StepRecord, lane_name, mini_batch_name
 from fastdecode.perfmodel.gpu_only import GpuOnly
-from fastdecode.perfmodel.plan import Candidate, Plan
 from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.sizing import Candidate, Plan
 
 if TYPE_CHECKING:  # plans are drawn without torch
     from fastdecode.measure.prefill_bench import PrefillRow

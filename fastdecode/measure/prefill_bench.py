@@ -12,8 +12,8 @@ from fastdecode.measure.prefill_calibrator import search_parts
 from fastdecode.measure.prefill_runs import PrefillRunner, PromptRun, in_order
 from fastdecode.perfmodel.calibration import summary
 from fastdecode.perfmodel.partition import PartitionEntry, PartitionTable, Parts, closed_form, even
-from fastdecode.perfmodel.prefill import PrefillModel, chain_traffic_tokens, tsp_traffic_tokens
 from fastdecode.perfmodel.prefill_rates import measured_prefill_model
+from fastdecode.perfmodel.prefill_times import PrefillTimes, chain_traffic_tokens, tsp_traffic_tokens
 from fastdecode.perfmodel.profile import HardwareProfile
 
 METHODS = ("kvr-e", "kvr-s", "kvr-p", "tsp")
@@ -122,7 +122,7 @@ class PrefillBench:
             formula_stored_bytes=sum(parts) * token_bytes,
         )
 
-    def _model(self, num_workers: int) -> PrefillModel:
+    def _model(self, num_workers: int) -> PrefillTimes:
         return measured_prefill_model(self.profile, num_workers)
 
 

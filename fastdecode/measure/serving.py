@@ -96,7 +96,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _StreamedChoice(msgspec.Struct):
     text: str | None = None
     delta: _Delta = msgspec.field(default_factory=_Delta)
 
@@ -107,7 +107,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = msgspec.field(default_factory=list)
+    choices: list[_StreamedChoice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
     error: Any = None
 

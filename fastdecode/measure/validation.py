@@ -34,8 +34,8 @@ from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_mod
 from fastdecode.perfmodel.load import NO_RANGES, Load, RangeParts, tail_partials
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
+from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.storage_costs import StorageCosts
-from fastdecode.perfmodel.tensor_parallel import rank_shape
 
 NUM_STEPS = 12
 LOOKS = 4

@@ -10,8 +10,8 @@ from fastdecode.core.protocols import PrefillPolicy
 from fastdecode.core.types import ITEM_BYTES, RWorkerInfo
 from fastdecode.engine_setup import profile_steps, s_thread_count
 from fastdecode.perfmodel.partition import Forecast
-from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel, PromptAttention
 from fastdecode.perfmodel.prefill_rates import MANY_ROWS, TILE_ROWS, measured_forecast
+from fastdecode.perfmodel.prefill_times import PrefillLink, PrefillTimes, PromptAttentionTimes
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.stages import MeasuredSPart
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
@@ -42,26 +42,26 @@ def make_prefill_policy(
 
 def timed_prefill_model(
     config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo]
-) -> PrefillModel:
+) -> PrefillTimes:
     """The S-worker as a prefill worker: its products as a short prompt takes them, and its attention."""
     layout = model.layout
     room = min(worker.num_blocks for worker in r_workers) * config.block_size
     num_tokens = min(TIMED_TOKENS, model.max_model_len, room, config.max_num_batched_tokens)
     seconds = profile_steps(s_worker, len(r_workers), num_tokens)(num_tokens, 0) / len(layout.layers)
-    attention = PromptAttention(attention_pair_seconds(model.model, layout), TILE_ROWS)
+    attention = PromptAttentionTimes(attention_pair_seconds(model.model, layout), TILE_ROWS)
     per_row = max(seconds - attention.seconds(num_tokens, 0), seconds / 2) / num_tokens
     elements = max(layer.kv_elements_per_token for layer in layout.layers)
     s_part = MeasuredSPart((1, MANY_ROWS), (per_row, per_row * MANY_ROWS), (0.0, 0.0))
-    return PrefillModel(len(layout.layers), s_part, attention, elements * ITEM_BYTES[layout.model_dtype])
+    return PrefillTimes(len(layout.layers), s_part, attention, elements * ITEM_BYTES[layout.model_dtype])
 
 
-def _with_threads(model: PrefillModel, config: EngineConfig) -> PrefillModel:
+def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:
     """The same with the threads of spawned prefill workers; those elsewhere count as equal until they have computed."""
     spec = config.prefill_worker_spec
     slower = s_thread_count(config) / config.prefill_thread_count if spec and spec.kind == "spawn" else 1.0
     return model.times(slower)
 
 
-def _s_seconds(model: PrefillModel) -> Callable[[int, int], float]:
+def _s_seconds(model: PrefillTimes) -> Callable[[int, int], float]:
     """Of a prompt on the S-worker; over a prefix the R-worker attends, which is taken to be as fast."""
     return lambda num_tokens, context_len: model.alone_seconds(num_tokens, context_len=context_len)

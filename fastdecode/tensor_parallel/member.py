@@ -13,8 +13,8 @@ from fastdecode.core import errors
 from fastdecode.core.errors import BackendError, FastDecodeError, WorkerLostError
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import KVLayout, RWorkerInfo, StepReport
-from fastdecode.sworker.tensor_parallel import Rank
-from fastdecode.tensor_parallel.messages import Message, combined, read_report, report_message
+from fastdecode.sworker.sharding import Rank
+from fastdecode.tensor_parallel.rank_messages import Message, combined, read_report, report_message
 
 
 class Group(AttentionBackend, Protocol):

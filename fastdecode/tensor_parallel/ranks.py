@@ -23,12 +23,12 @@ from fastdecode.core.types import KVLayout
 from fastdecode.engine_setup import pin_s_worker
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.random_prompts import RandomPrompts
-from fastdecode.sworker.tensor_parallel import Meeting, Rank, leave
-from fastdecode.tensor_parallel.backend import TensorParallelBackend
+from fastdecode.sworker.sharding import Rank, Rendezvous, leave
 from fastdecode.tensor_parallel.lifeline import Lifelines, hold_on
 from fastdecode.tensor_parallel.member import Member
-from fastdecode.tensor_parallel.messages import Message, read_step
-from fastdecode.tensor_parallel.place import Place, cores_of, find_place, settings_of
+from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
+from fastdecode.tensor_parallel.rank_messages import Message, read_step
+from fastdecode.tensor_parallel.rank_place import RankPlace, cores_of, find_place, settings_of
 
 MEETING_SECONDS = 300.0
 END_SECONDS = 5.0
@@ -47,7 +47,7 @@ class Ranks:
         host = place.host if place else "127.0.0.1"
         if place is None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._meeting = Meeting(0, size, host, place.port if place else 0, place is None or place.has_store)
+        self._meeting = Rendezvous(0, size, host, place.port if place else 0, place is None or place.has_store)
         self._lifelines = Lifelines(host if place else "127.0.0.1")
         try:
             if place is None:
@@ -124,11 +124,11 @@ def begin_ranks(config: EngineConfig) -> Ranks | None:
     return Ranks(config)
 
 
-def serve(config: EngineConfig, place: Place) -> None:
+def serve(config: EngineConfig, place: RankPlace) -> None:
     """What a rank after the first does; raises SystemExit at its end."""
     ending = contextlib.ExitStack()
     try:
-        meeting = Meeting(place.index, place.size, place.host, place.port, False)
+        meeting = Rendezvous(place.index, place.size, place.host, place.port, False)
         meeting.tell(f"rank {place.index}", place.name)
         ending.callback(hold_on(place.host, int(meeting.ask("lifeline")), place.name))
         rank = meeting.join(config.device, place.local_index)

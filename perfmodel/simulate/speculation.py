@@ -8,7 +8,7 @@ import numpy as np
 
 from fastdecode.core.step import ScheduledStep
 from fastdecode.cycle import Companion, Cycle
-from fastdecode.perfmodel.draft_costs import Drafting
+from fastdecode.perfmodel.draft_times import Drafting
 from fastdecode.perfmodel.simulate.clock import Clock
 
 

@@ -16,10 +16,10 @@ from fastdecode.core.metrics import StateClock
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import KVLayout, StepPlan, StepReport
 from fastdecode.sworker.greenlets import ATTENTION_NAME, ModelGreenlet, register_attention
+from fastdecode.sworker.s_worker import SWorker
 from fastdecode.sworker.sampling import SamplingRow
 from fastdecode.sworker.staging import rows_of
 from fastdecode.sworker.support import probe_layout
-from fastdecode.sworker.worker import SWorker
 
 NUM_LAYERS = 3
 GREEDY = SamplingRow(SamplingParams(temperature=0), (), ())

@@ -7,7 +7,7 @@ import pytest
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu
 from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape
-from fastdecode.perfmodel.plan import Workload
+from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
 
 R_SECONDS = 0.1239e-6

@@ -19,14 +19,14 @@ from fastdecode.perfmodel.partition import (
     of_fractions,
     searched,
 )
-from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel, PromptAttention
+from fastdecode.perfmodel.prefill_times import PrefillLink, PrefillTimes, PromptAttentionTimes
 from fastdecode.perfmodel.stages import MeasuredSPart
 
 models = st.builds(
-    PrefillModel,
+    PrefillTimes,
     num_layers=st.integers(1, 6),
     s_part=st.floats(1e-4, 1e-1).map(lambda seconds: MeasuredSPart((1, 100), (seconds, 20 * seconds), (0.0, 0.0))),
-    attention=st.builds(PromptAttention, st.floats(1e-7, 1e-3), st.sampled_from((1, 16))),
+    attention=st.builds(PromptAttentionTimes, st.floats(1e-7, 1e-3), st.sampled_from((1, 16))),
     kv_bytes=st.just(1.0),
     link=st.builds(PrefillLink, st.floats(1e3, 1e9), st.floats(0, 1e-2)),
 )
@@ -41,7 +41,7 @@ def check(parts: tuple[int, ...], num_tokens: int, num_workers: int) -> None:
 
 @given(models, lengths, counts, st.data())
 @settings(max_examples=examples(60))
-def test_parts_cover_the_prompt(model: PrefillModel, num_tokens: int, num_workers: int, data: st.DataObject) -> None:
+def test_parts_cover_the_prompt(model: PrefillTimes, num_tokens: int, num_workers: int, data: st.DataObject) -> None:
     speeds = data.draw(st.lists(st.floats(0.1, 10), min_size=num_workers, max_size=num_workers))
     fractions = [speed / sum(speeds) for speed in speeds]
     check(even(num_tokens, num_workers), num_tokens, num_workers)
@@ -53,7 +53,7 @@ def test_parts_cover_the_prompt(model: PrefillModel, num_tokens: int, num_worker
 
 @given(models, st.integers(8, 400), st.integers(2, 3))
 @settings(max_examples=examples(40), deadline=None)
-def test_a_search_is_never_worse_than_even_parts(model: PrefillModel, num_tokens: int, num_workers: int) -> None:
+def test_a_search_is_never_worse_than_even_parts(model: PrefillTimes, num_tokens: int, num_workers: int) -> None:
     def seconds(parts: tuple[int, ...]) -> float:
         return model.chain_seconds(parts)[-1]
 
@@ -63,7 +63,7 @@ def test_a_search_is_never_worse_than_even_parts(model: PrefillModel, num_tokens
     assert seconds(found) <= seconds(closed_form(model, num_tokens, num_workers))
 
 
-def best_of_all(model: PrefillModel, num_tokens: int, num_workers: int, speeds: tuple[float, ...]) -> float:
+def best_of_all(model: PrefillTimes, num_tokens: int, num_workers: int, speeds: tuple[float, ...]) -> float:
     """Brute force."""
     cuts = itertools.combinations(range(1, num_tokens), num_workers - 1)
     ends = [(0, *each, num_tokens) for each in cuts]
@@ -77,7 +77,7 @@ def best_of_all(model: PrefillModel, num_tokens: int, num_workers: int, speeds: 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0, 1.0), (1.0, 2.0, 0.5, 1.5)])
 def test_a_search_finds_the_best_of_all(num_workers: int, pair_seconds: float, speeds: tuple[float, ...]) -> None:
     s_part = MeasuredSPart((1, 100), (1e-3, 0.1), (0.0, 0.0))
-    model = PrefillModel(4, s_part, PromptAttention(pair_seconds), 1.0, PrefillLink(1e4))
+    model = PrefillTimes(4, s_part, PromptAttentionTimes(pair_seconds), 1.0, PrefillLink(1e4))
     speeds = speeds[:num_workers]
     start = closed_form(model, 40, num_workers, speeds)
     found = searched(lambda parts: model.chain_seconds(parts, speeds)[-1], start)
@@ -92,7 +92,7 @@ def test_a_search_finds_the_best_of_all(num_workers: int, pair_seconds: float, s
 def test_the_closed_form_comes_near_a_search(num_workers: int, context: int) -> None:
     """A 7B model's proportions on a fast link, 8,192 tokens; after a longer prefix they are cut more evenly."""
     s_part = MeasuredSPart((1, 1024), (1.5e-3, 7e-3), (0.0, 0.0))
-    model = PrefillModel(32, s_part, PromptAttention(6e-10), 16384, PrefillLink(100e9))
+    model = PrefillTimes(32, s_part, PromptAttentionTimes(6e-10), 16384, PrefillLink(100e9))
     formed = closed_form(model, 8192, num_workers, context_len=context)
     found = searched(lambda parts: model.chain_seconds(parts, (), context)[-1], formed, least_stride=32)
     best, ours = (model.chain_seconds(parts, (), context)[-1] for parts in (found, formed))
@@ -107,7 +107,7 @@ def test_the_closed_form_comes_near_a_search(num_workers: int, context: int) -> 
 def test_balanced_parts_know_what_attention_computes_in_vain(num_workers: int) -> None:
     """Whole squares under a mask, and a floor under each layer: the bisection comes nearer than the closed form."""
     s_part = MeasuredSPart((1, 1024, 2048), (3e-3, 3e-3, 5e-3), (0.0, 0.0, 0.0))
-    model = PrefillModel(32, s_part, PromptAttention(6e-10, 1 << 20), 16384, PrefillLink(300e9))
+    model = PrefillTimes(32, s_part, PromptAttentionTimes(6e-10, 1 << 20), 16384, PrefillLink(300e9))
     even_seconds, formed, ours = (
         model.chain_seconds(parts)[-1]
         for parts in (
@@ -122,7 +122,7 @@ def test_balanced_parts_know_what_attention_computes_in_vain(num_workers: int) -
 
 
 def test_a_faster_worker_gets_more() -> None:
-    model = PrefillModel(8, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttention(1e-9), 1.0)
+    model = PrefillTimes(8, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttentionTimes(1e-9), 1.0)
     slow_first, fast_first = (closed_form(model, 900, 2, speeds) for speeds in ((1.0, 2.0), (2.0, 1.0)))
     assert slow_first[0] == pytest.approx(300, abs=40)
     assert fast_first[0] == pytest.approx(600, abs=40)

@@ -15,8 +15,8 @@ from fastdecode.perfmodel.gpu_only import GpuOnly, GpuServer, judge
 from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
-from fastdecode.perfmodel.plan import Prices, Workload
 from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.sizing import Prices, Workload
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
 
 LLAMA_7B = BUILT_IN["llama-7b"]

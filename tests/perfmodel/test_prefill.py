@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.partition import even
-from fastdecode.perfmodel.prefill import (
+from fastdecode.perfmodel.prefill_times import (
     PrefillLink,
-    PrefillModel,
-    PromptAttention,
+    PrefillTimes,
+    PromptAttentionTimes,
     chain_traffic_tokens,
     least_chain_seconds,
     triangle_pairs,
@@ -25,15 +25,15 @@ from fastdecode.perfmodel.stages import MeasuredSPart
 S_PART = MeasuredSPart((1, 4096), (1e-3, 1.0), (0.5, 0.5))
 
 
-def model(**more: Any) -> PrefillModel:
-    given = {"num_layers": 4, "s_part": S_PART, "attention": PromptAttention(1e-7), "kv_bytes": 8192.0}
-    return PrefillModel(**given | more)
+def model(**more: Any) -> PrefillTimes:
+    given = {"num_layers": 4, "s_part": S_PART, "attention": PromptAttentionTimes(1e-7), "kv_bytes": 8192.0}
+    return PrefillTimes(**given | more)
 
 
 parts_of_prompts = st.lists(st.integers(1, 500), min_size=1, max_size=5).map(tuple)
 
 
-def defined_seconds(prefill: PrefillModel, parts: tuple[int, ...], speeds: tuple[float, ...], context: int) -> float:
+def defined_seconds(prefill: PrefillTimes, parts: tuple[int, ...], speeds: tuple[float, ...], context: int) -> float:
     """The last worker's end by recursion over (worker, layer), as the docstring's picture has it; worker -1 has the
     prefix."""
     ends = [context + sum(parts[: worker + 1]) for worker in range(len(parts))] + [context]
@@ -67,7 +67,7 @@ def test_a_chain_takes_as_long_as_its_definition_says(
 ) -> None:
     speeds = tuple(data.draw(st.floats(0.25, 4)) for _ in parts)
     link = PrefillLink(data.draw(st.floats(1e6, 1e12)), data.draw(st.floats(0, 0.1)))
-    prefill = model(link=link, job_seconds=0.25, attention=PromptAttention(1e-6, 64, call_seconds=1e-4))
+    prefill = model(link=link, job_seconds=0.25, attention=PromptAttentionTimes(1e-6, 64, call_seconds=1e-4))
     wanted = defined_seconds(prefill, parts, speeds, context)
     assert prefill.chain_seconds(parts, speeds, context)[-1] == pytest.approx(wanted)
 
@@ -82,7 +82,7 @@ def test_one_worker_computes_everything_in_turn() -> None:
 def test_two_workers_by_hand() -> None:
     """Layers of 2 (1 before attention), no attention to speak of, link of 3 a layer: the link sets the pace."""
     flat = MeasuredSPart((100,), (2.0,), (0.0,))
-    prefill = PrefillModel(3, flat, PromptAttention(1e-12), 1.0, PrefillLink(100 / 3, 0.5), before_share=0.5)
+    prefill = PrefillTimes(3, flat, PromptAttentionTimes(1e-12), 1.0, PrefillLink(100 / 3, 0.5), before_share=0.5)
     # Worker 0 has k, v of layers 0, 1, 2 at 1, 3, 5; they have crossed at 4.5, 7.5, 10.5; then attention and 1 more.
     assert prefill.chain_seconds((100, 100)) == pytest.approx((6.0, 11.5))
     # A prefix of 50 tokens takes 1.5 a layer: it is there at 2, 3.5, 5, and worker 0 attends at 2, 4, 6. What it passes
@@ -94,7 +94,7 @@ def test_two_workers_by_hand() -> None:
 
 def test_counts_of_the_papers_example() -> None:
     """Section 4.1: 9 tokens on 3 processes; KVR 4 + 3 + 2: 21 dot products at most and 22 entries, TSP 27 and 36."""
-    whole_squares = PromptAttention(1.0, tile_rows=9)
+    whole_squares = PromptAttentionTimes(1.0, tile_rows=9)
     assert [whole_squares.pairs(*part) for part in ((4, 0), (3, 4), (2, 7))] == [16, 21, 18]
     assert 2 * chain_traffic_tokens((4, 3, 2)) == 22
     assert whole_squares.square_seconds(3, 9) == 27
@@ -119,7 +119,7 @@ def test_tiles_compute_at_least_the_triangle_and_less_than_a_tile_more(parts: tu
 
 
 def test_a_masked_part_computes_its_square() -> None:
-    masked = PromptAttention(1.0, masked_square=True)
+    masked = PromptAttentionTimes(1.0, masked_square=True)
     assert masked.pairs(10, 0) == 55
     assert masked.pairs(10, 5) == 150
 
@@ -135,9 +135,9 @@ def test_the_bound_of_equation_3(num_workers: int) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: PromptAttention(0.0),
-        lambda: PromptAttention(1.0, 0),
-        lambda: PromptAttention(1.0, call_seconds=-1),
+        lambda: PromptAttentionTimes(0.0),
+        lambda: PromptAttentionTimes(1.0, 0),
+        lambda: PromptAttentionTimes(1.0, call_seconds=-1),
         lambda: PrefillLink(0.0),
         lambda: PrefillLink(1.0, float("inf")),
         lambda: model(num_layers=0),

@@ -18,7 +18,6 @@ from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_mod
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.partition import PartitionEntry
-from fastdecode.perfmodel.prefill import triangle_pairs
 from fastdecode.perfmodel.prefill_rates import (
     TILE_ROWS,
     measured_forecast,
@@ -26,6 +25,7 @@ from fastdecode.perfmodel.prefill_rates import (
     measured_speeds,
     slowdown,
 )
+from fastdecode.perfmodel.prefill_times import triangle_pairs
 from fastdecode.perfmodel.profile import PrefillPoint
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.perfmodel.stages import Contention

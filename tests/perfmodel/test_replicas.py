@@ -13,9 +13,9 @@ from fastdecode.cli.main import main
 from fastdecode.core.metrics import StepRecord
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
-from fastdecode.perfmodel.plan import Workload
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
+from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.perfmodel.storage_costs import APPENDED_TOKENS, StorageCosts

@@ -16,7 +16,7 @@ from fastdecode.perfmodel.hardware import GPUS
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.partition import Forecast
-from fastdecode.perfmodel.prefill import PrefillModel, PromptAttention
+from fastdecode.perfmodel.prefill_times import PrefillTimes, PromptAttentionTimes
 from fastdecode.perfmodel.simulate import (
     GpuMachine,
     Machine,
@@ -230,7 +230,7 @@ def test_a_gpu_alone_is_its_roofline() -> None:
 def prefill_forecast(seconds_per_token: float) -> Forecast:
     """Products alone: so many seconds for each token, on each worker."""
     s_part = MeasuredSPart((1, 1 << 20), (seconds_per_token, seconds_per_token * (1 << 20)), (0.0, 0.0))
-    return Forecast(PrefillModel(1, s_part, PromptAttention(1e-12), 1.0, before_share=0.0))
+    return Forecast(PrefillTimes(1, s_part, PromptAttentionTimes(1e-12), 1.0, before_share=0.0))
 
 
 def simulate_prefill(
@@ -258,7 +258,7 @@ def test_prompts_on_prefill_workers_by_hand() -> None:
 
 
 def test_a_fleet_counts_the_prefix_of_a_prompt() -> None:
-    model = PrefillModel(2, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttention(1e-3), 1.0)
+    model = PrefillTimes(2, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttentionTimes(1e-3), 1.0)
     fleet = PrefillFleet(Forecast(model), 2)
     parts = (PrefillPart(0, 100, 130), PrefillPart(1, 130, 150))
     stores, prefix = (StoredAt(0, 1, 0, 150),), (StoredAt(0, 1, 0, 100),)

@@ -15,11 +15,11 @@ from fastdecode.cli.main import main
 from fastdecode.cli.variants.speculative_decoding import plan_speculation
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import DraftPolicy
-from fastdecode.perfmodel.draft_costs import DraftCost, Drafting, row_share
+from fastdecode.perfmodel.draft_times import DraftCost, Drafting, row_share
 from fastdecode.perfmodel.equations import tokens_per_verification
-from fastdecode.perfmodel.plan import Workload
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.simulate import SimulatedDrafter, SimulatedRequest, Simulator, SplitMachine
+from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import SCHEDULES, Scheduler

@@ -15,12 +15,10 @@ from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError, PlanError, ProfileError
 from fastdecode.perfmodel.hardware import Figure, find_cpu_host, find_gpu
 from fastdecode.perfmodel.model_shape import BUILT_IN
-from fastdecode.perfmodel.plan import NO_PRICES, Prices, Workload
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import SPartPoint
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
-from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
-from fastdecode.perfmodel.tensor_parallel import (
+from fastdecode.perfmodel.rank_costs import (
     ALONE,
     PeerLink,
     RankGroup,
@@ -29,6 +27,8 @@ from fastdecode.perfmodel.tensor_parallel import (
     rank_shape,
     replicated_bytes,
 )
+from fastdecode.perfmodel.sizing import NO_PRICES, Prices, Workload
+from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
 
 OPT_175B, A10, EPYC = BUILT_IN["opt-175b"], find_gpu("a10"), find_cpu_host("epyc-7452")
 RATE, ONCE = 1e9, 1e-5

@@ -13,8 +13,8 @@ from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.hardware import find_gpu, parse_link
 from fastdecode.perfmodel.partition import NO_TABLE, Forecast, PartitionTable, closed_form
-from fastdecode.perfmodel.prefill import PrefillLink, PrefillModel
 from fastdecode.perfmodel.prefill_rates import gpu_prefill_model, measured_prefill_model
+from fastdecode.perfmodel.prefill_times import PrefillLink, PrefillTimes
 from fastdecode.perfmodel.profile_json import load_profile
 
 AUTOMATIC = -1
@@ -121,7 +121,7 @@ class PrefillVariant(Variant[PrefillPlan]):
         yield "between tokens", f"{tbt:.3g} ms ({without:.3g} ms where the S-worker computes the prompts)"
 
 
-def _plan(case: PlanCase, model: PrefillModel, num_workers: int | None) -> PrefillPlan:
+def _plan(case: PlanCase, model: PrefillTimes, num_workers: int | None) -> PrefillPlan:
     """Prompts that come at random wait for a free worker as in Sakasegawa's approximation of M/D/n.
 
     The engine sees that a prompt is done between two steps: half a step is added.

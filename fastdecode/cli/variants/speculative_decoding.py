@@ -14,14 +14,14 @@ from fastdecode.cli.machine_inputs import PlanInputs, named_shape
 from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import ConfigError
 from fastdecode.drafting.config import SpeculativeConfig
-from fastdecode.perfmodel.draft_costs import LOOKUP_SECONDS, DraftCost, Drafting, row_share
+from fastdecode.perfmodel.draft_times import LOOKUP_SECONDS, DraftCost, Drafting, row_share
 from fastdecode.perfmodel.equations import largest, tokens_per_verification
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.plan import Plan
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile_json import load_profile
+from fastdecode.perfmodel.rank_costs import RankSPart, rank_shape
+from fastdecode.perfmodel.sizing import Plan
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, SPart
-from fastdecode.perfmodel.tensor_parallel import RankSPart, rank_shape
 
 
 def add_speculation_flags(group: Any) -> None:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from fastdecode.cli.machine_inputs import PlanInputs, read_inputs
-from fastdecode.perfmodel.plan import Plan
 from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.sizing import Plan
 
 Line = tuple[str, str]
 """A line of the printed plan: its name and its text."""

@@ -14,7 +14,7 @@ from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import KVLayout, RWorkerInfo, StepPlan, StepReport
 from fastdecode.tensor_parallel.lifeline import Lifelines
 from fastdecode.tensor_parallel.member import Group, Member
-from fastdecode.tensor_parallel.messages import Message, step_message
+from fastdecode.tensor_parallel.rank_messages import Message, step_message
 
 ADMIT_SECONDS = 0.2
 """How often the ranks are asked for R-workers that have joined."""

@@ -94,7 +94,7 @@ class Rank:
         return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
 
-class Meeting:
+class Rendezvous:
     """Where the ranks meet: a store at ``port`` of ``host``, of rank 0 or of what started the ranks."""
 
     def __init__(self, index: int, size: int, host: str, port: int, has_store: bool) -> None:
@@ -140,7 +140,7 @@ class Meeting:
 
 
 def leave(rank: Rank | None = None) -> None:
-    """The end of ``Meeting.join``; may be called twice."""
+    """The end of ``Rendezvous.join``; may be called twice."""
     if rank and rank.near:
         rank.near.close()
     if dist.is_initialized():

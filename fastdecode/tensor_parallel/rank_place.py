@@ -28,7 +28,7 @@ STARTERS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Rank ``index`` of ``size``, number ``local_index`` of the ``local_size`` on its machine.
 
     ``host``, ``port``: where the ranks meet. ``has_store``: rank 0 has to open that port itself.
@@ -48,7 +48,7 @@ class Place:
         return f"rank {self.index} (process {os.getpid()} on {socket.gethostname()})"
 
 
-def find_place(size: int, environment: Mapping[str, str] = os.environ) -> Place | None:
+def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
     """This process's place among ``size`` ranks that something started; None where they are yet to be started.
 
     ConfigError where they are another number, or do not know where to meet.
@@ -67,7 +67,7 @@ def find_place(size: int, environment: Mapping[str, str] = os.environ) -> Place 
             )
         local = int(local_index) if local_index.isdigit() else 0
         own_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        return Place(
+        return RankPlace(
             int(index), size, local, int(local_size) if local_size.isdigit() else 1, host, int(port),
             own_store and index == "0",
         )  # fmt: skip

@@ -15,11 +15,11 @@ from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import KVLayout
 from fastdecode.sworker.cuda_graphs import GraphRecorder, ModelGraphs
-from fastdecode.sworker.cuda_staging import CudaStaging, Gpu
+from fastdecode.sworker.cuda_staging import CudaDevice, CudaStaging
 from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import PackedRows, pack, to_device
 from fastdecode.sworker.pipeline import Forward, Pipeline
-from fastdecode.sworker.prefill import PromptAttention, PromptScratch
+from fastdecode.sworker.prompts import PromptAttention, PromptScratch
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
 from fastdecode.sworker.staging import TORCH_DTYPE, HostStaging, Staging, from_numpy
 from fastdecode.sworker.threads import SharedCores
@@ -187,7 +187,7 @@ class SWorker:
 
 def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:
     """The hand-off for a model on ``device``."""
-    return CudaStaging(backend, Gpu(device)) if device.type == "cuda" else HostStaging(backend)
+    return CudaStaging(backend, CudaDevice(device)) if device.type == "cuda" else HostStaging(backend)
 
 
 def make_recorder(device: torch.device) -> GraphRecorder | None:

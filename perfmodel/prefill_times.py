@@ -18,7 +18,7 @@ from fastdecode.perfmodel.stages import SPart
 
 
 @dataclass(frozen=True)
-class PromptAttention:
+class PromptAttentionTimes:
     """One layer's attention of a part: ``pair_seconds`` per (query, key) pair that is computed.
 
     Kernels compute a causal triangle in tiles, ``tile_rows`` queries at a time, each of which meets all keys up to the
@@ -112,7 +112,7 @@ class PartSeconds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PrefillModel:
+class PrefillTimes:
     """Prefill workers that are all of one kind; calls take each one's speed, 1 being that of the kind.
 
     ``kv_bytes``: of one token's keys and values in one layer. ``before_share``: of a layer's products, the part that
@@ -121,7 +121,7 @@ class PrefillModel:
 
     num_layers: int
     s_part: SPart
-    attention: PromptAttention
+    attention: PromptAttentionTimes
     kv_bytes: float
     link: PrefillLink = NO_LINK
     before_share: float = 1 / 4
@@ -190,7 +190,7 @@ class PrefillModel:
         head = self.s_part.head_seconds(1) / speeds[-1]
         return self.job_seconds + self.num_layers * (before + gather + after) + head
 
-    def times(self, factor: float) -> PrefillModel:
+    def times(self, factor: float) -> PrefillTimes:
         """The same with products and attention ``factor`` times as slow."""
         attention = replace(
             self.attention,
