@@ -1,1 +1,1 @@
-"""What a machine can do and what a model asks of it, in numbers. Pure: no torch, no cluster."""
+"""The performance model says in numbers what a machine can do and a model asks of it, without torch or cluster."""

@@ -51,7 +51,7 @@ class Anchor:
         return Anchor(call, float(np.median([call() for _ in range(times)])))
 
     def averaged(self, times: int) -> Anchor:
-        """The same, each look the median of so many: for what takes long enough to be worth it."""
+        """Measure as ``steadily`` does, each look the median of so many; it pays for what takes long enough."""
         return replace(self, call=lambda: float(np.median([self.call() for _ in range(times)])))
 
     def drift(self) -> float:

@@ -42,7 +42,7 @@ class Deployment:
 
     @property
     def anchor_threads(self) -> tuple[int, int]:
-        """Of S and of R: those of all ranks on this machine together, no more than there are cores."""
+        """Return the threads of S and of R, of all ranks on this machine together, no more than there are cores."""
         s_threads, r_threads = self.num_ranks * self.s_threads, self.num_ranks * self.r_threads
         return min(s_threads, self.cores or s_threads), min(r_threads, self.cores or r_threads)
 
@@ -96,7 +96,7 @@ def _contention(profile: HardwareProfile, deployment: Deployment, num_kv_heads: 
 
 
 def this_machine(device_name: str, r_worker: str, isa: str) -> MachineIdentity:
-    """What a profile made here and now says of its machine; ``device_name``: of the S-worker's GPU, if any."""
+    """Return the identity of a profile made here and now; ``device_name`` is the S-worker's GPU, if any."""
     cores = f"{cpu_name()}, {os.cpu_count()} cores"
     return MachineIdentity(socket.gethostname(), device_name or cores, r_worker, isa, __version__)
 

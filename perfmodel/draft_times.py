@@ -8,14 +8,14 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.stages import RPart, SPart
 
 ROW_SHARE = 0.04
-"""Of the time of a cached token, what each further row over the same reading takes at least: appending, mostly."""
+"""The part of a cached token's time that each further row over the same reading takes at least: appending, mostly."""
 
 COMPUTED_SHARE = 0.132
-"""Of the same, what a row of each query head takes to compute: on Zen 4 3.3 ns of a bfloat16 token and KV head of 128,
+"""The part that a row of each query head takes to compute: on Zen 4 3.3 ns of a bfloat16 token and KV head of 128,
 where reading takes 25 (docs/performance.md). A call takes the larger of reading and computing."""
 
 USUAL_ROWS = 5
-"""Of a verification: what computing them takes above reading is spread over all but the first."""
+"""Rows of a verification: the time of computing them above that of reading is spread over all but the first."""
 
 MOST_ROW_SHARE = 1.0
 """A row of its own."""
@@ -65,6 +65,6 @@ class Drafting:
 
 
 def row_share(group: int) -> float:
-    """Of a model whose keys and values ``group`` query heads share."""
+    """Return the part of a cached token's time that a further row takes; ``group`` query heads share a KV head."""
     above = (COMPUTED_SHARE * group * USUAL_ROWS - 1.0) / (USUAL_ROWS - 1)
     return min(max(ROW_SHARE, above), MOST_ROW_SHARE)

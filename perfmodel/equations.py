@@ -39,7 +39,7 @@ def memory_r_workers(in_flight: float, mean_context: float, capacity_tokens: flo
 
 
 def indivisible_seconds(r_part_seconds_per_token: float, shared_prefix_len: float, call_seconds: float) -> float:
-    """Of a layer and mini-batch, what every R-worker takes however many there are."""
+    """Return the seconds of a layer and mini-batch that every R-worker takes, however many there are."""
     return r_part_seconds_per_token * shared_prefix_len + call_seconds
 
 

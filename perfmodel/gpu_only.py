@@ -14,7 +14,7 @@ from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, replicated_bytes
 from fastdecode.perfmodel.sizing import Plan, Prices, Workload
 
 MEMORY_FRACTION = 0.9
-"""Of a GPU's memory, for weights and cache; the rest is activations and the driver (vLLM's default)."""
+"""The part of a GPU's memory for weights and cache; the rest is activations and the driver (vLLM's default)."""
 
 MARGIN = 1.2
 """Ratios of throughput below this are within the error of figures that were not measured on the machine at hand."""
@@ -26,7 +26,7 @@ def usable_bytes(gpu: Gpu) -> float:
 
 
 def held_bytes(shape: ModelShape, group: RankGroup) -> int:
-    """Of weights, on all ranks together."""
+    """Return the bytes of weights on all ranks together."""
     return shape.weight_bytes + replicated_bytes(shape, group.size)
 
 
@@ -90,7 +90,7 @@ class GpuStepTime:
 
 
 def collective_seconds(shape: ModelShape, group: RankGroup, rows: float, sampled_rows: float) -> float:
-    """Of one step."""
+    """Return the seconds of the collectives of one step."""
     return shape.num_layers * group.layer_seconds(shape, rows) + group.head_seconds(shape, sampled_rows)
 
 
@@ -140,7 +140,7 @@ class GpuServer:
 
     @property
     def _own_kv_bytes(self) -> float:
-        """Of the mean sequence, apart from what all share."""
+        """Bytes of the mean sequence's cache, apart from the prefix that all share."""
         return (self.workload.mean_context - self.workload.shared_prefix_len) * self.kv_bytes_per_token
 
     @property

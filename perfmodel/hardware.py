@@ -13,10 +13,10 @@ import numpy as np
 from fastdecode.core.errors import ConfigError
 
 FLOPS_EFFICIENCY = 0.62
-"""Of nominal 16-bit tensor FLOP/s, in large products: the FastDecode paper's A10."""
+"""The part of nominal 16-bit tensor FLOP/s that large products reach: the FastDecode paper's A10."""
 
 GPU_READ_EFFICIENCY = 0.8
-"""Of nominal GPU memory bandwidth; nothing in the papers gives it, and it is kind to the GPU-only alternative."""
+"""The part of nominal GPU memory bandwidth; no paper gives it, and it is kind to the GPU-only alternative."""
 
 A10_WEIGHT_EFFICIENCY = 0.46
 """FastDecode's T(1) of 1.46 ms for the 402 MB of a 7B layer, launches included, against 600 GB/s."""
@@ -58,7 +58,7 @@ class Figure:
 
     @property
     def achieved(self) -> float:
-        """What a plan counts on."""
+        """Return the rate that a plan counts on."""
         return self.nominal * self.efficiency
 
     def __str__(self) -> str:

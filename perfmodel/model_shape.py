@@ -81,7 +81,7 @@ class ModelShape:
             raise ConfigError(f"{self.name}: dtype must be one of {', '.join(ITEM_BYTES)}, not {self.dtype!r}")
 
     def with_kv_heads(self, num_kv_heads: int) -> ModelShape:
-        """The same model with another number of KV heads."""
+        """Return this model with another number of KV heads."""
         return replace(self, num_kv_heads=num_kv_heads)
 
     @property
@@ -91,32 +91,32 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer's q, k, v and o projections: 2·D·H·(N + K) ("All About Transformer Inference", Question 1)."""
+        """One layer's q, k, v and o projections have 2·D·H·(N + K) ("All About Transformer Inference", Question 1)."""
         return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one layer's MLP, one expert's where there are several: 3·D·F when gated (Question 1)."""
+        """One layer's MLP, or one of several experts, has 3·D·F when gated (Question 1)."""
         return self.mlp_matrices * self.hidden_size * self.intermediate_size
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer, all experts included (Question 5)."""
+        """One layer has these parameters with all its experts (Question 5)."""
         return self.attention_parameters + self.num_experts * self.mlp_parameters + self._shared_parameters
 
     @property
     def active_layer_parameters(self) -> int:
-        """Of one layer, those that one token meets (Question 5)."""
+        """One token meets these parameters of one layer (Question 5)."""
         return self.attention_parameters + self.experts_per_token * self.mlp_parameters + self._shared_parameters
 
     @property
     def head_parameters(self) -> int:
-        """Of the output projection, which every sampled row meets: D·V."""
+        """The output projection, which every sampled row meets, has D·V."""
         return self.hidden_size * self.vocab_size
 
     @property
     def parameters(self) -> int:
-        """Of the whole model: L·D·(3F + 2H(N + K)) + D·V when dense, gated and tied (Question 1)."""
+        """The whole model has L·D·(3F + 2H(N + K)) + D·V when dense, gated and tied (Question 1)."""
         return self.num_layers * self.layer_parameters + self._vocabulary_parameters
 
     @property

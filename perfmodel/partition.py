@@ -1,4 +1,4 @@
-"""Where to cut a prompt for a chain of prefill workers: evenly, balanced by the model, searched, or from a table.
+"""Cuts of a prompt for a chain of prefill workers: even, balanced by the model, searched, or from a table.
 
 The KV-Runahead paper's names: KVR-E, KVR-S and KVR-P. Parts are rows of each worker, in order: they cover the prompt
 exactly, and none is empty where the prompt has as many tokens as there are workers.
@@ -142,7 +142,7 @@ def searched(measure: Measure, start: Parts, least_stride: int = 1, first_stride
 def _best_near(
     seconds: Callable[[Sequence[int]], float], cuts: tuple[int, ...], num_tokens: int, stride: int
 ) -> tuple[int, ...]:
-    """Where no grid around the cuts, of so many neighbours in turn, finds anything better."""
+    """Return cuts around which no grid, of so many neighbours in turn, finds anything better."""
     groups = [
         range(first, min(first + CUTS_TOGETHER, len(cuts))) for first in range(max(1, len(cuts) - CUTS_TOGETHER + 1))
     ]
@@ -164,7 +164,7 @@ def _moved(cuts: tuple[int, ...], group: range, steps: Sequence[int], stride: in
 
 
 def _is_inside(cuts: Sequence[int], num_tokens: int) -> bool:
-    """Whether every part has a token at least."""
+    """Say whether every part has a token at least."""
     ends = (0, *cuts, num_tokens)
     return all(first < last for first, last in itertools.pairwise(ends))
 
@@ -200,7 +200,7 @@ class PartitionEntry:
 
     @property
     def fractions(self) -> tuple[float, ...]:
-        """Of the prompt."""
+        """Return the parts as fractions of the prompt."""
         return tuple(part / self.num_tokens for part in self.parts)
 
 
@@ -219,7 +219,7 @@ class PartitionTable:
             known.append(entry)
 
     def knows(self, num_workers: int) -> bool:
-        """Whether it has an entry for so many workers."""
+        """Say whether there is an entry for so many workers."""
         return num_workers in self._by_workers
 
     def parts(self, num_tokens: int, num_workers: int) -> Parts:

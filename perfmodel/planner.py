@@ -159,7 +159,7 @@ class Planner:
         )
 
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
-        """What a number of R-workers gives, whether or not it is the plan's."""
+        """Return the figures that a number of R-workers gives, whether or not it is the plan's."""
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         rows, kv_tokens = self.mean_step(in_flight, num_r_workers)
         model, load = self.step_model(num_r_workers), self.load(rows, in_flight, kv_tokens, num_r_workers)
@@ -193,12 +193,12 @@ class Planner:
         return tokens, own + shared * num_r_workers * self.num_mini_batches
 
     def recomputed_tokens(self, in_flight: float, num_r_workers: int) -> float:
-        """What a lost R-worker held of sequences with one copy: a shared prefix is in the others' caches."""
+        """Return the tokens that a lost R-worker alone held: a shared prefix is in the others' caches."""
         own = self.workload.mean_context - self.workload.shared_prefix_len
         return in_flight / num_r_workers * own
 
     def link_growth(self) -> float | None:
-        """Of the bytes on the way to R-workers and back, by second copies; None where they are not known."""
+        """Return the part that second copies add to the bytes to and from R-workers; None where these are not known."""
         return self.storage.copied_bytes / self.transport.row_bytes if self.transport.row_bytes else None
 
     @property
@@ -226,7 +226,7 @@ class Planner:
         return max(self.s_part.layer_seconds(rows), hop)
 
     def _can_be_balanced(self, mini_batch_size: int) -> bool:
-        """Whether some number of R-workers keeps up: the larger the batch, the less their fixed costs count."""
+        """Say whether some number of R-workers keeps up: the larger the batch, the less their fixed costs count."""
         indivisible = equations.indivisible_seconds(
             self.r_part.seconds_per_token, self.workload.shared_prefix_len, self.r_part.call_seconds
         )

@@ -15,17 +15,17 @@ from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart
 
 TILE_ROWS = 256
-"""Of prompt attention on a CPU, in torch's kernel and in ``sworker/prompts.py``."""
+"""Rows of a tile of prompt attention on a CPU, in torch's kernel and in ``sworker/prompts.py``."""
 
 GPU_TILE_ROWS = 128
-"""Of fused kernels on GPUs."""
+"""Rows of a tile of fused kernels on GPUs."""
 
 MANY_ROWS = 1 << 20
 """Up to which products take the same time per row."""
 
 
 def before_share(shape: ModelShape) -> float:
-    """Of a layer's products, the part before attention: q, k and v."""
+    """Return the part of a layer's products that comes before attention: q, k and v."""
     heads = shape.num_heads + 2 * shape.num_kv_heads
     return shape.hidden_size * shape.head_dim * heads / shape.active_layer_parameters
 
@@ -76,7 +76,7 @@ def measured_prefill_model(
 
 
 def measured_speeds(profile: HardwareProfile) -> tuple[float, ...]:
-    """Of each prefill worker measured, alone, relative to the first one."""
+    """Return the speed of each prefill worker measured, alone, relative to the first one."""
     first = _alone(profile, 0)
     speeds = []
     for worker in sorted({point.worker for point in profile.prefill}):
@@ -102,7 +102,7 @@ def slowdown(profile: HardwareProfile, num_busy: int) -> float:
 
 
 def measured_forecast(profile: HardwareProfile, num_workers: int, method: str = "kvr") -> Forecast:
-    """What the scheduler's policy asks, of so many workers like those measured."""
+    """Return the forecast that the scheduler's policy asks, for so many workers like those measured."""
     return Forecast(measured_prefill_model(profile, num_workers), PartitionTable(profile.partitions), method)
 
 

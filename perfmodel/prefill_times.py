@@ -46,11 +46,11 @@ class PromptAttentionTimes:
         return rows * context + triangle_pairs(rows, self.tile_rows)
 
     def seconds(self, rows: int, context: int) -> float:
-        """Of a part of the chain."""
+        """Return the seconds of a part of the chain."""
         return self._seconds(rows, self.pairs(rows, context))
 
     def square_seconds(self, rows: int, num_keys: int) -> float:
-        """Of ``rows`` queries that all meet all ``num_keys``, as TSP computes them (section 4.1)."""
+        """Return the seconds of ``rows`` queries that all meet all ``num_keys``, as TSP computes them (section 4.1)."""
         return self._seconds(rows, rows * num_keys)
 
     def _seconds(self, rows: int, pairs: float) -> float:
@@ -90,11 +90,11 @@ class SlowerSPart:
     factor: float
 
     def layer_seconds(self, rows: float) -> float:
-        """Of one layer."""
+        """Return the seconds of one layer."""
         return self.factor * self.s_part.layer_seconds(rows)
 
     def head_seconds(self, rows: float) -> float:
-        """Of the head."""
+        """Return the seconds of the head."""
         return self.factor * self.s_part.head_seconds(rows)
 
 
@@ -107,7 +107,7 @@ class PartSeconds(NamedTuple):
 
     @property
     def all(self) -> float:
-        """Where nothing is waited for."""
+        """Return the seconds of the part where it waits for nothing."""
         return self.before + self.attention + self.after
 
 
@@ -191,7 +191,7 @@ class PrefillTimes:
         return self.job_seconds + self.num_layers * (before + gather + after) + head
 
     def times(self, factor: float) -> PrefillTimes:
-        """The same with products and attention ``factor`` times as slow."""
+        """Return these times with products and attention ``factor`` times as slow."""
         attention = replace(
             self.attention,
             pair_seconds=factor * self.attention.pair_seconds,
@@ -223,7 +223,7 @@ def chain_traffic_tokens(parts: Sequence[int], context_len: int = 0) -> int:
 
 
 def tsp_traffic_tokens(parts: Sequence[int]) -> int:
-    """The same of an all-gather: every worker gets all parts but its own, n·(p − 1); equations 4 and 5."""
+    """Return the tokens of an all-gather: every worker gets all parts but its own, n·(p − 1); equations 4 and 5."""
     return sum(parts) * (len(parts) - 1)
 
 

@@ -1,4 +1,4 @@
-"""What was measured of a machine: the plan's input in place of presets. Times are in seconds.
+"""The measurements of a machine, which a plan takes in place of presets. Times are in seconds.
 
 ``spread`` is that of the samples behind a figure: from the 10th to the 90th percentile over the median.
 """
@@ -20,7 +20,7 @@ HERE = "here"
 """The R-workers of the S-worker's own machine, in ``RPartPoint.r_worker``: threads and processes alike."""
 
 FORMAT_VERSION = 3
-"""Of the JSON. Version 1 knew nothing of prefill workers, version 2 nothing of ranks; both are still read."""
+"""Version of the JSON. Version 1 knew nothing of prefill workers, version 2 nothing of ranks; both are still read."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ContentionPoint:
 
 @dataclass(frozen=True)
 class AnchorPoint:
-    """What one short S shape (``part`` "s") or R shape ("r") took: measured again later, it says how fast the machine
+    """The time of one short S shape (``part`` "s") or R shape ("r"): measured again later, it says how fast the machine
     is by then."""
 
     part: str
@@ -254,7 +254,7 @@ class HardwareProfile:
         return per_step + num_r_workers * plan_step, per_row + plan_row
 
     def measured_contention(self, s_threads: int, r_threads: int, num_kv_heads: int) -> Contention:
-        """Of S-worker and R-worker on cores of their own on this machine, with the nearest threads, then KV heads."""
+        """Return the contention of S and R on cores of their own here, with the nearest threads, then KV heads."""
         if not self.contention:
             return Contention()
         nearest = min(
@@ -267,7 +267,7 @@ class HardwareProfile:
         return Contention(nearest.s_slowdown, nearest.r_slowdown)
 
     def anchor_seconds(self, part: str, threads: int) -> float:
-        """What the anchor of S ("s") or R ("r") took at the time."""
+        """Return the seconds that the anchor of S ("s") or R ("r") took at the time."""
         for point in self.anchors:
             if (point.part, point.threads) == (part, threads):
                 return point.seconds

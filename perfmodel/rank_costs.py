@@ -11,18 +11,18 @@ from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.stages import SPart
 
 ALL_REDUCES_PER_LAYER = 2
-"""Of [rows, hidden_size]: after the output projection of attention, and after the MLP's last matrix."""
+"""All-reduces of [rows, hidden_size]: after the output projection of attention, and after the MLP's last matrix."""
 
 PEER_EFFICIENCY = 0.7
-"""Of a link's nominal rate in all-reduces of megabytes; assumed, since no paper here gives one."""
+"""The part of a link's nominal rate that all-reduces of megabytes reach; assumed, since no paper here gives one."""
 
 NVLINK_STEP_SECONDS, PCIE_STEP_SECONDS, NETWORK_STEP_SECONDS = 5e-6, 10e-6, 25e-6
-"""Of one message between two ranks, the collective's launch included; assumed."""
+"""Seconds of one message between two ranks, the collective's launch included; assumed."""
 
 
 @dataclass(frozen=True)
 class PeerLink:
-    """What connects the ranks: ``bytes_per_second`` that each sends and at the same time receives, and
+    """The connection of the ranks: ``bytes_per_second`` that each sends and at the same time receives, and
     ``step_seconds`` of a message without content."""
 
     name: str
@@ -67,11 +67,11 @@ class RankGroup:
         return (self.size - 1) * (self.link.step_seconds + each)
 
     def layer_seconds(self, shape: ModelShape, rows: float) -> float:
-        """Of the collectives in one layer of ``shape``, the whole model."""
+        """Return the seconds of the collectives in one layer of ``shape``, the whole model."""
         return ALL_REDUCES_PER_LAYER * self.all_reduce_seconds(rows * shape.hidden_size * shape.item_bytes)
 
     def head_seconds(self, shape: ModelShape, rows: float) -> float:
-        """Of gathering the logits of ``rows``."""
+        """Return the seconds of gathering the logits of ``rows``."""
         return self.gather_seconds(rows * shape.vocab_size * shape.item_bytes)
 
 
@@ -96,7 +96,7 @@ class RankSPart:
 
 
 def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
-    """What one of ``num_ranks`` holds of ``shape``: heads, widths of MLPs and the vocabulary of the head divided.
+    """Return one of ``num_ranks``'s part of ``shape``: heads, widths of MLPs and the head's vocabulary divided.
 
     KV heads that are fewer than ranks are on several of them. PlanError where heads cannot be dealt evenly.
     """

@@ -1,4 +1,4 @@
-"""What a plan is asked and what it answers: how many R-workers this workload wants, and what comes of it."""
+"""The question and the answer of a plan: how many R-workers this workload wants, and what comes of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from fastdecode.core.errors import ConfigError
 
 MOST_TOKENS = 1e12
-"""Of a sequence: more than any memory holds, and few enough for arithmetic."""
+"""Most tokens of a sequence: more than any memory holds, and few enough for arithmetic."""
 
 LARGEST_OUTPUT_LEN_CV = 100.0
-"""Of outputs' lengths; those of real traffic lie below 5, and n sequences cannot have more than sqrt(n - 1)."""
+"""Largest deviation of outputs' lengths; real traffic lies below 5, and n sequences have at most sqrt(n - 1)."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Prices:
                 raise ConfigError(f"a price must be a number of at least 0, not {value!r}")
 
     def per_million_tokens(self, num_hosts: int, tokens_per_second: float) -> float | None:
-        """Of output tokens, with ``num_hosts`` hosts beside the GPUs; None where a price is missing."""
+        """Return the price of output tokens with ``num_hosts`` hosts beside the GPUs; None where a price is missing."""
         if self.gpu_per_hour is None or not tokens_per_second or (num_hosts and self.cpu_host_per_hour is None):
             return None
         per_hour = self.num_gpus * self.gpu_per_hour + num_hosts * (self.cpu_host_per_hour or 0.0)
@@ -100,7 +100,7 @@ NO_PRICES = Prices()
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one number of R-workers (of each rank) gives; ``s_busy`` and ``r_busy`` are fractions of the step."""
+    """The figures of one number of R-workers (of each rank); ``s_busy`` and ``r_busy`` are fractions of the step."""
 
     num_r_workers: int
     num_hosts: int

@@ -15,7 +15,7 @@ from fastdecode.perfmodel.hardware import CpuHost, Gpu, kernel_bytes_per_second
 from fastdecode.perfmodel.model_shape import ModelShape
 
 MOVED_BYTES_PER_SECOND = 0.5e9
-"""Of a sequence's cache from one R-worker to another, until the first was timed: export at 1.1 to 1.8 GB/s, then import
+"""Rate of a cache's way from one R-worker to another, until the first was timed: export at 1.1 to 1.8 GB/s, then import
 at 1.0 to 1.4 (docs/performance.md), and the way over the S-worker between them."""
 
 
@@ -38,7 +38,7 @@ class SPart(Protocol):
         ...
 
     def head_seconds(self, rows: float) -> float:
-        """What comes once per mini-batch: the output projection."""
+        """Return the seconds that come once per mini-batch: those of the output projection."""
         ...
 
 
@@ -92,11 +92,11 @@ class MeasuredSPart:
         return self._interpolated(rows, self.layer_seconds_at)
 
     def head_seconds(self, rows: float) -> float:
-        """Of the head."""
+        """Return the seconds of the head."""
         return self._interpolated(rows, self.head_seconds_at)
 
     def times(self, layer_factor: float, head_factor: float) -> MeasuredSPart:
-        """The same with slower, or faster, layers and head."""
+        """Return this S-part with slower, or faster, layers and head."""
         return MeasuredSPart(
             self.batch_sizes,
             tuple(layer_factor * seconds for seconds in self.layer_seconds_at),
@@ -130,7 +130,7 @@ class RPart:
         return self.call_seconds + self.row_seconds * rows + self.seconds_per_token * kv_tokens
 
     def times(self, factor: float) -> RPart:
-        """The same, ``factor`` times as slow."""
+        """Return this R-part ``factor`` times as slow."""
         return RPart(factor * self.seconds_per_token, factor * self.call_seconds, factor * self.row_seconds)
 
 

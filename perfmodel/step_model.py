@@ -83,7 +83,7 @@ class StepModel:
         return max(self._bounds(self.stages(load)).values())
 
     def bottleneck(self, load: Load) -> str:
-        """What the step waits for: "s-worker", "r-workers", "transport" or "round-trip"; the first of equals."""
+        """Return what the step waits for: "s-worker", "r-workers", "transport" or "round-trip"; the first of equals."""
         bounds = self._bounds(self.stages(load))
         return max(bounds, key=lambda name: bounds[name])
 
@@ -95,7 +95,7 @@ class StepModel:
         return max(per_worker, 0.0) / self.r_part.seconds_per_token * self.num_r_workers * self.num_mini_batches
 
     def balanced_kv_tokens_each(self, tokens: float) -> int:
-        """Of those, one R-worker's: ``Limits.balanced_kv_tokens``."""
+        """Return one R-worker's part of the balanced load: ``Limits.balanced_kv_tokens``."""
         return int(self.balanced_kv_tokens(tokens) / self.num_r_workers)
 
     def idle_s_share(self, tokens: int) -> float:

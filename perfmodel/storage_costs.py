@@ -1,4 +1,4 @@
-"""What it costs beyond attention that a sequence lies in ranges on several R-workers, or on two R-workers at once."""
+"""Costs, beyond attention, of sequences in ranges on several R-workers, and of those on two R-workers at once."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class BatchTimes:
 
 
 class TransformersBaseline:
-    """The same model as the engine's, with transformers' default (SDPA) attention and its own KV cache."""
+    """The engine's model with transformers' default (SDPA) attention and its own KV cache."""
 
     def __init__(self, config: EngineConfig) -> None:
         hf_config = load_hf_config(config)

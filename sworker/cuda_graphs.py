@@ -33,14 +33,14 @@ from fastdecode.sworker.staging import Staging, rows_of
 logger = logging.getLogger(__name__)
 
 ROW_COUNTS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
-"""What is captured; a mini-batch is padded to the next. With more rows the GPU computes longer than a launch takes."""
+"""Rows that are captured; a mini-batch is padded to the next. With more the GPU computes longer than a launch takes."""
 
 WARM_UPS = 3
 """Forwards before a capture, in which libraries set up what a capture must not (torch's manual: a few)."""
 
 
 class GraphRecorder:
-    """What :class:`ModelGraphs` needs of ``torch.cuda``; tests put a stand-in here."""
+    """The part of ``torch.cuda`` that :class:`ModelGraphs` needs; tests put a stand-in here."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -154,7 +154,7 @@ class ModelGraphs:
 
     @property
     def row_counts(self) -> list[int]:
-        """What was captured, smallest first; empty where the model runs eagerly."""
+        """Return the row counts that were captured, smallest first; empty where the model runs eagerly."""
         return sorted(self._captured[0]) if self._captured else []
 
     def forward(self, mini_batch: int, packed: PackedRows, staging: Staging) -> CudaGraphForward | None:

@@ -20,7 +20,7 @@ SLEEP_SECONDS = 30e-6
 
 
 class CudaDevice:
-    """What :class:`CudaStaging` needs of ``torch.cuda``; tests put a stand-in here."""
+    """The part of ``torch.cuda`` that :class:`CudaStaging` needs; tests put a stand-in here."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -46,7 +46,7 @@ class CudaDevice:
         return torch.empty(count, dtype=dtype, pin_memory=True)
 
     def is_pinned(self, host: torch.Tensor) -> bool:
-        """Whether a host tensor is page-locked already."""
+        """Say whether a host tensor is page-locked already."""
         return host.is_pinned()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
@@ -108,7 +108,7 @@ class CudaStaging:
 
 
 class Phase(Enum):
-    """Where a mini-batch's rows are."""
+    """The place of a mini-batch's rows."""
 
     IDLE = "the model computes"
     SENDING = "on their way down to the host"

@@ -1,4 +1,4 @@
-"""What torch's libraries read from the environment, set where the user has not; imported before torch."""
+"""Set the variables that torch's libraries read, where the user has not; imported before torch."""
 
 from __future__ import annotations
 

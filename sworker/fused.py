@@ -118,12 +118,12 @@ def _rotated(heads: torch.Tensor, cos: Any, sin: Any) -> torch.Tensor:
 
 
 def _array(rows: torch.Tensor) -> Any:
-    """The same memory for numpy, with its strides; bfloat16 as its bits."""
+    """Return the tensor's memory as a numpy array, with its strides; bfloat16 as its bits."""
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
 def _is_large(x: torch.Tensor) -> bool:
-    """Whether torch's many threads are faster than one here."""
+    """Say whether torch's many threads are faster than one here."""
     elements, threads = ONE_THREAD
     return x.numel() > elements and torch.get_num_threads() > threads
 
@@ -165,7 +165,7 @@ def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
 
 
 def _rotates_alike(rotary: Rotary, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether ``rotary`` gives what the model's own gives, for random q, k, cos and sin."""
+    """Say whether ``rotary`` gives what the model's own gives, for random q, k, cos and sin."""
     generator = torch.Generator()
     shapes = ((1, 4, PROOF_ROWS, head_dim), (1, 2, PROOF_ROWS, head_dim), *[(1, PROOF_ROWS, head_dim)] * 2)
     arguments = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]

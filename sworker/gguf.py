@@ -15,7 +15,7 @@ NEEDED = ("gguf", "accelerate")
 
 
 def source(model: str) -> tuple[str, dict[str, str]]:
-    """What ``from_pretrained`` is called with, positional and by name: of PATH.gguf its folder and its file.
+    """Return the arguments of ``from_pretrained``, positional and by name: of PATH.gguf its folder and its file.
 
     ModelLoadError where there is no such file, or a package to read it is not installed.
     """

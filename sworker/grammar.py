@@ -26,7 +26,7 @@ _BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32)
 
 
 class Matcher:
-    """Where one completion stands in its grammar."""
+    """The position of one completion in its grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -47,7 +47,7 @@ class Matcher:
         self._matcher.consume_token(token_id)
 
     def after(self, token_ids: Sequence[int]) -> list[Matcher]:
-        """Where the text would stand after the first of ``token_ids``, after the first two, and so on.
+        """Return the positions of the text after the first of ``token_ids``, after the first two, and so on.
 
         It ends before a token that may not come, and before one that completes the text.
         """
@@ -106,7 +106,7 @@ class Grammars:
         self._compiled(params)
 
     def read_vocabulary(self) -> LLTokenizer:
-        """What llguidance makes of the tokenizer, read once. It holds up every thread for some tenths of a second.
+        """Return the tokenizer as llguidance reads it, once. Reading holds up every thread for some tenths of a second.
 
         Raises:
             RequestError, ConfigError: as ``matcher``.
@@ -141,7 +141,7 @@ class Grammars:
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """What llguidance compiles; ValueError for a grammar that is not understood."""
+    """Return the text that llguidance compiles; ValueError for a grammar that is not understood."""
     from llguidance import LLMatcher, grammar_from
 
     if params.schema is not None:

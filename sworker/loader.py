@@ -25,7 +25,7 @@ from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import OWN_ATTENTION, check_config, refuse
 
 DIGEST_NUMBERS = 64
-"""Of each parameter."""
+"""Numbers of each parameter that the digest of a model is made of."""
 
 
 def load_hf_config(config: EngineConfig) -> Any:

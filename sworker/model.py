@@ -64,7 +64,7 @@ class SModel:
 
     @property
     def identity(self) -> str:
-        """The same for processes that have the same model: layers, dtype, vocabulary and weights."""
+        """Return the model's name, equal in processes that have the same layers, dtype, vocabulary and weights."""
         text = f"{self.layout.layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -80,7 +80,7 @@ class SModel:
 
     @property
     def device_name(self) -> str:
-        """What the dense layers run on; "" for the CPU."""
+        """Return the name of the GPU that the dense layers run on; "" for the CPU."""
         return torch.cuda.get_device_name() if self.on_gpu else ""
 
     @property
@@ -93,7 +93,7 @@ class SModel:
         return first_layers(self.model, self._hf_config, self.layout, num_layers)
 
     def shares_tokenizer(self, config: EngineConfig) -> bool:
-        """Whether the model that ``config`` names has the same tokens, as far as it and this one have a tokenizer."""
+        """Say whether the model that ``config`` names has the same tokens, as far as both have a tokenizer."""
         if self.tokenizer is None:
             return True
         try:

@@ -1,4 +1,4 @@
-"""What stands for a linear layer's weight once only its packed form is kept, and giving the weight's memory back."""
+"""A stand-in for a linear layer's weight once only its packed form is kept; the weight's memory is given back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METHODS += ["requires_grad_", "__len__", "__hash__"]
 ABOUT_ITSELF = {getattr(torch.Tensor, name).__get__ for name in FACTS} | {
     getattr(torch.Tensor, name) for name in METHODS
 }
-"""What can be answered without the values."""
+"""Questions that can be answered without the values."""
 
 IS_FALSE = {getattr(torch.Tensor, name).__get__ for name in ("is_meta", "is_cuda")}
 """The tensor underneath has no memory; what it stands for is on the CPU."""

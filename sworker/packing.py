@@ -16,7 +16,7 @@ MIN_ROWS = 16
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Where a prompt chunk that attends on the S-worker lies in the packed rows."""
+    """The place, in the packed rows, of a prompt chunk that attends on the S-worker."""
 
     sequence_id: int
     rows: slice

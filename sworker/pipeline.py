@@ -23,7 +23,7 @@ class Forward(Protocol):
 
     @property
     def own_greenlet(self) -> greenlet:
-        """What is switched to, with o from the second time on."""
+        """The greenlet's function: the pipeline switches to it, with o from the second time on."""
         ...
 
 

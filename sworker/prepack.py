@@ -111,7 +111,7 @@ class SharedProduct:
         self._parts: dict[int, torch.Tensor] = {}
 
     def forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What layer ``index`` computes: [..., in_features] → [..., out_features], in the dtype of its rows."""
+        """Return layer ``index``'s function: [..., in_features] → [..., out_features], in the dtype of its rows."""
         return self._compute if len(self._widths) == 1 else lambda rows: self._part(index, rows)
 
     def weight(self, index: int) -> torch.Tensor:
@@ -137,7 +137,7 @@ class SharedProduct:
 
 
 def has_fast_products(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of ``dtype`` at full speed; otherwise float32 is several times faster."""
+    """Say whether this CPU multiplies matrices of ``dtype`` at full speed; else float32 is several times faster."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
@@ -146,7 +146,7 @@ def has_fast_products(dtype: torch.dtype) -> bool:
 
 
 def equal_within_rounding(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether two ways to compute the same rows differ by no more than rounding in their dtype may."""
+    """Say whether two ways to compute the same rows differ by no more than rounding in their dtype may."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     largest, apart = wanted.detach().abs().max(), (found.detach().double() - wanted.detach().double()).abs().max()

@@ -34,7 +34,7 @@ def causal_mask(num_rows: int, num_keys: int, window: int, device: torch.device)
 
 
 MASK_ELEMENTS = 1 << 22
-"""Of the mask of scores that ALiBi takes; prompts attend in so many rows at once."""
+"""Elements of the mask of scores that ALiBi takes; prompts attend in so many rows at once."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -111,7 +111,7 @@ def _tile_rows(layer: LayerLayout, num_keys: int) -> int:
 
 
 def _mask(num_rows: int, num_keys: int, layer: LayerLayout, q: torch.Tensor) -> torch.Tensor:
-    """What the last of ``num_keys`` positions see: boolean [num_rows, keys], or a bias [num_heads, num_rows, keys]."""
+    """Return the keys that the last positions see: bool [num_rows, keys], or a bias [num_heads, num_rows, keys]."""
     seen = causal_mask(num_rows, num_keys, layer.window, q.device)
     if not layer.alibi_slopes:
         return seen

@@ -32,7 +32,7 @@ class RandomPrompts(SWorker):
         return {sequence_id: [SampledToken(1) for _ in sampling[sequence_id]] for sequence_id in ids}
 
     def follow(self, step: ScheduledStep, overlap: bool) -> None:
-        """What ``run`` does on another rank."""
+        """Do on another rank what ``run`` does on the first."""
         self._fill(step)
 
     def _fill(self, step: ScheduledStep) -> None:

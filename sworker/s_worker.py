@@ -191,5 +191,5 @@ def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:
 
 
 def make_recorder(device: torch.device) -> GraphRecorder | None:
-    """What captures graphs of a model on ``device``; None for the CPU, which has none."""
+    """Return the recorder that captures graphs of a model on ``device``; None for the CPU, which has none."""
     return GraphRecorder(device) if device.type == "cuda" else None

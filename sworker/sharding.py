@@ -23,13 +23,14 @@ COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 """Styles of linear layers of which a rank has a part of the outputs; the last two gather them."""
 
 ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")
-"""Of which it has a part of the inputs: their outputs are summed. The last two take their part of whole inputs."""
+"""Styles of linear layers of which a rank has a part of the inputs: their outputs are summed. The last two take their
+part of whole inputs."""
 
 SUMS = ("moe_tp_experts", "all_reduce")
-"""Of modules whose outputs are summed."""
+"""Styles of modules whose outputs are summed."""
 
 NOTHING = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
-"""That change nothing where no gradients are wanted."""
+"""Styles that change nothing where no gradients are wanted."""
 
 SILENCE = datetime.timedelta(minutes=5)
 """How long a rank waits in a layer for one that stands still."""
@@ -95,7 +96,7 @@ class Rank:
 
 
 class Rendezvous:
-    """Where the ranks meet: a store at ``port`` of ``host``, of rank 0 or of what started the ranks."""
+    """The place where the ranks meet: a store at ``port`` of ``host``, of rank 0 or of what started the ranks."""
 
     def __init__(self, index: int, size: int, host: str, port: int, has_store: bool) -> None:
         self.index, self.size = index, size
@@ -107,11 +108,11 @@ class Rendezvous:
         self._store.set(f"fastdecode/{name}", value)
 
     def ask(self, name: str) -> str:
-        """What another rank told; waits for it."""
+        """Return what another rank told; waits for it."""
         return bytes(self._store.get(f"fastdecode/{name}")).decode()
 
     def knows(self, names: Sequence[str]) -> bool:
-        """Whether all of ``names`` were told; never waits."""
+        """Say whether all of ``names`` were told; never waits."""
         return bool(self._store.check([f"fastdecode/{name}" for name in names]))
 
     def join(self, device: str, local_index: int) -> Rank:
@@ -125,7 +126,7 @@ class Rendezvous:
         return rank if has_gpu else replace(rank, near=self._share_memory(rank))
 
     def _share_memory(self, rank: Rank) -> SharedExchange | None:
-        """What the ranks exchange through, where all are on this machine; None where one is not, or has no room."""
+        """Return the ranks' shared memory where all are on this machine; None where one is not, or has no room."""
         memory = SharedMemory.make(self.size) if self.index == 0 else None
         try:
             path = rank.broadcast((memory.path if memory else "").encode() if self.index == 0 else None).decode()

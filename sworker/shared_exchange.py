@@ -1,4 +1,4 @@
-"""What the ranks of one machine give each other, through memory they share: tensors of layers, in tens of microseconds.
+"""The ranks of one machine exchange tensors of layers through memory they share, in tens of microseconds.
 
 Every exchange has a number. A rank writes its part into its slot and then the number beside it; once all ranks have
 written that number, all parts are there. Two sets of slots are used in turns: who writes number n + 2 has seen n + 1 of
@@ -60,27 +60,27 @@ class SharedMemory:
 
     @staticmethod
     def find(path: str) -> SharedMemory | None:
-        """What another rank made; None where it is on another machine."""
+        """Return the memory that another rank made; None where it is on another machine."""
         try:
             return SharedMemory(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, False)
         except OSError:
             return None
 
     def close(self) -> None:
-        """What is mapped stays."""
+        """Close the file; memory that is mapped stays."""
         os.close(self.file)
         if self._is_own:
             Path(self.path).unlink(missing_ok=True)
 
 
 def whereabouts() -> str:
-    """Of this process: the machine, its process numbers' space, and its own number."""
+    """Return this process's machine, its process numbers' space, and its own number."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getpid()}"
 
 
 class SharedExchange:
-    """Of ``size`` ranks of one machine; rank ``index`` is this process, and ``pids`` are all ranks'."""
+    """The exchange of ``size`` ranks of one machine; rank ``index`` is this process, and ``pids`` are all ranks'."""
 
     def __init__(self, file: int, index: int, pids: list[int]) -> None:
         """``file``: a descriptor of the shared memory, of ``num_bytes(size)``; it may be closed afterwards."""
@@ -175,5 +175,5 @@ class SharedExchange:
 
 
 def num_bytes(size: int) -> int:
-    """Of the memory that ``size`` ranks share."""
+    """Return the bytes of the memory that ``size`` ranks share."""
     return size * (FLAG_WORDS * 8 + 2 * SLOT_BYTES)

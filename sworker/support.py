@@ -118,7 +118,7 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
 
 
 def repeats_rows(model: torch.nn.Module, hf_config: Any) -> bool:
-    """Whether ``model`` gives rows the same bits in forwards of 16 rows and of more, attention apart.
+    """Say whether ``model`` gives rows the same bits in forwards of 16 rows and of more, attention apart.
 
     Products may take another order of additions among other numbers of rows; then a sequence that is computed again
     among others rounds differently, which shows in 16 bits.
@@ -134,7 +134,7 @@ def repeats_rows(model: torch.nn.Module, hf_config: Any) -> bool:
 
 
 def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[LayerLayout, ...]:
-    """What the attention calls of a forward say, in order; UnsupportedModelError where it fails."""
+    """Return what the attention calls of a forward say, in order; UnsupportedModelError where it fails."""
     recorder = _Recorder(hf_config)
     _forward(model, recorder)
     return tuple(recorder.layers[index] for index in sorted(recorder.layers))

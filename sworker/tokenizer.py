@@ -130,7 +130,7 @@ def _all_mappings(value: Any) -> bool:
 
 
 def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:
-    """What generation_config.json says beside the model: sampling defaults, and the ids that end a text.
+    """Return the sampling defaults and the ids that end a text, from the model's generation_config.json.
 
     As in vLLM these are the defaults of a request that names no sampling parameters; its end-of-text ids always count.
     """

@@ -152,7 +152,7 @@ def _other_violations(module: Module) -> Iterator[str]:
 
 def test_floors_are_kept() -> None:
     modules = read_modules()
-    assert {"core.types", "scheduler.scheduler", "sworker.worker", "cluster.pool", "engine"} <= {
+    assert {"core.types", "scheduler.scheduler", "sworker.s_worker", "cluster.pool", "engine"} <= {
         m.name for m in modules
     }
     assert violations(modules) == []
@@ -179,10 +179,10 @@ def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
         ("scheduler.scheduler", "from fastdecode import sworker"),
         ("scheduler.scheduler", "import torch"),
         ("perfmodel.equations", "from fastdecode.perfmodel.simulate import run"),
-        ("sworker.worker", "from fastdecode.cluster.pool import InprocBackend"),
-        ("sworker.worker", "import fastdecode.engine"),
-        ("sworker.worker", "from fastdecode import _rworker"),
-        ("sworker.worker", "import zmq"),
+        ("sworker.s_worker", "from fastdecode.cluster.pool import InprocBackend"),
+        ("sworker.s_worker", "import fastdecode.engine"),
+        ("sworker.s_worker", "from fastdecode import _rworker"),
+        ("sworker.s_worker", "import zmq"),
         ("cluster.pool", "from fastdecode import _sworker"),
         ("cluster.pool", "from fastdecode.sworker.staging import to_numpy"),
         ("cluster.pool", "if TYPE_CHECKING:\n    import torch.nn"),

@@ -1,4 +1,4 @@
-"""What every link has: numbered control frames, the payload of layers, and how long an end waits for the other."""
+"""The common part of all links: numbered control frames, the payload of layers, and how long an end waits."""
 
 from __future__ import annotations
 

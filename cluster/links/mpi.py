@@ -61,7 +61,7 @@ class MpiJob:
         return self._peers[rank]
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What each rank gives, by rank and of the same length everywhere; waits until all have called this."""
+        """Return each rank's bytes, by rank and of the same length everywhere; waits until all have called this."""
         found = bytearray(len(mine) * self.size)
         try:
             request = self._world.Iallgather([mine, MPI.BYTE], [found, MPI.BYTE])

@@ -55,7 +55,7 @@ PREFILL_LINE = (
 
 
 class Role(IntEnum):
-    """What a rank is."""
+    """The role of a rank."""
 
     S_WORKER = 1
     R_WORKER = 2
@@ -63,7 +63,7 @@ class Role(IntEnum):
 
 
 _ENTRY = struct.Struct("=B8s")
-"""What every rank says to all: its role, and a number of its machine."""
+"""The record that every rank sends to all: its role, and a number of its machine."""
 
 _NAMES = {Role.S_WORKER: "S-worker", Role.R_WORKER: "R-worker", Role.PREFILL_WORKER: "prefill worker"}
 _COMMANDS = {Role.R_WORKER: "fastdecode r-worker", Role.PREFILL_WORKER: "fastdecode prefill-worker"}
@@ -125,7 +125,7 @@ class SWorkerRank(JobRanks):
             raise ConfigError(f"this job has {found} rank(s) of `{command}`, and the S-worker does not say {flag}")
 
     def address(self, rank: int) -> str:
-        """Where the prefill worker ``rank`` listens, "host:port"; waits for it. BackendError when it takes too long."""
+        """Return the "host:port" of the prefill worker ``rank``; waits for it. BackendError when it takes too long."""
         peer, deadline = self.job.peer(rank), time.monotonic() + LISTEN_SECONDS
         while rank not in self._addresses:
             if peer.word_is_there(TICK_SECONDS):

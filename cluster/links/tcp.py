@@ -84,7 +84,7 @@ def listen_for_joins(
 
 
 def join_listener(address: str, block_size: int, both: Security) -> JoinListener:
-    """The same with a key that may be in no file."""
+    """Listen as ``listener`` does, with a key that may be in no file."""
     host, port = split_address("pool_listen", address, least_port=0)
     try:
         listener = ZmqListener("127.0.0.1" if host == "localhost" else host, port, both.secret, role=S_WORKER)

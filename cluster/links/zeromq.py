@@ -49,7 +49,7 @@ log = logging.getLogger("fastdecode.r_worker")
 
 @dataclass(frozen=True)
 class SocketLimits:
-    """What a socket takes in: bytes of one part, and messages of each peer that wait to be read."""
+    """The limits of what a socket takes in: bytes of one part, and messages of each peer that wait to be read."""
 
     part_bytes: int = FRAME_LIMIT
     received: int = MAX_QUEUED

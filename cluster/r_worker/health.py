@@ -17,7 +17,7 @@ CLIENT_SECONDS = 5.0
 """A connection is closed after this, whatever it is at."""
 
 MOST_BYTES = 1 << 13
-"""Of a request's line and header; a probe sends some hundred."""
+"""Most bytes of a request's line and header; a probe sends some hundred."""
 
 POLL_SECONDS = 0.1
 """Between two looks for connections that take too long."""
@@ -100,7 +100,7 @@ class HealthPort(ThreadingHTTPServer):
 
 
 class _Limited:
-    """What the handler reads of a connection: lines of MOST_BYTES together, then ConnectionError."""
+    """The lines that the handler reads of a connection: MOST_BYTES together, then ConnectionError."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._left = file, MOST_BYTES

@@ -80,7 +80,7 @@ def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: 
 
 
 def host_id() -> str:
-    """The same for all processes of one boot of one machine."""
+    """Return an identity that all processes of one boot of one machine share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -141,7 +141,7 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
 
 
 def has_isa(isa: str) -> bool:
-    """Whether this processor has ``isa``, one of ``ISAS``."""
+    """Say whether this processor has ``isa``, one of ``ISAS``."""
     return isa in _rworker.supported_isas()
 
 

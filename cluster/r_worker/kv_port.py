@@ -17,11 +17,11 @@ NICENESS = 10
 in bursts of some 10 ms per layer of a prompt, and a step must not last so much longer."""
 
 MOST_READ_BYTES = 1 << 21
-"""Of keys and values that one READ asks for: what others send waits no longer than that takes."""
+"""Bytes of keys and values that one READ asks for: what others send waits no longer than that takes."""
 
 
 class RowStore:
-    """What a KV port does with a frame: the rows of a KV frame go to a sequence that is incoming, and STORED back; READ
+    """The rows behind a KV port: those of a KV frame go to a sequence that is incoming, and STORED back; READ
     is answered with a KV frame of what the sequence has from before."""
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout) -> None:

@@ -1,4 +1,4 @@
-"""What only a measurement tells of a processor: the fastest arithmetic, and the fastest way to read memory."""
+"""Choices that only a measurement can make: a processor's fastest arithmetic and its fastest way to read memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Tuning:
 
 
 def tuning() -> Tuning:
-    """What R-workers of this machine use: FASTDECODE_ISA and FASTDECODE_READ_AHEAD where set, else what is fastest.
+    """Return this machine's tuning: FASTDECODE_ISA and FASTDECODE_READ_AHEAD where set, else the fastest.
 
     Measured once for a processor and kept in the user's cache folder. ConfigError for a setting that this machine does
     not support.

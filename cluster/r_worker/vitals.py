@@ -1,4 +1,4 @@
-"""What an R-worker's process knows of itself, for its health port."""
+"""The state of an R-worker's process, for its health port."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ nothing; one that takes longer hangs."""
 
 
 class Vitals:
-    """What an R-worker's process knows of itself: written by its main loop only, and read by any thread at any time.
+    """The state of an R-worker's process, written by its main loop only, and read by any thread at any time.
 
     Each write is one plain value, so that it costs the main loop less than a microsecond and takes no lock.
     """

@@ -36,7 +36,7 @@ log = logging.getLogger("fastdecode.r_worker")
 
 @dataclass(frozen=True)
 class Order:
-    """What an actor is told: the pool's "host:port", its key, and the R-worker's threads and memory."""
+    """An actor's order: the pool's "host:port", its key, and the R-worker's threads and memory."""
 
     pool: str
     security: Security

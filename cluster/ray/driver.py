@@ -45,7 +45,7 @@ PROBE_SECONDS = 5.0
 POLL_SECONDS = 0.2
 
 OBJECT_STORE_BYTES = 80 << 20
-"""Of a cluster that is started here: about the least that Ray takes, since no payload goes through it."""
+"""Object store of a cluster that is started here: about the least that Ray takes, since no payload goes through it."""
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "fastdecode"}
 
@@ -66,7 +66,7 @@ class RWorkerActor:
             self._outcome = _refusal(error)
 
     def outcome(self) -> dict[str, str]:
-        """What it listens at and has, or why it cannot."""
+        """Return the address and the resources of the actor, or the reason why it has none."""
         return self._outcome
 
 
@@ -100,7 +100,7 @@ class ActorGroup:
         return [actor.outcome.remote() for actor in self._actors]
 
     def outcome(self, index: int, answer: Any) -> dict[str, str] | None:
-        """What became of actor ``index``; None where Ray is just restarting it."""
+        """Return what became of actor ``index``; None where Ray is just restarting it."""
         try:
             return ray.get(answer)
         except ActorUnavailableError:
@@ -211,7 +211,7 @@ def _own_address() -> str:
 
 
 def _is_draining() -> bool:
-    """Whether Ray drains the node of this actor: its end was announced, or an operator drains it."""
+    """Say whether Ray drains the node of this actor: its end was announced, or an operator drains it."""
     return ray.get_runtime_context().get_node_id() in ray_state.state.get_draining_nodes()
 
 

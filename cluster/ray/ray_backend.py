@@ -137,12 +137,12 @@ class RayBackend(JoiningBackend):
 
     @property
     def security(self) -> Security:
-        """Of the connections to its R-workers."""
+        """Return the security of the connections to its R-workers."""
         return self._job.security
 
     @property
     def listen_at(self) -> str:
-        """Where R-workers of the cluster can join."""
+        """Return the address at which R-workers of the cluster can join."""
         return f"{self._job.host}:0"
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:

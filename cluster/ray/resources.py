@@ -1,4 +1,4 @@
-"""What R-workers ask of a Ray cluster's nodes, and whether that fits: arithmetic, without Ray."""
+"""The resources that R-workers ask of a Ray cluster's nodes, and whether these fit: arithmetic, without Ray."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Ask:
 def choose_ask(
     count: int, nodes: Sequence[Node], num_threads: int | None, kv_cache_bytes: int | None, strict: bool = False
 ) -> Ask:
-    """What ``count`` R-workers ask for; what is None becomes the largest equal share that ``nodes`` give to all.
+    """Return what ``count`` R-workers ask for; a None becomes the largest equal share that ``nodes`` give to all.
 
     Of memory that is KV_CACHE_SHARE of what Ray counts on a node, divided among as many as may come there.
     """

@@ -33,7 +33,7 @@ MOST_SKIPPED = 1 << 16
 
 
 class Kind(IntEnum):
-    """What a frame is, with its parts; S: sent by the S-worker, R: by the R-worker."""
+    """The kind of a frame, with its parts; S: sent by the S-worker, R: by the R-worker."""
 
     HELLO = 1  # S: name, layout, block size (JSON)
     WELCOME = 2  # R: what it is (JSON)

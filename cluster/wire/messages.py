@@ -69,7 +69,7 @@ CLOCK = struct.Struct("<d")
 """The body of PONG: seconds."""
 
 R_WORKER, PREFILL_WORKER = "r-worker", "prefill-worker"
-"""What a JOIN may come from."""
+"""Senders that a JOIN may come from."""
 
 _COUNTS = struct.Struct("<QQ")
 _REPORT = struct.Struct("<qqQ")
@@ -118,7 +118,7 @@ class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an R-worker is: ``cores`` it may use on the machine ``host_id``; ``fingerprint`` of what it opened.
+    """An R-worker's answer: ``cores`` it may use on the machine ``host_id``; ``fingerprint`` of what it opened.
 
     ``kv_address``: "host:port" of its KV port, without the host where the S-worker's own way to it is the way for all;
     "" where it has none. ``kv_epoch``: what frames to that port must carry.
@@ -265,7 +265,7 @@ def decode_refusal(data: bytes | bytearray) -> tuple[str, str]:
 
 
 def encode_json(message: msgspec.Struct) -> bytes:
-    """The same bytes for equal messages."""
+    """Return the bytes of a message, equal for equal messages."""
     return msgspec.json.encode(message, order="sorted")
 
 

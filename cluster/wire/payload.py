@@ -92,7 +92,7 @@ class PayloadSlots:
         return self._memory[first : last + self.views(mini_batch, layer)[2].nbytes]
 
     def answer(self, mini_batch: int, layer: int) -> np.ndarray:
-        """The same of what the R-worker answers: o, or all bytes from its first to the last of the partial results."""
+        """Return the R-worker's answer: o, or all bytes from its first to the last of the partial results."""
         views = self.views(mini_batch, layer)
         if not len(views[4]):
             return views[3]
@@ -124,7 +124,7 @@ def aligned_memory(num_bytes: int) -> np.ndarray:
 
 
 def row_counts(spans: np.ndarray) -> RowCounts:
-    """Of one worker's SPAN [num_spans] in a mini-batch."""
+    """Return the rows of one worker's SPAN [num_spans] in a mini-batch."""
     counts = np.bincount(spans["mode"], spans["num_rows"], len(SpanMode)).astype(np.int64)
     append, attend, partial, read = counts.tolist()
     queries, stored = attend + partial + read, append + attend + partial

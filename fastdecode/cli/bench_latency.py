@@ -102,7 +102,7 @@ def latency_report(latencies: Sequence[float]) -> dict[str, Any]:
 
 
 def latency_lines(report: dict[str, Any]) -> list[str]:
-    """What is printed, as vLLM prints it."""
+    """Return the printed lines, which are vLLM's."""
     return [
         f"Avg latency: {report['avg_latency']} seconds",
         f"Std latency: {report['std_latency']} seconds",

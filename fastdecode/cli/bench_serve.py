@@ -34,7 +34,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "pres
 RAMP_UP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
 
 UNBOUNDED_TOKENS = 1 << 60
-"""Of a server that does not say how long its contexts may be."""
+"""Longest context of a server that does not say how long its contexts may be."""
 
 
 def add_command(commands: Any) -> None:
@@ -161,7 +161,7 @@ def _pairs(name: str, given: list[str]) -> dict[str, str]:
 
 
 def _target(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
-    """Where to send requests, and what the server says of its first model. OPENAI_API_KEY is the key, as in vLLM."""
+    """Return the address and what the server says of its first model. OPENAI_API_KEY is the key, as in vLLM."""
     from fastdecode.measure.serving import Target
 
     key = os.environ.get("OPENAI_API_KEY")
@@ -244,7 +244,7 @@ def _run_load(
 
 
 def _told(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -> dict[str, Any]:
-    """What was asked for, as vLLM writes it down."""
+    """Return the settings of the run as vLLM writes them down."""
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
@@ -261,7 +261,7 @@ def _told(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -
 
 
 def _result_file(args: argparse.Namespace, model: str) -> str | None:
-    """Where to save, with vLLM's name; ConfigError where nothing can be written there."""
+    """Return the file to save, with vLLM's name; ConfigError where nothing can be written there."""
     if not args.save_result:
         return None
     folder = Path(args.result_dir)

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def without_prefill_workers(config: EngineConfig) -> EngineConfig:
-    """The same with the S-worker and R-workers alone."""
+    """Return this configuration with the S-worker and R-workers alone."""
     return replace(config, prefill_workers=None, prefill_threads=None, prefill_cores=None)
 
 
@@ -158,7 +158,7 @@ def summary_lines(profile: HardwareProfile) -> list[str]:
 
 
 def prefill_lines(profile: HardwareProfile) -> list[str]:
-    """What was measured of prefill workers as lines of text."""
+    """Return the measurements of prefill workers as lines of text."""
     lines = []
     for num_busy in sorted({point.num_busy for point in profile.prefill}):
         model = measured_prefill_model(profile, num_busy)

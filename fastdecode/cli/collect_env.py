@@ -41,7 +41,7 @@ def chosen_isa() -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Where the figures were taken, with the read bandwidth of all cores measured now."""
+    """Return the facts of this machine, with the read bandwidth of all cores measured now."""
     from fastdecode import _rworker
 
     cores = usable_cores()

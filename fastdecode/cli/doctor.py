@@ -73,7 +73,7 @@ LIBRARY_CODE = (
 )
 """Without MPI_Init, which leaves a segment of shared memory behind where a process is alone."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""Where launchers say how many ranks a job has."""
+"""Variables in which launchers say how many ranks a job has."""
 
 _LEAST_LOCK = 64 << 20
 
@@ -152,7 +152,7 @@ def check_ray() -> Iterator[Finding]:
 
 
 def check_port(port: int) -> Finding:
-    """Whether an R-worker could listen there."""
+    """Say whether an R-worker could listen there."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -200,7 +200,7 @@ def _check_world() -> Iterator[Finding]:
 
 
 def _python(code: str) -> tuple[str, str]:
-    """What ``code`` prints in a process of its own, outside of any job, or why it does not."""
+    """Return the output of ``code`` in a process of its own, outside of any job, or the reason why there is none."""
     launcher = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     command = [sys.executable, "-c", code]
@@ -237,7 +237,7 @@ def check_links(r_workers: str, key_file: str | None, security: str | None) -> l
 
 
 def _copies_finding(hosts: list[str]) -> Iterator[Finding]:
-    """What ``--kv-replicas 2`` would protect from, over R-workers of these machines."""
+    """Say what ``--kv-replicas 2`` would protect from, over R-workers of these machines."""
     num_hosts = len(set(hosts))
     if num_hosts > 1:
         yield Finding("ok", f"--kv-replicas 2: each sequence would have its two copies on two of {num_hosts} machines")

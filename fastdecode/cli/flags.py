@@ -59,7 +59,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
-    """What a profile depends on: the model, and where the R-workers are."""
+    """Add the flags that a profile depends on: the model, and the place of the R-workers."""
     group = parser.add_argument_group("model and R-workers")
     add_flags(
         group, EngineConfig, [*flag_names(MODEL), "kv_cache_dtype", "r_workers", "key_file", "security"],
@@ -99,7 +99,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
-    """What R-workers and prefill workers have in common; ``listen``: the address unless another is given."""
+    """Add the flags that R-workers and prefill workers share; ``listen`` is the address unless another is given."""
     parser.add_argument(
         "--listen", metavar="ADDRESS", help=f"port 0: any ({listen}; with --join, any port of the address towards it)"
     )
@@ -116,7 +116,7 @@ def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
 
 
 def model_words(words: Sequence[str]) -> list[str]:
-    """Of an S-worker's command the flags that its prefill workers need too: which model, and how it is loaded."""
+    """Return an S-worker's flags that its prefill workers need too: which model, and how it is loaded."""
     known = {_flag(each.name): each for each in fields(EngineConfig) if each.name in (*PREFILL_MODEL, "seed")}
     found: list[str] = []
     for index, word in enumerate(words):

@@ -40,7 +40,7 @@ DEFAULT_LINK = "100Gb"
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan is made from. ``title`` and ``assumptions`` are text; ``server`` is None where no GPU was named."""
+    """The inputs of a plan. ``title`` and ``assumptions`` are text; ``server`` is None where no GPU was named."""
 
     planner: Planner
     server: GpuServer | None
@@ -273,7 +273,7 @@ def _figures(preset: Gpu | CpuHost) -> tuple[str, ...]:
 
 
 def _rank_lines(group: RankGroup) -> tuple[str, ...]:
-    """What the collectives rest on."""
+    """Say what the collectives rest on."""
     if group.size == 1 or group.link is None:
         return ()
     link = group.link

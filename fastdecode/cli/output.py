@@ -1,4 +1,4 @@
-"""What commands write and show: files that are checked before the work begins, and progress bars."""
+"""The outputs of commands: files that are checked before the work begins, and progress bars."""
 
 from __future__ import annotations
 

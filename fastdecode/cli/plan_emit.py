@@ -81,7 +81,7 @@ def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
 
 
 def _r_cores(args: argparse.Namespace) -> int | None:
-    """Of an R-worker; None where the plan does not say."""
+    """Return the cores of an R-worker; None where the plan does not say."""
     return shared_host(args, find_cpu_host(args.cpu)).cores if args.cpu else None
 
 
@@ -113,7 +113,7 @@ def _model_words(args: argparse.Namespace) -> str:
 
 
 def _model_path(model: str) -> str:
-    """Of a config.json its folder."""
+    """Return the model's path, which of a config.json is its folder."""
     path = Path(model)
     return str(path.parent if path.name == "config.json" else path)
 
@@ -124,7 +124,7 @@ def _r_worker_flags(case: PlanCase) -> str:
 
 
 def _kv_cache_memory(case: PlanCase) -> str | None:
-    """What was asked for, or else what the plan took a preset to have; None where it counted on none."""
+    """Return the memory that was asked for, else the one that the plan gave a preset; None where it counted on none."""
     tokens, kv_bytes = case.planner.capacity_tokens, case.planner.kv_bytes_per_token
     found = str(round(tokens * kv_bytes)) if kv_bytes and tokens < math.inf else None
     return case.args.kv_cache_memory or found

@@ -62,7 +62,7 @@ def add_command(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What a prefill worker computes with; ``guard``: how its connections are secured, in words."""
+    """The setup of a prefill worker; ``guard`` says in words how its connections are secured."""
 
     config: EngineConfig
     num_threads: int

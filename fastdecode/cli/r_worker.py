@@ -101,7 +101,7 @@ def _serve_parent(
 def _serve_job(
     args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None
 ) -> int:
-    """What this machine has is looked at first: where that cannot work, MPI has not begun and mpirun ends the job."""
+    """Look first at what this machine has: where that cannot work, MPI has not begun and mpirun ends the job."""
     from fastdecode.cluster.links.mpi_link import serve_job
     from fastdecode.cluster.r_worker.host import take_host
     from fastdecode.cluster.wire.handshake import read_security

@@ -188,8 +188,10 @@ def _add_workload_group(group: Any) -> None:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run left behind. ``elapsed_seconds`` is simulated, ``wall_seconds`` is what it took to simulate.
-    ``events``: what happened to workers and what it cost, None where nothing could."""
+    """The outcome of a run. ``elapsed_seconds`` is simulated, ``wall_seconds`` is the time it took to simulate.
+
+    ``events``: what happened to workers and what it cost, None where nothing could.
+    """
 
     requests: list[SimulatedRequest]
     steps: list[StepRecord]
@@ -267,7 +269,7 @@ def _utilisation(simulation: Simulation, num_r_workers: int) -> dict[str, float]
 
 
 def _prefill_utilisation(simulation: Simulation) -> dict[str, float]:
-    """Of prefill workers, where there are some, and the prompts that they computed."""
+    """Return the busy part of prefill workers, where there are some, and the number of prompts that they computed."""
     fleet = simulation.prefill
     if fleet is None:
         return {}

@@ -123,7 +123,7 @@ class SimulationInputs:
         return Simulator(scheduler, self.machine, on_step, fleet, drafter, events)
 
     def _s_seconds(self, num_tokens: int, context_len: int) -> float:
-        """Of a prompt on the S-worker, in as many steps as its rows take; after a prefix its R-worker attends."""
+        """Return a prompt's seconds on the S-worker, in as many steps as it takes; an R-worker attends a prefix."""
         most, rest = self.limits.max_num_batched_tokens, [0] * (len(self.limits.num_blocks) - 1)
         seconds = 0.0
         for start, end in itertools.pairwise((0, *range(most, num_tokens, most), num_tokens)):
@@ -157,7 +157,7 @@ def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> 
 
 
 def _mean_step_seconds(args: argparse.Namespace, workload: SimulatedWorkload, num_mini_batches: int) -> float:
-    """Of full batches: at the mean KV load, or over all ages where sequences start and end together."""
+    """Return the seconds of a full batch at the mean KV load, or over all ages where sequences start together."""
     given = vars(args) | {"num_mini_batches": num_mini_batches}
     plan_args = argparse.Namespace(**given | _plan_words(argparse.Namespace(**given), workload))
     planner = read_inputs(plan_args).planner

@@ -1,4 +1,4 @@
-"""What the sampler must know of each row, and the edits of its logits that depend on its tokens.
+"""The rows that the sampler is given, and the edits of their logits that depend on their tokens.
 
 Bias, bans and penalties are sparse updates of the whole batch: each gathers the (row, token) cells it concerns into one
 index, so the cost follows the number of cells, not the vocabulary. Order as in vLLM: logit bias, ``min_tokens``, bad
@@ -21,7 +21,7 @@ from fastdecode.sworker.grammar import Matcher
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """What the sampler must know of one sequence; the token lists are read during the call and not kept.
+    """One sequence as the sampler must know it; the token lists are read during the call and not kept.
 
     ``stop_token_ids``: tokens that may not be chosen before ``params.min_tokens``, end-of-sequence included unless
     it is ignored. ``bad_words_token_ids``: the token sequences of ``params.bad_words``, each way they can be spelt.
@@ -45,7 +45,7 @@ class SamplingRow:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether bias, bans or penalties apply to this row in this step."""
+        """Say whether bias, bans or penalties apply to this row in this step."""
         params = self.params
         held_back = bool(self.stop_token_ids) and len(self.output_token_ids) < params.min_tokens
         edited = params.changes_logits or held_back or bool(self.bad_words_token_ids)
@@ -53,7 +53,7 @@ class SamplingRow:
 
     @property
     def plain(self) -> bool:
-        """Whether the token is simply the likeliest one of the model's own logits."""
+        """Say whether the token is simply the likeliest one of the model's own logits."""
         return self.params.greedy and not self.changes_logits
 
 

@@ -18,7 +18,7 @@ from fastdecode.perfmodel.hardware import GPUS
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.partition import Forecast
-from fastdecode.perfmodel.prefill import PrefillModel, PromptAttention
+from fastdecode.perfmodel.prefill_times import PrefillTimes, PromptAttentionTimes
 from fastdecode.perfmodel.simulate import (
     Event,
     GpuMachine,
@@ -247,7 +247,7 @@ def test_what_happens_while_nothing_runs_is_known_when_a_request_comes() -> None
 def prefill_simulator(num_workers: int, events: list[Event]) -> Simulator:
     """A second for ten tokens on each prefill worker; chains go side by side."""
     s_part = MeasuredSPart((1, 1 << 20), (0.1, 0.1 * (1 << 20)), (0.0, 0.0))
-    forecast = Forecast(PrefillModel(1, s_part, PromptAttention(1e-12), 1.0, before_share=0.0))
+    forecast = Forecast(PrefillTimes(1, s_part, PromptAttentionTimes(1e-12), 1.0, before_share=0.0))
     scheduler = Scheduler(SCHEDULES["stall-free"], LIMITS, LeastWaiting(forecast, workers=range(num_workers)))
     fleet = PrefillFleet(forecast, num_workers)
     return Simulator(scheduler, PlainMachine(), None, fleet, events=Timeline(events))

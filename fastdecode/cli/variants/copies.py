@@ -12,7 +12,7 @@ from fastdecode.core.errors import PlanError
 
 @dataclass(frozen=True)
 class CopiesNeed:
-    """What a number of copies needs, ``memory_r_workers`` of the R-workers for memory alone, and gives."""
+    """The needs and the yield of a number of copies, which takes ``memory_r_workers`` for memory alone."""
 
     num_r_workers: int
     memory_r_workers: int

@@ -83,7 +83,7 @@ def _cost(
 
 
 def _draft_s_part(args: argparse.Namespace, s_part: SPart, shape: ModelShape, draft: ModelShape) -> SPart:
-    """Of the draft model on the S-worker: by its sizes on a named GPU, else the measured times by the weights."""
+    """Return the draft model's S-part: by its sizes on a named GPU, else the measured times by the weights."""
     if isinstance(s_part, RankSPart):
         rank = _draft_s_part(args, s_part.rank, shape, draft)
         return RankSPart(rank, draft, s_part.group)
