@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -37,12 +36,6 @@ class TensorParallelBackend:
     def pool(self) -> Group:
         """This rank's own R-workers."""
         return self._member.pool
-
-    def __getattr__(self, name: str) -> Any:
-        """What else a pool has, of this rank's own."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._member.pool, name)
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         with self._talking():

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from fastdecode import LLM
 from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.engine import LLMEngine
+from fastdecode.tensor_parallel.backend import TensorParallelBackend
 
 FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 SMALL = ("--kv-cache-memory", "64MiB", "--threads", "1")
@@ -41,7 +44,13 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
+def pool_of(engine: LLMEngine) -> Any:
+    """The pool of R-workers that ``engine`` speaks with itself; other ranks have theirs."""
+    backend = engine.backend
+    return backend.pool if isinstance(backend, TensorParallelBackend) else backend
+
+
 def spawned_pids(llm: LLM) -> list[int]:
     """Process ids of the R-workers that ``llm`` has started."""
-    workers = [worker for worker in llm.engine.backend.workers if isinstance(worker, RemoteWorker)]
+    workers = [worker for worker in pool_of(llm.engine).workers if isinstance(worker, RemoteWorker)]
     return [worker._link._process.pid for worker in workers]
