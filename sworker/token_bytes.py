@@ -6,32 +6,31 @@ import json
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers.pre_tokenizers import ByteLevel
+
+from fastdecode.api.text_limits import TextBound
 
 NFC_SHRINKS = 4
 """NFC makes no text shorter than a quarter in UTF-8; the worst known is a third (the Kelvin sign becomes K)."""
 
 
-def max_bytes_per_token(backend: BackendTokenizer) -> int | None:
-    """The most UTF-8 bytes of a text per token; None where a token can stand for a text of any length.
+def text_bound(backend: BackendTokenizer) -> TextBound | None:
+    """The most text per token; None where a token can stand for a text of any length.
 
-    A bound needs a BPE that has a token for every byte, and steps before it that drop nothing. Tokenizers that map
-    words to one unknown token, strip or fold text, or have added tokens that take spaces along have none.
+    A bound needs a BPE over bytes, and steps before it that drop nothing. Bytes without a token of their own vanish, or
+    are joined to one unknown token: they do not count. Tokenizers that map words to one unknown token, strip or fold
+    text, or have added tokens that take spaces along have no bound.
     """
     told = json.loads(backend.to_str())
-    shrinks = _shrinks(told["normalizer"])
+    shrinks, dropped = _shrinks(told["normalizer"]), _dropped_bytes(told)
     added = told["added_tokens"]
-    if (
-        shrinks is None
-        or not _keeps_all(told["pre_tokenizer"])
-        or any(each["lstrip"] or each["rstrip"] for each in added)
-    ):
+    takes_spaces = any(each["lstrip"] or each["rstrip"] for each in added)
+    if shrinks is None or dropped is None or takes_spaces or not _keeps_all(told["pre_tokenizer"]):
         return None
-    if not _has_every_byte(told):
+    if dropped and told["normalizer"] is not None:  # which may make such bytes of others
         return None
     spells_bytes = not told["model"].get("byte_fallback")  # then each character of a token stands for one byte
     tokens = (len(token) if spells_bytes else len(token.encode()) for token in told["model"]["vocab"])
-    return shrinks * max(*tokens, *(len(each["content"].encode()) for each in added), 1)
+    return TextBound(shrinks * max(*tokens, *(len(each["content"].encode()) for each in added), 1), dropped)
 
 
 def _shrinks(step: dict[str, Any] | None) -> int | None:
@@ -62,14 +61,22 @@ def _keeps_all(step: dict[str, Any] | None) -> bool:
     return step["type"] in ("Split", "Punctuation") and step["behavior"] != "Removed"
 
 
-def _has_every_byte(told: dict[str, Any]) -> bool:
-    """True if no part of a text is unknown to the model, which would drop it or join it to others."""
+def _dropped_bytes(told: dict[str, Any]) -> bytes | None:
+    """Bytes that the model has no token for; None where a model is not one over bytes."""
     model, before = told["model"], told["pre_tokenizer"]
     if model["type"] != "BPE":
-        return False
+        return None
     if model.get("byte_fallback"):
-        return all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+        return b"" if all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)) else None
     steps = before["pretokenizers"] if before and before["type"] == "Sequence" else [before]
-    return any(each and each["type"] == "ByteLevel" for each in steps) and set(ByteLevel.alphabet()) <= set(
-        model["vocab"]
-    )
+    if not any(each and each["type"] == "ByteLevel" for each in steps):
+        return None
+    return bytes(byte for byte, spelling in _spellings().items() if spelling not in model["vocab"])
+
+
+def _spellings() -> dict[int, str]:
+    """The character that stands for each byte in byte-level vocabularies: itself where it is printed, else one from
+    256 on."""
+    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return {byte: chr(byte if byte in printed else next(others)) for byte in range(256)}

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.api.text_limits import check_can_fit
+from fastdecode.api.text_limits import TextBound, check_can_fit, check_conversation_can_fit
 from fastdecode.core.errors import ModelLoadError, RequestError
 from fastdecode.sworker import gguf
-from fastdecode.sworker.token_bytes import max_bytes_per_token
+from fastdecode.sworker.token_bytes import text_bound
 
 
 class HFTokenizer:
@@ -36,9 +36,9 @@ class HFTokenizer:
         self.eos_token_id: int | None = self.hf.eos_token_id
 
     @functools.cached_property
-    def max_bytes_per_token(self) -> int | None:
-        """The most UTF-8 bytes of a text per token; None where there is no bound. Read from the vocabulary once."""
-        return max_bytes_per_token(self.backend)
+    def text_bound(self) -> TextBound | None:
+        """The most text per token; None where there is no bound. Read from the vocabulary once."""
+        return text_bound(self.backend)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
@@ -60,28 +60,31 @@ class HFTokenizer:
         ``chat_template`` takes the place of the model's; ``tools`` (JSON schemas of functions) and ``template_kwargs``
         go to it. With ``continue_final_message`` the answer goes on where the last message ends.
 
-        RequestError without a chat template, for messages that it does not take, and, before they are tokenised, for
-        those that cannot fit ``max_model_len`` tokens.
+        RequestError without a chat template, for messages that it does not take, and, before they are rendered or at
+        least before they are tokenised, for those that cannot fit ``max_model_len`` tokens.
         """
         if not (chat_template or getattr(self.hf, "chat_template", None)):
             raise RequestError("messages: the model's tokenizer has no chat template; send a prompt")
         if tools is not None and not _all_mappings(tools):
             raise RequestError('tools must be a list of {"type": "function", "function": {…}}')
         prepared = chat_messages(messages)
+        render = functools.partial(
+            self.hf.apply_chat_template,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            **template_kwargs,
+        )
+        if max_model_len is not None:
+            check_conversation_can_fit(prepared, render, self.text_bound, max_model_len)
         try:
-            text = self.hf.apply_chat_template(
-                prepared,
-                tools=tools,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **template_kwargs,
-            )
+            text = render(prepared)
         except Exception as error:  # whatever the template raises
             raise RequestError(f"messages: the chat template does not take them: {error}") from None
         if max_model_len is not None:
-            check_can_fit(text, self.max_bytes_per_token, max_model_len)
+            check_can_fit(text, self.text_bound, max_model_len)
         return list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastdecode.core.metrics import StepRecord
-from fastdecode.server.metrics import Metrics
 from fastdecode.server.observer import EngineState, RWorkerState
+from fastdecode.server.prometheus import Metrics
 
 STEP = StepRecord(
     is_decode=True, overlapped=True, num_tokens=2, num_output_tokens=2, kv_loads=(20, 10), wall_seconds=0.5,

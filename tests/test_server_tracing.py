@@ -19,8 +19,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from fastdecode import SamplingParams
 from fastdecode.core.errors import ConfigError
 from fastdecode.server import tracing
-from fastdecode.server.jobs import Job, Prompt
-from fastdecode.server.settings import ServerSettings
+from fastdecode.server.exchanges import Exchange, PromptTokens
+from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.tracing import RequestTracer
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -119,8 +119,8 @@ def test_a_collector_gets_a_span_per_prompt(tmp_path: Path, collector: Collector
 def test_a_collector_that_is_away_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "LAST_SPANS_SECONDS", 0.5)
     tracer = RequestTracer("http://127.0.0.1:9/v1/traces", "demo")
-    job = Job("1", [Prompt([1, 2])], SamplingParams())
-    tracer.ended(job, tracer.context({}))
+    exchange = Exchange("1", [PromptTokens([1, 2])], SamplingParams())
+    tracer.ended(exchange, tracer.context({}))
     start = time.monotonic()
     tracer.close()
     assert time.monotonic() - start < 5  # it would try for ten seconds

@@ -11,10 +11,10 @@ from helpers.servers import RunningServer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from fastdecode.api.text import encode_text
-from fastdecode.api.text_limits import LONG_TEXT_BYTES
+from fastdecode.api.text_limits import LONG_TEXT_BYTES, TextBound, check_conversation_can_fit
 from fastdecode.core.errors import RequestError
 from fastdecode.server.service import is_long_text
-from fastdecode.sworker.token_bytes import NFC_SHRINKS, max_bytes_per_token
+from fastdecode.sworker.token_bytes import NFC_SHRINKS, _spellings, text_bound
 
 
 def byte_level() -> Tokenizer:
@@ -31,7 +31,7 @@ class Counted:
     eos_token_id = None
 
     def __init__(self, backend: Tokenizer) -> None:
-        self.backend, self.max_bytes_per_token, self.num_texts = backend, max_bytes_per_token(backend), 0
+        self.backend, self.text_bound, self.num_texts = backend, text_bound(backend), 0
 
     def encode(self, text: str) -> list[int]:
         self.num_texts += 1
@@ -43,7 +43,7 @@ class Counted:
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     tokenizer = Counted(byte_level())
-    assert tokenizer.max_bytes_per_token == 1
+    assert tokenizer.text_bound == TextBound(1)
     with pytest.raises(RequestError, match=r"21 bytes of text.*cannot fit"):
         encode_text("a" * 21, tokenizer, 10)
     assert tokenizer.num_texts == 0
@@ -53,25 +53,102 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
 def test_added_tokens_and_normalizers_count() -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<|separator|>"])
-    assert max_bytes_per_token(tokenizer) == 13
+    assert text_bound(tokenizer) == TextBound(13)
     tokenizer.normalizer = normalizers.NFC()
-    assert max_bytes_per_token(tokenizer) == 13 * NFC_SHRINKS
+    assert text_bound(tokenizer) == TextBound(13 * NFC_SHRINKS)
     tokenizer.normalizer = normalizers.Strip()
-    assert max_bytes_per_token(tokenizer) is None
+    assert text_bound(tokenizer) is None
+
+
+def test_bytes_without_a_token_do_not_count() -> None:
+    """As control characters in some chat models: any number of them is no token at all."""
+    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"Ą"})
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Counted(backend)
+    assert tokenizer.text_bound == TextBound(1, b"\x04")
+    assert len(encode_text("a" + "\x04" * 100, tokenizer, 10)) == 1
+    with pytest.raises(RequestError, match=r"11 bytes of text.*cannot fit"):
+        encode_text("\x04" * 100 + "a" * 11, tokenizer, 10)
+    backend.normalizer = normalizers.NFC()
+    assert text_bound(backend) is None
+
+
+def test_the_spelling_of_every_byte_is_known() -> None:
+    """A vocabulary that lacks one character lacks that byte."""
+    step = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert sorted(_spellings().values()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    for character in map(chr, [*range(0x800), 0x1000, 0xFFFF, 0x10000, 0x50000, 0xFFFFF, 0x10FFFF]):
+        pieces = "".join(piece for piece, _ in step.pre_tokenize_str(character))
+        assert [_spellings()[byte] for byte in character.encode()] == list(pieces)
 
 
 def test_a_tokenizer_with_an_unknown_token_has_no_bound() -> None:
     tokenizer = Counted(Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")))
-    assert tokenizer.max_bytes_per_token is None
+    assert tokenizer.text_bound is None
     assert encode_text("a" * 1000, tokenizer, 1) == [0]
 
 
-def test_long_texts_hold_up_nobody(chat_server: RunningServer) -> None:
-    """Three prompts of 30 MiB are refused in a moment, and a short one beside them is answered."""
-    long = {"prompt": "a" * (30 << 20), "max_tokens": 2}
+class Template:
+    """Renders conversations, without what roles in ``drops`` say, and keeps the lengths of all it has rendered."""
+
+    def __init__(self, *drops: str) -> None:
+        self.drops, self.lengths = drops, list[int]()
+
+    def __call__(self, messages: list[dict[str, str]]) -> str:
+        text = "".join(each["content"] for each in messages if each["role"] not in self.drops)
+        self.lengths.append(len(text))
+        return text
+
+
+def conversation(**texts: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in texts.items()]
+
+
+def test_a_conversation_that_cannot_fit_is_refused_before_it_is_rendered() -> None:
+    template = Template()
+    with pytest.raises(RequestError, match=r"messages have 1001 bytes of text.*over 20 bytes cannot fit"):
+        check_conversation_can_fit(conversation(system="a", user="b" * 1000), template, TextBound(2), 10)
+    assert max(template.lengths) < 50
+    template = Template()
+    check_conversation_can_fit(conversation(user="b" * 20), template, TextBound(2), 10)
+    assert template.lengths == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "drops"),
+    [
+        (conversation(user="b" * 1000), ("user",)),
+        (conversation(user="b", assistant="reasoning" * 100), ()),
+        (conversation(user="b" + " " * 1000), ()),
+    ],
+    ids=["a template that drops it", "the assistant's own", "space"],
+)
+def test_what_a_template_may_leave_out_does_not_count(messages: list[dict[str, str]], drops: tuple[str, ...]) -> None:
+    check_conversation_can_fit(messages, Template(*drops), TextBound(1), 100)
+
+
+def test_a_template_that_raises_is_asked_again_for_the_conversation_itself() -> None:
+    def render(messages: list[dict[str, str]]) -> str:
+        raise ValueError("no such role")
+
+    check_conversation_can_fit(conversation(user="b" * 1000), render, TextBound(1), 100)
+
+
+@pytest.mark.parametrize(
+    ("route", "field"),
+    [
+        ("/v1/completions", {"prompt": "a" * (30 << 20)}),
+        ("/v1/chat/completions", {"messages": conversation(user="a" * (30 << 20))}),
+    ],
+    ids=["prompt", "conversation"],
+)
+def test_long_texts_hold_up_nobody(chat_server: RunningServer, route: str, field: dict[str, object]) -> None:
+    """Three of 30 MiB are refused in a moment, and a short prompt beside them is answered."""
+    long = {**field, "max_tokens": 2}
     start = time.monotonic()
     with ThreadPoolExecutor(4) as clients:
-        refused = [clients.submit(chat_server.request, "/v1/completions", long) for _ in range(3)]
+        refused = [clients.submit(chat_server.request, route, long) for _ in range(3)]
         status, _ = chat_server.request("/v1/completions", {"prompt": "a short", "max_tokens": 2})
         answers = [each.result() for each in refused]
     assert status == 200 and time.monotonic() - start < 30  # tokenising one of them takes longer

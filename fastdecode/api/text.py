@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.decoders import DecodeStream
 
-from fastdecode.api.text_limits import check_can_fit
+from fastdecode.api.text_limits import TextBound, check_can_fit
 from fastdecode.core.errors import RequestError
 
 PROMPT_CONTEXT = 6
@@ -23,8 +23,8 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
 
     @property
-    def max_bytes_per_token(self) -> int | None:
-        """The most UTF-8 bytes of a text per token; None where there is no bound."""
+    def text_bound(self) -> TextBound | None:
+        """The most text per token; None where there is no bound."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -141,7 +141,7 @@ def encode_text(text: Any, tokenizer: Tokenizer | None, max_model_len: int) -> l
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"prompt is no valid text: half of a surrogate pair at position {error.start}") from None
-    check_can_fit(text, tokenizer.max_bytes_per_token, max_model_len)
+    check_can_fit(text, tokenizer.text_bound, max_model_len)
     return tokenizer.encode(text)
 
 

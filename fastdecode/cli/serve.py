@@ -10,7 +10,7 @@ from typing import Any
 
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
 from fastdecode.core.errors import ConfigError
-from fastdecode.server.settings import SERVER, ServerSettings
+from fastdecode.server.server_settings import SERVER, ServerSettings
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fastdecode import __version__
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.live import PAGE, add_live
-from fastdecode.server.metrics import CONTENT_TYPE
 from fastdecode.server.openapi import document, takes
+from fastdecode.server.prometheus import CONTENT_TYPE
 from fastdecode.server.protocol import (
     CHAT,
     COMPLETIONS,
@@ -80,8 +80,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the words of OpenAI's Responses API."""
         body = await _read(service, request, ResponsesRequest)
-        job, form = await service.accept(chat_of(body), request.headers)
-        return ResponsesResponse(service, job, ResponseForm(body, job.params, form.model, form.answer_id, form.forced))
+        exchange, form = await service.accept(chat_of(body), request.headers)
+        return ResponsesResponse(
+            service, exchange, ResponseForm(body, exchange.params, form.model, form.answer_id, form.forced)
+        )
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -137,8 +139,8 @@ async def _generate(service: Service, request: Request, body: CompletionRequest 
     options = (body.stream_options or StreamOptions()) if body.stream else None
     if body.stream_options and not body.stream:
         raise ApiError(400, "stream_options belong to a stream: set stream to true", param="stream_options")
-    job, form = await service.accept(body, request.headers)
-    return TextResponse(service, job, form, options)
+    exchange, form = await service.accept(body, request.headers)
+    return TextResponse(service, exchange, form, options)
 
 
 async def _read(service: Service, request: Request, kind: type[Body]) -> Body:

@@ -1,4 +1,4 @@
-"""The engine in a thread of its own: the event loop hands it jobs, and is handed outputs, once per step."""
+"""The engine in a thread of its own: the event loop hands it exchanges, and is handed outputs, once per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.engine import LLMEngine
-from fastdecode.server.jobs import EngineDeadError, Job
+from fastdecode.server.exchanges import EngineDeadError, Exchange
 from fastdecode.server.observer import Observer
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ class EngineThread:
     def __init__(self, config: EngineConfig, observer: Observer) -> None:
         self._config = config
         self.observer = observer
-        self._inbox: queue.SimpleQueue[Job | Sequence[str] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Exchange | Sequence[str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._outbox: dict[str, RequestOutput | Exception] = {}
         self._delivering = False
-        self._waiting: dict[str, tuple[Job, int]] = {}
+        self._waiting: dict[str, tuple[Exchange, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded = threading.Event()
         self._engine: LLMEngine | None = None
@@ -73,19 +73,19 @@ class EngineThread:
         """True once the engine has failed or was stopped."""
         return self._ended
 
-    def submit(self, job: Job) -> None:
-        """Queue the job's requests: outputs come by ``job.put``, a refusal or the engine's end by ``job.fail``."""
-        for index, request_id in enumerate(job.request_ids):
-            self._waiting[request_id] = (job, index)
-        self._inbox.put(job)
+    def submit(self, exchange: Exchange) -> None:
+        """Queue its requests: outputs come by ``exchange.put``, a refusal or the engine's end by ``exchange.fail``."""
+        for index, request_id in enumerate(exchange.request_ids):
+            self._waiting[request_id] = (exchange, index)
+        self._inbox.put(exchange)
         if self.dead:
             self._bury()
 
-    def release(self, job: Job) -> None:
-        """Nothing more is wanted of ``job``: what is left of it is aborted, and its cache freed before the next
+    def release(self, exchange: Exchange) -> None:
+        """Nothing more is wanted of ``exchange``: what is left of it is aborted, and its cache freed before the next
         step."""
-        ids = [each for each in job.request_ids if self._waiting.pop(each, None)]
-        if ids and not job.finished:
+        ids = [each for each in exchange.request_ids if self._waiting.pop(each, None)]
+        if ids and not exchange.finished:
             self._inbox.put(ids)
 
     def stop(self) -> None:
@@ -129,23 +129,23 @@ class EngineThread:
                 return False
             if wait:
                 engine.world.clock.restart()  # what it waited for work belongs to no step
-            if isinstance(asked, Job):
+            if isinstance(asked, Exchange):
                 self._add(engine, asked)
             else:
                 engine.abort_request(asked)
             wait = False
 
-    def _add(self, engine: LLMEngine, job: Job) -> None:
+    def _add(self, engine: LLMEngine, exchange: Exchange) -> None:
         """An engine request per prompt; where one is refused, all are."""
         added: list[str] = []
         try:
-            for request_id, prompt in zip(job.request_ids, job.prompts, strict=True):
+            for request_id, prompt in zip(exchange.request_ids, exchange.prompts, strict=True):
                 given = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
-                engine.add_request(request_id, given, job.params, job.arrival_seconds)
+                engine.add_request(request_id, given, exchange.params, exchange.arrival_seconds)
                 added.append(request_id)
         except (RequestError, ConfigError) as error:
             engine.abort_request(added)
-            self._send({job.request_ids[0]: error})
+            self._send({exchange.request_ids[0]: error})
 
     def _step(self, engine: LLMEngine) -> None:
         outputs = engine.step()
@@ -171,18 +171,18 @@ class EngineThread:
             logger.debug("the event loop has ended before the engine")
 
     def _deliver(self) -> None:
-        """In the event loop: give each job its outputs. Released jobs are not there any more."""
+        """In the event loop: give each exchange its outputs. Released exchanges are not there any more."""
         with self._lock:
             found, self._outbox = self._outbox, {}
             self._delivering = False
         for request_id, output in found.items():
-            job, index = self._waiting.get(request_id, (None, 0))
-            if job is None:
+            exchange, index = self._waiting.get(request_id, (None, 0))
+            if exchange is None:
                 continue
             if isinstance(output, RequestOutput):
-                job.put(index, output)
+                exchange.put(index, output)
             else:
-                job.fail(output)
+                exchange.fail(output)
 
     def _tell_the_end(self) -> None:
         self._ended = True
@@ -191,6 +191,8 @@ class EngineThread:
             self._call(self._on_death)
 
     def _bury(self) -> None:
-        """In the event loop: fail all jobs that wait."""
-        for job, _ in set(self._waiting.values()):
-            job.fail(EngineDeadError(f"the engine has failed: {self.error}" if self.error else "the engine has ended"))
+        """In the event loop: fail all exchanges that wait."""
+        for exchange, _ in set(self._waiting.values()):
+            exchange.fail(
+                EngineDeadError(f"the engine has failed: {self.error}" if self.error else "the engine has ended")
+            )

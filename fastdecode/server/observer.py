@@ -12,7 +12,7 @@ from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.metrics import Event, StepRecord, Tracer
 from fastdecode.engine import LLMEngine
 from fastdecode.scheduler import DraftCounts
-from fastdecode.server.metrics import Metrics
+from fastdecode.server.prometheus import Metrics
 
 MOST_STEPS = 1000
 

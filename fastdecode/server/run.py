@@ -19,8 +19,8 @@ from fastdecode.server.app import make_app
 from fastdecode.server.connection import LimitedProtocol
 from fastdecode.server.engine_thread import EngineThread
 from fastdecode.server.observer import Observer
+from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.service import Service
-from fastdecode.server.settings import ServerSettings
 from fastdecode.server.tracing import RequestTracer
 
 POLL_SECONDS = 0.05

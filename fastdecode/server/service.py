@@ -17,7 +17,7 @@ from fastdecode.api.text_limits import LONG_TEXT_BYTES
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.answers import INVALID, AnswerForm, answer_form, new_id
 from fastdecode.server.engine_thread import EngineThread
-from fastdecode.server.jobs import Job, Prompt, ShutdownError
+from fastdecode.server.exchanges import Exchange, PromptTokens, ShutdownError
 from fastdecode.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -26,7 +26,7 @@ from fastdecode.server.protocol import (
     sampling_params,
     template_arguments,
 )
-from fastdecode.server.settings import ServerSettings
+from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.tracing import RequestTracer
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Service:
         self.num_r_workers = len(engine.r_workers)
         self._template: dict[str, Any] = {} if template is None else {"chat_template": template}
         self._most_sequences = config.max_num_seqs + settings.max_num_queued_reqs
-        self._jobs: dict[Job, Any] = {}
+        self._exchanges: dict[Exchange, Any] = {}
         self._tracer = tracer
         self._num_sequences = 0
         self._short_texts = ThreadPoolExecutor(1, "tokenizer")
@@ -84,7 +84,7 @@ class Service:
         self._grammars = engine.s_model.grammars if self.tokenizer else None
         self._created = int(time.time())
         self.draining = False
-        self.observer.metrics.num_api_requests = lambda: len(self._jobs)
+        self.observer.metrics.num_api_requests = lambda: len(self._exchanges)
 
     @property
     def dead(self) -> bool:
@@ -94,7 +94,7 @@ class Service:
     @property
     def num_requests(self) -> int:
         """API requests that were accepted and have not ended."""
-        return len(self._jobs)
+        return len(self._exchanges)
 
     def check_open(self) -> None:
         """ApiError 503 where no request is accepted: the engine is dead, the server ends, or the queue is full."""
@@ -111,7 +111,7 @@ class Service:
 
     async def accept(
         self, request: CompletionRequest | ChatRequest, headers: Mapping[str, str]
-    ) -> tuple[Job, AnswerForm]:
+    ) -> tuple[Exchange, AnswerForm]:
         """Read the request and queue it; it must be given to ``end``. ``headers`` say which trace it belongs to, if
         any. ApiError, RequestError or ConfigError."""
         arrival_seconds = time.perf_counter()
@@ -127,19 +127,19 @@ class Service:
         except BaseException:
             self._num_sequences -= num_sequences
             raise
-        job = Job(new_id(), found, params, arrival_seconds)
-        self._jobs[job] = self._tracer.context(headers) if self._tracer else None
-        self.engine_thread.submit(job)
-        return job, answer_form(request, self.model_names[0], job.job_id, echoes)
+        exchange = Exchange(new_id(), found, params, arrival_seconds)
+        self._exchanges[exchange] = self._tracer.context(headers) if self._tracer else None
+        self.engine_thread.submit(exchange)
+        return exchange, answer_form(request, self.model_names[0], exchange.exchange_id, echoes)
 
-    def end(self, job: Job) -> None:
-        """The job is answered, or its client gone: what is left of it is aborted."""
-        if job in self._jobs:
-            context = self._jobs.pop(job)
-            self._num_sequences -= job.num_sequences
-            self.engine_thread.release(job)
+    def end(self, exchange: Exchange) -> None:
+        """The exchange is answered, or its client gone: what is left of it is aborted."""
+        if exchange in self._exchanges:
+            context = self._exchanges.pop(exchange)
+            self._num_sequences -= exchange.num_sequences
+            self.engine_thread.release(exchange)
             if self._tracer:
-                self._tracer.ended(job, context)
+                self._tracer.ended(exchange, context)
 
     def check_alive(self) -> None:
         """ApiError 503 once the engine is dead or the server ends."""
@@ -176,8 +176,8 @@ class Service:
 
     def fail_all(self) -> None:
         """Break off every request: the server ends."""
-        for job in self._jobs:
-            job.fail(ShutdownError("the server was shut down before the answer was complete"))
+        for exchange in self._exchanges:
+            exchange.fail(ShutdownError("the server was shut down before the answer was complete"))
 
     async def off_loop(self, function: Any, *args: Any, is_long: bool = False) -> Any:
         """Call what takes long, templates and tokenizers, in a thread of its own; long texts one after another in
@@ -197,10 +197,10 @@ class Service:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiling, self._grammars.prepare, params.structured_outputs)
 
-    def encode(self, prompt: Any) -> Prompt:
+    def encode(self, prompt: Any) -> PromptTokens:
         """Text or token ids, as the engine reads them; RequestError."""
         text, token_ids = read_prompt(prompt, self.tokenizer, self.vocab_size, self.max_model_len)
-        return Prompt(token_ids, text)
+        return PromptTokens(token_ids, text)
 
     def encode_chat(self, messages: list[dict[str, Any]], **arguments: Any) -> list[int]:
         """Token ids of a conversation; RequestError."""
@@ -208,12 +208,12 @@ class Service:
             raise RequestError("messages need a tokenizer, and it was not loaded (skip_tokenizer_init)")
         return self.tokenizer.encode_chat(messages, self.max_model_len, **self._template, **arguments)
 
-    def _read_prompts(self, request: CompletionRequest | ChatRequest) -> Sequence[Prompt]:
+    def _read_prompts(self, request: CompletionRequest | ChatRequest) -> Sequence[PromptTokens]:
         if isinstance(request, ChatRequest):
             return [self.encode(self.encode_chat(request.messages, **template_arguments(request)))]
         return [self.encode(prompt) for prompt in prompts(request)]
 
-    def _echoes(self, found: Sequence[Prompt]) -> tuple[str, ...]:
+    def _echoes(self, found: Sequence[PromptTokens]) -> tuple[str, ...]:
         if self.tokenizer is None:
             return ("",) * len(found)
         decode = self.tokenizer.backend.decode
@@ -245,7 +245,7 @@ def _read_vocabulary(grammars: Grammars) -> None:
 
 
 def check_finished(outputs: Sequence[RequestOutput | None]) -> list[RequestOutput]:
-    """The outputs of a finished job; ApiError 500 where the model failed."""
+    """The outputs of a finished exchange; ApiError 500 where the model failed."""
     found = [output for output in outputs if output is not None]
     if any(each.finish_reason == "error" for output in found for each in output.outputs):
         raise ApiError(500, "the model gave no finite logits, or no R-worker has room any more", "server_error")

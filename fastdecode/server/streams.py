@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.server.answers import AnswerForm, GrowingChoice, chunk, error_body, first_choice, usage_of, whole_answer
-from fastdecode.server.jobs import DisconnectedError, Job
+from fastdecode.server.exchanges import DisconnectedError, Exchange
 from fastdecode.server.protocol import StreamOptions
 from fastdecode.server.responses_answer import GrowingResponse, ResponseForm, whole_response
 from fastdecode.server.service import ApiError, Service, check_finished
@@ -26,20 +26,20 @@ SSE_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Answers ``job``, whole or as a stream; subclasses know the words. ``last``: what ends every stream."""
+    """Answers ``exchange``, whole or as a stream; subclasses know the words. ``last``: what ends every stream."""
 
     last = b""
 
-    def __init__(self, service: Service, job: Job, stream: bool) -> None:
+    def __init__(self, service: Service, exchange: Exchange, stream: bool) -> None:
         super().__init__()
-        self._service, self._job, self._streams = service, job, stream
+        self._service, self._exchange, self._streams = service, exchange, stream
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer of the finished job."""
+        """The answer of the finished exchange."""
         raise NotImplementedError
 
     def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, the first one as soon as the engine has taken the job."""
+        """Server-sent events, the first one as soon as the engine has taken the exchange."""
         raise NotImplementedError
 
     def failure(self, status: int, body: dict[str, Any]) -> bytes:
@@ -58,21 +58,21 @@ class GenerationResponse(Response):
             pass
         finally:
             watch.cancel()
-            self._service.end(self._job)
+            self._service.end(self._exchange)
 
     async def _watch(self, receive: Receive) -> None:
-        """Fail the job as soon as its client is gone."""
+        """Fail the exchange as soon as its client is gone."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._job.fail(DisconnectedError("the client is gone"))
-        self._service.end(self._job)
+        self._exchange.fail(DisconnectedError("the client is gone"))
+        self._service.end(self._exchange)
 
     async def _whole(self) -> Response:
-        job = self._job
+        exchange = self._exchange
         try:
-            while not job.finished:
-                await job.news()
-            return json_response(self.whole(check_finished(job.outputs)))
+            while not exchange.finished:
+                await exchange.news()
+            return json_response(self.whole(check_finished(exchange.outputs)))
         except (ApiError, FastDecodeError) as error:
             if isinstance(error, DisconnectedError):
                 raise
@@ -103,8 +103,8 @@ class TextResponse(GenerationResponse):
 
     last = b"data: [DONE]\n\n"
 
-    def __init__(self, service: Service, job: Job, form: AnswerForm, options: StreamOptions | None) -> None:
-        super().__init__(service, job, options is not None)
+    def __init__(self, service: Service, exchange: Exchange, form: AnswerForm, options: StreamOptions | None) -> None:
+        super().__init__(service, exchange, options is not None)
         self._form, self._options = form, options or StreamOptions()
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class TextResponse(GenerationResponse):
 
     def events(self) -> AsyncIterator[bytes]:
         """See GenerationResponse."""
-        return _events(self._job, self._form, self._options)
+        return _events(self._exchange, self._form, self._options)
 
     def failure(self, status: int, body: dict[str, Any]) -> bytes:
         """See GenerationResponse."""
@@ -123,8 +123,8 @@ class TextResponse(GenerationResponse):
 class ResponsesResponse(GenerationResponse):
     """An answer of the Responses API, whose events have types."""
 
-    def __init__(self, service: Service, job: Job, form: ResponseForm) -> None:
-        super().__init__(service, job, bool(form.request.stream))
+    def __init__(self, service: Service, exchange: Exchange, form: ResponseForm) -> None:
+        super().__init__(service, exchange, bool(form.request.stream))
         self._form, self._growing = form, GrowingResponse(form)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -133,28 +133,28 @@ class ResponsesResponse(GenerationResponse):
 
     async def events(self) -> AsyncIterator[bytes]:
         """See GenerationResponse."""
-        job, growing = self._job, self._growing
-        news = await job.news()
+        exchange, growing = self._exchange, self._growing
+        news = await exchange.news()
         yield _typed_events(growing.begin())
         while True:
             for output in news.values():
                 if output.outputs[0].finish_reason != "error":
                     yield _typed_events(growing.grow(output.outputs[0]))
-            if job.finished:
+            if exchange.finished:
                 break
-            news = await job.news()
-        yield _typed_events(growing.end(check_finished(job.outputs)[0]))
+            news = await exchange.news()
+        yield _typed_events(growing.end(check_finished(exchange.outputs)[0]))
 
     def failure(self, status: int, body: dict[str, Any]) -> bytes:
         """See GenerationResponse."""
         return _typed_events([self._growing.error(body["error"]["message"], str(body["error"]["code"]))])
 
 
-async def _events(job: Job, form: AnswerForm, options: StreamOptions) -> AsyncIterator[bytes]:
+async def _events(exchange: Exchange, form: AnswerForm, options: StreamOptions) -> AsyncIterator[bytes]:
     """A chunk for whatever came at once, beginning with each choice's first one."""
-    count = job.params.n
-    choices = [GrowingChoice(form, index) for index in range(len(job.prompts) * count)]
-    news = await job.news()
+    count = exchange.params.n
+    choices = [GrowingChoice(form, index) for index in range(len(exchange.prompts) * count)]
+    news = await exchange.news()
     for index, _ in enumerate(choices):
         first = first_choice(form, index, form.echoes[index // count] if form.echoes else "")
         if first:
@@ -162,12 +162,12 @@ async def _events(job: Job, form: AnswerForm, options: StreamOptions) -> AsyncIt
     while True:
         found = [choice for index, output in news.items() for choice in _new_choices(choices, index * count, output)]
         if found:
-            counts = usage_of([each for each in job.outputs if each]) if options.continuous_usage_stats else None
+            counts = usage_of([each for each in exchange.outputs if each]) if options.continuous_usage_stats else None
             yield b"".join(_event(chunk(form, [choice], counts)) for choice in found)
-        if job.finished:
+        if exchange.finished:
             break
-        news = await job.news()
-    outputs = check_finished(job.outputs)
+        news = await exchange.news()
+    outputs = check_finished(exchange.outputs)
     if options.include_usage:
         yield _event(chunk(form, [], usage_of(outputs)))
 

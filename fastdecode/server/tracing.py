@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.api.outputs import RequestMetrics, RequestOutput
 from fastdecode.core.errors import ConfigError
-from fastdecode.server.jobs import Job
+from fastdecode.server.exchanges import Exchange
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -52,26 +52,26 @@ class RequestTracer:
         """The trace that a request belongs to, by its ``traceparent`` and ``tracestate``; names in lower case."""
         return self._propagator.extract(headers)
 
-    def ended(self, job: Job, context: Context) -> None:
-        """Make the spans of ``job``, which began with its arrival and ends now, or failed."""
+    def ended(self, exchange: Exchange, context: Context) -> None:
+        """Make the spans of ``exchange``, which began with its arrival and ends now, or failed."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         now = time.perf_counter()
         to_wall_clock = time.time() - now
-        for request_id, prompt, output in zip(job.request_ids, job.prompts, job.outputs, strict=True):
+        for request_id, prompt, output in zip(exchange.request_ids, exchange.prompts, exchange.outputs, strict=True):
             span = self._tracer.start_span(
-                SPAN, context, SpanKind.SERVER, start_time=_nanoseconds(job.arrival_seconds + to_wall_clock)
+                SPAN, context, SpanKind.SERVER, start_time=_nanoseconds(exchange.arrival_seconds + to_wall_clock)
             )
             span.set_attribute("gen_ai.request.id", request_id)
             span.set_attribute("gen_ai.response.model", self._model_name)
             span.set_attribute("gen_ai.usage.prompt_tokens", len(prompt.token_ids))
-            span.set_attributes(_asked(job))
+            span.set_attributes(_asked(exchange))
             end = now
             if output is not None:
                 span.set_attributes(_done(output))
                 end = output.metrics.token_seconds[-1] if output.finished and output.metrics.token_seconds else now
-            if job.error is not None and (output is None or not output.finished):
-                span.set_status(Status(StatusCode.ERROR, str(job.error)))
+            if exchange.error is not None and (output is None or not output.finished):
+                span.set_status(Status(StatusCode.ERROR, str(exchange.error)))
             span.end(_nanoseconds(end + to_wall_clock))
 
     def close(self) -> None:
@@ -81,8 +81,8 @@ class RequestTracer:
         last.join(LAST_SPANS_SECONDS)
 
 
-def _asked(job: Job) -> dict[str, Any]:
-    params = job.params
+def _asked(exchange: Exchange) -> dict[str, Any]:
+    params = exchange.params
     found = {"temperature": params.temperature, "top_p": params.top_p, "n": params.n, "max_tokens": params.max_tokens}
     return {f"gen_ai.request.{name}": value for name, value in found.items() if value is not None}
 

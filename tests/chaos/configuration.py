@@ -99,8 +99,9 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     settings = _draw_settings(rng, kind, has_ranges, longest, architecture)
     asks = _draw_asks(rng, kind, has_ranges, architecture, longest, is_small)
     memory = rng.choice([0, 0, longest + 64, longest + 400, 2 * longest])
-    if has_ranges and memory and rng.random() < 0.5:
-        memory = longest // 2 + 256
+    if has_ranges and memory and rng.random() < 0.5:  # then a longest sequence needs several R-workers
+        length = settings["kv_shard_tokens"]
+        memory = length * -(-(longest // length + 1) // num_workers) + 256
     prefill_workers = int(settings.get("prefill_workers", "spawn:0").partition(":")[2])
     events = _draw_events(rng, pool, kind, num_workers, prefill_workers, is_small)
     forces_drafts = rng.random() < 0.7

@@ -25,25 +25,29 @@ class DisconnectedError(FastDecodeError):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptTokens:
     """Token ids, and the text that they were made of, if any."""
 
     token_ids: list[int]
     text: str | None = None
 
 
-class Job:
-    """One API request: an engine request per prompt, all with the same parameters.
+class Exchange:
+    """One API request and its answer: an engine request per prompt, all with the same parameters.
 
     Belongs to the event loop, but for what never changes. Outputs hold all that a request has produced, so only the
     newest of each is kept: a client that reads slowly costs no memory.
     """
 
     def __init__(
-        self, job_id: str, prompts: Sequence[Prompt], params: SamplingParams, arrival_seconds: float | None = None
+        self,
+        exchange_id: str,
+        prompts: Sequence[PromptTokens],
+        params: SamplingParams,
+        arrival_seconds: float | None = None,
     ) -> None:
         """``arrival_seconds`` of ``time.perf_counter`` (now)."""
-        self.job_id = job_id
+        self.exchange_id = exchange_id
         self.arrival_seconds = time.perf_counter() if arrival_seconds is None else arrival_seconds
         self.prompts = prompts
         self.params = params
@@ -60,7 +64,7 @@ class Job:
     @property
     def request_ids(self) -> list[str]:
         """The engine's, one per prompt."""
-        return [f"{self.job_id}-{index}" for index in range(len(self.prompts))]
+        return [f"{self.exchange_id}-{index}" for index in range(len(self.prompts))]
 
     @property
     def finished(self) -> bool:
@@ -83,7 +87,7 @@ class Job:
         self._changed.set()
 
     async def news(self) -> dict[int, RequestOutput]:
-        """Wait for outputs that were not handed out yet, by prompt; raises what the job failed with."""
+        """Wait for outputs that were not handed out yet, by prompt; raises what the exchange failed with."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:
