@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fastdecode.api.settings import is_loopback, split_address
 from fastdecode.cluster.attempts import Attempts
 from fastdecode.cluster.links.link import Link
-from fastdecode.cluster.links.zeromq import ZmqChannel, ZmqListener
+from fastdecode.cluster.links.zeromq import MOST_LOGGED, ZmqChannel, ZmqListener
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind
 from fastdecode.cluster.wire.handshake import R_WORKER
@@ -35,8 +35,6 @@ MOST_JOIN_BYTES = 1 << 12
 
 MOST_AT_ONCE = 64
 """JOINs that are read between two steps: a flood of them must not delay the job."""
-
-MOST_LOGGED = 100
 
 log = logging.getLogger(__name__)
 

@@ -93,7 +93,7 @@ def summary(seconds: np.ndarray) -> Measured:
 
 
 def most_moved(found: Sequence[Steadied]) -> float:
-    """By which part the least steady of the anchors moved."""
+    """Return by which part the least steady of the anchors moved."""
     return max(each.moved for each in found)
 
 

@@ -1,4 +1,4 @@
-"""From a measured profile to the model of one way to run a model on that machine, if the profile is of that machine."""
+"""The model of one way to run a model on a machine, made of a measured profile, if that is of this very machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Drift:
-    """How many times slower than when the profile was made the S-part and the R-part are now."""
+    """The slowness of the S-part and the R-part now beside their speed when the profile was made."""
 
     s_part: float = 1.0
     r_part: float = 1.0
@@ -58,7 +58,7 @@ class Drift:
 def deployed_step_model(
     profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift = Drift()
 ) -> StepModel:
-    """Seconds of any step of ``shape`` run that way; ProfileError where the profile lacks what that takes."""
+    """Return the seconds of any step of ``shape`` run that way; ProfileError where the profile lacks figures for it."""
     here = deployment.on_this_machine
     num_ranks = deployment.num_ranks
     fixed, per_row = profile.step_overhead_seconds(deployment.r_worker, deployment.num_r_workers, num_ranks)

@@ -21,7 +21,7 @@ MOST_ROW_SHARE = 1.0
 """A row of its own."""
 
 LOOKUP_SECONDS = 15e-6
-"""To look a sequence's last tokens up among its others, of some thousands."""
+"""Seconds of looking a sequence's last tokens up among its others, of some thousands."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ MARGIN = 1.2
 
 
 def usable_bytes(gpu: Gpu) -> float:
-    """For weights and cache."""
+    """Return the bytes of a GPU's memory for weights and cache."""
     return MEMORY_FRACTION * gpu.memory_bytes
 
 
@@ -112,7 +112,7 @@ class GpuServer:
         check_weights(self.shape, self.gpu, self.group)
 
     def step_seconds(self, batch_size: int) -> float:
-        """Seconds of a decode step at the achieved rates, the prompts' share of rows included."""
+        """Return the seconds of a decode step at the achieved rates, the prompts' share of rows included."""
         bytes_per_second = self.gpu.kv_bytes_per_second.achieved
         own = equations.roofline_step_seconds(
             batch_size,
@@ -157,7 +157,7 @@ class Verdict:
 
 
 def judge(plan: Plan, alone: GpuOnly | None, prices: Prices) -> Verdict:
-    """By throughput, and by the price of a token where prices are known."""
+    """Judge by throughput, and by the price of a token where prices are known."""
     if alone is None:
         return Verdict(None, "The GPU alone was not compared: name it with --gpu.")
     rate, alone_rate = plan.output_tokens_per_second, alone.output_tokens_per_second

@@ -121,7 +121,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets, both embeddings counted (Question 5)."""
+        """One token meets these parameters, both embeddings counted (Question 5)."""
         return self.num_layers * self.active_layer_parameters + self._vocabulary_parameters
 
     @property

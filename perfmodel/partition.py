@@ -71,7 +71,7 @@ def closed_form(
 def balanced(
     model: PrefillTimes, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
 ) -> Parts:
-    """As :func:`closed_form`, by bisection of F over the model's own seconds: tiles, masks and fixed costs included."""
+    """Cut as :func:`closed_form` does, by bisection of F over the model's seconds: tiles, masks and fixed costs too."""
     speeds = list(speeds) or [1.0] * num_workers
     delays = _delays(model, num_tokens, num_workers, speeds, context_len)
 

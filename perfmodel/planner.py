@@ -1,4 +1,4 @@
-"""From measured or assumed times to a plan: equations 7 to 11 with prompts, transport and memory."""
+"""The planner makes a plan of measured or assumed times: equations 7 to 11 with prompts, transport and memory."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Planner:
         )
 
     def step_model(self, num_r_workers: float) -> StepModel:
-        """Seconds of any step with that many R-workers."""
+        """Return the seconds of any step with that many R-workers."""
         return StepModel(
             self.num_layers,
             self.s_part,
@@ -207,7 +207,7 @@ class Planner:
         return self.workload.mean_context + (self.kv_replicas - 1) / 2 * self.workload.shared_prefix_len
 
     def copied_rows(self, rows: float, num_r_workers: float = math.inf) -> float:
-        """Those of ``rows``, prompts' as well, that a second R-worker stores too, where there is one."""
+        """Return the part of ``rows``, prompts' as well, that a second R-worker stores too, where there is one."""
         return rows if self.kv_replicas > 1 and num_r_workers > 1 else 0.0
 
     def _balanced_sequence_seconds(self, mini_batch_size: int) -> float:

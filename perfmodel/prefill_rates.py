@@ -87,7 +87,7 @@ def measured_speeds(profile: HardwareProfile) -> tuple[float, ...]:
 
 
 def slowdown(profile: HardwareProfile, num_busy: int) -> float:
-    """How many times longer a worker takes while so many compute, as measured with the nearest number of them."""
+    """Return how many times longer a worker takes while so many compute, as measured with the nearest number."""
     if num_busy == 1:
         return 1.0
     measured = {point.num_busy for point in profile.prefill if point.num_busy > 1}

@@ -65,7 +65,7 @@ def triangle_pairs(rows: int, tile_rows: int) -> float:
 
 @dataclass(frozen=True)
 class PrefillLink:
-    """From one prefill worker to the next; it carries one layer after the other while both compute."""
+    """The link from one prefill worker to the next; it carries one layer after the other while both compute."""
 
     bytes_per_second: float = math.inf
     latency_seconds: float = 0.0
@@ -75,7 +75,7 @@ class PrefillLink:
             raise ConfigError("a link must have a bandwidth above zero, and a latency not below")
 
     def seconds(self, num_bytes: float) -> float:
-        """How long the link is busy with so many bytes, its latency apart."""
+        """Return how long the link is busy with so many bytes, its latency apart."""
         return num_bytes / self.bytes_per_second
 
 

@@ -25,7 +25,7 @@ FORMAT_VERSION = 3
 
 @dataclass(frozen=True)
 class MachineIdentity:
-    """Whose figures these are."""
+    """The machine whose figures these are."""
 
     host: str
     s_worker: str
@@ -73,7 +73,7 @@ class RPartPoint:
 
 @dataclass(frozen=True)
 class LinkPoint:
-    """From submit to o available, the R-worker's own work apart, with ``message_bytes`` of q, k, v and o together.
+    """The time from submit to o available, the R-worker's work apart, with ``message_bytes`` of q, k, v and o together.
 
     ``r_worker``: "inproc", "spawn" or "host:port".
     """
@@ -106,7 +106,7 @@ class PlanPoint:
 
 @dataclass(frozen=True)
 class ContentionPoint:
-    """How many times longer each side takes while the other works on this machine's other cores.
+    """The slowness of each side while the other works on this machine's other cores, in times.
 
     ``num_kv_heads``: of the cache that the R-worker reads; the more it reads, the more it takes from S.
     """

@@ -43,7 +43,7 @@ READ_VERSIONS = (1, 2, FORMAT_VERSION)
 
 
 def write_profile(profile: HardwareProfile) -> str:
-    """As :func:`read_profile` reads it."""
+    """Return the profile as :func:`read_profile` reads it."""
     return json.dumps(asdict(profile), indent=2) + "\n"
 
 

@@ -124,7 +124,7 @@ def replicated_bytes(shape: ModelShape, num_ranks: int) -> int:
 
 
 def gpu_peer_link(gpu: Gpu) -> PeerLink:
-    """Between GPUs of one host: NVLink where they have it, else PCIe."""
+    """Return the link between GPUs of one host: NVLink where they have it, else PCIe."""
     if gpu.nvlink_bytes_per_second:
         figure = Figure(gpu.nvlink_bytes_per_second, PEER_EFFICIENCY, False, "NVIDIA data sheet, one direction")
         return PeerLink("NVLink", figure, NVLINK_STEP_SECONDS)
@@ -133,5 +133,5 @@ def gpu_peer_link(gpu: Gpu) -> PeerLink:
 
 
 def network_peer_link(bytes_per_second: float) -> PeerLink:
-    """Between hosts."""
+    """Return the link between hosts."""
     return PeerLink("network", Figure(bytes_per_second, PEER_EFFICIENCY, False, "as given"), NETWORK_STEP_SECONDS)

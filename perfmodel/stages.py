@@ -31,7 +31,7 @@ class Stages:
 
 
 class SPart(Protocol):
-    """How long the S-part takes; neither figure may fall with more rows."""
+    """The times of the S-part; neither figure may fall with more rows."""
 
     def layer_seconds(self, rows: float) -> float:
         """T(B): everything of one layer but attention, for ``rows`` tokens."""
@@ -163,14 +163,14 @@ class Transport:
             raise ConfigError("a link must have a bandwidth above zero, and rows and latencies none below")
 
     def trip_seconds(self, rows: float, more_bytes: float = 0.0, last_bytes: float = 0.0) -> float:
-        """From submit to o available for ``rows`` rows of one layer, the R-part itself apart: all hops in turn.
+        """Return the seconds from submit to o for ``rows`` rows of one layer, the R-part apart: all hops in turn.
 
         ``more_bytes`` go over every hop, ``last_bytes`` over the last one alone, which ends at the R-workers.
         """
         return self.latency_seconds + sum(self._hop_seconds(rows * self.row_bytes + more_bytes, last_bytes))
 
     def stage_seconds(self, rows: float, more_bytes: float = 0.0, last_bytes: float = 0.0) -> float:
-        """How long the slowest hop is busy with ``rows`` rows of one layer: it bounds an overlapped pipeline."""
+        """Return how long the slowest hop is busy with ``rows`` rows of one layer: it bounds an overlapped pipeline."""
         return max(self._hop_seconds(rows * self.row_bytes + more_bytes, last_bytes), default=0.0)
 
     def _hop_seconds(self, num_bytes: float, last_bytes: float) -> list[float]:
@@ -182,7 +182,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class Contention:
-    """How many times longer each side takes while the other works too; 1 where they share nothing.
+    """The slowness of each side while the other works too, in times; 1 where they share nothing.
 
     Two sides that share every core in turn have 2 and 2: then :meth:`together` is the sum.
     """
@@ -198,7 +198,7 @@ class Contention:
             )
 
     def together(self, s_seconds: float, r_seconds: float) -> float:
-        """Seconds until both are done, started at once, that alone would take ``s_seconds`` and ``r_seconds``.
+        """Return the seconds until both are done, started at once, that alone take ``s_seconds`` and ``r_seconds``.
 
         Both are slow until the first is done; what is left of the other then goes on alone.
         """

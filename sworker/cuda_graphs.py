@@ -48,7 +48,7 @@ class GraphRecorder:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """On a stream of its own, as every capture must be; whatever is under way ends first."""
+        """Work on a stream of its own, as every capture must; whatever is under way ends first."""
         gc.collect()  # in a capture, what is collected could call into CUDA
         torch.cuda.synchronize(self._device)
         try:
@@ -96,7 +96,7 @@ class CapturedForward:
     logits: torch.Tensor
 
     def replay(self, attend: Callable[[int, AttentionRows], None]) -> None:
-        """From ``input_ids`` to ``logits``; ``attend(layer, rows)`` fills ``rows.o``."""
+        """Compute ``logits`` of ``input_ids``; ``attend(layer, rows)`` fills ``rows.o``."""
         for layer, rows in enumerate(self.attention):
             self.graphs[layer].replay()
             attend(layer, rows)

@@ -56,7 +56,7 @@ class CudaDevice:
 
 
 class CudaStaging:
-    """For a model on a GPU: through pinned buffers, on a down and an up stream; the thread never waits for the GPU.
+    """Staging of a model on a GPU: pinned buffers, a down and an up stream; the thread never waits for the GPU.
 
     With two mini-batches, per layer::
 

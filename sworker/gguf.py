@@ -32,7 +32,7 @@ def source(model: str) -> tuple[str, dict[str, str]]:
 
 
 def weights_source(model: str) -> tuple[str, dict[str, Any]]:
-    """As ``source``, for weights: they are unpacked, since packed ones take attention and products of their own."""
+    """Return ``source`` for weights: they are unpacked, since packed ones take attention and products of their own."""
     name, named = source(model)
     return name, named | ({"quantization_config": GgufConfig(dequantize=True)} if named else {})
 

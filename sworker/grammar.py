@@ -89,7 +89,7 @@ class Grammars:
         self._compiled = lru_cache(KEPT_GRAMMARS)(self._compile)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
-        """At the beginning of a text of this form.
+        """Return the position at the beginning of a text of this form.
 
         Raises:
             RequestError: the schema, expression or grammar is not understood, or the tokenizer is not.

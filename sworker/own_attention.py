@@ -71,7 +71,7 @@ class BloomAttention(bloom.BloomAttention):
 
     @cached_property
     def alibi_slopes(self) -> Slopes:
-        """In float32, as the model multiplies them with positions."""
+        """Return the slopes in float32, as the model multiplies them with positions."""
         positions = torch.ones(1, 2, dtype=torch.long)
         return tuple(bloom.build_alibi_tensor(positions, self.num_heads, torch.float32)[:, 0, 1].tolist())
 
@@ -89,7 +89,7 @@ class MptAttention(mpt.MptAttention):
 
     @cached_property
     def alibi_slopes(self) -> Slopes:
-        """In float32, as the model multiplies them with distances."""
+        """Return the slopes in float32, as the model multiplies them with distances."""
         return tuple((-mpt.build_mpt_alibi_tensor(self.n_heads, 2)[:, 0, 0]).tolist())
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
@@ -106,10 +106,10 @@ class MptModel(mpt.MptModel):
     """Without the mask and the bias (of ``max_seq_len`` positions) that it makes for its own attention."""
 
     def build_mpt_alibi_tensor(self, *_: Any, **__: Any) -> None:
-        """None: attention knows the slopes."""
+        """Return None: attention knows the slopes."""
 
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """As the model's own, with a mask of four dimensions, which it takes for ready."""
+        """Call the model's own with a mask of four dimensions, which it takes for ready."""
         return super().forward(input_ids, **kwargs | {"attention_mask": input_ids.new_ones(1, 1, 1, 1)})
 
 

@@ -39,7 +39,7 @@ class PackedWeight(torch.nn.Parameter):
 
     @classmethod
     def of(cls, weight: torch.Tensor, unpack: Callable[[], torch.Tensor]) -> PackedWeight:
-        """In the place of ``weight``; ``unpack`` returns its values, equal bit by bit."""
+        """Return a stand-in for ``weight``; ``unpack`` returns its values, equal bit by bit."""
         packed: PackedWeight = torch.Tensor._make_subclass(cls, torch.empty_like(weight, device="meta"), False)
         packed._unpack = unpack
         return packed

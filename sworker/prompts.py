@@ -80,7 +80,7 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer
 
 
 def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
-    """As :func:`reference_attention`, through torch's fused kernel where the layer has no soft cap and no sinks.
+    """Attend as :func:`reference_attention` does, by torch's fused kernel where the layer has no soft cap and no sinks.
 
     The kernel's own ``is_causal`` is aligned top-left, right only for a prompt's first chunk; later chunks, windows
     and ALiBi get an explicit mask, some rows at a time, since what a mask hides is computed all the same.
@@ -245,7 +245,7 @@ class PromptScratch:
         self._kept: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def attend(
         self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
@@ -253,10 +253,10 @@ class PromptScratch:
         return [self._attend(layer, q[each.rows], k[each.rows], v[each.rows], each) for each in rows]
 
     def end_step(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def abandon_step(self) -> None:
-        """Nothing to do: rows that are computed again overwrite these."""
+        """Do nothing: rows that are computed again overwrite these."""
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PromptRows) -> torch.Tensor:
         if rows.context_len or not rows.last_of_prompt:

@@ -42,7 +42,7 @@ class SharedMemory:
 
     @staticmethod
     def make(size: int) -> SharedMemory | None:
-        """For ``size`` ranks; None where this machine has no room, or shows stores in any order."""
+        """Return memory for ``size`` ranks; None where this machine has no room, or shows stores in any order."""
         if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
             return None
         path = FOLDER / f"fastdecode-ranks-{secrets.token_hex(8)}"

@@ -60,13 +60,13 @@ class Staging(Protocol):
 
 
 class HostStaging:
-    """For a model on the CPU: the backend reads the model's own memory, at most once copied, and is asked at once."""
+    """Staging of a model on the CPU: the backend reads its memory, copied once at most, and is asked at once."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
 
     def begin_step(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def send(self, mini_batch: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self._backend.submit(mini_batch, layer, to_numpy(q), to_numpy(k), to_numpy(v))
@@ -80,7 +80,7 @@ class HostStaging:
         return torch.from_numpy(self._backend.collect(mini_batch))
 
     def mark(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def device_seconds(self) -> float | None:
         return None

@@ -1,4 +1,4 @@
-"""Which models can be split into S-part and R-part.
+"""Tests that tell which models can be split into S-part and R-part.
 
 Their configuration tells, before anything is loaded, and then a probe: one forward that proves that every layer reaches
 our attention, and reads off the model's KV layout.

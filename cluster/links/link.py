@@ -16,6 +16,13 @@ from fastdecode.core.errors import FrameError
 SILENCE_SECONDS = 1.5
 """An R-worker that gives no sign of life for so long is lost; one whose process ends is noticed at once."""
 
+TICK_SECONDS = 0.2
+"""How long a wait lasts before an R-worker, or a rank, looks at signals and its connection again."""
+
+FRAME_FOLLOWS = 1 << 63
+"""The word for a control frame, where two ends tell each other by words what comes next. Those of a layer are
+mini-batch << 32 | layer."""
+
 SPIN_SECONDS = 0.01
 """Most time of one spin: most layers take less, and for a longer one the cost of a wake-up does not matter."""
 

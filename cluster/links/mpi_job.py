@@ -1,4 +1,4 @@
-"""How an MPI job begins and ends: who is who among its ranks, and where its prefill workers listen.
+"""The beginning and the end of an MPI job: who is who among its ranks, and where its prefill workers listen.
 
 The first rank is the S-worker; each other says whether it is an R-worker or a prefill worker, in any order. An R-worker
 is reached over MPI. A prefill worker is not: the S-worker tells it that the job begins, it loads its model, listens for
@@ -19,14 +19,12 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from fastdecode.api.settings import check_key
+from fastdecode.cluster.links.link import FRAME_FOLLOWS, TICK_SECONDS
 from fastdecode.cluster.r_worker.host import host_id, own_address
 from fastdecode.core.errors import BackendError, ConfigError, FastDecodeError
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, SendProgress
-
-FRAME_FOLLOWS = 1 << 63
-"""The word for a control frame. Those of a layer are mini-batch << 32 | layer."""
 
 HANG_UP = FRAME_FOLLOWS | 1
 """The word that ends a session; answered with itself, so that no message of the session remains."""
@@ -41,7 +39,6 @@ LEAVE_SECONDS = 10
 LISTEN_SECONDS = 300.0
 """How long a prefill worker may take to load its model and listen."""
 
-TICK_SECONDS = 0.2
 LOOPBACK = "127.0.0.1"
 
 RIGHT_LINE = (

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdecode.cluster.links.link import Link, PartChannel, Spin
+from fastdecode.cluster.links.link import FRAME_FOLLOWS, TICK_SECONDS, Link, PartChannel, Spin
 from fastdecode.cluster.links.mpi_job import (
-    FRAME_FOLLOWS,
     HANG_UP,
     OVER,
     S_RANK,
@@ -41,8 +40,6 @@ MESSAGE_SECONDS = 30.0
 """Most time from a word to the message that it announces."""
 
 HANG_UP_SECONDS = 5.0
-TICK_SECONDS = 0.2
-
 _CONTROL_TAG, _PAYLOAD_TAG = 2, 3
 
 

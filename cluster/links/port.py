@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.cluster.links.zeromq import PeerChannel, SocketLimits, ZmqListener
+from fastdecode.cluster.links.link import TICK_SECONDS
+from fastdecode.cluster.links.zeromq import MOST_LOGGED, PeerChannel, SocketLimits, ZmqListener
 from fastdecode.cluster.wire.frames import Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, R_WORKER, Gate, Security
 from fastdecode.cluster.wire.messages import encode_refusal
@@ -30,8 +31,6 @@ LIMITS = SocketLimits(part_bytes=1 << 23, received=8)
 MOST_PEERS = 1024
 """Peers whose frames are numbered, and that have proven to hold the key; of more, the oldest are forgotten."""
 
-MOST_LOGGED = 100
-TICK_SECONDS = 0.2
 
 log = logging.getLogger("fastdecode.port")
 

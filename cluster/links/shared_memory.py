@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode._rworker import Ring
-from fastdecode.cluster.links.link import SILENCE_SECONDS, SPIN_SECONDS, Link, PartChannel
+from fastdecode.cluster.links.link import FRAME_FOLLOWS, SILENCE_SECONDS, SPIN_SECONDS, Link, PartChannel
 from fastdecode.cluster.wire.frames import HEADER, Frame, Kind
 from fastdecode.cluster.wire.payload import PayloadSlots
 from fastdecode.core.errors import FrameError
@@ -29,9 +29,6 @@ PART_SECONDS = 5.0
 BEAT_SECONDS = 0.2
 HEAD_BYTES = 1 << 16
 """Both rings, and the R-worker's heartbeat in the last word, rounded to a page boundary; the payload follows."""
-
-FRAME_FOLLOWS = 1 << 63
-"""The word for a frame on the control socket. Others are mini-batch << 32 | layer."""
 
 FRAME_SECONDS = 5.0
 """Most time from a word to its frame, which the sender writes right after the word."""

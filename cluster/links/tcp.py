@@ -10,11 +10,11 @@ from functools import partial
 
 from fastdecode.api.settings import split_address
 from fastdecode.cluster.joining import Joiner, JoinListener
-from fastdecode.cluster.links.link import Link
-from fastdecode.cluster.links.zeromq import PeerChannel, ZmqListener, open_channel
+from fastdecode.cluster.links.link import TICK_SECONDS, Link
+from fastdecode.cluster.links.zeromq import MOST_LOGGED, PeerChannel, ZmqListener, open_channel
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.r_worker.host import Host
-from fastdecode.cluster.r_worker.session import TICK_SECONDS, Session
+from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind, decode
@@ -26,9 +26,6 @@ from fastdecode.core.types import KVLayout, RWorkerInfo
 GREETING_BYTES = 10
 GREETING_SECONDS = 2.0
 """Most time to a ZeroMQ socket's greeting, which needs no Python on the other end."""
-
-MOST_LOGGED = 100
-"""Strangers that are logged one by one; further ones are not."""
 
 log = logging.getLogger("fastdecode.r_worker")
 

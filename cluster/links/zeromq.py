@@ -41,6 +41,9 @@ DEPARTURE_SECONDS = 2.0
 HANDSHAKE_SECONDS = 2.0
 """A ZeroMQ handshake takes milliseconds; where it takes longer, the other end may be no ZeroMQ socket at all."""
 
+MOST_LOGGED = 100
+"""Strangers at a socket that are logged one by one; further ones are not."""
+
 _ZAP_DOMAIN = "fastdecode"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.cluster.r_worker.tuning import Tuning, forced_isa, tuning
+from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.machine import (
     KV_CACHE_SHARE,
@@ -21,9 +21,6 @@ from fastdecode.core.machine import (
     usable_cores,
 )
 from fastdecode.core.types import KVLayout, LayerLayout, WorkerPlan, WorkerReport
-
-READ_BYTES = 1 << 27
-"""Bytes of each pass of the bandwidth measurement: more than most caches hold, and read in milliseconds."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.cluster.links.link import Link, Spin
+from fastdecode.cluster.links.link import TICK_SECONDS, Link, Spin
 from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, make_rworker
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
@@ -41,9 +41,6 @@ from fastdecode.core.types import KVLayout
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
-
-TICK_SECONDS = 0.2
-"""How long a wait lasts before the R-worker checks signals and the connection again."""
 
 IDLE_SECONDS = 1.0
 """A working S-worker leaves less time than this between two steps."""

@@ -27,7 +27,7 @@ PIECE_BYTES = 1 << 15
 """A block of 64 tokens in one KV head of 128 dims, 16 bits each."""
 
 READ_BYTES = 1 << 27
-"""More than most last-level caches hold."""
+"""Bytes of each pass of a bandwidth measurement: more than most caches hold, and read in milliseconds."""
 
 CONTEXT, ROWS, HEADS, HEAD_DIM = 1024, 8, 8, 128
 """The trial of an instruction set: half a MiB of keys and values, which stays in a cache, and 64 query rows."""

@@ -44,7 +44,7 @@ class Ask:
         return "STRICT_SPREAD" if self.strict else "SPREAD"
 
     def room(self, node: Node) -> int:
-        """How many of them ``node`` could hold."""
+        """Return how many of them ``node`` could hold."""
         most = min(node.num_cpus // self.num_cpus, node.memory_bytes // self.memory_bytes)
         return min(most, 1) if self.strict else most
 

@@ -50,7 +50,7 @@ log = logging.getLogger("fastdecode.r_worker")
 
 @dataclass(frozen=True)
 class Security:
-    """How the two ends of a connection authenticate each other: by ``secret``, if any.
+    """The security of a connection: its two ends authenticate each other by ``secret``, if any.
 
     With ``encrypts`` ZeroMQ's CURVE does it; without, the handshake of this module, and frames are clear data.
     """
@@ -70,7 +70,7 @@ class Security:
 
 
 def read_security(key_file: str | None, level: str | None) -> Security:
-    """From a key file and a level of ``SECURITY_LEVELS`` (None: encrypt); ConfigError for a bad key file."""
+    """Return the security of a key file and one of ``SECURITY_LEVELS`` (None: encrypt); ConfigError for a bad file."""
     return Security(read_secret(key_file) if key_file else None, level != "authenticate")
 
 

@@ -160,7 +160,7 @@ def fingerprint(layout: KVLayout, block_size: int) -> str:
 
 
 def encode_hello(hello: Hello) -> bytes:
-    """As JSON with its fingerprint."""
+    """Return the message as JSON with its fingerprint."""
     cache = _cache(hello.layout, hello.block_size)
     return encode_json(_Hello(hello.name, cache, _fingerprint(cache)))
 
@@ -177,7 +177,7 @@ def decode_hello(data: bytes | bytearray) -> Hello:
 
 
 def encode_welcome(welcome: Welcome) -> bytes:
-    """As JSON."""
+    """Return the message as JSON."""
     return encode_json(welcome)
 
 

@@ -196,7 +196,7 @@ def _seed(text: str) -> int:
 
 
 def auto_int(text: str) -> int | None:
-    """None for "auto"."""
+    """Return the number that a flag says, None for "auto"."""
     if text == "auto":
         return None
     try:
@@ -215,4 +215,4 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "float | None": float,
     "dict[str, Any]": json_object,
 }
-"""From the text of a flag to the type of its field, by annotation."""
+"""Readers that turn the text of a flag into the type of its field, by annotation."""

@@ -1,4 +1,4 @@
-"""From the flags of ``plan`` and ``simulate`` to a planner: presets by name, a measured profile, or bare numbers."""
+"""The planner that the flags of ``plan`` and ``simulate`` describe: presets by name, a measured profile, or numbers."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def _giga(gpu: Gpu) -> str:
 
 
 def add_machine_flags(group: Any) -> None:
-    """Presets by name."""
+    """Add the flags of presets by name."""
     group.add_argument("--model", metavar="NAME_OR_PATH", help="such as llama-7b, a model folder or a config.json")
     group.add_argument("--gpu", metavar="NAME", help=f"of the S-worker: {', '.join(GPUS)}")
     group.add_argument(
@@ -307,7 +307,7 @@ def add_machine_flags(group: Any) -> None:
 
 
 def add_number_flags(group: Any) -> None:
-    """A profile, or bare numbers."""
+    """Add the flags of a profile and of bare numbers."""
     group.add_argument("--profile", metavar="FILE", help="a HardwareProfile as JSON, from any machine")
     group.add_argument("--s-part-seconds", type=float, metavar="SECONDS", help="T(B): one layer of one mini-batch")
     group.add_argument(
@@ -317,7 +317,7 @@ def add_number_flags(group: Any) -> None:
 
 
 def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
-    """How S-worker and R-workers work together. ``automatic``: whether the number of mini-batches may be "auto"."""
+    """Add how S-worker and R-workers work together. ``automatic``: the number of mini-batches may be "auto"."""
     group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
     group.add_argument(
         "--num-mini-batches", type=auto_int if automatic else int, default=2, metavar="K",

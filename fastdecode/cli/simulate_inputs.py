@@ -1,4 +1,4 @@
-"""From the flags of ``fastdecode simulate`` to a machine, a scheduler's limits and the requests."""
+"""The machine, the scheduler's limits and the requests that the flags of ``fastdecode simulate`` describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the logits of one step to one token per row, vectorised over the batch and independent of it."""
+"""Sampling turns the logits of one step into a token per row, vectorised over the batch and independent of it."""
 
 from fastdecode.sworker.sampling.logits import SamplingRow
 from fastdecode.sworker.sampling.probabilities import sample_seed

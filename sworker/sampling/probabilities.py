@@ -1,4 +1,4 @@
-"""From scores to one token drawn at random: the filters that shape the distribution, and the draw.
+"""One token drawn at random by its scores: the filters that shape the distribution, and the draw.
 
 Temperature, then min-p, top-k and top-p, as in vLLM, with the definitions of transformers' warpers. A stage touches
 only the rows that ask for it.

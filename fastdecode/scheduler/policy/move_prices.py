@@ -7,18 +7,13 @@ import math
 import numpy as np
 
 from fastdecode.core.decayed import Decayed
-
-KEPT = 0.95
-"""What of the past counts after another step: about the last 20 steps do."""
+from fastdecode.scheduler.store.workers import KEPT, LEAST_SECONDS
 
 KEPT_OF_RARE = 0.995
-"""The same of starts, which are rare."""
+"""The part of the past that counts of starts after another step; they are rare."""
 
 NEVER = 1 << 30
 """Steps, where nothing starts."""
-
-LEAST_SECONDS = 0.05
-"""R-workers' busy time, among what counts of the past, that it takes to say anything."""
 
 UNEVEN = 0.02
 """Part of a step that the busiest R-worker must cost above the mean one: less is not worth a look."""
