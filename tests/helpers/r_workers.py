@@ -12,7 +12,7 @@ from typing import Any
 from fastdecode import LLM
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.engine import LLMEngine
-from fastdecode.tensor_parallel.backend import TensorParallelBackend
+from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 
 FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 SMALL = ("--kv-cache-memory", "64MiB", "--threads", "1")
