@@ -56,18 +56,17 @@ class _Piece:
 
     call: _Call
     start: int
-    k: np.ndarray
-    v: np.ndarray
+    arrays: tuple[np.ndarray, ...]
 
     @property
     def rows(self) -> bytes:
         """What a KV frame of it begins with."""
-        return KV_ROWS.pack(self.call.job_id, self.start, len(self.k))
+        return KV_ROWS.pack(self.call.job_id, self.start, len(self.arrays[0]))
 
     @property
-    def lengths(self) -> tuple[int, int, int]:
-        """Bytes of the parts of such a frame."""
-        return KV_ROWS.size, self.k.nbytes, self.v.nbytes
+    def lengths(self) -> tuple[int, ...]:
+        """Bytes of the parts of such a frame, of which there are three at most."""
+        return (KV_ROWS.size, *(each.nbytes for each in self.arrays), 0)[:3]
 
 
 class KvFeed:
@@ -98,14 +97,18 @@ class KvFeed:
         as on the wire, and unchanged until then: large ones are not copied. Waits while MOST_IN_FLIGHT frames are
         unanswered.
         """
-        self._call(Kind.KV, job_id, layer, start, k, v)
+        _check_rows(k, v)
+        self._call(Kind.KV, job_id, layer, start, (k, v))
 
-    def read(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-        """Ask for rows that the sequence of the job had when it was reserved, to be written to ``k`` and ``v``.
+    def read(self, job_id: int, layer: int, start: int, stored: np.ndarray) -> None:
+        """Ask for tokens that the sequence of the job had when it was reserved, to be written to ``stored``.
 
-        They are as for ``store``; ``poll`` tells once they are filled.
+        That is C-contiguous uint8 [num_rows, bytes], as ``_rworker.RWorker.read_prefix`` gives it; ``poll`` tells once
+        it is filled.
         """
-        self._call(Kind.READ, job_id, layer, start, k, v)
+        if stored.ndim != 2 or stored.dtype != np.uint8 or not len(stored) or not stored.flags.c_contiguous:
+            raise ValueError(f"stored must be C-contiguous uint8 [num_rows, bytes], not {stored.dtype}{stored.shape}")
+        self._call(Kind.READ, job_id, layer, start, (stored,))
 
     def poll(self, timeout_seconds: float) -> list[Stored]:
         """Outcomes since the last call, in the order of the calls; empty when none came in time."""
@@ -121,23 +124,22 @@ class KvFeed:
         """May be called twice."""
         self._channel.close()
 
-    def _call(self, kind: Kind, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+    def _call(self, kind: Kind, job_id: int, layer: int, start: int, arrays: tuple[np.ndarray, ...]) -> None:
         """In pieces."""
-        _check_rows(k, v)
-        most = max(1, PIECE_BYTES * len(k) // (k.nbytes + v.nbytes))
-        begins = range(0, len(k), most)
-        call = _Call(kind, job_id, layer, start, len(k), len(begins))
+        num_rows = len(arrays[0])
+        most = max(1, PIECE_BYTES * num_rows // sum(each.nbytes for each in arrays))
+        begins = range(0, num_rows, most)
+        call = _Call(kind, job_id, layer, start, num_rows, len(begins))
         for begin in begins:
             while len(self._in_flight) >= MOST_IN_FLIGHT:
                 self._hear(TICK_SECONDS)
-            rows = slice(begin, begin + most)
-            self._send(_Piece(call, start + begin, k[rows], v[rows]))
+            self._send(_Piece(call, start + begin, tuple(each[begin : begin + most] for each in arrays)))
 
     def _send(self, piece: _Piece) -> None:
         if not self._in_flight:
             self._heard = time.monotonic()
         self._in_flight.append(piece)
-        payload = (piece.k, piece.v) if piece.call.kind is Kind.KV else ()
+        payload = piece.arrays if piece.call.kind is Kind.KV else ()
         self._conversation.send(piece.call.kind, piece.rows, *payload, layer=piece.call.layer)
 
     def _hear(self, timeout_seconds: float) -> bool:
@@ -179,12 +181,12 @@ class KvFeed:
         self._conversation.read_into(rows)
         if rows != piece.rows:
             raise FrameError("it sent a KV frame of other rows")
-        self._conversation.read_into(piece.k)
-        self._conversation.read_into(piece.v)
+        for array in piece.arrays:
+            self._conversation.read_into(array)
 
 
 def _stored(piece: _Piece) -> bytes:
-    return KV_STORED.pack(piece.call.job_id, piece.call.layer, piece.start, len(piece.k))
+    return KV_STORED.pack(piece.call.job_id, piece.call.layer, piece.start, len(piece.arrays[0]))
 
 
 def _check_rows(k: np.ndarray, v: np.ndarray) -> None:

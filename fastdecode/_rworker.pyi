@@ -266,9 +266,9 @@ class RWorker:
         KeyError may also come midway, when a control releases the sequence meanwhile.
         """
 
-    def read_prefix(self, job_id: int, layer: int, start: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """k and v, shaped and typed as for ``store``, of tokens that an incoming sequence had when it was reserved:
-        those of the prefix that it was forked from, dequantised.
+    def read_prefix(self, job_id: int, layer: int, start: int, num_rows: int) -> npt.NDArray[np.uint8]:
+        """Tokens that an incoming sequence had when it was reserved, those of the prefix that it was forked from: uint8
+        [num_rows, bytes], each token's keys and then values in the stored bits, as ``export`` gives them of a layer.
 
         KeyError for a job that is not under way, at once or midway, ValueError for other rows.
         """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastdecode.api.config import MODEL, EngineConfig, flag_names
 from fastdecode.api.settings import PrefillWorkerSpec, RWorkerSpec, is_loopback, split_address
@@ -98,9 +98,24 @@ def make_prompt_backend(
     num_blocks = -(-num_tokens // config.block_size) + config.max_num_seqs  # the last one of each is partly empty
     num_bytes = num_blocks * block_bytes(layout, config.block_size)
     backend = InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
-    isa, *others = {worker.isa for worker in r_workers}
-    backend.open(replace(layout, isa=isa if has_isa(isa) and not others else "auto", kv_port=""))
+    isa = common_isa(r_workers)
+    backend.open(replace(layout, isa=isa if has_isa(isa) else "auto", kv_port=""))
     return backend
+
+
+def layer_cache_maker(config: EngineConfig, num_tokens: int) -> Callable[[KVLayout], Any]:
+    """Makes ``_rworker.RWorker``s in this process for one layer, a sequence of ``num_tokens`` and the S-worker's
+    threads."""
+    from fastdecode.cluster.r_worker.host import make_layer_cache
+
+    cores = tuple(config.s_core_list or usable_cores())
+    return lambda layout: make_layer_cache(layout, num_tokens, config.s_threads or len(cores), cores)
+
+
+def common_isa(r_workers: Sequence[RWorkerInfo]) -> str:
+    """The instruction set in whose arithmetic all of ``r_workers`` attend; "auto" where they differ."""
+    isa, *others = {worker.isa for worker in r_workers}
+    return "auto" if others else isa
 
 
 def kv_port(config: EngineConfig) -> Literal["", "loopback", "any"]:

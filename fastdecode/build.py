@@ -10,7 +10,9 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.request import InFlight
 from fastdecode.backends import (
     check_room,
+    common_isa,
     kv_port,
+    layer_cache_maker,
     make_backend,
     make_draft_backend,
     make_prefill_backend,
@@ -31,6 +33,7 @@ from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Scheduler
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
+from fastdecode.sworker.part_attention import TIMED_ROWS
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks
 
@@ -117,10 +120,10 @@ def _put_together(
     speculation = _make_speculation(config, model, s_worker, num_mini_batches, in_flight, cleanup)
     prefill_policy = None
     if prefill_backend:
-        num_workers = prefill_backend.open(
-            model.identity, model.max_model_len, model.vocab_size, model.layout.model_dtype
-        )
-        prefill_policy = make_prefill_policy(config, model, s_worker, pool.r_workers, num_workers)
+        layout = replace(model.layout, isa=common_isa(pool.r_workers))
+        num_workers = prefill_backend.open(model.identity, model.max_model_len, model.vocab_size, layout)
+        make_cache = layer_cache_maker(config, 2 * TIMED_ROWS)
+        prefill_policy = make_prefill_policy(config, model, s_worker, pool.r_workers, num_workers, make_cache)
     scheduler = make_scheduler(
         config, model, s_worker, pool.r_workers, num_mini_batches, scratch_tokens, prefill_policy
     )

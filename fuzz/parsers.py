@@ -90,7 +90,9 @@ def prompt(data: bytes) -> None:
 def prefill_answers(data: bytes) -> None:
     """What prefill workers and S-workers say of themselves."""
     with suppress(FrameError):
-        prefill.decode_prefill_hello(_json(data, prefill.encode(prefill.PrefillHello("host:1", "0" * 64, 512))))
+        prefill.decode_prefill_hello(
+            _json(data, prefill.encode(prefill.PrefillHello("host:1", "0" * 64, 512, "int8", "avx2")))
+        )
     with suppress(FrameError):
         prefill.decode_prefill_welcome(_json(data, prefill.encode(PREFILL_WELCOME)))
     with suppress(FrameError):

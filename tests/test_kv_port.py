@@ -41,7 +41,6 @@ from fastdecode.core.types import (
     StepPlan,
     Verb,
     WorkerPlan,
-    from_wire,
     to_wire,
 )
 
@@ -143,8 +142,8 @@ def test_stored_rows_are_appended_rows(
         step(backend, model_dtype, [(1, 0, LENGTH, 0)])
         step(backend, model_dtype, [(9, 0, 3, 1)], [(Verb.FORK, 3, 1, 21), (Verb.RESERVE, 3, 8, LENGTH)])
         step(backend, model_dtype, [(9, 3, 1, 1)], [(Verb.RESERVE, 2, JOB, LENGTH)])
+        check_prefixes(reader, backend.export(0, 1, 0, 21), kv_dtype)
         for layer in range(len(contract.LAYERS)):
-            check_prefix(reader, layer, model_dtype, kv_dtype)
             for feed, job_id, start, end in ((one, 7, 33, 70), (one, 8, 21, 40), (other, 8, 40, 70), (other, 7, 0, 33)):
                 feed.store(job_id, layer, start, *rows(model_dtype, layer, start, end)[1:])
             step(backend, model_dtype, [(9, 4 + layer, 1, 1)])
@@ -159,38 +158,36 @@ def test_stored_rows_are_appended_rows(
         assert backend.blocks_used == 0
 
 
-ROUNDING = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "int8": 1.2e-2, "int4": 0.2}
-"""Of each dtype, as a part of the largest element of a row."""
+def stored_bytes(layer: int, kv_dtype: str = "float32") -> int:
+    """Of one token in a layer's cache."""
+    return LAYOUT.layers[layer].kv_bytes_per_token(kv_dtype)
 
 
-def check_prefix(feed: KvFeed, layer: int, model_dtype: str, kv_dtype: str) -> None:
-    """The 21 tokens that job 8 has from before are those that sequence 1 appended, in the model's dtype."""
-    wanted = rows(model_dtype, layer, 0, 21)[1:]
-    found = [np.empty_like(each) for each in wanted]
-    feed.read(8, layer, 0, *(each[:5] for each in found))
-    feed.read(8, layer, 5, *(each[5:] for each in found))
-    assert [stored.refusal for stored in answers(feed, 2)] == ["", ""]
-    for ours, theirs in zip(found, wanted, strict=True):
-        if kv_dtype == model_dtype:
-            np.testing.assert_array_equal(ours, theirs)
-        near, exact = (from_wire(each, model_dtype).astype(np.float64) for each in (ours, theirs))
-        assert np.abs(near - exact).max() <= max(ROUNDING[kv_dtype], ROUNDING[model_dtype]) * np.abs(exact).max()
+def check_prefixes(feed: KvFeed, exported: np.ndarray, kv_dtype: str) -> None:
+    """The 21 tokens that job 8 has from before are those that were ``exported``, as they are stored."""
+    found = []
+    for layer in range(len(contract.LAYERS)):
+        stored = np.empty((21, stored_bytes(layer, kv_dtype)), np.uint8)
+        feed.read(8, layer, 0, stored[:5])
+        feed.read(8, layer, 5, stored[5:])
+        found.append(stored)
+    assert {each.refusal for each in answers(feed, 2 * len(found))} == {""}
+    assert b"".join(each.tobytes() for each in found) == exported.tobytes()
 
 
 def test_what_is_no_prefix_is_not_read(open_one: Callable[..., tuple[PoolBackend, RWorkerInfo]]) -> None:
     """Each with its reason; those beside them are read, also while the rows after them come."""
     backend, info = open_one()
-    k, v = (np.empty_like(part) for part in rows("float32", 0, 0, 4)[1:])
-    many = tuple(np.empty((9000, *part.shape[1:]), part.dtype) for part in (k, v))
+    four, many = (np.empty((count, stored_bytes(0)), np.uint8) for count in (4, 9000))
     reads = [
-        (99, 0, 0, k, v, "job 99 is unknown"),
-        (8, 3, 0, k, v, "layer is 3; there are 3"),
-        (8, 0, 18, k, v, "4 rows from 18 on; those of tokens [0, 21) were there before"),
-        (8, 0, -1, k, v, "4 rows from -1 on"),
-        (8, 0, 1 << 62, k, v, "rows from 4611686018427387904 on"),
-        (JOB, 0, 0, k, v, "those of tokens [0, 0) were there before"),
-        (8, 0, 0, *many, "rows from"),
-        (8, 0, 17, k, v, ""),
+        (99, 0, 0, four, "job 99 is unknown"),
+        (8, 3, 0, four, "layer is 3; there are 3"),
+        (8, 0, 18, four, "4 rows from 18 on; those of tokens [0, 21) were there before"),
+        (8, 0, -1, four, "4 rows from -1 on"),
+        (8, 0, 1 << 62, four, "rows from 4611686018427387904 on"),
+        (JOB, 0, 0, four, "those of tokens [0, 0) were there before"),
+        (8, 0, 0, many, "rows from"),
+        (8, 0, 17, four, ""),
     ]
     with ExitStack() as opened:
         feed = feed_of(info, opened)
@@ -204,35 +201,35 @@ def test_what_is_no_prefix_is_not_read(open_one: Callable[..., tuple[PoolBackend
         for read, (*_, reason) in zip(found, reads, strict=True):
             assert bool(read.refusal) == bool(reason)
             assert reason in read.refusal
-        np.testing.assert_array_equal(k, rows("float32", 0, 17, 21)[1])
-        np.testing.assert_array_equal(v, rows("float32", 0, 17, 21)[2])
+        wanted = [each.reshape(4, -1) for each in rows("float32", 0, 17, 21)[1:]]
+        np.testing.assert_array_equal(four.view(np.float32), np.concatenate(wanted, axis=1))
         step(backend, "float32", [], [(Verb.RELEASE, 3, 0, 0)])
-        feed.read(8, 0, 0, k, v)
+        feed.read(8, 0, 0, four)
         assert "job 8 is unknown" in answers(feed, 1)[0].refusal
 
 
 @pytest.mark.parametrize("how", ["other rows", "other layer", "other lengths", "STORED"])
 def test_an_answer_to_another_question_ends_the_feed(how: str) -> None:
     """Nothing of it is taken for the rows asked for."""
-    k, v = (np.full_like(part, 7) for part in rows("float32", 0, 0, 4)[1:])
+    sent = np.full((4, stored_bytes(0)), 7, np.uint8)
 
     def answer(port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         job_id, start, count = reader.record(KV_ROWS)
         kind = Kind.STORED if how == "STORED" else Kind.KV
-        parts = (k, v[:1]) if how == "other lengths" else (k, v)
+        part = sent[:3] if how == "other lengths" else sent
         record = KV_ROWS.pack(job_id, start + (how == "other rows"), count)
-        port.send(identity, kind, record, *parts, layer=frame.layer + (how == "other layer"))
+        port.send(identity, kind, record, part, layer=frame.layer + (how == "other layer"))
 
     port = Port("127.0.0.1", 0, Security(), answer)
-    into = np.zeros_like(k), np.zeros_like(v)
+    into = np.zeros_like(sent)
     with ExitStack() as opened:
         opened.callback(port.close)
         feed = KvFeed(port.address, port.epoch, Security())
         opened.callback(feed.close)
-        feed.read(8, 0, 0, *into)
+        feed.read(8, 0, 0, into)
         with pytest.raises(ConnectionError, match=r"it sent a"):
             answers(feed, 1)
-    assert not into[0].any() and not into[1].any()
+    assert not into.any()
 
 
 def test_the_fake_backend_knows_jobs() -> None:

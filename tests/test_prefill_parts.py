@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +17,48 @@ import pytest
 import torch
 from helpers import model_zoo
 
+from fastdecode._rworker import RWorker
 from fastdecode.api.config import EngineConfig
-from fastdecode.cluster.prefill.jobs import LAYERS_AHEAD, EarlyRows, JobCancelledError, PromptJob, ReadRange, StoreRange
+from fastdecode.cluster.prefill.jobs import (
+    LAYERS_AHEAD,
+    Arrays,
+    EarlyRows,
+    JobCancelledError,
+    PromptJob,
+    ReadRange,
+    Send,
+    StoreRange,
+)
 from fastdecode.cluster.prefill.messages import Place, PlacedRange, Prompt, decode_prompt, encode
+from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, make_rworker
 from fastdecode.core.errors import FrameError
+from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.perfmodel.prefill_times import chain_traffic_tokens
 from fastdecode.sworker import SModel
-from fastdecode.sworker.prefill_part import compute_part, part_attention
+from fastdecode.sworker.part_attention import (
+    LayerCaches,
+    PartAttention,
+    StoredAttention,
+    TorchAttention,
+    part_attention,
+)
+from fastdecode.sworker.prefill_part import compute_part
 from fastdecode.sworker.prompts import reference_attention
-from fastdecode.sworker.staging import from_numpy
 
 PLACE = Place("127.0.0.1:1", 1)
 EVEN = (0, 50, 100, 150, 200)
+SIXTEEN_BITS = [
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "int8"),
+    ("bfloat16", "int4"),
+    ("float16", "float16"),
+    ("float16", "bfloat16"),
+    ("float16", "int8"),
+    ("float16", "int4"),
+]
+"""Dtypes of the model and of the caches."""
 
 
 def prompt_of(method: str, part: int, bounds: tuple[int, ...], next_place: Place | None = None) -> Prompt:
@@ -38,7 +68,7 @@ def prompt_of(method: str, part: int, bounds: tuple[int, ...], next_place: Place
 
 
 class Chain:
-    """All parts of one prompt; ``stored`` has what went to the R-worker: k and v by layer and first position.
+    """All parts of one prompt; ``rows_stored`` has what went to the R-worker: k and v by layer and first position.
 
     ``before``: a chain that has stored the tokens before ``bounds[0]``.
     """
@@ -51,8 +81,8 @@ class Chain:
         method: str = "kvr",
         before: Chain | None = None,
     ) -> None:
-        self._before, self.asked = before, []
-        self.stored: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._before, self.asked, self.layout = before, [], layout
+        self.rows_stored: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self.jobs: list[PromptJob] = []
         count = len(bounds) - 1
         for part in range(count):
@@ -65,54 +95,70 @@ class Chain:
             prefix = [ReadRange(0, bounds[0], self._read)] if before else []
             self.jobs.append(PromptJob(prompt, own, layout, send_on, stores, prefix))
 
-    def _sender(self, receiver: int):
-        def send(layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-            job = self.jobs[receiver]
-            for place, rows in zip(job.place_for(layer, start, len(k)), (k, v), strict=True):
-                place[...] = rows
-            job.filled(layer, start, len(k))
+    def _sender(self, receiver: int) -> Send:
+        return lambda layer, start, arrays: self.jobs[receiver].take_in(layer, start, arrays)
 
-        return send
-
-    def _read(self, layer: int, k: np.ndarray, v: np.ndarray, when_read: Callable[[], None]) -> None:
+    def _read(self, layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
         """A moment later, in another thread."""
         assert self._before is not None
-        for place, rows in zip((k, v), self._before.rows(layer), strict=True):
-            place[...] = rows[: len(place)]
+        stored[...] = self._before.as_stored(layer, len(stored))
         self.asked.append(layer)
         threading.Timer(0.001, when_read).start()
 
-    def _store(self, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-        self.stored[layer, start] = k.copy(), v.copy()
+    def _store(self, layer: int, start: int, arrays: Arrays) -> None:
+        k, v = arrays
+        self.rows_stored[layer, start] = k.copy(), v.copy()
+
+    def as_stored(self, layer: int, num_tokens: int) -> np.ndarray:
+        """The first tokens as the R-worker's cache has them, uint8 [num_tokens, bytes]."""
+        caches = LayerCaches(self.layout, make_cache)
+        stored_bytes = self.layout.layers[layer].kv_bytes_per_token(self.layout.kv_dtype)
+        prefix = np.zeros((0, stored_bytes), np.uint8)
+        cache = caches.filled(layer, PromptKV(prefix, *self.rows(layer)), num_tokens)
+        try:
+            return cache.export(0).reshape(num_tokens, stored_bytes)
+        finally:
+            caches.close()
 
     def rows(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """k and v of the whole prompt as the R-worker gets them."""
-        starts = sorted(start for at, start in self.stored if at == layer)
-        k, v = zip(*(self.stored[layer, start] for start in starts), strict=True)
+        starts = sorted(start for at, start in self.rows_stored if at == layer)
+        k, v = zip(*(self.rows_stored[layer, start] for start in starts), strict=True)
         return np.concatenate(k), np.concatenate(v)
 
 
-def run(model: SModel, chain: Chain) -> np.ndarray:
+def make_cache(of_layer: KVLayout) -> RWorker:
+    return make_rworker(of_layer, 32, RWorkerSize(block_bytes(of_layer, 32) * 512 // 32, 1))
+
+
+def attention_of(layout: KVLayout, by_torch: bool) -> PartAttention:
+    return (TorchAttention if by_torch else StoredAttention)(layout, make_cache)
+
+
+def run(model: SModel, chain: Chain, by_torch: bool = False) -> np.ndarray:
     """Logits of the prompt's last token. Every part is in a thread of its own; one at a time is in the model, which
     takes turns only at attention calls."""
     turn = threading.Lock()
 
     def compute(job: PromptJob) -> np.ndarray | None:
-        def exchange(layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        def exchange(layer: int, k: np.ndarray, v: np.ndarray) -> PromptKV:
             turn.release()
             try:
                 return job.exchange(layer, k, v)
             finally:
                 turn.acquire()
 
+        attention = attention_of(chain.layout, by_torch or job.prompt.method == "tsp")
         try:
             with turn:
                 tokens, prompt = job.token_ids.tolist(), job.prompt
-                return compute_part(model.model, model.layout, tokens, prompt.start, prompt.is_last, exchange)
+                return compute_part(model.model, attention, tokens, prompt.start, prompt.is_last, exchange)
         except BaseException:
             for each in chain.jobs:
                 each.cancel()
             raise
+        finally:
+            attention.close()
 
     with ThreadPoolExecutor(len(chain.jobs)) as threads:
         futures = [threads.submit(compute, job) for job in chain.jobs]
@@ -165,15 +211,40 @@ def test_any_partition(llama: SModel, method: str, bounds: tuple[int, ...]) -> N
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
-def test_sixteen_bits(name: str, tmp_path: Path) -> None:
-    model = load(name, tmp_path, "bfloat16")
+def begun(chain: Chain) -> Chain:
+    for job in chain.jobs:
+        job.begin()
+    return chain
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), SIXTEEN_BITS)
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gemma2"])
+def test_sixteen_bits_do_not_depend_on_the_cuts(name: str, dtype: str, kv_dtype: str, tmp_path: Path) -> None:
+    """Neither the last token's logits nor what is stored, with a prefix or without."""
+    model = load(name, tmp_path, dtype)
+    layout = replace(model.layout, kv_dtype=kv_dtype)
     prompt = model_zoo.prompts(name)[0]
-    logits = [
-        from_numpy(run(model, Chain(model.layout, prompt, bounds)), torch.bfloat16).float()
-        for bounds in ((0, 200), (0, 120, 200))
-    ]
-    assert (logits[0] - logits[1]).abs().max() < 0.1 * logits[0].abs().max()
+    whole = Chain(layout, prompt, (0, 200))
+    logits = run(model, whole)
+    for bounds in ((0, 120, 200), (0, 1, 130, 200), (32, 200), (17, 90, 199, 200)):
+        chain = begun(Chain(layout, prompt, bounds, before=whole if bounds[0] else None))
+        np.testing.assert_array_equal(run(model, chain), logits)
+        for layer in range(len(layout.layers)):
+            for ours, theirs in zip(chain.rows(layer), whole.rows(layer), strict=True):
+                np.testing.assert_array_equal(ours, theirs[bounds[0] :])
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_torch_attends_as_the_kernels_do(llama: SModel, kv_dtype: str) -> None:
+    """As on a GPU: over keys and values before they are stored, but for those of a prefix."""
+    layout = replace(llama.layout, kv_dtype=kv_dtype)
+    prompt = model_zoo.prompts("llama-gqa")[0]
+    whole = Chain(layout, prompt, (0, 200))
+    logits = run(llama, whole)
+    near = 1e-4 if kv_dtype == "float32" else 0.05 * float(np.abs(logits).max())
+    for bounds in ((0, 200), (0, 120, 200), (32, 90, 200)):
+        chain = begun(Chain(layout, prompt, bounds, before=whole if bounds[0] else None))
+        np.testing.assert_allclose(run(llama, chain, by_torch=True), logits, rtol=1e-4, atol=near)
 
 
 def test_keys_and_values_of_the_first_part_do_not_depend_on_the_others(llama: SModel) -> None:
@@ -205,9 +276,7 @@ def test_parts_after_a_prefix(llama: SModel, bounds: tuple[int, ...]) -> None:
     prompt = model_zoo.prompts("llama-gqa")[0]
     whole = Chain(llama.layout, prompt, (0, 200))
     expected = run(llama, whole)
-    chain = Chain(llama.layout, prompt, bounds, before=whole)
-    for job in chain.jobs:
-        job.begin()
+    chain = begun(Chain(llama.layout, prompt, bounds, before=whole))
     assert chain.asked == list(range(min(LAYERS_AHEAD, len(llama.layout.layers))))
     np.testing.assert_allclose(run(llama, chain), expected, rtol=1e-4, atol=1e-4)
     assert chain.asked == list(range(len(llama.layout.layers)))
@@ -249,7 +318,7 @@ def test_a_cancelled_job_ends_at_its_next_layer_or_wait(llama: SModel) -> None:
     job = Chain(llama.layout, prompt, (0, 100, 200)).jobs[1]
     threading.Timer(0.2, job.cancel).start()
     with pytest.raises(JobCancelledError):
-        compute_part(llama.model, llama.layout, prompt[100:], 100, True, job.exchange)
+        compute_part(llama.model, attention_of(llama.layout, False), prompt[100:], 100, True, job.exchange)
 
 
 def test_early_rows_are_counted_and_limited() -> None:
@@ -257,13 +326,13 @@ def test_early_rows_are_counted_and_limited() -> None:
     rows = np.zeros((2, 1, 4), np.float32)
     early = EarlyRows(most_bytes=3 * 2 * rows.nbytes)
     for job_id, start in ((1, 0), (2, 0), (1, 2)):
-        early.keep(job_id, 0, start, rows, rows)
+        early.keep(job_id, 0, start, (rows, rows))
     assert early.num_bytes == 6 * rows.nbytes
     with pytest.raises(FrameError, match="job 3, which was not announced"):
-        early.keep(3, 0, 0, rows, rows)
-    assert [start for _, start, _, _ in early.take(1)] == [0, 2]
+        early.keep(3, 0, 0, (rows, rows))
+    assert [start for _, start, _ in early.take(1)] == [0, 2]
     assert early.num_bytes == 2 * rows.nbytes and early.take(3) == []
-    early.keep(3, 0, 0, rows, rows)
+    early.keep(3, 0, 0, (rows, rows))
     early.clear()
     assert early.num_bytes == 0 and early.take(2) == []
 
@@ -283,7 +352,7 @@ def test_rows_without_a_place_are_refused(llama: SModel) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("start", "num_rows", "num_keys"), [(0, 33, 33), (1, 32, 33), (70, 9, 79), (40, 20, 90)])
 def test_parts_attend_as_the_formula_says(start: int, num_rows: int, num_keys: int, dtype: torch.dtype) -> None:
-    """Merged where keys end with the rows; masked where there are later ones."""
+    """By torch, also where there are later keys."""
     layer = LayerLayout(num_heads=4, num_kv_heads=2, key_head_dim=16, value_head_dim=16, scale=0.3)
     generator = torch.Generator().manual_seed(start)
     shapes = ((num_rows, 4, 16), (num_keys, 2, 16), (num_keys, 2, 16))

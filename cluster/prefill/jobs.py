@@ -11,6 +11,7 @@ import numpy as np
 
 from fastdecode.cluster.prefill.messages import Prompt
 from fastdecode.core.errors import FastDecodeError, FrameError
+from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.types import WIRE_DTYPE, KVLayout, LayerLayout
 
 TICK_SECONDS = 0.2
@@ -25,13 +26,16 @@ LAYERS_AHEAD = 2
 MOST_EARLY_BYTES = 1 << 28
 """Keys and values that are kept for prompts that were not announced yet: the worker before may have begun."""
 
-Send = Callable[[int, int, np.ndarray, np.ndarray], None]
-"""Queues rows of a layer to be sent: layer, first position, k and v, [rows, num_kv_heads, …]."""
+Arrays = tuple[np.ndarray, ...]
+"""Rows of a layer: (k, v), [rows, num_kv_heads, …] in the model's dtype; of a prefix (stored,), uint8 [rows, bytes]."""
 
-Read = Callable[[int, np.ndarray, np.ndarray, Callable[[], None]], None]
+Send = Callable[[int, int, Arrays], None]
+"""Queues rows of a layer to be sent: layer, first position, and the rows."""
+
+Read = Callable[[int, np.ndarray, Callable[[], None]], None]
 """Queues a range of a prefix to be read from its R-worker.
 
-Its arguments: layer, where k and v go, and what is called once they are there.
+Its arguments: layer, where the tokens go as they are stored, and what is called once they are there.
 """
 
 
@@ -58,12 +62,24 @@ class JobCancelledError(FastDecodeError):
 
 
 class LayerRows:
-    """Keys and values of one layer, from position 0 on; ``filled``: rows of each part that are here."""
+    """Keys and values of one layer, from position 0 to ``end``; ``filled``: rows of each part that are here."""
 
-    def __init__(self, layer: LayerLayout, num_rows: int, num_parts: int, dtype: np.dtype) -> None:
-        self.k = np.empty((num_rows, layer.num_kv_heads, layer.key_head_dim), dtype)
-        self.v = np.empty((num_rows, layer.num_kv_heads, layer.value_head_dim), dtype)
+    def __init__(self, layout: KVLayout, layer: LayerLayout, context_len: int, end: int, num_parts: int) -> None:
+        dtype, num_rows = WIRE_DTYPE[layout.model_dtype], end - context_len
+        self.end = end
+        self.kv = PromptKV(
+            np.empty((context_len, layer.kv_bytes_per_token(layout.kv_dtype)), np.uint8),
+            np.empty((num_rows, layer.num_kv_heads, layer.key_head_dim), dtype),
+            np.empty((num_rows, layer.num_kv_heads, layer.value_head_dim), dtype),
+        )
         self.filled = [0] * num_parts
+
+    def of(self, start: int, end: int) -> Arrays:
+        """The rows of positions ``start`` to ``end``, all of the prefix or all after it."""
+        context_len = len(self.kv.prefix)
+        if start < context_len:
+            return (self.kv.prefix[start:end],)
+        return self.kv.k[start - context_len : end - context_len], self.kv.v[start - context_len : end - context_len]
 
 
 class EarlyRows:
@@ -72,24 +88,25 @@ class EarlyRows:
     def __init__(self, most_bytes: int = MOST_EARLY_BYTES) -> None:
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._rows: dict[int, list[tuple[int, int, np.ndarray, np.ndarray]]] = {}
+        self._rows: dict[int, list[tuple[int, int, Arrays]]] = {}
         self.num_bytes = 0
 
-    def keep(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+    def keep(self, job_id: int, layer: int, start: int, arrays: Arrays) -> None:
         """FrameError where all that is kept would take too many bytes."""
+        num_bytes = sum(each.nbytes for each in arrays)
         with self._lock:
-            if self.num_bytes + k.nbytes + v.nbytes > self._most_bytes:
+            if self.num_bytes + num_bytes > self._most_bytes:
                 raise FrameError(
                     f"KV of job {job_id}, which was not announced, beyond {self._most_bytes:,} bytes of such"
                 )
-            self._rows.setdefault(job_id, []).append((layer, start, k, v))
-            self.num_bytes += k.nbytes + v.nbytes
+            self._rows.setdefault(job_id, []).append((layer, start, arrays))
+            self.num_bytes += num_bytes
 
-    def take(self, job_id: int) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
-        """Layer, first position, k and v of all that came for this job, in order; they are not kept any longer."""
+    def take(self, job_id: int) -> list[tuple[int, int, Arrays]]:
+        """Layer, first position and rows of all that came for this job, in order; they are not kept any longer."""
         with self._lock:
             rows = self._rows.pop(job_id, [])
-            self.num_bytes -= sum(k.nbytes + v.nbytes for _, _, k, v in rows)
+            self.num_bytes -= sum(each.nbytes for _, _, arrays in rows for each in arrays)
         return rows
 
     def clear(self) -> None:
@@ -116,14 +133,15 @@ class PromptJob:
         stores: Sequence[StoreRange],
         prefix: Sequence[ReadRange] = (),
     ) -> None:
-        """``send_on``: to the next worker, None where there is none; ``stores``: to each R-worker
-        that stores tokens of the prompt; ``prefix``: from those that have it, needed by the first worker."""
-        self.prompt, self.token_ids = prompt, token_ids
+        """``layout``: with the dtype and the arithmetic of the R-workers' caches. ``send_on``: to the next worker, None
+        where there is none; ``stores``: to each R-worker that stores tokens of the prompt; ``prefix``: from those that
+        have it, needed by the first worker."""
+        self.prompt, self.token_ids, self.layout = prompt, token_ids, layout
         self._bounds = (0, *prompt.bounds) if prompt.context_len else prompt.bounds
         self._own = prompt.part + len(self._bounds) - len(prompt.bounds)
         self._prefix = tuple(prefix) if prompt.part == 0 else ()
         self.is_cancelled = False
-        self._layout, self._send_on, self._stores = layout, send_on, stores
+        self._send_on, self._stores = send_on, stores
         self._changed = threading.Condition()
         self._layers: dict[int, LayerRows] = {}
         self._num_done = 0
@@ -143,22 +161,31 @@ class PromptJob:
             self.is_cancelled = True
             self._changed.notify_all()
 
-    def place_for(self, layer: int, start: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where k and v of ``num_rows`` rows from another worker go; FrameError where they have no place."""
+    def place_for(self, layer: int, start: int, num_rows: int) -> Arrays:
+        """Where ``num_rows`` rows from another worker go; FrameError where they have no place."""
         if self._prefix and start < self.prompt.start:
             raise FrameError(f"KV of job {self.prompt.job_id}: its prefix comes from R-workers")
         part = self._part_of(start)
         with self._changed:
-            rows = self._rows(layer) if self._num_done <= layer < len(self._layout.layers) else None
+            rows = self._rows(layer) if self._num_done <= layer < len(self.layout.layers) else None
             expected = -1 if rows is None else self._bounds[part] + rows.filled[part]
             end = self._bounds[part + 1]
         if rows is None or part == self._own or start != expected or not 0 < num_rows <= end - start:
             raise FrameError(
                 f"KV of job {self.prompt.job_id}, layer {layer}: {num_rows} rows from position {start} have no place"
             )
-        if end > len(rows.k):
+        if end > rows.end:
             raise FrameError(f"KV of job {self.prompt.job_id}: position {start} is not before its part")
-        return rows.k[start : start + num_rows], rows.v[start : start + num_rows]
+        return rows.of(start, start + num_rows)
+
+    def take_in(self, layer: int, start: int, arrays: Arrays) -> None:
+        """Rows from another worker, which came before the job; FrameError where they have no place."""
+        places = self.place_for(layer, start, len(arrays[0]))
+        if [each.shape for each in places] != [each.shape for each in arrays]:
+            raise FrameError(f"KV of job {self.prompt.job_id}: its rows from position {start} on have another form")
+        for place, rows in zip(places, arrays, strict=True):
+            place[...] = rows
+        self.filled(layer, start, len(arrays[0]))
 
     def filled(self, layer: int, start: int, num_rows: int) -> None:
         """The rows that ``place_for`` gave a place are there."""
@@ -166,7 +193,7 @@ class PromptJob:
             self._rows(layer).filled[self._part_of(start)] += num_rows
             self._changed.notify_all()
 
-    def exchange(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def exchange(self, layer: int, k: np.ndarray, v: np.ndarray) -> PromptKV:
         """Hand on this part's ``k`` and ``v`` of ``layer``, and wait for what they attend to; see ``Exchange``.
 
         JobCancelledError once the job is not wanted any more.
@@ -176,7 +203,8 @@ class PromptJob:
         prompt = self.prompt
         with self._changed:
             rows = self._rows(layer)
-        rows.k[prompt.start : prompt.end], rows.v[prompt.start : prompt.end] = k, v
+        for place, own in zip(rows.of(prompt.start, prompt.end), (k, v), strict=True):
+            place[...] = own
         self._read_prefix(layer + LAYERS_AHEAD)
         for store in self._stores:
             start, end = max(store.start, prompt.start), min(store.end, prompt.end)
@@ -188,7 +216,7 @@ class PromptJob:
         with self._changed:
             del self._layers[layer]
             self._num_done = layer + 1
-        return rows.k, rows.v
+        return rows.kv
 
     def _hand_on(self, layer: int, rows: LayerRows) -> None:
         """The chain: own rows first, since they are here, then those before them as they come."""
@@ -208,14 +236,14 @@ class PromptJob:
                 self._pass(layer, rows, part)
 
     def _read_prefix(self, layer: int) -> None:
-        if not self._prefix or layer >= len(self._layout.layers):
+        if not self._prefix or layer >= len(self.layout.layers):
             return
         with self._changed:
             rows = self._rows(layer)
         for each in self._prefix:
-            k, v = rows.k[each.start : each.end], rows.v[each.start : each.end]
-            each.read(layer, k, v, partial(self.filled, layer, each.start, len(k)))
-            self.read_bytes += k.nbytes + v.nbytes
+            (stored,) = rows.of(each.start, each.end)
+            each.read(layer, stored, partial(self.filled, layer, each.start, len(stored)))
+            self.read_bytes += stored.nbytes
 
     def _pass(self, layer: int, rows: LayerRows, part: int) -> None:
         if self._send_on is not None:
@@ -223,12 +251,13 @@ class PromptJob:
 
     def _send(self, send: Send, layer: int, rows: LayerRows, first: int, end: int) -> int:
         """Send rows ``first`` to ``end``, if any, in pieces; returns their bytes."""
-        end = max(first, end)
-        step = max(1, KV_BYTES // max(1, rows.k[:1].nbytes))
-        for start in range(first, end, step):
-            piece = slice(start, min(end, start + step))
-            send(layer, start, rows.k[piece], rows.v[piece])
-        return rows.k[first:end].nbytes + rows.v[first:end].nbytes
+        if first >= end:
+            return 0
+        arrays = rows.of(first, end)
+        step = max(1, KV_BYTES // max(1, arrays[0][:1].nbytes))
+        for start in range(0, end - first, step):
+            send(layer, first + start, tuple(each[start : start + step] for each in arrays))
+        return sum(each.nbytes for each in arrays)
 
     def _await(self, rows: LayerRows, part: int) -> None:
         wanted = self._bounds[part + 1] - self._bounds[part]
@@ -240,9 +269,9 @@ class PromptJob:
 
     def _rows(self, layer: int) -> LayerRows:
         if layer not in self._layers:
-            num_rows = self._bounds[-1] if self.prompt.method == "tsp" else self.prompt.end
-            dtype = WIRE_DTYPE[self._layout.model_dtype]
-            self._layers[layer] = LayerRows(self._layout.layers[layer], num_rows, len(self._bounds) - 1, dtype)
+            end = self._bounds[-1] if self.prompt.method == "tsp" else self.prompt.end
+            shape, count = self.layout.layers[layer], len(self._bounds) - 1
+            self._layers[layer] = LayerRows(self.layout, shape, self.prompt.context_len, end, count)
         return self._layers[layer]
 
     def _part_of(self, start: int) -> int:

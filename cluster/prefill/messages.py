@@ -15,7 +15,7 @@ from msgspec import Meta
 from fastdecode.api.settings import split_address
 from fastdecode.cluster.wire.messages import MAX_CORES, MAX_ROWS, Text, decode_json, encode_json
 from fastdecode.core.errors import FrameError
-from fastdecode.core.types import PREFILL_METHODS
+from fastdecode.core.types import ISAS, KV_BITS, PREFILL_METHODS
 
 MAX_PARTS = 1 << 12
 """Prefill workers that share one prompt."""
@@ -49,11 +49,16 @@ class PlacedRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The S-worker that asks for a session; ``model`` identifies the model that both must have."""
+    """The S-worker that asks for a session; ``model`` identifies the model that both must have.
+
+    ``kv_dtype``: what its R-workers' caches store. ``isa``: in whose arithmetic they attend, "auto" where they differ.
+    """
 
     name: Text
     model: Text
     max_model_len: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+    kv_dtype: Annotated[str, Meta(pattern=f"^({'|'.join(KV_BITS)})$")]
+    isa: Annotated[str, Meta(pattern=f"^({'|'.join(('auto', *ISAS))})$")]
 
 
 class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

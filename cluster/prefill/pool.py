@@ -32,7 +32,7 @@ from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal
 from fastdecode.core.errors import BackendError, FrameError, WorkerLostError
 from fastdecode.core.remote_prefill import Prefilled, PrefillOutcomes, RemotePrefill, StoredAt
-from fastdecode.core.types import ITEM_BYTES, WIRE_DTYPE, RWorkerInfo
+from fastdecode.core.types import ITEM_BYTES, WIRE_DTYPE, KVLayout, RWorkerInfo
 
 OPEN_SECONDS = 300.0
 """Most time from HELLO to WELCOME: a prefill worker that starts loads its model first."""
@@ -143,9 +143,9 @@ class PrefillPool:
         self._opened: queue.SimpleQueue[PrefillClient] = queue.SimpleQueue()
         self._logits = (0, np.dtype(np.float32))
 
-    def open(self, model: str, max_model_len: int, vocab_size: int, dtype: str) -> int:
-        self._logits = (vocab_size * ITEM_BYTES[dtype], WIRE_DTYPE[dtype])
-        hello = encode(PrefillHello(process_name(), model, max_model_len))
+    def open(self, model: str, max_model_len: int, vocab_size: int, layout: KVLayout) -> int:
+        self._logits = (vocab_size * ITEM_BYTES[layout.model_dtype], WIRE_DTYPE[layout.model_dtype])
+        hello = encode(PrefillHello(process_name(), model, max_model_len, layout.kv_dtype, layout.isa))
         clients = [client for client in self.clients if client]
         try:
             for client in clients:

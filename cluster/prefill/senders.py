@@ -7,6 +7,7 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,11 +28,36 @@ MOST_REMEMBERED = 64
 OnFailure = Callable[[list[int], Place, str, bool], None]
 """Called with the jobs that cannot send there, the place, why, and whether no job can any more."""
 
-Rows = tuple[int, int, int, np.ndarray, np.ndarray]
-"""Job, layer, first position, k and v."""
 
-Reading = tuple[int, int, tuple[np.ndarray, np.ndarray], Callable[[], None]]
-"""Job, layer, where its k and v go, and what is called once they are there."""
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a layer that are to be sent: (k, v), or (stored,) of a prefix; ``start`` is the first one's position."""
+
+    job_id: int
+    layer: int
+    start: int
+    arrays: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A prefix of a layer that is to be read into ``stored``; then ``when_read`` is called."""
+
+    job_id: int
+    layer: int
+    stored: np.ndarray
+    when_read: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Telling:
+    """``tell`` is to be called once all that was sent of the job is stored."""
+
+    job_id: int
+    tell: Callable[[], None]
+
+
+Item = Rows | Reading | Telling
 
 log = logging.getLogger("fastdecode.prefills.worker")
 
@@ -42,17 +68,17 @@ class Sender:
     def __init__(self, place: Place, security: Security, on_failure: OnFailure) -> None:
         self.place = place
         self._security, self._on_failure = security, on_failure
-        self._queue: queue.SimpleQueue[Rows | Reading | tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._is_closed, self._reason = False, ""
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name=f"send to {place.address}", daemon=True).start()
 
-    def send(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-        """Queue rows ``start`` and on of a layer, [rows, num_kv_heads, …], which must not change any more.
+    def send(self, job_id: int, layer: int, start: int, arrays: tuple[np.ndarray, ...]) -> None:
+        """Queue rows ``start`` and on of a layer, see ``Rows``, which must not change any more.
 
         ConnectionError once the thread has ended.
         """
-        self._put((job_id, layer, start, k, v))
+        self._put(Rows(job_id, layer, start, arrays))
 
     @property
     def has_ended(self) -> bool:
@@ -64,7 +90,7 @@ class Sender:
         self._is_closed = True
         self._queue.put(None)
 
-    def _put(self, item: Rows | Reading | tuple[int, Callable[[], None]]) -> None:
+    def _put(self, item: Item) -> None:
         with self._lock:  # nothing may be queued after the thread has emptied the queue
             if self._reason:
                 raise ConnectionError(f"{self.place.address}: {self._reason}")
@@ -80,7 +106,7 @@ class Sender:
                 self._reason = str(error) or type(error).__name__
             while not self._queue.empty():
                 if item := self._queue.get():
-                    jobs[item[0]] = None
+                    jobs[item.job_id] = None
             if not self._is_closed:
                 log.warning("cannot send to %s: %s", self.place.address, error, exc_info=not known)
                 self._on_failure(list(jobs), self.place, str(error), True)
@@ -98,12 +124,12 @@ class ChainSender(Sender):
         try:
             conversation = Conversation(channel)
             conversation.epoch = self.place.epoch
-            while not self._is_closed and (item := self._queue.get()) is not None and len(item) == 5:
-                job_id, layer, start, k, v = item
-                jobs[job_id] = None
+            while not self._is_closed and isinstance(item := self._queue.get(), Rows):
+                jobs[item.job_id] = None
                 while len(jobs) > MOST_REMEMBERED:
                     del jobs[next(iter(jobs))]
-                conversation.send(Kind.KV, KV_ROWS.pack(job_id, start, len(k)), k, v, layer=layer)
+                head = KV_ROWS.pack(item.job_id, item.start, len(item.arrays[0]))
+                conversation.send(Kind.KV, head, *item.arrays, layer=item.layer)
                 if frame := conversation.receive(0.0):
                     raise ConnectionError(decode_refusal(conversation.body(frame, MAX_JSON_BYTES))[1])
         finally:
@@ -115,7 +141,7 @@ class StoreSender(Sender):
 
     def when_stored(self, job_id: int, tell: Callable[[], None]) -> None:
         """Have the thread call ``tell`` once all that was sent of ``job_id`` is stored."""
-        self._put((job_id, tell))
+        self._put(Telling(job_id, tell))
 
     def _serve(self, jobs: dict[int, None]) -> None:
         waiting: dict[int, Callable[[], None]] = {}
@@ -124,13 +150,13 @@ class StoreSender(Sender):
         try:
             while not self._is_closed:
                 item = self._next(bool(under_way.total()))
-                if item is not None and len(item) == 5:
-                    job_id, layer, start, k, v = item
-                    jobs[job_id] = None
-                    under_way[job_id] += 1
-                    feed.store(job_id, layer, start, k, v)
-                elif item is not None and len(item) == 2:
-                    waiting[item[0]] = item[1]
+                if isinstance(item, Rows):
+                    jobs[item.job_id] = None
+                    under_way[item.job_id] += 1
+                    k, v = item.arrays
+                    feed.store(item.job_id, item.layer, item.start, k, v)
+                elif isinstance(item, Telling):
+                    waiting[item.job_id] = item.tell
                 for stored in feed.poll(0.0):
                     under_way[stored.job_id] -= 1
                     if stored.refusal:
@@ -143,7 +169,7 @@ class StoreSender(Sender):
         finally:
             feed.close()
 
-    def _next(self, is_busy: bool) -> Rows | Reading | tuple[int, Callable[[], None]] | None:
+    def _next(self, is_busy: bool) -> Item | None:
         try:
             return self._queue.get(timeout=POLL_SECONDS if is_busy else None)
         except queue.Empty:
@@ -153,12 +179,12 @@ class StoreSender(Sender):
 class PrefixReader(Sender):
     """From the R-worker that holds the sequence, which sends what the sequence has from before the prompt's parts."""
 
-    def read(self, job_id: int, layer: int, k: np.ndarray, v: np.ndarray, when_read: Callable[[], None]) -> None:
-        """Have the thread fill ``k`` and ``v`` [context_len, num_kv_heads, …] and then call ``when_read``.
+    def read(self, job_id: int, layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
+        """Have the thread fill ``stored``, uint8 [rows, bytes], and then call ``when_read``.
 
         ConnectionError once the thread has ended.
         """
-        self._put((job_id, layer, (k, v), when_read))
+        self._put(Reading(job_id, layer, stored, when_read))
 
     def _serve(self, jobs: dict[int, None]) -> None:
         waiting: deque[tuple[int, Callable[[], None]]] = deque()
@@ -166,11 +192,10 @@ class PrefixReader(Sender):
         try:
             while not self._is_closed:
                 item = self._queue.get() if self._queue.qsize() or not waiting else None
-                if item is not None and len(item) == 4:
-                    job_id, layer, (k, v), when_read = item
-                    waiting.append((job_id, when_read))
-                    jobs[job_id] = None
-                    feed.read(job_id, layer, 0, k, v)
+                if isinstance(item, Reading):
+                    waiting.append((item.job_id, item.when_read))
+                    jobs[item.job_id] = None
+                    feed.read(item.job_id, item.layer, 0, item.stored)
                 for found in feed.poll(0.0 if item else POLL_SECONDS):
                     job_id, when_read = waiting.popleft()
                     if found.refusal:

@@ -7,14 +7,14 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from fastdecode.cluster.links.port import Port, Reader
-from fastdecode.cluster.prefill.jobs import EarlyRows, PromptJob, ReadRange, Send, StoreRange
+from fastdecode.cluster.prefill.jobs import Arrays, EarlyRows, LayerRows, PromptJob, ReadRange, Send, StoreRange
 from fastdecode.cluster.prefill.messages import (
     JOB,
     PREFILLED,
@@ -32,7 +32,7 @@ from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES
 from fastdecode.core.errors import FrameError
-from fastdecode.core.types import WIRE_DTYPE, KVLayout
+from fastdecode.core.types import KVLayout
 
 MOST_ENDED = 1 << 12
 """Jobs that are remembered after their end: what still comes for them is dropped."""
@@ -65,6 +65,7 @@ class PrefillServer:
 
     def __init__(self, model: PrefillModel, security: Security) -> None:
         self.model = model
+        self._layout = model.layout
         self._security = security
         self._port: Port | None = None
         self._peer: bytes | None = None
@@ -150,6 +151,7 @@ class PrefillServer:
             return
         self._drop_peer()
         self._peer, self._serving = identity, hello.name
+        self._layout = replace(self.model.layout, kv_dtype=hello.kv_dtype, isa=hello.isa)
         port.renew_epoch()
         port.look_after(identity, self._drop_peer)
         welcome = PrefillWelcome(
@@ -175,11 +177,9 @@ class PrefillServer:
             raise FrameError(f"PROMPT: job {prompt.job_id} is here already, or one of {MOST_JOBS:,} that wait")
         send_on = partial(self._sender(ChainSender, prompt.next).send, prompt.job_id) if prompt.next else None
         stores, prefix = self._stores(prompt), () if prompt.part else self._prefix(prompt)
-        job = PromptJob(prompt, tokens, self.model.layout, send_on, stores, prefix)
-        for layer, start, k, v in self._early.take(prompt.job_id):
-            for place, rows in zip(job.place_for(layer, start, len(k)), (k, v), strict=True):
-                place[...] = rows
-            job.filled(layer, start, len(k))
+        job = PromptJob(prompt, tokens, self._layout, send_on, stores, prefix)
+        for layer, start, arrays in self._early.take(prompt.job_id):
+            job.take_in(layer, start, arrays)
         self._jobs[prompt.job_id] = job
         try:
             job.begin()
@@ -208,28 +208,28 @@ class PrefillServer:
         job_id, start, num_rows = reader.record(KV_ROWS)
         if job_id in self._ended:
             return
-        k, v = self._place(job_id, frame, start, num_rows)
-        reader.read_into(k)
-        reader.read_into(v)
+        arrays = self._place(job_id, frame, start, num_rows)
+        for each in arrays:
+            reader.read_into(each)
         if job := self._jobs.get(job_id):
             job.filled(frame.layer, start, num_rows)
         else:
-            self._early.keep(job_id, frame.layer, start, k, v)
+            self._early.keep(job_id, frame.layer, start, arrays)
 
-    def _place(self, job_id: int, frame: Frame, start: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    def _place(self, job_id: int, frame: Frame, start: int, num_rows: int) -> Arrays:
         """Where the rows of a KV frame go; FrameError for a frame of other sizes."""
-        layers = self.model.layout.layers
+        layers = self._layout.layers
         if not (frame.layer < len(layers) and start >= 0 and 0 < num_rows <= self.model.max_model_len):
             raise FrameError(f"KV: layer {frame.layer}, {num_rows} rows from position {start}")
-        layer, dtype = layers[frame.layer], WIRE_DTYPE[self.model.layout.model_dtype]
-        dims = layer.key_head_dim, layer.value_head_dim
-        wanted = tuple(num_rows * layer.num_kv_heads * dim * dtype.itemsize for dim in dims)
+        if job := self._jobs.get(job_id):
+            arrays = job.place_for(frame.layer, start, num_rows)
+        else:
+            context_len = 0 if frame.lengths[2] else num_rows  # of a prefix there is one part
+            arrays = LayerRows(self._layout, layers[frame.layer], context_len, num_rows, 0).of(0, num_rows)
+        wanted = (*(each.nbytes for each in arrays), 0)[:2]
         if frame.lengths[1:] != wanted:
             raise FrameError(f"KV: {num_rows} rows of {frame.lengths[1:]} bytes, and they take {wanted}")
-        if job := self._jobs.get(job_id):
-            return job.place_for(frame.layer, start, num_rows)
-        k, v = (np.empty((num_rows, layer.num_kv_heads, dim), dtype) for dim in dims)
-        return k, v
+        return arrays
 
     def _cancel(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         data = reader.body(frame, JOB.size)
@@ -279,9 +279,9 @@ class PrefillServer:
             self.fail(job, f"{place.address}: {reason}")
 
 
-def _counted_from(first: int, send: Callable[[int, int, int, np.ndarray, np.ndarray], None], prompt: Prompt) -> Send:
+def _counted_from(first: int, send: Callable[[int, int, int, Arrays], None], prompt: Prompt) -> Send:
     """``send`` for rows by position in the prompt, at an R-worker that counts from ``first``."""
-    return lambda layer, start, k, v: send(prompt.job_id, layer, start - first, k, v)
+    return lambda layer, start, arrays: send(prompt.job_id, layer, start - first, arrays)
 
 
 def _after(count: int, tell: Callable[[], None]) -> Callable[[], None]:

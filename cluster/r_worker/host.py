@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +21,10 @@ from fastdecode.core.machine import (
     usable_cores,
 )
 from fastdecode.core.types import KVLayout, LayerLayout, WorkerPlan, WorkerReport
+
+
+LAYER_CACHE_BLOCK = 256
+"""Tokens of a block of a cache that holds one layer of one prompt: it makes no difference to a token."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,22 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
     )
     check_isa(worker.isa)
     return worker
+
+
+def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores: tuple[int, ...]) -> _rworker.RWorker:
+    """A cache for ``layout``, that of one layer, and a sequence of ``num_tokens``.
+
+    Where this process does not attend in the arithmetic that ``layout`` names, it does in its own.
+    """
+    if not attends_in(layout.isa):
+        layout = replace(layout, isa="auto")
+    num_bytes = -(-num_tokens // LAYER_CACHE_BLOCK) * block_bytes(layout, LAYER_CACHE_BLOCK)
+    return make_rworker(layout, LAYER_CACHE_BLOCK, RWorkerSize(num_bytes, num_threads, cores))
+
+
+def attends_in(isa: str) -> bool:
+    """Whether this process attends in the arithmetic of ``isa``, one of ``ISAS`` or "auto", if it is asked to."""
+    return isa == "auto" or (has_isa(isa) and forced_isa() in ("auto", isa))
 
 
 def has_isa(isa: str) -> bool:

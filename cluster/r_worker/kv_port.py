@@ -22,10 +22,11 @@ MOST_READ_BYTES = 1 << 21
 
 class RowStore:
     """The rows behind a KV port: those of a KV frame go to a sequence that is incoming, and STORED back; READ
-    is answered with a KV frame of what the sequence has from before."""
+    is answered with a KV frame of what the sequence has from before, as the cache stores it."""
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout) -> None:
         self._worker, self._layers, self._dtype = worker, layout.layers, WIRE_DTYPE[layout.model_dtype]
+        self._stored_bytes = [layer.kv_bytes_per_token(layout.kv_dtype) for layer in layout.layers]
 
     def __call__(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         """See ``Handler``."""
@@ -52,12 +53,11 @@ class RowStore:
         job_id, start, num_rows = reader.record(KV_ROWS)
         if frame.layer >= len(self._layers):
             raise FrameError(f"READ: layer is {frame.layer}; there are {len(self._layers)}")
-        layer = self._layers[frame.layer]
-        row_bytes = layer.num_kv_heads * (layer.key_head_dim + layer.value_head_dim) * self._dtype.itemsize
+        row_bytes = self._stored_bytes[frame.layer]
         if not 0 < num_rows <= max(1, MOST_READ_BYTES // row_bytes):
             raise FrameError(f"READ: {num_rows} rows; of {row_bytes:,} bytes each, {MOST_READ_BYTES:,} at most")
-        k, v = self._worker.read_prefix(job_id, frame.layer, start, num_rows)
-        port.send(identity, Kind.KV, KV_ROWS.pack(job_id, start, num_rows), k, v, layer=frame.layer)
+        stored = self._worker.read_prefix(job_id, frame.layer, start, num_rows)
+        port.send(identity, Kind.KV, KV_ROWS.pack(job_id, start, num_rows), stored, layer=frame.layer)
 
 
 class KvPort:

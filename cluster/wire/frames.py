@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 7
+VERSION = 8
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -59,7 +59,7 @@ class Kind(IntEnum):
     CHALLENGED = 22  # R: its nonce and its proof
     PROOF = 23  # S: its proof
     PROVEN = 24  # R: HELLO may come
-    KV = 25  # prefill worker, to a port, or R, asked for a prefix: job, first token, rows; k and v of a layer
+    KV = 25  # prefill worker, to a port: job, first token, rows; k and v of a layer. R: a prefix as it is stored
     STORED = 26  # R, from its KV port: job, layer, first token, rows
     PROMPT = 27  # S, to a prefill worker: a part of a prompt (JSON), and its tokens
     PREFILLED = 28  # P (a prefill worker): its part is computed and stored; seconds, bytes sent, logits

@@ -94,10 +94,11 @@ class AttentionBackend(Protocol):
 class PrefillBackend(Protocol):
     """The prefill workers of an engine, by number; called from one thread. One that is lost leaves the others going."""
 
-    def open(self, model: str, max_model_len: int, vocab_size: int, dtype: str) -> int:
+    def open(self, model: str, max_model_len: int, vocab_size: int, layout: KVLayout) -> int:
         """Open a session with each and return how many there are.
 
-        BackendError where one refuses, or does not have the model that ``model`` identifies. ``dtype``: the model's.
+        BackendError where one refuses, or does not have the model that ``model`` identifies. ``layout``: the model's,
+        with the dtype of the R-workers' caches, and the arithmetic in which they attend ("auto" where they differ).
         """
         ...
 

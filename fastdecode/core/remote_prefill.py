@@ -8,6 +8,19 @@ from typing import NamedTuple
 import numpy as np
 
 
+class PromptKV(NamedTuple):
+    """Keys and values of one layer, which the rows of a part attend to: those of a prompt from position 0 on.
+
+    ``prefix``: uint8 [context_len, bytes], the tokens that R-workers had before, as their caches store them (see
+    ``_rworker.RWorker.export``). ``k`` and ``v`` [rows, num_kv_heads, …]: those after it, in the model's dtype as numpy
+    carries it.
+    """
+
+    prefix: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+
 @dataclass(frozen=True)
 class PrefillPart:
     """Tokens ``start`` to ``end`` of a prompt, which prefill worker ``worker`` computes."""

@@ -16,7 +16,7 @@ from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.stages import MeasuredSPart
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 from fastdecode.sworker import SModel, SWorker
-from fastdecode.sworker.prefill_part import attention_pair_seconds
+from fastdecode.sworker.part_attention import MakeCache, StoredAttention, TorchAttention, attention_pair_seconds
 
 TIMED_TOKENS = 256
 """Of the prompts that are timed at the start, on the S-worker."""
@@ -27,10 +27,18 @@ with the S-worker, whose R-worker has that prefix."""
 
 
 def make_prefill_policy(
-    config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo], num_workers: int
+    config: EngineConfig,
+    model: SModel,
+    s_worker: SWorker,
+    r_workers: Sequence[RWorkerInfo],
+    num_workers: int,
+    make_cache: MakeCache,
 ) -> PrefillPolicy:
-    """What decides which of ``num_workers`` prefill workers compute a prompt, or that the S-worker does."""
-    here = timed_prefill_model(config, model, s_worker, r_workers)
+    """What decides which of ``num_workers`` prefill workers compute a prompt, or that the S-worker does.
+
+    ``make_cache``: makes caches of 2 * TIMED_ROWS tokens on the S-worker's threads.
+    """
+    here = timed_prefill_model(config, model, s_worker, r_workers, make_cache)
     profile = load_profile(config.profile) if config.profile else None
     if profile and profile.prefill:
         forecast = measured_forecast(profile, num_workers, config.prefill_parallel)
@@ -41,18 +49,27 @@ def make_prefill_policy(
 
 
 def timed_prefill_model(
-    config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo]
+    config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo], make_cache: MakeCache
 ) -> PrefillTimes:
     """The S-worker as a prefill worker: its products as a short prompt takes them, and its attention."""
     layout = model.layout
     room = min(worker.num_blocks for worker in r_workers) * config.block_size
     num_tokens = min(TIMED_TOKENS, model.max_model_len, room, config.max_num_batched_tokens)
     seconds = profile_steps(s_worker, len(r_workers), num_tokens)(num_tokens, 0) / len(layout.layers)
-    attention = PromptAttentionTimes(attention_pair_seconds(model.model, layout), TILE_ROWS)
+    attention = PromptAttentionTimes(_pair_seconds(model, make_cache), TILE_ROWS)
     per_row = max(seconds - attention.seconds(num_tokens, 0), seconds / 2) / num_tokens
     elements = max(layer.kv_elements_per_token for layer in layout.layers)
     s_part = MeasuredSPart((1, MANY_ROWS), (per_row, per_row * MANY_ROWS), (0.0, 0.0))
     return PrefillTimes(len(layout.layers), s_part, attention, elements * ITEM_BYTES[layout.model_dtype])
+
+
+def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
+    """Of the attention of prompts' parts."""
+    attention = (TorchAttention if model.on_gpu else StoredAttention)(model.layout, make_cache)
+    try:
+        return attention_pair_seconds(attention, model.layout, next(model.model.parameters()).device)
+    finally:
+        attention.close()
 
 
 def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:

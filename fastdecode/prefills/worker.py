@@ -9,12 +9,16 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.prefill.jobs import JobCancelledError, PromptJob
 from fastdecode.cluster.prefill.server import PrefillModel, PrefillServer
+from fastdecode.cluster.r_worker.host import attends_in, make_layer_cache
 from fastdecode.cluster.wire.handshake import Security
+from fastdecode.core.types import KVLayout
 from fastdecode.sworker import SModel, set_threads
+from fastdecode.sworker.part_attention import PartAttention, StoredAttention, TorchAttention
 from fastdecode.sworker.prefill_part import compute_part
 
 TICK_SECONDS = 0.2
@@ -30,6 +34,9 @@ class PrefillWorker:
         """Load the model that ``config`` names; the process must be bound to ``cores`` already."""
         set_threads(num_threads)
         self._s_model = SModel(replace(config, skip_tokenizer_init=True))
+        self._num_threads, self._cores = num_threads, cores
+        self._attention: PartAttention | None = None
+        self._attends_as: tuple[KVLayout, bool] | None = None
         model = self._s_model
         self._server = PrefillServer(
             PrefillModel(
@@ -58,13 +65,15 @@ class PrefillWorker:
                 between_prompts(self._server.is_free)
         finally:
             self._server.close()
+            if self._attention:
+                self._attention.close()
 
     def _compute(self, job: PromptJob) -> None:
         start, prompt = time.perf_counter(), job.prompt
         try:
             logits = compute_part(
                 self._s_model.model,
-                self._s_model.layout,
+                self._attention_for(job),
                 job.token_ids.tolist(),
                 prompt.start,
                 prompt.is_last,
@@ -76,3 +85,22 @@ class PrefillWorker:
         except (RuntimeError, MemoryError, ConnectionError) as error:  # torch raises RuntimeError without memory
             logger.warning("job %d failed: %s", prompt.job_id, error)
             self._server.fail(job, str(error).splitlines()[0] if str(error) else type(error).__name__)
+
+    def _attention_for(self, job: PromptJob) -> PartAttention:
+        """Over keys and values as the S-worker's R-workers store them.
+
+        By torch on a GPU, and where all parts gather all: that is a comparison with code that knows no causality.
+        """
+        wanted = job.layout, self._s_model.on_gpu or job.prompt.method == "tsp"
+        if self._attention is None or self._attends_as != wanted:
+            if self._attention:
+                self._attention.close()
+            self._attention, self._attends_as = self._make_attention(*wanted), wanted
+        return self._attention
+
+    def _make_attention(self, layout: KVLayout, by_torch: bool) -> PartAttention:
+        if not by_torch and not attends_in(layout.isa):
+            logger.warning("R-workers attend in %s arithmetic, which this process lacks: tokens may differ", layout.isa)
+        longest, threads, cores = self._s_model.max_model_len, self._num_threads, self._cores
+        make_cache = partial(make_layer_cache, num_tokens=longest, num_threads=threads, cores=cores)
+        return (TorchAttention if by_torch else StoredAttention)(layout, make_cache)

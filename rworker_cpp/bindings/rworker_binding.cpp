@@ -245,24 +245,20 @@ void PyRWorker::store(std::int64_t job_id, std::int64_t layer, std::int64_t star
     open->store(job_id, layer, rows);
 }
 
-py::tuple PyRWorker::read_prefix(std::int64_t job_id, std::int64_t layer, std::int64_t start,
-                                 std::int64_t num_rows) const {
+py::array_t<std::uint8_t> PyRWorker::read_prefix(std::int64_t job_id, std::int64_t layer, std::int64_t start,
+                                                 std::int64_t num_rows) const {
     const std::shared_ptr<rworker::Worker> open = shared_worker();
     {
         const py::gil_scoped_release unlocked;
         open->cache().check_read(job_id, layer, start, num_rows);
     }
-    const LayerSpec& spec = open->cache().layers()[layer];
-    const bool is_float = open->model_dtype() == DType::float32;
-    const py::dtype dtype = is_float ? py::dtype::of<float>() : py::dtype::of<std::uint16_t>();
-    py::array k(dtype, {num_rows, spec.num_kv_heads, spec.key_dim});
-    py::array v(dtype, {num_rows, spec.num_kv_heads, spec.value_dim});
-    const rworker::OutgoingRows rows{k.mutable_data(), v.mutable_data(), start, num_rows, open->model_dtype()};
+    py::array_t<std::uint8_t> data({num_rows, open->cache().token_bytes(layer)});
+    const rworker::OutgoingRows rows{data.mutable_data(), start, num_rows};
     {
         const py::gil_scoped_release unlocked;
         open->read_prefix(job_id, layer, rows);
     }
-    return py::make_tuple(k, v);
+    return data;
 }
 
 py::dict PyRWorker::statistics() const {

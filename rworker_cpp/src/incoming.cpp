@@ -83,6 +83,7 @@ void Incoming::check_read(std::int64_t layer, std::int64_t start, std::int64_t n
 }
 
 std::int64_t Incoming::length_seen(std::int64_t layer) const {
+    if (begin_ == end_) return end_;
     const std::int64_t tile = begin_ / kTileTokens;
     const auto [first, last] = tokens_of(tile);
     const std::uint16_t all = token_bits(tile * kTileTokens, first, last);
@@ -122,7 +123,7 @@ void KVCache::reserve(const Control& control) {
     const auto found = sequences_.find(control.sequence_id);
     const std::int64_t length = found == sequences_.end() ? 0 : found->second.length;
     if (found != sequences_.end() && found->second.job_id) throw Error(name + " is incoming already");
-    if (control.num_tokens <= length)
+    if (control.num_tokens < std::max<std::int64_t>(length, 1))
         throw Error(name + ": num_tokens is " + std::to_string(control.num_tokens) + ", but it holds " +
                     std::to_string(length) + " tokens");
     if (control.num_tokens > pool_.num_blocks() * block_size_)
@@ -179,7 +180,7 @@ void KVCache::check_read(std::int64_t job_id, std::int64_t layer, std::int64_t s
     incoming(job_id).check_read(layer, start, num_rows);
 }
 
-/// Rows of which one slice is stored or read at a time.
+/// Rows of which one slice is stored at a time.
 std::int64_t KVCache::slice_rows(std::int64_t layer, DType dtype) const {
     const RowBytes bytes(layers_[layer], dtype);
     return std::max<std::int64_t>(kSliceBytes / (bytes.keys + bytes.values), kTileTokens);
@@ -192,7 +193,7 @@ std::lock_guard<std::mutex> KVCache::let_controls_go_first() const {
 
 void KVCache::read_prefix(std::int64_t job_id, std::int64_t layer, const OutgoingRows& rows) const {
     check_read(job_id, layer, rows.start, rows.num_rows);
-    const std::int64_t most = slice_rows(layer, rows.dtype);
+    const std::int64_t most = std::max<std::int64_t>(kSliceBytes / token_bytes(layer), kTileTokens);
     for (std::int64_t start = rows.start; start < rows.end(); start += most) {
         const std::lock_guard<std::mutex> lock = let_controls_go_first();
         read_slice(incoming(job_id), layer, rows, start, std::min(start + most, rows.end()));

@@ -1,5 +1,5 @@
-// A sequence token by token: as floats, as the model's rows, and as bytes that are the same whatever the block size and
-// instruction set, which is how it moves between caches.
+// A sequence token by token: as floats, and as bytes that are the same whatever the block size and instruction set,
+// which is how it moves between caches.
 #include <cstring>
 #include <string>
 
@@ -25,9 +25,11 @@ void require_of_import(bool holds, const std::string& message) {
 
 std::int64_t KVCache::sequence_bytes(std::int64_t num_tokens) const {
     std::int64_t bytes = 0;
-    for (const LayerSpec& layer : layers_) bytes += num_tokens * TokenCodec(dtype_, layer).token_bytes();
+    for (std::int64_t layer = 0; layer < std::int64_t(layers_.size()); ++layer) bytes += num_tokens * token_bytes(layer);
     return bytes;
 }
+
+std::int64_t KVCache::token_bytes(std::int64_t layer) const { return TokenCodec(dtype_, layers_[layer]).token_bytes(); }
 
 /// Calls f(position, KV head, where the token lies) for the committed tokens [start, end).
 template <class F>
@@ -56,16 +58,15 @@ void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* k
 /// Rows [start, end) of `rows`, which reach beyond them.
 void KVCache::read_slice(const Incoming& job, std::int64_t layer, const OutgoingRows& rows, std::int64_t start,
                          std::int64_t end) const {
-    const LayerSpec& spec = layers_[layer];
-    const TokenCodec codec(dtype_, spec);
-    const std::int64_t length = job.length_seen(layer), item = item_bytes(rows.dtype);
-    for (std::int64_t head = 0; head < spec.num_kv_heads; ++head) {
+    const TokenCodec codec(dtype_, layers_[layer]);
+    const std::int64_t length = job.length_seen(layer), heads = layers_[layer].num_kv_heads;
+    for (std::int64_t head = 0; head < heads; ++head) {
         const HeadView head_view = view(layer, head, job.blocks().data());
         for (std::int64_t position = start; position < end; ++position) {
             const TokenPlace place = place_of(head_view, position, length);
-            const std::int64_t row = (position - rows.start) * spec.num_kv_heads + head;
-            codec.read_key_as(rows.dtype, place, static_cast<std::uint8_t*>(rows.keys) + row * spec.key_dim * item);
-            codec.read_value_as(rows.dtype, place, static_cast<std::uint8_t*>(rows.values) + row * spec.value_dim * item);
+            std::uint8_t* const token = rows.bytes + (position - rows.start) * codec.token_bytes();
+            codec.read_key(place, token + head * codec.key_bytes());
+            codec.read_value(place, token + heads * codec.key_bytes() + head * codec.value_bytes());
         }
     }
 }

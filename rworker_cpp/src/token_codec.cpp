@@ -3,8 +3,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "kernels/lanes_scalar.hpp"
-
 namespace rworker {
 namespace {
 
@@ -104,47 +102,6 @@ void write_row(DType dtype, std::uint8_t* tile, const RowPlace& place, std::int6
         std::memcpy(tile + scale_place(word, token), data + elements + word * 4, 4);
 }
 
-float half_at(const std::uint8_t* data) {
-    std::uint16_t bits;
-    std::memcpy(&bits, data, 2);
-    return Scalar::load_half(&bits);
-}
-
-float bfloat_at(const std::uint8_t* data) {
-    std::uint16_t bits;
-    std::memcpy(&bits, data, 2);
-    return Scalar::load_bfloat(&bits);
-}
-
-/// `row` as read_row leaves it, to floats.
-void dequantise(DType dtype, const std::uint8_t* row, std::int64_t dim, float* floats) {
-    const std::uint8_t* const scales = row + elements_bytes(dtype, dim);
-    if (dtype == DType::float32) std::memcpy(floats, row, dim * sizeof(float));
-    if (dtype == DType::float16)
-        for (std::int64_t d = 0; d < dim; ++d) floats[d] = half_at(row + 2 * d);
-    if (dtype == DType::bfloat16)
-        for (std::int64_t d = 0; d < dim; ++d) floats[d] = bfloat_at(row + 2 * d);
-    if (dtype == DType::int8) {
-        float scale;
-        std::memcpy(&scale, scales, sizeof(scale));
-        for (std::int64_t d = 0; d < dim; ++d) floats[d] = scale * float(int(row[d]) - 128);
-    }
-    if (dtype != DType::int4) return;
-    for (std::int64_t d = 0; d < dim; ++d) {
-        const std::uint8_t* const terms = scales + d / kGroupDims * 4;
-        floats[d] = bfloat_at(terms + 2) + bfloat_at(terms) * float(row[d / 2] >> d % 2 * 4 & 15);
-    }
-}
-
-void narrow(DType dtype, const float* floats, std::int64_t dim, void* out) {
-    std::uint16_t* const bits = static_cast<std::uint16_t*>(out);
-    if (dtype == DType::float32) std::memcpy(out, floats, dim * sizeof(float));
-    if (dtype == DType::float16)
-        for (std::int64_t d = 0; d < dim; ++d) Scalar::store_half(bits + d, floats[d]);
-    if (dtype == DType::bfloat16)
-        for (std::int64_t d = 0; d < dim; ++d) Scalar::store_bfloat(bits + d, floats[d]);
-}
-
 }  // namespace
 
 std::int64_t TokenCodec::row_bytes(std::int64_t dim) const {
@@ -159,26 +116,6 @@ void TokenCodec::read_key(const TokenPlace& place, std::uint8_t* out) const {
 void TokenCodec::read_value(const TokenPlace& place, std::uint8_t* out) const {
     const RowPlace row = value_place(dtype_, place.token, layer_.value_dim);
     read_row(dtype_, place.value_tile, row, place.token, layer_.value_dim, out);
-}
-
-void TokenCodec::read_key_as(DType dtype, const TokenPlace& place, void* out) const {
-    const RowPlace row = key_place(dtype_, place.key_order, place.token, layer_.key_dim);
-    read_row_as(dtype, place.key_tile, row, place.token, layer_.key_dim, out);
-}
-
-void TokenCodec::read_value_as(DType dtype, const TokenPlace& place, void* out) const {
-    const RowPlace row = value_place(dtype_, place.token, layer_.value_dim);
-    read_row_as(dtype, place.value_tile, row, place.token, layer_.value_dim, out);
-}
-
-void TokenCodec::read_row_as(DType dtype, const std::uint8_t* tile, const RowPlace& row, std::int64_t token,
-                             std::int64_t dim, void* out) const {
-    if (dtype == dtype_) return read_row(dtype_, tile, row, token, dim, static_cast<std::uint8_t*>(out));
-    alignas(8) std::uint8_t stored[kMaxHeadDim * sizeof(float)];  // scales of smaller elements fit too
-    float floats[kMaxHeadDim];
-    read_row(dtype_, tile, row, token, dim, stored);
-    dequantise(dtype_, stored, dim, floats);
-    narrow(dtype, floats, dim, out);
 }
 
 void TokenCodec::write_key(const TokenPlace& place, const std::uint8_t* data) const {

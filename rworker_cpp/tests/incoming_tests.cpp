@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <cmath>
 #include <thread>
 #include <vector>
 
@@ -62,18 +61,18 @@ std::vector<std::uint8_t> exported(const Worker& worker, std::int64_t sequence_i
     return bytes;
 }
 
-/// What the prefix of an incoming sequence should read as: the oracle's floats.
+/// The prefix of an incoming sequence reads as what its source exports.
 void check_prefix(const Worker& worker, std::int64_t job_id, std::int64_t source_id, std::int64_t context) {
-    const std::int64_t length = worker.cache().sequence(source_id).length;
-    std::vector<float> keys(length * kKvHeads * kKeyDim), values(length * kKvHeads * kValueDim);
-    for (std::int64_t layer = 0; layer < kLayers; ++layer) {
-        worker.cache().read_tokens(source_id, layer, keys.data(), values.data());
-        for (const std::int64_t start : {std::int64_t(0), context / 3, context - 1}) {
-            std::vector<float> k((context - start) * kKvHeads * kKeyDim), v((context - start) * kKvHeads * kValueDim);
-            worker.read_prefix(job_id, layer, {k.data(), v.data(), start, context - start, DType::float32});
-            CHECK(std::equal(k.begin(), k.end(), keys.begin() + start * kKvHeads * kKeyDim));
-            CHECK(std::equal(v.begin(), v.end(), values.begin() + start * kKvHeads * kValueDim));
+    for (const std::int64_t start : {std::int64_t(0), context / 3, context - 1}) {
+        const std::int64_t num_tokens = context - start;
+        std::vector<std::uint8_t> wanted(worker.export_bytes(source_id, start, num_tokens)), found;
+        worker.export_sequence(source_id, start, num_tokens, wanted.data());
+        for (std::int64_t layer = 0; layer < kLayers; ++layer) {
+            std::vector<std::uint8_t> bytes(num_tokens * worker.cache().token_bytes(layer));
+            worker.read_prefix(job_id, layer, {bytes.data(), start, num_tokens});
+            found.insert(found.end(), bytes.begin(), bytes.end());
         }
+        CHECK(found == wanted);
     }
 }
 
@@ -159,32 +158,23 @@ void test_what_is_refused() {
     CHECK_THROWS(worker.cache().check_read(9, 0, 0, 40), UnknownSequence);
 }
 
-float half(std::uint16_t bits) {
-    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    const float magnitude = exponent ? std::ldexp(float(1024 + mantissa), exponent - 25) : std::ldexp(float(mantissa), -24);
-    return bits & 0x8000 ? -magnitude : magnitude;
-}
-
-/// 16-bit models: stored bits as they are, and codes rounded to nearest even.
-void test_prefix_in_the_models_dtype() {
-    for (const DType model : {DType::float16, DType::bfloat16})
-        for (const DType stored : {DType::float32, DType::float16, DType::bfloat16, DType::int8, DType::int4}) {
-            Worker worker = make_worker(stored);
-            append(worker, 1, {Data(100, 1), Data(100, 2)}, 0, 100);
-            control(worker, {{Verb::fork, 2, 1, 40}, {Verb::reserve, 2, 7, 100}});
-            std::vector<float> keys(100 * kKvHeads * kKeyDim), values(100 * kKvHeads * kValueDim);
-            worker.cache().read_tokens(1, 1, keys.data(), values.data());
-            std::vector<std::uint16_t> k(40 * kKvHeads * kKeyDim), v(40 * kKvHeads * kValueDim);
-            worker.read_prefix(7, 1, {k.data(), v.data(), 0, 40, model});
-            const auto near = [&](std::uint16_t bits, float wanted) {
-                const float found =
-                    model == DType::float16 ? half(bits) : std::bit_cast<float>(std::uint32_t(bits) << 16);
-                const float step = std::ldexp(std::fabs(wanted), model == DType::float16 ? -11 : -8);
-                return std::fabs(found - wanted) <= step + 1e-7f && (model != stored || found == wanted);
-            };
-            for (std::size_t i = 0; i < k.size(); ++i) CHECK(near(k[i], keys[i]));
-            for (std::size_t i = 0; i < v.size(); ++i) CHECK(near(v[i], values[i]));
-        }
+/// A job that stores nothing: what it reserved serves its prefix, and is as it was once that is over.
+void test_a_holder_of_the_prefix_alone() {
+    for (const std::int64_t length : {32, 40, 64}) {
+        Worker worker = make_worker(DType::int8);
+        append(worker, 1, {Data(100, 1), Data(100, 2)}, 0, 100);
+        control(worker, {{Verb::fork, 2, 1, length}});
+        const std::vector<std::uint8_t> before = exported(worker, 2);
+        control(worker, {{Verb::reserve, 2, 7, length}});
+        check_prefix(worker, 7, 1, length);
+        CHECK_THROWS(worker.cache().check_store(7, 0, length, 1), Error);
+        CHECK_THROWS(worker.cache().check_store(7, 0, length - 1, 1), Error);
+        control(worker, {{Verb::commit, 2, 7, length}});
+        CHECK(exported(worker, 2) == before && worker.statistics().incoming == 0);
+        control(worker, {{Verb::reserve, 2, 8, length}});
+        control(worker, {{Verb::release, 2, 0, 0}});
+        CHECK(worker.statistics().incoming == 0);
+    }
 }
 
 /// One thread reads prefix after prefix, and every third sequence is released meanwhile; the other takes steps, lets the
@@ -196,16 +186,15 @@ void test_reads_beside_steps() {
     std::atomic<bool> is_right = true;
     const auto value_of = [](std::int64_t job) { return float(job % 100 + 1); };  // exact in bfloat16
     std::thread prefill([&] {
-        std::vector<float> k(context * kKvHeads * kKeyDim), v(context * kKvHeads * kValueDim);
+        std::vector<std::uint16_t> rows(context * kKvHeads * (kKeyDim + kValueDim));
         for (std::int64_t job = 0; job < jobs; ++job) {
             while (reserved.load() <= job) std::this_thread::yield();
             try {
                 for (std::int64_t round = 0; round < 4; ++round)
                     for (std::int64_t layer = 0; layer < kLayers; ++layer) {
-                        worker.read_prefix(job, layer, {k.data(), v.data(), 0, context, DType::float32});
-                        for (const std::vector<float>* rows : {&k, &v})
-                            for (const float x : *rows)
-                                if (x != value_of(job)) is_right = false;
+                        worker.read_prefix(job, layer, {reinterpret_cast<std::uint8_t*>(rows.data()), 0, context});
+                        for (const std::uint16_t bits : rows)
+                            if (std::bit_cast<float>(std::uint32_t(bits) << 16) != value_of(job)) is_right = false;
                     }
             } catch (const UnknownSequence&) {  // released
             }
@@ -283,6 +272,6 @@ void run_incoming_tests() {
     test_stored_is_appended();
     test_what_is_refused();
     test_stores_beside_steps();
-    test_prefix_in_the_models_dtype();
+    test_a_holder_of_the_prefix_alone();
     test_reads_beside_steps();
 }

@@ -24,9 +24,9 @@ class _End(Exception):
 
 
 @contextlib.contextmanager
-def threads(folder: Path, count: int, security: Security = NO_KEY) -> Iterator[str]:
+def threads(folder: Path, count: int, security: Security = NO_KEY, dtype: str = "auto") -> Iterator[str]:
     """``count`` workers with models of their own; their addresses as ``--prefill-workers`` takes them."""
-    config = EngineConfig(model=str(folder), device="cpu", max_model_len=512)
+    config = EngineConfig(model=str(folder), device="cpu", max_model_len=512, dtype=dtype)
     workers = [PrefillWorker(config, 1, (0,), security) for _ in range(count)]
     ended = threading.Event()
 

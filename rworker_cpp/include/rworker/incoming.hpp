@@ -20,11 +20,10 @@ struct IncomingRows {
     std::int64_t end() const { return start + num_rows; }
 };
 
-/// Where rows of one layer go, in the same order.
+/// Where stored tokens of one layer go, as `KVCache::export_sequence` writes them; the first is the token at `start`.
 struct OutgoingRows {
-    void *keys, *values;
+    std::uint8_t* bytes;
     std::int64_t start, num_rows;
-    DType dtype;
 
     std::int64_t end() const { return start + num_rows; }
 };

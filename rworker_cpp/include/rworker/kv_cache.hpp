@@ -65,7 +65,7 @@ class KVCache {
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, AppendKernel append);
     /// The same for reading what an incoming sequence has from before: tokens of the one it was forked from.
     void check_read(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
-    /// Read such rows, dequantised. Controls wait and end it as they do a `store`.
+    /// Read such rows as they are stored. Controls wait and end it as they do a `store`.
     void read_prefix(std::int64_t job_id, std::int64_t layer, const OutgoingRows& rows) const;
     std::int64_t num_incoming() const;
 
@@ -76,6 +76,8 @@ class KVCache {
     /// Bytes that `export_sequence` writes of a sequence of that length: for each layer, for each token, keys
     /// [num_kv_heads, key_dim] and then values [num_kv_heads, value_dim], as stored (see TokenCodec).
     std::int64_t sequence_bytes(std::int64_t num_tokens) const;
+    /// Of one token in one layer.
+    std::int64_t token_bytes(std::int64_t layer) const;
     /// `num_tokens` committed tokens of a sequence from token `start` on.
     void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
     /// Error unless the sequence has these tokens.

@@ -27,17 +27,12 @@ class TokenCodec {
 
     void read_key(const TokenPlace& place, std::uint8_t* out) const;
     void read_value(const TokenPlace& place, std::uint8_t* out) const;
-    /// The elements in `dtype`, a floating-point one: dequantised, and rounded to nearest even where it is narrower.
-    void read_key_as(DType dtype, const TokenPlace& place, void* out) const;
-    void read_value_as(DType dtype, const TokenPlace& place, void* out) const;
     /// Padding stays as it is: zeros, in a block that was cleared.
     void write_key(const TokenPlace& place, const std::uint8_t* data) const;
     void write_value(const TokenPlace& place, const std::uint8_t* data) const;
 
   private:
     std::int64_t row_bytes(std::int64_t dim) const;
-    void read_row_as(DType dtype, const std::uint8_t* tile, const RowPlace& row, std::int64_t token, std::int64_t dim,
-                     void* out) const;
 
     DType dtype_;
     const LayerSpec& layer_;
