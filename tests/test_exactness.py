@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
+
+pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
 
@@ -29,32 +32,43 @@ def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
+def made(folder: Path, **settings: Any) -> LLM:
+    """The model with one thread of each kind, unless ``settings`` say otherwise."""
+    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "256MiB"}
+    return LLM(str(folder), **{**defaults, "s_threads": 1, "r_threads": 1, **settings})
+
+
+def generated(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Token ids of every prompt, and the check that nothing stays behind."""
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    assert_nothing_held(llm.engine)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 def generate(
     folder: Path, prompts: list[list[int]], params: SamplingParams = GREEDY, **settings: Any
 ) -> list[list[int]]:
-    """Token ids of every prompt, and the check that nothing stays behind."""
-    defaults = {
-        "device": "cpu",
-        "skip_tokenizer_init": True,
-        "max_model_len": 512,
-        "kv_cache_memory": "256MiB",
-        "s_threads": 1,
-        "r_threads": 1,
-    }
-    with LLM(str(folder), **{**defaults, **settings}) as llm:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        assert_nothing_held(llm.engine)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+    """The same of an engine of its own."""
+    with made(folder, **settings) as llm:
+        return generated(llm, prompts, params)
+
+
+def reschedule(llm: LLM, **limits: Any) -> None:
+    """Have an engine that holds nothing go on within other limits."""
+    scheduler = llm.engine.scheduler
+    llm.engine.replace_scheduler(scheduler.with_limits(replace(scheduler.limits, **limits)))
 
 
 @pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
 def test_every_architecture_matches_generate(name: str, zoo_folder: Any) -> None:
     """All prompts in one batch, with 1, 2 and 3 mini-batches; the prompts attend on the S-worker too."""
     expected = [list(tokens) for tokens in model_zoo.reference(name).tokens]
-    for num_mini_batches, scratch in ((1, None), (2, "64MiB"), (3, None)):
-        settings = {"num_mini_batches": num_mini_batches, "prefill_scratch": scratch}
-        tokens = generate(zoo_folder(name), model_zoo.prompts(name), **settings)
-        assert tokens == expected, settings
+    with made(zoo_folder(name), prefill_scratch="64MiB") as llm:
+        room = llm.engine.scheduler.limits.scratch_tokens
+        assert room > max(map(len, model_zoo.prompts(name)))
+        for num_mini_batches, scratch_tokens in ((2, room), (1, 0), (3, 0)):
+            reschedule(llm, num_mini_batches=num_mini_batches, scratch_tokens=scratch_tokens)
+            assert generated(llm, model_zoo.prompts(name)) == expected, (num_mini_batches, scratch_tokens)
 
 
 VARIATIONS: dict[str, dict[str, Any]] = {
@@ -142,28 +156,32 @@ def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any) -> 
 def test_every_architecture_matches_with_drafts(name: str, zoo_folder: Any) -> None:
     """Right drafts and wrong ones, from 1 to 8 of them, over 1 to 3 mini-batches and R-workers."""
     number = list(model_zoo.ARCHITECTURES).index(name)
-    check_drafts(name, zoo_folder(name), 1 + number % 8, num_mini_batches=1 + number % 3, r_workers=1 + number // 3 % 3)
+    num_drafts, r_workers = 1 + number % 8, 1 + number // 3 % 3
+    with drafting(zoo_folder(name), num_drafts, num_mini_batches=1 + number % 3, r_workers=r_workers) as llm:
+        check_drafts(name, llm, num_drafts)
 
 
-@pytest.mark.parametrize("num_drafts", range(1, 9))
-def test_any_number_of_drafts(num_drafts: int, zoo_folder: Any) -> None:
-    check_drafts("llama-gqa", zoo_folder("llama-gqa"), num_drafts, num_mini_batches=2, r_workers=2)
+def test_any_number_of_drafts(zoo_folder: Any) -> None:
+    with drafting(zoo_folder("llama-gqa"), num_drafts=8, num_mini_batches=2, r_workers=2) as llm:
+        for num_drafts in range(8, 0, -1):
+            reschedule(llm, num_speculative_tokens=num_drafts)
+            check_drafts("llama-gqa", llm, num_drafts)
 
 
-def check_drafts(name: str, folder: Path, num_drafts: int, num_mini_batches: int, r_workers: int) -> None:
+def drafting(folder: Path, num_drafts: int, num_mini_batches: int, r_workers: int) -> LLM:
+    """An engine that may draft so many tokens; check_drafts has others guess them than n-grams."""
+    speculative_config = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    return made(
+        folder, kv_cache_memory="64MiB", num_mini_batches=num_mini_batches, r_workers=f"inproc:{r_workers}",
+        block_size=16, speculative_config=speculative_config,
+    )  # fmt: skip
+
+
+def check_drafts(name: str, llm: LLM, num_drafts: int) -> None:
     """Tokens equal transformers' though three in ten drafts are wrong."""
     prompts, expected = model_zoo.prompts(name), [list(tokens) for tokens in model_zoo.reference(name).tokens]
-    drafter = Clairvoyant(dict(zip(map(tuple, prompts), expected, strict=True)), error=0.3)
-    settings = {"num_mini_batches": num_mini_batches, "r_workers": f"inproc:{r_workers}", "block_size": 16}
-    settings |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": num_drafts}}
-    with LLM(
-        str(folder), skip_tokenizer_init=True, max_model_len=512, kv_cache_memory="64MiB", s_threads=1, r_threads=1,
-        **settings,
-    ) as llm:  # fmt: skip
-        always_draft(llm.engine, drafter)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
-        counts = llm.engine.scheduler.statistics.drafts
-        assert_nothing_held(llm.engine)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    always_draft(llm.engine, Clairvoyant(dict(zip(map(tuple, prompts), expected, strict=True)), error=0.3))
+    assert generated(llm, prompts) == expected
+    counts = llm.engine.scheduler.statistics.drafts
     assert 0.2 < counts.num_accepted_tokens / counts.num_draft_tokens < 0.9
     assert len(counts.num_accepted_tokens_per_pos) == num_drafts
