@@ -34,30 +34,10 @@ if EXTENSION:
 SHARED = {
     "mpi": {"test_doctor", "test_launch", "test_mpi", "test_mpi_prefill", "test_run_batch"},
     "cores": {"test_calibrate", "test_cli", "test_elastic", "test_recovery", "test_spin", "test_threads"},
+    "chat_server": {"test_responses", "test_server", "test_text_limits", "test_tool_calls"},
 }
-"""Modules that share a resource are run one after another, by one process: MPI jobs, whose ranks never sleep, and what
-measures or pins cores. They come first, since they take longest."""
-
-SLOW = {
-    "test_backend_interrupts", "test_batch_kills", "test_bench_attention", "test_bench_latency", "test_bench_serve",
-    "test_calibrate", "test_capacity", "test_chat_model", "test_cli", "test_cli_simulate", "test_cuda_graphs",
-    "test_demo_model", "test_doctor", "test_elastic", "test_exactness", "test_fused", "test_gguf", "test_hostile_peers",
-    "test_launch", "test_live_page", "test_load_control", "test_migration", "test_mpi", "test_perplexity",
-    "test_placement", "test_prefix_caching", "test_properties", "test_r_worker", "test_ray", "test_recovery",
-    "test_references", "test_refusals", "test_responses", "test_run_batch", "test_security", "test_served_benchmark",
-    "test_server", "test_server_hostile", "test_server_load", "test_server_tracing", "test_simulate_engine",
-    "test_spawn", "test_speeds", "test_suite", "test_threads", "test_tool_calls", "test_tuning",
-    "test_a_killed_r_worker_changes_nothing", "test_company_changes_nothing",
-    "test_every_promise_though_workers_are_lost", "test_every_promise_though_workers_join_and_leave",
-    "test_every_request_ends_with_its_length_and_time_only_passes", "test_memory_does_not_grow_with_requests",
-    "test_round_trip_between_block_sizes_and_isas",
-}  # fmt: skip
-"""Marked `slow`: modules and tests that take more than about three seconds and prove what a smaller test shows first.
-
-And kernel tests of instruction sets between `scalar`, the oracle, and the best one of this CPU. `make test-quick` keeps
-the oracles of scheduler (`test_every_promise_in_every_step`), kernels (`tests/rworker`) and wire (`test_frames`,
-`test_backends`).
-"""
+"""Modules that share a resource are run one after another, by one process: MPI jobs, whose ranks never sleep, what
+measures or pins cores, and what asks one server. They come first, since they take longest."""
 
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
@@ -137,7 +117,8 @@ def group_of(module: str) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Groups first, and slow tests marked.
+    """Groups first. Slow besides what is marked so: kernel tests of instruction sets between `scalar`, the oracle, and
+    the best one of this CPU.
 
     With RWORKER_EXTENSION: tests of instruction sets that cannot run otherwise, and those of `test_emulation`.
 
@@ -146,7 +127,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: group_of(item.path.stem) not in SHARED)
     native = native_isas()
     for item in items:
-        if item.path.stem in SLOW or getattr(item, "originalname", "") in SLOW or isa_of(item) in native[1:-1]:
+        if isa_of(item) in native[1:-1]:
             item.add_marker("slow")
     if not EXTENSION:
         return

@@ -13,6 +13,8 @@ from helpers import contract, r_workers
 from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.pool import PoolBackend
 
+pytestmark = pytest.mark.slow
+
 NUM_INTERRUPTS = 40
 STEP = [([(1, 40, 1, 1), (2, 20, 1, 1)], [(3, 33, 1, 1)]), ([], [(5, 1, 1, 1)])]
 

@@ -12,6 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 NUM_KILLS = 10
 ROWS = 80
 FLAGS = ["--max-model-len", "256", "--max-num-seqs", "4", "--kv-cache-memory", "16MiB", "--s-threads", "1"]

@@ -20,6 +20,8 @@ from fastdecode.measure.attention_cache import FilledCache, exact_attention, rel
 from fastdecode.measure.attention_shape import AttentionShape, ContextLen, sweep
 from fastdecode.measure.plots import roofline_lines
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "16", "--context-len", "70", "--batch-size", "3"]
 SMALL += ["--cache-bytes", "4MiB", "--repeats", "9"]
 

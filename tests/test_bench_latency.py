@@ -14,6 +14,8 @@ from fastdecode.cli.bench_latency import latency_lines, latency_report
 from fastdecode.cli.main import main
 from fastdecode.llm import LLM
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -43,6 +43,8 @@ from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.perfmodel.storage_costs import StorageCosts
 from fastdecode.sworker.loader import model_shape
 
+pytestmark = pytest.mark.slow
+
 PLAN = CalibrationPlan(
     batch_sizes=(16, 64), s_threads=(1,), r_threads=(1,), kv_dtypes=("float32",), groups=(1, 4),
     r_shapes=((4, 32), (4, 256)),

@@ -12,7 +12,8 @@ from helpers.processes import TESTS
 FIRST_SEED = 100
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(500)
 def test_ten_rounds_are_clean() -> None:
     """Random settings, kills, drains and joins; a round that is unclean is printed with its seed."""
     environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTHONSAFEPATH": "1"}

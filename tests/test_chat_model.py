@@ -21,7 +21,8 @@ from fastdecode.api.config import DEMO_MODEL
 from fastdecode.cli.bench_perplexity import measure_perplexity
 from fastdecode.cli.main import main
 
-pytestmark = pytest.mark.timeout(600)  # the first to ask for the model waits until it is fetched and converted
+# The first to ask for the model waits until it is fetched and converted.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "get_model.py"
 UNREACHABLE = 69
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

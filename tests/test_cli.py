@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from helpers import model_zoo
 
@@ -21,6 +22,8 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.llm import LLM
 from fastdecode.measure.dataset import WorkloadSpec
 from fastdecode.measure.throughput import run_baseline
+
+pytestmark = pytest.mark.slow
 
 SMALL = ["--max-model-len", "300", "--kv-cache-memory", "64MiB", "--s-threads", "1", "--r-threads", "1"]
 
@@ -258,9 +261,11 @@ def test_a_benchmark_that_is_ended_says_what_was_done(folder: str, number: int, 
     assert process.stdout is not None
     while "R-worker(s)" not in process.stdout.readline():
         assert process.poll() is None
-    time.sleep(3)
+    begun = sum(psutil.Process(process.pid).cpu_times()[:2])
+    while sum(psutil.Process(process.pid).cpu_times()[:2]) < begun + 3.0:  # until it has computed that long
+        time.sleep(0.05)
     process.send_signal(number)
-    output, error = process.communicate(timeout=30)
+    output, error = process.communicate(timeout=60)
     assert process.returncode == status
     assert "Throughput: " in output
     assert error.strip().endswith(f"fastdecode: {last}")

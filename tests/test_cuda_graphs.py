@@ -25,6 +25,8 @@ from fastdecode.sworker.forward import MiniBatchForward
 from fastdecode.sworker.packing import pack
 from fastdecode.sworker.threads import SharedCores
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tiny() -> Tiny:

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fastdecode
 from fastdecode import LLM
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(fastdecode.__file__).parent / "demo_model"
 PERPLEXITY_BOUND = 3.0
 """Per byte, over the first 8 KB of heldout.txt; a little above what the model reached there."""

@@ -15,6 +15,8 @@ from fastdecode.cli.doctor import LIBRARY_CODE, check_mpi, check_port
 from fastdecode.cli.launch import describe_mpiexec
 from fastdecode.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:

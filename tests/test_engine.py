@@ -220,6 +220,7 @@ def test_breakdown_adds_up(folder: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_requests(folder: Path) -> None:
     """2,000 short requests: resident memory after the last is at most 2 % above that after 500."""
     engine = make_engine(folder, max_num_seqs=64)

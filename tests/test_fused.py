@@ -17,6 +17,8 @@ from fastdecode.sworker import fused
 from fastdecode.sworker.fused import FusedRows, Rotary
 from fastdecode.sworker.prepack import equal_within_rounding
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.float32, torch.bfloat16]
 ISAS = _sworker.supported_isas()
 

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, HEADS, KV_HEADS, MLP, LAYERS = 64, 4, 2, 96, 2
 
 

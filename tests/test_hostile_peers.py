@@ -23,6 +23,8 @@ from fastdecode.cluster.wire.frames import FRAME_LIMIT, Conversation, Kind
 from fastdecode.cluster.wire.handshake import derive_key, read_secret
 from fastdecode.core.errors import BackendError
 
+pytestmark = pytest.mark.slow
+
 NAME = "llama-gqa"
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
 

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers import kubernetes
 from helpers.kubernetes import FOLDER, container, parsed, pods
 from helpers.servers import RunningServer, metrics
+
+pytestmark = pytest.mark.slow
 
 FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 PATIENCE_SECONDS = 60.0

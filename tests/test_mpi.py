@@ -20,7 +20,7 @@ BENCH = [r_workers.FASTDECODE, "bench", "throughput", "--r-workers", "mpi", "--m
 BENCH += ["--num-prompts", "4", "--random-input-len", "16", "--random-output-len", "8", "--max-num-seqs", "8"]
 
 
-pytestmark = pytest.mark.usefixtures("mpi_segments")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("mpi_segments")]
 
 
 def test_the_contract_of_backends_holds(mpi_segments: Path) -> None:

@@ -16,7 +16,7 @@ BENCH += ["--random-input-len", "16", "--random-output-len", "8", "--max-num-seq
 RANKED = [*BENCH, "--r-workers", "mpi"]
 SPAWNED = [*BENCH, "--r-workers", "spawn:1", "--kv-cache-memory", "64MiB", "--r-threads", "1"]
 
-pytestmark = pytest.mark.usefixtures("mpi_segments")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("mpi_segments")]
 
 
 def prefill_worker(model: str, *flags: str) -> list[str]:

@@ -17,6 +17,8 @@ from fastdecode.cli.bench_perplexity import cut, measure_perplexity
 from fastdecode.core.errors import RequestError
 from fastdecode.engine import LLMEngine
 
+pytestmark = pytest.mark.slow
+
 TEXT = (DEMO_MODEL / "heldout.txt").read_text(encoding="utf-8")[:3000]
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer, placement_costs
 
+pytestmark = pytest.mark.slow
+
 Sizes = list[tuple[int, int]]
 SIZES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=7)
 EMPTY = np.zeros(0, np.int64)

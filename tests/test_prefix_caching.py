@@ -11,6 +11,8 @@ from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
 NAME = "llama-gqa"

@@ -39,6 +39,8 @@ from fastdecode.cluster.wire.messages import Hello, encode_hello, encode_plan
 from fastdecode.core.errors import BackendError, ConfigError, WorkerLostError
 from fastdecode.core.types import SPAN, KVLayout, StepPlan, WorkerPlan
 
+pytestmark = pytest.mark.slow
+
 
 def test_it_says_what_it_bound_and_ends_cleanly() -> None:
     with r_workers.listening() as (process, address):
@@ -218,9 +220,9 @@ def test_nobody_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_port_that_is_no_r_worker_is_named(
     answer: bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not taken for an R-worker with another key, or waited for as one that starts."""
+    """And not taken for an R-worker with another key, or waited for as one that starts; what answers may take long."""
     monkeypatch.setattr("fastdecode.cluster.links.zeromq.HANDSHAKE_SECONDS", 0.2)
-    monkeypatch.setattr("fastdecode.cluster.links.tcp.GREETING_SECONDS", 0.2)
+    monkeypatch.setattr("fastdecode.cluster.links.tcp.GREETING_SECONDS", 0.2 if answer == b"" else PATIENCE_SECONDS)
     with stranger(answer) as address, pytest.raises(BackendError, match=f"R-worker {address} is lost: {message}"):
         opened(address)
 

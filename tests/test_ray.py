@@ -29,6 +29,8 @@ from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.machine import numa_nodes, usable_cores
 from fastdecode.engine import LLMEngine
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_SECONDS = 60.0
 """What is waited for comes much sooner on an idle machine, and here only has to come."""
 

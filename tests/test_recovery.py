@@ -17,6 +17,8 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import WorkerLostError
 from fastdecode.scheduler import Limits
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
 NAME = "llama-gqa"
 

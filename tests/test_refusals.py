@@ -17,6 +17,8 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.sworker import SModel
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"vocab_size": 96, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 LLAMA = SMALL | {
     "hidden_size": 32,

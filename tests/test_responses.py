@@ -11,6 +11,8 @@ import pytest
 from helpers.servers import MODEL, RunningServer
 from pydantic import BaseModel
 
+pytestmark = pytest.mark.slow
+
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
 COMPACT = {"logit_bias": {str(ord(blank)): -100 for blank in " \n\t\r"}}
 """The demo model likes blanks more than an end."""

@@ -92,6 +92,7 @@ def test_every_promise_in_every_step(run: Run, fail_steps: frozenset[int]) -> No
     run.to_the_end(fail_steps, moves_per_step=2)
 
 
+@pytest.mark.slow
 @given(runs(), st.dictionaries(st.integers(0, 15), st.integers(0, 2), max_size=2))
 @settings(max_examples=examples(160))
 def test_every_promise_though_workers_are_lost(run: Run, losses: dict[int, int]) -> None:
@@ -107,6 +108,7 @@ def changes(draw: st.DrawFn) -> dict[int, Join | Drain]:
     return draw(st.dictionaries(st.integers(0, 15), join | st.builds(Drain, st.integers(0, 3)), max_size=4))
 
 
+@pytest.mark.slow
 @given(runs(), changes(), st.integers(1, 4))
 @settings(max_examples=examples(150))
 def test_every_promise_though_workers_join_and_leave(

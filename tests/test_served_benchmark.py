@@ -12,6 +12,8 @@ from helpers.servers import CHAT_TEMPLATE, RunningServer, serving
 
 from fastdecode.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 DASHBOARD = Path(__file__).resolve().parents[1] / "examples" / "grafana" / "fastdecode.json"
 NUM_PROMPTS = 12
 

@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 from helpers.examples import examples
-from helpers.servers import CHAT_TEMPLATE, RunningServer, serving, total, wait_until_idle
+from helpers.servers import CHAT_TEMPLATE, PATIENCE_SECONDS, RunningServer, serving, total, wait_until_idle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow
+
 MOST_BYTES = 100_000
+CUT_OFF_SECONDS = 2
 POST = b"POST /v1/completions HTTP/1.1\r\n"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    limits = ["--request-timeout", "1", "--max-request-bytes", str(MOST_BYTES), "--max-model-len", "64"]
+    limits = ["--request-timeout", str(CUT_OFF_SECONDS), "--max-request-bytes", str(MOST_BYTES)]
+    limits += ["--max-model-len", "64"]
     with serving(tmp_path_factory.mktemp("hostile"), *limits, "--chat-template", CHAT_TEMPLATE) as running:
         yield running
         assert running.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
@@ -124,7 +128,7 @@ def test_long_bodies_and_unknown_routes(server: RunningServer) -> None:
 
 def connect(server: RunningServer) -> socket.socket:
     address = urllib.parse.urlsplit(server.url)
-    return socket.create_connection((address.hostname or "", address.port or 0), timeout=20)
+    return socket.create_connection((address.hostname or "", address.port or 0), timeout=PATIENCE_SECONDS)
 
 
 def raw(server: RunningServer, data: bytes) -> bytes:
@@ -165,7 +169,7 @@ def test_what_is_no_http_is_refused(server: RunningServer, data: bytes, status: 
     ids=["silence", "header", "body"],
 )
 def test_a_client_that_takes_its_time_is_cut_off(server: RunningServer, head: bytes) -> None:
-    """A byte now and then, for a second; no other client waits for it."""
+    """A byte now and then, for less than it is given; no other client waits for it."""
     with connect(server) as connection:
         connection.sendall(head)
         start = time.monotonic()
@@ -174,7 +178,7 @@ def test_a_client_that_takes_its_time_is_cut_off(server: RunningServer, head: by
             connection.sendall(b"a" if head else b"")
         assert server.request("/health")[0] == 200
         answer = read_all(connection)
-    assert answer.startswith(b"HTTP/1.1 408 ") and 0.8 < time.monotonic() - start < 15
+    assert answer.startswith(b"HTTP/1.1 408 ") and time.monotonic() - start > 0.8 * CUT_OFF_SECONDS
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 408
 
 
@@ -184,7 +188,7 @@ def test_a_client_that_does_not_read_is_cut_off(server: RunningServer) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = completion(stream=True, n=16, max_tokens=60, ignore_eos=True, logprobs=200)
         connection.sendall(POST + b"host: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not total(server, "fastdecode:num_api_requests"):
             assert time.monotonic() < deadline
         while total(server, "fastdecode:num_api_requests"):

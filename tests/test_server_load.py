@@ -17,6 +17,8 @@ from helpers.servers import PATIENCE_SECONDS, RunningServer, Streamed, serving, 
 
 from fastdecode import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 LONG: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 150}
 PROMPTS = [f"def f{number}(self, x):\n    " for number in range(8)]
 

@@ -17,6 +17,8 @@ from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import Scheduler
 
+pytestmark = pytest.mark.slow
+
 MACHINE = SplitMachine(StepModel(3, MeasuredSPart((1,), (1e-3,), (1e-3,)), RPart(1e-6), 3))
 FIXED = {"random_input_len": 40, "random_output_len": 24, "num_prompts": 20}
 VARIED = {**FIXED, "random_range_ratio": 0.5}

@@ -20,6 +20,8 @@ from fastdecode.cluster.links.spawn import SpawnBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import BackendError
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_SECONDS = 60
 DESCRIPTORS = Path("/proc/self/fd")
 

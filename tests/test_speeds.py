@@ -10,6 +10,8 @@ from helpers.scheduler_harness import AMPLE, Job, Run
 
 from fastdecode.scheduler.store.workers import Workers
 
+pytestmark = pytest.mark.slow
+
 
 def seconds_on_one_core(work: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Busy seconds of two R-workers that begin together: each has its weight's part until the other is done."""

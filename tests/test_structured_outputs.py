@@ -157,6 +157,7 @@ def test_greedy_equals_a_slow_oracle(llm: LLM, form: StructuredOutputsParams) ->
     assert list(output.outputs[0].token_ids) == SlowOracle(llm, form).generate(output.prompt_token_ids)
 
 
+@pytest.mark.slow
 def test_company_changes_nothing(llm: LLM) -> None:
     """Structured and free texts, greedy and seeded, alone and all together, some of them preempted."""
     forms = [StructuredOutputsParams(json=SCHEMA, **COMPACT), StructuredOutputsParams(regex="[a-z ]{20,40}"), None]
@@ -173,6 +174,7 @@ def test_company_changes_nothing(llm: LLM) -> None:
     assert [output.outputs for output in outputs] == alone * 2
 
 
+@pytest.mark.slow
 def test_a_killed_r_worker_changes_nothing() -> None:
     """Three processes, of which one is killed when some tokens are out."""
     asked = params(StructuredOutputsParams(json=SCHEMA, **COMPACT), temperature=1.0, seed=7, n=2)

@@ -13,6 +13,8 @@ from helpers import model_zoo
 from fastdecode import LLM, SamplingParams
 from fastdecode.sworker.threads import LOSSES, LOST_SECONDS, REST_SECONDS, SharedCores
 
+pytestmark = pytest.mark.slow
+
 
 class Machine:
     """A clock to be turned by hand; a stretch of model code is ``seconds`` long, ``lost`` of them off the core."""

@@ -13,6 +13,8 @@ from fastdecode.core.errors import RequestError
 from fastdecode.server.responses_request import ResponsesRequest, chat_of
 from fastdecode.server.tool_calls import CallReader, ForcedCalls, forced_calls
 
+pytestmark = pytest.mark.slow
+
 COUNT: dict[str, Any] = {
     "type": "object",
     "properties": {"to": {"$ref": "#/$defs/number"}, "loud": {"type": "boolean"}},

@@ -24,6 +24,8 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.types import ISAS, READ_AHEAD, KVLayout, LayerLayout
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = KVLayout((LayerLayout(4, 2, 16, 16, 0.25),), "float32", "float32")
 SUPPORTED = _rworker.supported_isas()
 

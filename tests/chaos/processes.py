@@ -18,7 +18,7 @@ from helpers.processes import alive
 
 from fastdecode.engine import LLMEngine
 
-END_SECONDS = 15.0
+END_SECONDS = 60.0
 PR_SET_CHILD_SUBREAPER = 36
 
 

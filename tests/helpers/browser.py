@@ -60,7 +60,7 @@ class Tab:
             raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
-    async def wait_for(self, expression: str, seconds: float = 20.0) -> None:
+    async def wait_for(self, expression: str, seconds: float = 60.0) -> None:
         """Until a JavaScript expression is true, which it is not while it fails; TimeoutError names it."""
         guarded = f"(() => {{ try {{ return {expression} }} catch {{ return false }} }})()"
         for _ in range(int(seconds / 0.1)):

@@ -96,7 +96,7 @@ def running(
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        if not ready.wait(10):
+        if not ready.wait(60):
             raise TimeoutError("the test's server did not start")
         yield server
     finally:

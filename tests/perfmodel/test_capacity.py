@@ -20,6 +20,8 @@ from fastdecode.perfmodel.simulate.workload import (
 )
 from fastdecode.scheduler import SCHEDULES, Scheduler
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("guess", [0.01, 3.3, 500.0])
 @pytest.mark.parametrize("limit", [0.5, 7.0])

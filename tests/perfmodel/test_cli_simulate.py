@@ -19,6 +19,8 @@ from fastdecode.measure.throughput_report import ThroughputRun, throughput_repor
 from fastdecode.perfmodel.model_shape import read_shape
 from fastdecode.perfmodel.profile_json import write_profile
 
+pytestmark = pytest.mark.slow
+
 SIZES = ["--random-input-len", "20", "--random-output-len", "30", "--num-prompts", "24", "--max-num-seqs", "8"]
 BATCH = ["--max-num-batched-tokens", "64"]
 NAMES = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452"]

@@ -88,6 +88,7 @@ def test_a_long_prompt_stalls_decodes_only_where_it_is_computed_whole() -> None:
     assert gaps == {"prefill-first": 49.0, "stall-free": 8.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("blocks", [100, 10])
 @pytest.mark.parametrize("limit", [None, 200])

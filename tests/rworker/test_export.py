@@ -67,6 +67,7 @@ def test_bytes_are_token_major_stored_bits(kv_dtype: str) -> None:
     assert data.tobytes() == b"".join(np.concatenate(layer, axis=1).tobytes() for layer in flat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("source", ISAS)
 @pytest.mark.parametrize("target", ISAS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from helpers.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from fastdecode import _rworker
 
 from .harness import FORK, RELEASE, TRUNCATE, Harness, Layer, random_rows
 from .quantised import KV_DTYPES
+
+pytestmark = pytest.mark.slow
 
 MODEL_DTYPES = ["float32", "float16", "bfloat16"]
 

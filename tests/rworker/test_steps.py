@@ -107,7 +107,7 @@ def test_idle_threads_sleep() -> None:
     worker = make_worker(LAYER, num_threads=2)
     before = time.process_time()
     time.sleep(0.3)
-    assert time.process_time() - before < 0.05
+    assert time.process_time() - before < 0.15  # each that spins takes 0.3
     worker.close()
 
 
