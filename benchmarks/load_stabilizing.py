@@ -169,7 +169,7 @@ def _round(folder: str, num_mini_batches: int, args: argparse.Namespace) -> tupl
         for arm, figures in zip(arms, found, strict=True):
             print(f"{arm.schedule:13s} {figures}", flush=True)
             if args.plot:
-                plot_steps(arm.steps, arm.engine.scheduler.kv_load_limit, f"{args.plot}-{arm.schedule}.png")
+                plot_steps(arm.steps, arm.engine.scheduler.load_limit.tokens, f"{args.plot}-{arm.schedule}.png")
     return found[0], found[1]
 
 

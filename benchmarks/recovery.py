@@ -59,7 +59,7 @@ class Blow:
         self._steps.append(record.wall_seconds)
         self._tokens += record.num_output_tokens
         if self._tokens >= self.moment and not self.lost:
-            for sequence in engine.scheduler.residents.on(self.victim):
+            for sequence in engine.scheduler.store.residents.on(self.victim):
                 request, _ = engine.in_flight.family(sequence.sequence_id)
                 self.lost[request.request_id] = sequence.num_tokens
             threading.Timer(random.random() * statistics.median(self._steps), self._strike).start()

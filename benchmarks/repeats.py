@@ -125,7 +125,7 @@ def _run(
             if moments and sum(len(each) for group in found.values() for each in group) >= moments[0]:
                 os.kill(victims[len(moments) - 1], signal.SIGKILL)
                 moments.pop(0)
-        return found, engine.scheduler.num_preemptions
+        return found, engine.scheduler.statistics.preemptions
 
 
 def _small_bytes(settings: dict[str, Any]) -> int:

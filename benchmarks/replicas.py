@@ -106,7 +106,7 @@ class Losses:
 
     def _note(self, loss: Loss, record: StepRecord) -> None:
         unsampled = record.num_tokens - record.num_output_tokens
-        is_gone = loss.victim not in self.engine.scheduler.workers.present
+        is_gone = loss.victim not in self.engine.scheduler.snapshot().present
         if is_gone and not loss.noticed:
             loss.noticed, loss.num_repeated = time.perf_counter(), unsampled
         else:
@@ -118,10 +118,10 @@ class Losses:
     def _has_all_copies(self) -> bool:
         """Every sequence decodes, on as many R-workers as it is to be cached on."""
         scheduler = self.engine.scheduler
-        if scheduler.residents.prompts or len(scheduler.queue):
+        if scheduler.snapshot().prompts or scheduler.snapshot().num_waiting:
             return False
-        alone, _ = scheduler.residents.num_copies
-        return self.engine.config.kv_replicas == 1 or len(scheduler.workers.present) == 1 or alone == 0
+        alone, _ = scheduler.snapshot().num_copies
+        return self.engine.config.kv_replicas == 1 or len(scheduler.snapshot().present) == 1 or alone == 0
 
     def measure_gaps(self, outputs: list[RequestOutput]) -> None:
         """The longest time between two tokens that ends after each loss and before the next."""
@@ -244,7 +244,7 @@ def _full_engine(args: argparse.Namespace, dtype: str, kv_replicas: int) -> Iter
         for number in range(args.sequences):
             engine.add_request(str(number), [1] * (args.context - num_steps // 2), params)
         with engine.world.computed_by(RandomPrompts):
-            while engine.scheduler.residents.prompts or len(engine.scheduler.queue):
+            while engine.scheduler.snapshot().prompts or engine.scheduler.snapshot().num_waiting:
                 engine.step()
         yield engine
         engine.abort_request(map(str, range(args.sequences)))

@@ -57,7 +57,7 @@ def measure(seats: int, num_r_workers: int, num_steps: int) -> tuple[int, float]
         return len(moments) > num_steps
 
     simulator.run([SimulatedRequest([0] * PROMPT_LEN, OUTPUT_LEN) for _ in range(3 * seats)], until)
-    return len(simulator.scheduler.residents), num_steps / (moments[-1] - moments[0])
+    return simulator.scheduler.snapshot().num_running, num_steps / (moments[-1] - moments[0])
 
 
 if __name__ == "__main__":

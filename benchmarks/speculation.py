@@ -172,7 +172,7 @@ def _fill(engine: LLMEngine, tokens: list[list[int]], count: int, case: Case) ->
         params = SamplingParams(temperature=case.temperature, seed=number, max_tokens=2048, ignore_eos=True)
         engine.add_request(str(number), tokens[number % len(tokens)], params)
     with engine.world.computed_by(make_s_worker):
-        while len(engine.scheduler.residents.decoding) < count:
+        while len(engine.scheduler.snapshot().decoding) < count:
             engine.step()
 
 
@@ -181,7 +181,7 @@ def _compute(engine: LLMEngine, tokens: list[int]) -> Prompt:
     outputs: list[RequestOutput] = []
     while not outputs:
         outputs = engine.step()
-    (sequence,) = engine.scheduler.residents.decoding.values()
+    (sequence,) = engine.scheduler.store.residents.decoding.values()
     rows, layers = engine.backend.export(0, sequence.sequence_id).view(np.uint16), []
     for layer in engine.s_model.layout.layers:
         size = len(tokens) * layer.kv_elements_per_token

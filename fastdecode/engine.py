@@ -133,7 +133,7 @@ class LLMEngine:
         if self.has_unfinished_requests():
             raise RequestError("score needs an idle engine: finish or abort its requests first")
         read_prompt(token_ids, None, self.s_model.vocab_size, self.s_model.max_model_len + 1)
-        first = self.scheduler.workers.present[0]
+        first = self.scheduler.store.workers.present[0]
         if len(token_ids) > (room := self.r_workers[first].num_blocks * self.config.block_size):
             raise RequestError(f"score keeps a sequence on one R-worker, which has room for {room} tokens: give fewer")
         self.reset_prefix_cache()  # it may fill the cache, and the scheduler knows nothing of what is scored
@@ -145,7 +145,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget every retained prefix, for instance when weights were changed; running requests go on."""
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.store.prefixes.reset()
         self.cycle.settle()
 
     def close(self) -> None:

@@ -113,10 +113,10 @@ def test_a_live_load_limit_comes_from_the_profile(folder: str, path: str, profil
     try:
         model = deployed_step_model(profile, engine.s_model.shape, "float32", Deployment(1, 1))
         expected = max(int(model.balanced_kv_tokens(16)), 1)
-        assert engine.scheduler.kv_load_limit == expected
+        assert engine.scheduler.load_limit.tokens == expected
         items = make_workload(WorkloadSpec(random_input_len=8, random_output_len=40, num_prompts=4), 64, 256, None)
         run_throughput(engine, items)
-        assert engine.scheduler.kv_load_limit == max(expected, 48)  # never below one longest request
+        assert engine.scheduler.load_limit.tokens == max(expected, 48)  # never below one longest request
     finally:
         engine.close()
 

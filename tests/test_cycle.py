@@ -27,12 +27,12 @@ def test_a_move_chosen_before_a_loss_came_to_light_is_not_made(lost: int) -> Non
     """R-worker 0 drains; while its first move is told, it, a target or another turns out to be gone. The naive world
     checks that whatever is copied is there, and that there is room for it."""
     run = decoding(3)
-    run.scheduler.drain(0)
+    run.scheduler.members.drain(0)
     run.scheduler.finish(victim := run.alive.pop(max(run.alive)))
-    assert victim and run.scheduler.has_controls
+    assert victim and run.scheduler.snapshot().has_controls
     run.world.loses = (lost,)
     run.move(100)
-    assert run.scheduler.workers.present == [worker for worker in (1, 2) if worker != lost]
+    assert run.scheduler.snapshot().present == [worker for worker in (1, 2) if worker != lost]
     run.step_number += 1
     run.to_the_end()
     done = [group[0] for group in run.members if group[0] is not victim]

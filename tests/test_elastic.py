@@ -44,7 +44,7 @@ def pool_address(engine: LLMEngine) -> str:
 
 def num_on(engine: LLMEngine, worker: int) -> int:
     """Sequences on one R-worker, none where it has not joined yet."""
-    return engine.scheduler.workers[worker].num_sequences if worker < len(engine.r_workers) else 0
+    return engine.scheduler.snapshot().r_workers[worker].num_sequences if worker < len(engine.r_workers) else 0
 
 
 def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:
@@ -60,8 +60,8 @@ def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:
             assert list(engine.backend.joined) == [address]  # type: ignore[attr-defined]
             job.step_until(lambda: num_on(engine, 1) > 3)
             process.send_signal(signal.SIGTERM)
-            job.step_until(lambda: engine.scheduler.workers.present == [0])
-            assert engine.scheduler.num_preemptions == 0, "all have moved, and none was computed again"
+            job.step_until(lambda: engine.scheduler.snapshot().present == [0])
+            assert engine.scheduler.statistics.preemptions == 0, "all have moved, and none was computed again"
             job.finish()
             assert process.wait(PATIENCE_SECONDS) == 0
             assert "leaving as soon as its sequences have moved" in process.communicate()[0]
@@ -92,7 +92,7 @@ def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path, monke
             process.send_signal(signal.SIGCONT)
             job.step_until(lambda: num_on(engine, 2) > 0, pause_seconds=0.1)
             job.finish()
-            assert engine.scheduler.workers.present == [0, 2]
+            assert engine.scheduler.snapshot().present == [0, 2]
             process.kill()
             assert "the S-worker is gone" in process.communicate()[1]
 
@@ -110,9 +110,9 @@ def test_one_that_joins_takes_the_place_of_one_long_gone(folder: Path, monkeypat
                 addresses.add(address)
                 assert [engine.r_workers[1].name, engine.backend.workers[1].name] == [address] * 2  # type: ignore[attr-defined]
                 process.kill()
-                job.step_until(lambda: engine.scheduler.workers.present == [0])
+                job.step_until(lambda: engine.scheduler.snapshot().present == [0])
         job.finish()
-        assert len(addresses) == len(engine.r_workers) == len(engine.scheduler.workers) == 2
+        assert len(addresses) == len(engine.r_workers) == len(engine.scheduler.snapshot().r_workers) == 2
         assert_nothing_held(engine)
 
 
@@ -135,7 +135,7 @@ def test_one_of_two_can_be_drained(folder: Path) -> None:
         llm.engine.drain_r_worker(1)
         job.step()
         job.finish()
-        assert llm.engine.scheduler.workers.present == [0, 1]
+        assert llm.engine.scheduler.snapshot().present == [0, 1]
         with pytest.raises(ConfigError, match=r"there is no R-worker 2; there are \[0, 1\]"):
             llm.engine.drain_r_worker(2)
 
@@ -149,13 +149,13 @@ def test_one_let_go_stays_away_until_it_ends(folder: Path, monkeypatch: pytest.M
         with r_workers.joining(pool_address(engine)) as (_, address):
             job.step_until(lambda: num_on(engine, 1) > 3, pause_seconds=0.1)
             engine.drain_r_worker(1)
-            job.step_until(lambda: engine.scheduler.workers.present == [0])
+            job.step_until(lambda: engine.scheduler.snapshot().present == [0])
             deadline = time.monotonic() + 6.5
             job.step_until(lambda: time.monotonic() > deadline, pause_seconds=0.1)
-            assert engine.scheduler.workers.present == [0]
+            assert engine.scheduler.snapshot().present == [0]
         job.step_until(lambda: not listener._dismissed, pause_seconds=0.1)
         with r_workers.joining(pool_address(engine), "--listen", f"tcp://{address}"):
-            job.step_until(lambda: len(engine.scheduler.workers.present) == 2, pause_seconds=0.1)
+            job.step_until(lambda: len(engine.scheduler.snapshot().present) == 2, pause_seconds=0.1)
         job.finish()
 
 
@@ -166,9 +166,9 @@ def test_one_that_ended_at_its_own_wish_is_forgotten_at_once(folder: Path) -> No
         job, flags = Job(engine), ()
         for _ in range(2):
             with r_workers.joining(pool_address(engine), *flags) as (process, address):
-                job.step_until(lambda: len(engine.scheduler.workers.present) == 2, pause_seconds=0.1)
+                job.step_until(lambda: len(engine.scheduler.snapshot().present) == 2, pause_seconds=0.1)
                 process.send_signal(signal.SIGTERM)
-                job.step_until(lambda: engine.scheduler.workers.present == [0])
+                job.step_until(lambda: engine.scheduler.snapshot().present == [0])
                 assert process.wait(PATIENCE_SECONDS) == 0
                 flags = ("--listen", f"tcp://{address}")
         job.finish()
@@ -197,7 +197,7 @@ def test_an_engine_begins_with_those_that_join(folder: Path, key: str) -> None:
             job = Job(llm.engine)
             job.step_until(lambda: num_on(llm.engine, 0) > 3 and num_on(llm.engine, 1) > 3)
             first.send_signal(signal.SIGTERM)
-            job.step_until(lambda: len(llm.engine.scheduler.workers.present) == 1)
+            job.step_until(lambda: len(llm.engine.scheduler.snapshot().present) == 1)
             job.finish()
             assert first.wait(PATIENCE_SECONDS) == 0
 

@@ -302,7 +302,7 @@ def test_a_scheduler_that_replaces_another_is_told_of_everything(folder: Path) -
         for number in range(4):
             engine.add_request(str(number), [1, 2, 3], GREEDY)
         engine.step()
-        assert scheduler.workers.present == [1] and scheduler.workers[1].num_sequences == 4
+        assert scheduler.snapshot().present == [1] and scheduler.snapshot().r_workers[1].num_sequences == 4
         assert {len(tokens) for tokens in drain(engine).values()} == {16}
         assert_nothing_held(engine)
     finally:

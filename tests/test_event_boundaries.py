@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers import model_zoo, r_workers
 from helpers.processes import TESTS, alive
 
@@ -57,20 +58,26 @@ def test_a_loss_that_is_found_between_two_steps_is_counted(tmp_path: Path) -> No
         assert sum(record.lost_workers for record in records) == 1
 
 
-def test_the_holder_of_a_sequence_whose_second_copy_is_being_made_drains(tmp_path: Path) -> None:
-    """A rolling update after a loss: three long sequences with two copies, one kill, then a drain of the home."""
+def test_the_holder_of_a_sequence_whose_second_copy_is_being_made_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rolling update after a loss: three long sequences with two copies, one kill, then a drain of the home.
+
+    Copies are made block by block, so that one is under way after a step however long that took.
+    """
+    monkeypatch.setattr("fastdecode.scheduler.policy.second_copies.MOST_BLOCKS", 1)
     model_zoo.build_model(NAME, max_position_embeddings=9000).save_pretrained(tmp_path)
     settings = {"kv_replicas": 2, "max_model_len": 8400, "enable_prefix_caching": False}
     with make_llm(tmp_path, **settings) as llm:
         engine = llm.engine
         for number in range(3):
             engine.add_request(str(number), {"prompt_token_ids": [number + 1, 7, 9] * 2600}, LONG)
-        while engine.scheduler.residents.prompts or not engine.scheduler.residents.decoding:
+        while engine.scheduler.snapshot().prompts or not engine.scheduler.snapshot().decoding:
             engine.step()
         kill(llm, 2)
         for _ in range(20):
             engine.step()
-            if transfers := list(engine.scheduler.store.transfers):
+            if transfers := engine.scheduler.snapshot().transfers:
                 break
         assert transfers
         engine.drain_r_worker(transfers[0].source)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from fastdecode.core.errors import ConfigError
 from fastdecode.engine_setup import budget_within
 from fastdecode.perfmodel.step_model import MeasuredStepTime
-from fastdecode.scheduler.policy.load_control import NUM_STEPS, BalanceFinder, LoadControl
+from fastdecode.scheduler.policy.load_control import LoadControl
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
+from fastdecode.scheduler.policy.load_limit import NUM_STEPS, BalanceFinder, LoadLimit
 from fastdecode.scheduler.policy.output_lengths import MIN_ENDED, OutputLengths
 from fastdecode.scheduler.store.workers import Workers
 
@@ -49,8 +50,12 @@ def test_the_forecast_is_what_happens(run: Run, look_at: int) -> None:
     forecast, first = np.zeros((0, 0)), 0
     while run.step_number <= last_arrival or run.alive:
         run.arrive_and_abort()
-        if run.step_number >= max(look_at, last_arrival) and not forecast.size and not len(run.scheduler.queue):
-            run.scheduler.residents.table.refresh()
+        if (
+            run.step_number >= max(look_at, last_arrival)
+            and not forecast.size
+            and not run.scheduler.snapshot().num_waiting
+        ):
+            run.scheduler.store.residents.table.refresh()
             run.scheduler.admission.begin_step()
             forecast, first = run.scheduler.admission.future.forecast().loads.copy(), len(run.kv_loads)
         if run.alive:
@@ -175,14 +180,14 @@ def test_a_found_limit_lets_everybody_start_who_has_a_seat() -> None:
     limits = replace(AMPLE, max_num_seqs=50, max_num_batched_tokens=2048)
     jobs = [Job([1] * 10, 20, [20]) for _ in range(50)]
     run = Run("sls", limits, jobs)
-    run.scheduler.balance_at(7)
+    run.scheduler.load_limit.balance_at(7)
     run.arrive_and_abort()
-    assert run.scheduler.kv_load_limit == 29
+    assert run.scheduler.load_limit.tokens == 29
     run.step()
     assert len(run.starts) == 50
     for generations in (2, 12):
         crowd = Run("sls", limits, jobs * generations)
-        crowd.scheduler.balance_at(900)
+        crowd.scheduler.load_limit.balance_at(900)
         crowd.to_the_end()
         loads = loads_of(crowd)[0]
         if generations == 2:
@@ -205,7 +210,7 @@ def test_prompts_come_evenly_while_all_seats_are_taken() -> None:
     spread, means = [], []
     for schedule, limit in (("sls", 1 << 20), ("sls", 1 << 12), ("stall-free", 1 << 20)):
         run = Run(schedule, replace(AMPLE, max_num_seqs=128), jobs, recounts=False)
-        run.scheduler.balance_at(limit)
+        run.scheduler.load_limit.balance_at(limit)
         run.arrive_and_abort()
         rows = []
         while run.alive:
@@ -221,19 +226,20 @@ def test_prompts_come_evenly_while_all_seats_are_taken() -> None:
 
 def test_the_rows_of_a_step_by_hand() -> None:
     """8 rows of prompts for 32 decodes: 64 seats have 80 rows in the mean; an eighth of them free, the whole budget."""
-    control = LoadControl(None, Workers([1, 1], [1.0, 3.0], 1))
+    limit = LoadLimit(None, Workers([1, 1], [1.0, 3.0], 1))
+    control = LoadControl(limit)
     prompt = Newcomer(0, 8, 8, 32)
     control.started(prompt)
     quarter, full = np.array([25.0, 75.0]), np.array([25.0, 150.0])
     assert control.most_rows(quarter, 0.0, 64, 2048) == 2048
-    control.balance_at(50)
-    assert control.limits.tolist() == pytest.approx([25.0, 75.0])
+    limit.balance_at(50)
+    assert limit.of_workers.tolist() == pytest.approx([25.0, 75.0])
     assert control.most_rows(quarter, 0.0, 64, 2048) == 80
     assert control.most_rows(full, 0.0, 64, 2048) == 160
     assert control.most_rows(quarter, 1 / 16, 64, 2048) == 80 + (2048 - 80) // 4
     assert control.most_rows(quarter, 1 / 8, 64, 2048) == 2048
     assert control.most_rows(quarter, 0.0, 64, 70) == 70
-    strict = LoadControl(100, Workers([1, 1], [1.0, 3.0], 1))
+    strict = LoadControl(LoadLimit(100, Workers([1, 1], [1.0, 3.0], 1)))
     strict.started(prompt)
     assert strict.most_rows(quarter, 0.0, 64, 2048) == 2048
 

@@ -19,7 +19,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.step import ScheduledStep
 from fastdecode.scheduler import Scheduler, Transfer
 from fastdecode.scheduler.policy.move_prices import MOST_STEPS, SHARE, SharedPeak, attended_in
-from fastdecode.scheduler.policy.transfers import COOL_DOWN
+from fastdecode.scheduler.policy.transfers import COOL_DOWN, Transfers
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def times_ahead(run: Run, sequence_id: int = -1, target: int = -1) -> np.ndarray
     By the speeds that the scheduler has seen by then, which other tests compare with the true ones.
     """
     prices, num_steps = run.scheduler.transfers.moves.prices, 20
-    per_token = prices.seconds_per_token * run.scheduler.workers.relative_times
+    per_token = prices.seconds_per_token * run.scheduler.store.workers.speeds.relative_times
     loads = np.zeros((len(per_token), num_steps))
     for member in run.alive.values():
         worker = target if member.sequence_id == sequence_id else member.worker
@@ -121,7 +121,7 @@ def test_the_best_single_move_by_trial(sizes: list[tuple[int, int]], slowness: l
     busier = (times > np.maximum(1.001 * times.mean(axis=0), prices.hidden)).any(axis=1)
     giving = [(i, m.worker) for i, m in run.alive.items() if busier[m.worker]]
     trials = [net_gain(run, i, v) for i, worker in giving for v in workers if v != worker]
-    may, move = prices.may_pay, run.scheduler.next_transfer()
+    may, move = prices.may_pay, run.scheduler.transfers.next()
     if move is None:
         assert not may or max(trials, default=0.0) <= 1e-6
     else:
@@ -143,12 +143,12 @@ def long_run(
         run.step()
         step_seconds = float((np.array(run.kv_loads[-1]) * run.seconds_per_token).max())
         seconds += step_seconds
-        move = run.scheduler.next_transfer() if run.alive else None
+        move = run.scheduler.transfers.next() if run.alive else None
         if move:
             taken = price * move.num_tokens
             assert taken <= 2 * MOST_STEPS * step_seconds, "decodes wait too long"
             moves.append((run.step_number, move))
-            run.scheduler.transferred(move, taken)
+            run.scheduler.transfers.done(move, taken)
         run.step_number += 1
     return moves, seconds
 
@@ -172,7 +172,7 @@ def test_what_is_even_stays() -> None:
     for _ in range(90):
         run.seconds_per_token = tuple(PER_TOKEN * rng.uniform(0.95, 1.05, 3))
         run.step()
-        assert run.scheduler.next_transfer() is None
+        assert run.scheduler.transfers.next() is None
 
 
 def test_a_slow_r_worker_gives_up_what_it_cannot_keep_up_with() -> None:
@@ -191,19 +191,19 @@ def test_a_slow_r_worker_gives_up_what_it_cannot_keep_up_with() -> None:
 @pytest.mark.parametrize("schedule", ["sls", "fcfs"])
 def test_real_caches_move_and_the_tokens_stay(tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three R-workers, the first of which is said to be five times as slow as the others."""
-    observe, moved, moves = Scheduler.observe, Scheduler.transferred, []
+    observe, done, moves = Scheduler.observe, Transfers.done, []
 
     def slow_first(self: Scheduler, step: ScheduledStep, *seconds: Any) -> None:
         busy = np.array(step.kv_loads) * [5e-3, 1e-3, 1e-3]
         observe(self, step, 1e-3, float(busy.max()), busy.tolist())
 
-    def noted(self: Scheduler, move: Transfer, seconds: float) -> None:
+    def noted(self: Transfers, move: Transfer, seconds: float) -> None:
         assert seconds > 0
         moves.append((move.sequence.worker, move.target))
-        moved(self, move, seconds)
+        done(self, move, seconds)
 
     monkeypatch.setattr(Scheduler, "observe", slow_first)
-    monkeypatch.setattr(Scheduler, "transferred", noted)
+    monkeypatch.setattr(Transfers, "done", noted)
     folder = model_zoo.save_model("llama-gqa", tmp_path)
     greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
     with LLM(

@@ -69,7 +69,7 @@ def test_preempted_sequences(name: str, folder: Path) -> None:
     settings: dict[str, Any] = {"kv_cache_memory": (-(-longest // 16) + 2) * block_bytes, "max_model_len": longest}
     with make_llm(folder, **settings, prefill_scratch="64MiB", max_num_batched_tokens=64, max_num_seqs=16) as llm:
         assert run(llm, prompts, 64) == expected(name, 64)
-        assert llm.engine.scheduler.num_preemptions >= 2
+        assert llm.engine.scheduler.statistics.preemptions >= 2
         assert_nothing_held(llm.engine)
 
 

@@ -57,7 +57,9 @@ def test_an_idle_engine_scores_though_its_cache_is_full_of_prefixes() -> None:
             engine.add_request(str(index), {"prompt_token_ids": ids}, SamplingParams(max_tokens=1, ignore_eos=True))
             while engine.has_unfinished_requests():
                 engine.step()
-        assert engine.scheduler.workers[0].free == engine.r_workers[0].num_blocks - engine.backend.blocks_used
+        assert (
+            engine.scheduler.snapshot().r_workers[0].free == engine.r_workers[0].num_blocks - engine.backend.blocks_used
+        )
         assert engine.score([1] * 250).shape == (249,)
     finally:
         engine.close()

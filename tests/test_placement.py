@@ -109,5 +109,32 @@ def test_twice_the_memory_needed_is_enough(schedule: str) -> None:
     limits = replace(AMPLE, max_num_seqs=seats, num_blocks=(blocks,) * 8, bandwidths=(1.0,) * 8)
     run = Run(schedule, limits, jobs, recounts=False)
     run.to_the_end()
-    assert run.scheduler.num_preemptions == 0
+    assert run.scheduler.statistics.preemptions == 0
     assert max(map(max, run.kv_loads)) > blocks * AMPLE.block_size / 4, "memory was hardly used"
+
+
+@pytest.mark.parametrize("slowness", [(1.0, 1.0), (3.0, 1.0), (1.0, 7.0)])
+def test_closed_ranges_attend_where_they_even_the_load(slowness: tuple[float, float]) -> None:
+    """Ranges of 16 on both R-workers: each step attends as even as whole ranges allow, whichever R-worker is slow.
+
+    The oracle tries all numbers of ranges on the first R-worker, the tail on either.
+    """
+    limits = replace(
+        AMPLE, block_size=4, num_blocks=(999, 999), bandwidths=(1.0, 1.0), range_tokens=16, kv_replicas=2,
+        seconds_per_moved_token=1e-9,
+    )  # fmt: skip
+    run = Run("stall-free", limits, [Job([1] * 130, 60, [60])])
+    run.seconds_per_token = slowness
+    run.arrive_and_abort()
+    for _ in range(50):
+        run.step()
+        run.move(9)
+    while run.scheduler.snapshot().num_copies != (0, 1):
+        run.step()
+        run.move(9)
+    run.step()
+    total = sum(run.kv_loads[-1])
+    whole, tail = (total - 1) // 16, (total - 1) % 16 + 1
+    options = [16 * i + tail * with_tail for i in range(whole + 1) for with_tail in (0, 1)]
+    best = min(max(slowness[0] * first, slowness[1] * (total - first)) for first in options)
+    assert max(np.array(run.kv_loads[-1]) * slowness) <= 1.01 * best, (run.kv_loads[-1], best)

@@ -63,7 +63,7 @@ class Watched:
 
     def _look(self, prompts: list[list[int]], first: int) -> None:
         """At sequences that have begun to decode."""
-        for sequence in self.engine.scheduler.residents.decoding.values():
+        for sequence in self.engine.scheduler.store.residents.decoding.values():
             number = first + [list(each) for each in prompts].index(list(sequence.prompt_token_ids))
             if number not in self.cached:
                 tail = sequence.tail
@@ -126,5 +126,5 @@ def test_preemptions_change_no_token(folder: Path, workers: tuple[str, str]) -> 
     with LLM(str(folder), prefill_workers=addresses, **{**settings, **small}) as llm:
         there = Watched(llm, AnyParts([0, 1, 2], least=60))
         assert there.run(prompts, sampled=True) == wanted
-        assert llm.engine.scheduler.num_preemptions > 0
+        assert llm.engine.scheduler.statistics.preemptions > 0
         assert_nothing_held(llm.engine)

@@ -136,7 +136,7 @@ def test_preempted_sequences_get_the_tokens_they_would_have_had(
     defaults = {"kv_cache_memory": memory, "max_model_len": longest, "enable_prefix_caching": caching}
     with make_llm(folder, **{**defaults, **settings}) as llm:
         assert run(llm, prompts, params) == wanted
-        assert llm.engine.scheduler.num_preemptions >= 3
+        assert llm.engine.scheduler.statistics.preemptions >= 3
         assert_nothing_held(llm.engine)
 
 
@@ -167,5 +167,5 @@ def test_samples_of_one_prompt_survive_preemption(folder: Path) -> None:
     blocks = -(-(len(prompt) + 60) // 16) + 4
     with make_llm(folder, kv_cache_memory=memory_for(folder, blocks), max_model_len=len(prompt) + 60) as llm:
         assert texts(llm) == wanted
-        assert llm.engine.scheduler.num_preemptions >= 1
+        assert llm.engine.scheduler.statistics.preemptions >= 1
         assert_nothing_held(llm.engine)

@@ -67,7 +67,7 @@ def generate(llm: LLM, params: SamplingParams = GREEDY, texts: list[list[int]] |
 
 
 def is_sharded(llm: LLM) -> bool:
-    return any(sequence.is_sharded for sequence in llm.engine.scheduler.residents.all)
+    return any(len(each.segments) > 1 for each in llm.engine.scheduler.snapshot().sequences.values())
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -141,17 +141,18 @@ def test_only_the_lost_range_is_computed_again(folder: Path, victim: str) -> Non
     prompt, wanted = prompts()[0], reference()[0]
     with make_llm(folder, r_workers="spawn:3", kv_cache_memory="2MiB") as llm:
         engine, counted, tokens, killed = llm.engine, Counted(llm), [], 0
-        engine.scheduler.workers.bandwidths[:] = 1.0  # whatever else this machine did while they were measured
+        speeds = engine.scheduler.store.workers.speeds
+        speeds.bandwidths[:] = 1.0  # whatever else this machine did while they were measured
         engine.add_request("0", prompt, GREEDY)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 tokens = list(output.outputs[0].token_ids)
             if len(tokens) == 5 and not killed:
-                (sequence,) = engine.scheduler.residents.decoding.values()
-                assert len({each.home for each in sequence.segments}) == 3
-                held = sequence.closed[1] if victim == "closed" else sequence.tail
+                (sequence,) = engine.scheduler.snapshot().sequences.values()
+                assert len(sequence.workers) == 3
+                held = sequence.segments[1 if victim == "closed" else sequence.tail]
                 killed = held.num_tokens
-                os.kill(r_workers.spawned_pids(llm)[held.home], signal.SIGKILL)
+                os.kill(r_workers.spawned_pids(llm)[held.workers[0]], signal.SIGKILL)
         assert tokens == wanted
         assert counted.rows == len(prompt) + killed
         assert_nothing_held(engine)
@@ -166,10 +167,10 @@ def test_ranges_move_from_who_drains_and_to_who_joins(folder: Path) -> None:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-            if len(tokens) == 4 and 0 in engine.scheduler.workers.accepting:
+            if len(tokens) == 4 and 0 in engine.scheduler.snapshot().accepting:
                 engine.drain_r_worker(0)
         assert [tokens[number] for number in range(4)] == reference()
-        assert engine.scheduler.workers.present == [1, 2] and counted.rows == sum(LENGTHS)
+        assert engine.scheduler.snapshot().present == [1, 2] and counted.rows == sum(LENGTHS)
         assert_nothing_held(engine)
 
 
@@ -260,9 +261,9 @@ def test_forecasts_say_where_tails_go_on() -> None:
 
 def has_two_copies(llm: LLM) -> bool:
     """Whether all sequences decode, and every range of theirs that holds tokens has a second copy."""
-    residents = llm.engine.scheduler.residents
-    segments = [segment for sequence in residents.all for segment in sequence.segments if segment.num_tokens]
-    return not residents.prompts and bool(segments) and all(len(each.copies) == 2 for each in segments)
+    known = llm.engine.scheduler.snapshot()
+    segments = [each for sequence in known.sequences.values() for each in sequence.segments if each.num_tokens]
+    return not known.prompts and bool(segments) and all(len(each.workers) == 2 for each in segments)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

@@ -152,7 +152,7 @@ def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
         llm.engine.on_step = kill
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert len(llm.engine.scheduler.workers.present) == 1
+        assert len(llm.engine.scheduler.snapshot().present) == 1
         llm.engine.on_step = None
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(RankLostError, match=rf"rank 1 \(process {rank} "):

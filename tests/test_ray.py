@@ -104,7 +104,7 @@ def assert_nothing_left() -> None:
 
 
 def present(engine: LLMEngine) -> int:
-    return len(engine.scheduler.workers.present)
+    return len(engine.scheduler.snapshot().present)
 
 
 def run_until_replaced(job: Job, victims: int, before: set[int]) -> None:
@@ -164,13 +164,13 @@ def test_a_node_that_ray_drains_is_left_first(folder: Path, cluster: Any) -> Non
     pid = leaves.all_processes["raylet"][0].process.pid
     with make_llm(folder, r_workers="ray:3:strict-spread", pool_listen=None, key_file=None) as llm:
         engine, job = llm.engine, Job(llm.engine)
-        job.step_until(lambda: all(engine.scheduler.workers[index].num_sequences for index in range(3)))
+        job.step_until(lambda: all(engine.scheduler.snapshot().r_workers[index].num_sequences for index in range(3)))
         assert sum(process.ppid() == pid for process in actors()) == 1
-        preempted = engine.scheduler.num_preemptions
+        preempted = engine.scheduler.statistics.preemptions
         reason, until = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, int(time.time() * 1000) + 600_000
         GcsClient(cluster.address).drain_node(leaves.node_id, reason, "spot", until)
         job.step_until(lambda: present(engine) == 2, pause_seconds=0.01)
-        assert engine.scheduler.num_preemptions == preempted, "all have moved"
+        assert engine.scheduler.statistics.preemptions == preempted, "all have moved"
         cluster.add_node(**NODE)
         cluster.remove_node(leaves)
         job.step_until(lambda: present(engine) == 3, pause_seconds=0.01)

@@ -111,7 +111,7 @@ def test_sixteen_bits_and_quantised_caches_are_computed_again_bit_by_bit(
                 step += 1
                 if step == kill_at:
                     os.kill(r_workers.spawned_pids(llm)[1], signal.SIGKILL)
-            return found, llm.engine.scheduler.num_preemptions
+            return found, llm.engine.scheduler.statistics.preemptions
 
     wanted, _ = run()
     assert run(kill_at=random.Random(dtype + kv_cache_dtype).randrange(2, 60), num_mini_batches=2)[0] == wanted
@@ -134,7 +134,10 @@ def test_prompts_that_are_preempted_leave_the_scratch(folder: Path, enable_prefi
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
 
     def run(**settings: Any) -> tuple[dict[str, list[int]], int]:
-        found, again = {}, set()
+        found: dict[str, list[int]] = {}
+        first: dict[int, int] = {}
+        again: set[int] = set()
+        without_output: set[int] = set()
         names = {"enable_prefix_caching": enable_prefix_caching, "schedule": "stall-free", "r_workers": "inproc:1"}
         with make_llm(folder, **names, **settings) as llm:
             engine = llm.engine
@@ -143,11 +146,12 @@ def test_prompts_that_are_preempted_leave_the_scratch(folder: Path, enable_prefi
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     found[output.request_id] = list(output.outputs[0].token_ids)
-                counted = engine.scheduler.residents.prompts
+                known = engine.scheduler.snapshot()
                 kept = set(engine.world.s_worker.prompts.sequence_ids)
-                assert kept <= {each for each in counted if counted[each].uses_scratch}
-                sequences = [*engine.scheduler.queue.all, *counted.values()]
-                again |= {each.sequence_id for each in sequences if each.was_preempted and not each.output_token_ids}
+                assert kept <= {each for each in known.prompts if known.sequences[each].uses_scratch}
+                again |= without_output & {*known.waiting, *known.following}
+                sizes = {each: known.sequences[each].num_tokens for each in known.prompts}
+                without_output = {each for each, size in sizes.items() if size == first.setdefault(each, size)}
             assert_nothing_held(engine)
         return found, len(again)
 

@@ -51,7 +51,7 @@ def step(scheduler: Scheduler) -> ScheduledStep:
     """Schedule and commit; every sampled sequence gets a token."""
     planned = scheduler.schedule()
     scheduler.commit(planned)
-    running = {**scheduler.residents.prompts, **scheduler.residents.decoding}
+    running = {**scheduler.store.residents.prompts, **scheduler.store.residents.decoding}
     for each in (*planned.arrived, *(i for part in planned.mini_batches for i in part.sampled_ids)):
         running[each].append(7)
     return planned
@@ -97,13 +97,13 @@ def test_a_failed_prompt_is_queued_again_and_its_reservation_released() -> None:
     scheduler = make()
     scheduler.add(Sequence(1, list(range(100)), 10))
     (prefill,) = step(scheduler).prefills
-    free = scheduler.workers[0].free
+    free = scheduler.snapshot().r_workers[0].free
     scheduler.prefill_failed(prefill.job_id)
     again = step(scheduler)
     assert verbs(again)[0] == ("RELEASE", 1, 0, 0)
     (second,) = again.prefills
     assert second.job_id != prefill.job_id
-    assert scheduler.workers[0].free == free
+    assert scheduler.snapshot().r_workers[0].free == free
     assert not scheduler.prefilled(prefill.job_id)  # the answer to the first attempt comes too late
     assert scheduler.prefilled(second.job_id)
     assert step(scheduler).arrived == (1,)
@@ -122,14 +122,14 @@ def test_an_aborted_prompt_is_forgotten(when: str) -> None:
     planned = step(scheduler)
     assert planned.arrived == ()
     assert verbs(planned)[-1] == ("RELEASE", 1, 0, 0)
-    assert scheduler.workers[0].free == scheduler.workers[0].num_blocks
+    assert scheduler.snapshot().r_workers[0].free == scheduler.snapshot().r_workers[0].num_blocks
 
 
 def test_a_prompt_of_a_lost_r_worker_starts_on_another() -> None:
     scheduler = make((100, 100))
     scheduler.add(Sequence(1, list(range(100)), 10))
     (prefill,) = step(scheduler).prefills
-    assert scheduler.lost(prefill.stores[0].r_worker) == []
+    assert scheduler.members.lost(prefill.stores[0].r_worker) == []
     (second,) = step(scheduler).prefills
     assert second.stores[0].r_worker != prefill.stores[0].r_worker
     assert prefill.job_id not in scheduler.remote_prompts
@@ -173,7 +173,7 @@ def test_a_prompt_goes_on_from_a_prefix(what: str) -> None:
     assert (fork[0], fork[1], fork[3]) == ("FORK", 2, 128)
     assert reserve == ("RESERVE", 2, prefill.job_id, 208)
     if what == "evicted":
-        scheduler.reset_prefix_cache()
+        scheduler.store.prefixes.reset()
     if what == "failed":
         scheduler.prefill_failed(prefill.job_id)
         planned = step(scheduler)
@@ -185,9 +185,9 @@ def test_a_prompt_goes_on_from_a_prefix(what: str) -> None:
         assert step(scheduler).arrived == (2,)
         assert second.num_cached == 208
     scheduler.finish(second, "abort")
-    scheduler.reset_prefix_cache()
+    scheduler.store.prefixes.reset()
     step(scheduler)
-    assert scheduler.workers[0].free == scheduler.workers[0].num_blocks
+    assert scheduler.snapshot().r_workers[0].free == scheduler.snapshot().r_workers[0].num_blocks
 
 
 def test_siblings_fork_from_it() -> None:
@@ -197,10 +197,10 @@ def test_siblings_fork_from_it() -> None:
     (prefill,) = step(scheduler).prefills
     scheduler.prefilled(prefill.job_id)
     step(scheduler)
-    scheduler.fork_siblings(parent)
-    scheduler.residents.decoding[2].append(7)
+    scheduler.store.fork_siblings(parent)
+    scheduler.store.residents.decoding[2].append(7)
     assert ("FORK", 2, 1, 100) in verbs(step(scheduler))
-    assert sorted(scheduler.residents.decoding) == [1, 2]
+    assert scheduler.snapshot().decoding == [1, 2]
 
 
 def test_the_policy_hears_of_starts_and_ends() -> None:

@@ -50,7 +50,7 @@ class Watched:
             for output in self.engine.step():
                 self.found[int(output.request_id)] = [list(each.token_ids) for each in output.outputs]
             num_steps -= 1
-            if until_copied and self.engine.scheduler.residents.num_copies[0] == 0:
+            if until_copied and self.engine.scheduler.snapshot().num_copies[0] == 0:
                 return
 
     def kill(self, victim: int) -> None:
@@ -63,15 +63,15 @@ def test_two_losses_one_after_the_other_cost_no_token_and_no_prefill(folder: Pat
     prompts, wanted = model_zoo.prompts(NAME)[:6], [list(each) for each in model_zoo.reference(NAME).tokens[:6]]
     with make_llm(folder, num_mini_batches=2, enable_prefix_caching=False) as llm:
         batch = Watched(llm, prompts, sampled=False)
-        while llm.engine.scheduler.residents.prompts or not batch.records:
+        while llm.engine.scheduler.snapshot().prompts or not batch.records:
             batch.go_on(1)
-        assert llm.engine.scheduler.residents.num_copies == (0, len(prompts))
+        assert llm.engine.scheduler.snapshot().num_copies == (0, len(prompts))
         num_before = len(batch.records)
         batch.kill(1)
         batch.go_on(2)
-        assert llm.engine.scheduler.residents.num_copies[0] > 0
+        assert llm.engine.scheduler.snapshot().num_copies[0] > 0
         batch.go_on(until_copied=True)
-        assert llm.engine.scheduler.residents.num_copies == (0, len(prompts))
+        assert llm.engine.scheduler.snapshot().num_copies == (0, len(prompts))
         batch.kill(0)
         batch.go_on()
         assert sum(record.lost_workers for record in batch.records) == 2
@@ -108,7 +108,7 @@ def test_a_drain_of_sequences_with_two_copies_moves_nothing(folder: Path) -> Non
         batch.go_on(until_copied=True)
         llm.engine.drain_r_worker(0)
         batch.go_on(1)
-        assert llm.engine.scheduler.workers.present == [1, 2]
+        assert llm.engine.scheduler.snapshot().present == [1, 2]
         batch.go_on()
         assert [batch.found[number][0] for number in range(len(prompts))] == [
             list(each) for each in model_zoo.reference(NAME).tokens

@@ -220,7 +220,7 @@ def test_when_blocks_run_out_the_youngest_is_computed_again() -> None:
     """Six blocks of 4 for three sequences that grow to 10 tokens: at most two can end together."""
     run = Run("stall-free", limits_of(num_blocks=(6,)), [Job([i] * 4, 7, [7]) for i in range(3)])
     run.to_the_end()
-    assert run.scheduler.num_preemptions >= 1
+    assert run.scheduler.statistics.preemptions >= 1
     assert [sequence_id for _, sequence_id in run.starts][:3] == [0, 100, 200]
     assert all(len(group[0].output_token_ids) == 7 for group in run.members)
 
@@ -230,7 +230,7 @@ def test_who_was_preempted_gets_on_before_being_preempted_again() -> None:
     limits = limits_of(num_blocks=(25,), max_num_batched_tokens=200)
     run = Run("stall-free", limits, [Job([i] * 12, 28, [28]) for i in range(5)])
     at_last_preemption: dict[int, int] = {}
-    preempt = run.scheduler._preempt
+    preempt = run.scheduler.lifecycle.preempt
 
     def noted(sequence: Sequence) -> None:
         count = len(sequence.output_token_ids)
@@ -238,7 +238,7 @@ def test_who_was_preempted_gets_on_before_being_preempted_again() -> None:
         at_last_preemption[sequence.sequence_id] = count
         preempt(sequence)
 
-    run.scheduler._preempt = noted  # type: ignore[method-assign]
+    run.scheduler.lifecycle.preempt = noted  # type: ignore[method-assign]
     run.to_the_end()
     assert at_last_preemption, "no sequence was preempted"
 
@@ -248,7 +248,7 @@ def test_a_reservation_for_siblings_counts_shared_blocks_once() -> None:
     run = Run("stall-free", limits, [Job([0] * 10, 3, [3, 3, 3])])
     run.arrive_and_abort()
     run.step()
-    free = [worker.free for worker in run.scheduler.workers]
+    free = [worker.free for worker in run.scheduler.snapshot().r_workers]
     assert free == [5, 20 - (2 + 3)]  # two full blocks of all, and a third of each
 
 
@@ -288,7 +288,7 @@ def test_unborn_siblings_take_places() -> None:
     step = scheduler.schedule()
     assert [sequence_id for sequence_id, *_ in chunks_of(step)] == [0, 3]
     scheduler.commit(step)
-    assert len(scheduler.residents) == 4
+    assert scheduler.snapshot().num_running == 4
 
 
 def test_a_refused_step_gives_its_controls_back() -> None:
@@ -455,10 +455,10 @@ def moving(num_blocks: tuple[int, ...], num_jobs: int = 8) -> Run:
 @pytest.mark.parametrize(("bandwidth", "wanted"), [(1.0, 4), (3.0, 6)])
 def test_a_newcomer_gets_its_part_of_what_runs(bandwidth: float, wanted: int) -> None:
     run = moving((200,))
-    run.scheduler.join(200, bandwidth)
+    run.scheduler.members.join(200, bandwidth)
     run.move(100)
     assert run.num_moves == wanted
-    assert [len(run.scheduler.residents.on(worker)) for worker in (0, 1)] == [8 - wanted, wanted]
+    assert [len(run.scheduler.snapshot().on(worker)) for worker in (0, 1)] == [8 - wanted, wanted]
     run.step_number += 1
     run.to_the_end(moves_per_step=8)
     assert run.num_moves == wanted, "even loads stay where they are"
@@ -467,11 +467,11 @@ def test_a_newcomer_gets_its_part_of_what_runs(bandwidth: float, wanted: int) ->
 def test_draining_moves_everybody_and_preempts_whom_nobody_has_room_for() -> None:
     """The other worker has room for five of eight, each with a block to grow into."""
     run = moving((200,))
-    run.scheduler.join(5 * 7 + 4, 1e-9)
-    run.scheduler.drain(0)
+    run.scheduler.members.join(5 * 7 + 4, 1e-9)
+    run.scheduler.members.drain(0)
     run.move(100)
-    assert run.num_moves == 5 and run.scheduler.num_preemptions == 3
-    assert run.scheduler.workers.present == [1]
+    assert run.num_moves == 5 and run.scheduler.statistics.preemptions == 3
+    assert run.scheduler.snapshot().present == [1]
     run.step_number += 1
     run.to_the_end()
     assert all(len(group[0].output_token_ids) == 30 for group in run.members)
@@ -479,13 +479,13 @@ def test_draining_moves_everybody_and_preempts_whom_nobody_has_room_for() -> Non
 
 def test_the_last_one_that_drains_goes_on_until_another_comes() -> None:
     run = moving((200,))
-    run.scheduler.drain(0)
+    run.scheduler.members.drain(0)
     run.move(100)
     run.step()
-    assert run.num_moves == 0 and run.scheduler.drained() == []
-    run.scheduler.join(200, 1.0)
+    assert run.num_moves == 0 and run.scheduler.members.drained() == []
+    run.scheduler.members.join(200, 1.0)
     run.move(100)
-    assert run.num_moves == 8 and run.scheduler.workers.present == [1]
+    assert run.num_moves == 8 and run.scheduler.snapshot().present == [1]
     run.step_number += 1
     run.to_the_end()
 
@@ -494,12 +494,14 @@ def test_those_that_join_take_the_places_of_the_long_gone(monkeypatch: pytest.Mo
     """However many come and go, the scheduler's arrays grow no more; and nothing is lost or miscounted by it."""
     monkeypatch.setattr("fastdecode.scheduler.store.workers.KEPT_GONE", 2)
     run = moving((200,))
-    scheduler, workers = run.scheduler, run.scheduler.workers
+    scheduler, workers = run.scheduler, run.scheduler.store.workers
     for number in range(12):
         index = (workers.vacant or [len(workers)])[0]
-        scheduler.join(200 + number, 1.0 + number, index)
+        scheduler.members.join(200 + number, 1.0 + number, index)
         assert workers.present == sorted([0, index]) and workers[index].available == 200 + number
-        assert workers.bandwidths[index] == 1.0 + number and workers.shares.sum() == pytest.approx(1.0)
+        assert workers.speeds.bandwidths[index] == 1.0 + number and scheduler.load_limit.shares.sum() == pytest.approx(
+            1.0
+        )
         run.move(100)
         run.step()
         assert not run.lose(index)
@@ -521,26 +523,28 @@ def test_a_follower_needs_its_r_worker_too(event: str) -> None:
     prefix = list(range(200))
     scheduler.add(Sequence(0, [8] * 40, 3))
     scheduler.commit(scheduler.schedule())
-    scheduler.residents.decoding[0].append(1)
+    scheduler.store.residents.decoding[0].append(1)
     for each in (Sequence(1, prefix + [7] * 10, 5), Sequence(2, prefix + [9] * 150, 400), Sequence(3, [5] * 20, 5)):
         scheduler.add(each)
     scheduler.commit(scheduler.schedule())
-    assert [each.sequence_id for each in scheduler.queue.all if each not in list(scheduler.queue)] == [2]
+    assert [*scheduler.snapshot().following] == [2]
     if event == "lost":
-        assert [each.sequence_id for each in scheduler.lost(1)] == [2]
+        assert [each.sequence_id for each in scheduler.members.lost(1)] == [2]
     else:
-        scheduler.drain(1)
+        scheduler.members.drain(1)
     drained_while_needed = False
     for _ in range(600):
-        while move := scheduler.next_transfer():
-            scheduler.transferred(move, 0.0)
-        drained_while_needed |= bool(scheduler.drained()) and 2 in [each.sequence_id for each in _unfinished(scheduler)]
+        while move := scheduler.transfers.next():
+            scheduler.transfers.done(move, 0.0)
+        drained_while_needed |= bool(scheduler.members.drained()) and 2 in [
+            each.sequence_id for each in _unfinished(scheduler)
+        ]
         if not scheduler.has_unfinished:
             break
         step = scheduler.schedule()
         assert step.num_tokens
         scheduler.commit(step)
-        for sequence in list(scheduler.residents.decoding.values()):
+        for sequence in list(scheduler.store.residents.decoding.values()):
             sequence.append(3)
             if len(sequence.output_token_ids) >= sequence.max_tokens:
                 scheduler.finish(sequence, "length")
@@ -548,4 +552,8 @@ def test_a_follower_needs_its_r_worker_too(event: str) -> None:
 
 
 def _unfinished(scheduler: Scheduler) -> list[Sequence]:
-    return [*scheduler.queue.all, *scheduler.residents.decoding.values(), *scheduler.residents.prompts.values()]
+    return [
+        *scheduler.queue.all,
+        *scheduler.store.residents.decoding.values(),
+        *scheduler.store.residents.prompts.values(),
+    ]

@@ -159,9 +159,10 @@ def test_any_pattern_of_right_and_wrong_drafts(patterns_llm: LLM, pattern: list[
     while engine.has_unfinished_requests():
         for output in engine.step():
             tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-        for sequence in engine.scheduler.residents.decoding.values():
+        known = engine.scheduler.snapshot()
+        for sequence in (known.sequences[each] for each in known.decoding):
             assert sequence.num_cached == sequence.num_tokens - 1
-            assert sequence.tail.num_blocks == -(-sequence.num_cached // 16)
+            assert sequence.segments[sequence.tail].num_blocks == -(-sequence.num_cached // 16)
     assert [tokens[number] for number in range(len(prompts))] == wanted
     assert_nothing_held(engine)
 

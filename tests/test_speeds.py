@@ -1,4 +1,7 @@
-"""How fast R-workers are, from what they were seen to do; oracle: two calls that share a core, second by second."""
+"""How fast R-workers are, from what they were seen to do; oracle: two calls that share a core, second by second.
+
+What changes is followed at once, what passes is not.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,22 @@ import numpy as np
 import pytest
 from helpers.scheduler_harness import AMPLE, Job, Run
 
-from fastdecode.scheduler.store.workers import Workers
+from fastdecode.scheduler.store.speeds import NUM_STEPS, Speeds
+
+LOADS = [1000, 1000, 1000]
+USUAL = [0.1, 0.1, 0.05]
+
+
+def seen(steps: int = 20) -> Speeds:
+    found = Speeds([1.0, 1.0, 1.0])
+    for _ in range(steps):
+        found.observe(LOADS, USUAL)
+    return found
+
+
+def relative(found: Speeds) -> np.ndarray:
+    latest = found.latest(range(len(found.bandwidths)))
+    return latest / latest.sum()
 
 pytestmark = pytest.mark.slow
 
@@ -23,24 +41,24 @@ def seconds_on_one_core(work: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def test_speeds_are_as_seen_and_else_as_memory_was() -> None:
-    workers = Workers([1] * 3, [10.0, 20.0, 20.0], 1)
-    assert workers.speeds.tolist() == [10.0, 20.0, 20.0]
+    speeds = Speeds([10.0, 20.0, 20.0])
+    assert speeds.lasting.tolist() == [10.0, 20.0, 20.0]
     for _ in range(4):
-        workers.observe([1000, 600, 5], [0.010, 0.010, 0.001])  # the third was hardly at work
-        assert workers.speeds.tolist() == [10.0, 20.0, 20.0], "too short to say anything"
+        speeds.observe([1000, 600, 5], [0.010, 0.010, 0.001])  # the third was hardly at work
+        assert speeds.lasting.tolist() == [10.0, 20.0, 20.0], "too short to say anything"
     for _ in range(4):
-        workers.observe([1000, 600, 5], [0.010, 0.010, 0.001])
-    assert workers.speeds == pytest.approx([100e3, 60e3, 20.0 * 160e3 / 30.0])
+        speeds.observe([1000, 600, 5], [0.010, 0.010, 0.001])
+    assert speeds.lasting == pytest.approx([100e3, 60e3, 20.0 * 160e3 / 30.0])
     for _ in range(100):
-        workers.observe([500, 600, 0], [0.010, 0.010, 0.0])
-    assert workers.speeds[:2] == pytest.approx([50e3, 60e3], rel=0.02)
+        speeds.observe([500, 600, 0], [0.010, 0.010, 0.0])
+    assert speeds.lasting[:2] == pytest.approx([50e3, 60e3], rel=0.02)
 
 
 def test_what_is_as_expected_but_for_chance_stays() -> None:
-    workers = Workers([1] * 2, [10.0, 20.0], 1)
+    speeds = Speeds([10.0, 20.0])
     for _ in range(10):
-        workers.observe([1000, 1900], [0.010, 0.010])
-    assert workers.speeds.tolist() == [10.0, 20.0]
+        speeds.observe([1000, 1900], [0.010, 0.010])
+    assert speeds.lasting.tolist() == [10.0, 20.0]
 
 
 @pytest.mark.parametrize("schedule", ["sls", "stall-free"])
@@ -64,7 +82,45 @@ def test_two_on_one_core_are_loaded_in_proportion_to_their_weights(schedule: str
 
 def test_one_that_is_very_slow_is_seen_beside_the_others() -> None:
     """It takes ten times as long over the same tokens; the others' short times tell as much."""
-    workers = Workers([1, 1], [1.0, 1.0], 1)
+    speeds = Speeds([1.0, 1.0])
     for _ in range(10):
-        workers.observe([1000, 1000], [0.100, 0.010])
-    assert workers.speeds[1] / workers.speeds[0] == pytest.approx(10.0)
+        speeds.observe([1000, 1000], [0.100, 0.010])
+    assert speeds.lasting[1] / speeds.lasting[0] == pytest.approx(10.0)
+
+
+def test_a_change_is_followed_at_once_and_a_passing_one_is_not() -> None:
+    found = seen()
+    before = relative(found)
+    assert before == pytest.approx([0.25, 0.25, 0.5])
+    for _ in range(NUM_STEPS - 1):
+        found.observe(LOADS, [0.2, 0.1, 0.05])
+    assert relative(found) == pytest.approx(before, rel=0.15), "two steps may be chance"
+    found.observe(LOADS, USUAL)
+    found.observe(LOADS, [0.2, 0.1, 0.05])
+    found.observe(LOADS, [0.05, 0.1, 0.05])  # not the same way
+    assert relative(found) == pytest.approx(before, rel=0.2)
+    for _ in range(NUM_STEPS):
+        found.observe(LOADS, [0.2, 0.1, 0.05])
+    assert relative(found) == pytest.approx(np.array([0.5, 1, 2]) / 3.5, rel=0.02)
+
+
+def test_what_slows_all_alike_is_no_change_and_short_steps_say_little() -> None:
+    found = seen()
+    for _ in range(NUM_STEPS):
+        found.observe(LOADS, [3 * each for each in USUAL])
+    assert relative(found) == pytest.approx([0.25, 0.25, 0.5])
+    assert seen(0).latest([0, 1, 2]).tolist() == [1.0, 1.0, 1.0]
+    idle = seen()
+    idle.observe([1000, 1000, 0], [0.1, 0.1, 0.0])  # one that attends nothing keeps its speed
+    assert relative(idle) == pytest.approx([0.25, 0.25, 0.5])
+
+
+def test_one_that_joins_in_the_place_of_another_is_unknown_again() -> None:
+    found = seen()
+    found.join(3, 1.0)
+    assert len(found.lasting) == 4 and found.latest(range(4)).min() > 0
+    for _ in range(2):
+        found.observe([*LOADS, 500], [*USUAL, 0.1])
+    assert relative(found) == pytest.approx(np.array([2, 2, 4, 1]) / 9)
+    found.join(2, 1.0)
+    assert found.latest(range(4)).tolist() == found.lasting.tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ from helpers.scheduler_harness import AMPLE
 
 from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
 from fastdecode.scheduler.policy.move_prices import MovePrices
+from fastdecode.scheduler.policy.transfer_price import TransferPrice
 
 BLOCK, NUM_BLOCKS = 4, 10
 
@@ -61,9 +61,10 @@ def test_a_transfer_whose_last_source_goes_is_dropped_as_it_was() -> None:
 
 def test_what_moves_took_does_not_let_corrections_in_where_none_are_wanted() -> None:
     """With two copies who attends evens the load; what drains moves all the same."""
-    for per_token, pays in ((math.inf, False), (1e-6, True)):
-        prices = MovePrices(per_token)
+    for corrects in (False, True):
+        price = TransferPrice(1e-6)
+        prices = MovePrices(price, corrects)
         for _ in range(50):
             prices.observe(np.array([9e3, 1e3]), 0.0, 0.1, np.array([0.1, 0.01]))
-        prices.paid(1000, 1e-3, is_correction=False)
-        assert prices.may_pay == pays
+        price.paid(1000, 1e-3)
+        assert prices.may_pay == corrects

@@ -145,7 +145,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     scheduler = simulator.scheduler
     return Simulation(
         requests, steps, simulator.now_seconds, time.perf_counter() - start, scheduler.statistics,
-        scheduler.kv_load_limit, interrupted, simulator.prefill, simulator.num_copies_made, event_report(simulator),
+        scheduler.load_limit.tokens, interrupted, simulator.prefill, simulator.num_copies_made, event_report(simulator),
     )  # fmt: skip
 
 

@@ -190,16 +190,16 @@ class Cycle(Generic[T]):
 
     def settle(self) -> None:
         """When nothing runs, tell the R-workers of the last releases, so that idle ones hold no blocks."""
-        if self.scheduler.has_controls and not self.scheduler.has_unfinished:
+        if self.scheduler.store.workers.has_controls and not self.scheduler.has_unfinished:
             self.tell()
 
     def lose(self, workers: PySequence[int]) -> list[int]:
         """R-workers are gone: what they alone held is computed again elsewhere; returns the sequences it was of."""
-        spoilt = self.scheduler.spoilt(workers) if workers else []
+        spoilt = self.scheduler.members.spoilt(workers) if workers else []
         for sequence_id in spoilt:
             self.forget(sequence_id)
         for worker in workers:
-            for sequence in self.scheduler.lost(worker):
+            for sequence in self.scheduler.members.lost(worker):
                 self.requests.give_up(self, sequence)
         return spoilt
 
@@ -260,11 +260,11 @@ class Cycle(Generic[T]):
         wait_seconds = record.wait_seconds - sum(each.wait_seconds for each in self.companions)
         self.scheduler.observe(step, s_seconds, wait_seconds, record.r_seconds)
         if self.on_step:
-            self.on_step(replace(record, num_copies=self.scheduler.residents.num_copies))
+            self.on_step(replace(record, num_copies=self.scheduler.store.residents.num_copies))
 
     def _forget_prompts_that_left(self) -> None:
         """Of prompts that were preempted the S-worker keeps nothing: others count on the scratch."""
-        prompts = self.scheduler.residents.prompts
+        prompts = self.scheduler.store.residents.prompts
         for sequence_id in self.world.kept_prompts:
             if sequence_id not in prompts or not prompts[sequence_id].uses_scratch:
                 self.forget(sequence_id)

@@ -30,7 +30,7 @@ class Membership(Companion):
     def before(self, cycle: Cycle) -> None:
         """Count newcomers in, move, and let drained R-workers go."""
         now = cycle.world.now()
-        for index, newcomer in cycle.world.admit(cycle.scheduler.workers.vacant).items():
+        for index, newcomer in cycle.world.admit(cycle.scheduler.store.workers.vacant).items():
             self._join(cycle.scheduler, index, newcomer)
         self._move_until(cycle, now + (now - self._updated))
         self.let_go(cycle)
@@ -42,23 +42,23 @@ class Membership(Companion):
 
     def drain(self, scheduler: Scheduler, worker: int) -> None:
         """R-worker ``worker`` is to go; ConfigError where it is not there."""
-        if worker not in scheduler.workers.present:
-            raise ConfigError(f"there is no R-worker {worker}; there are {scheduler.workers.present}")
-        scheduler.drain(worker)
+        if worker not in scheduler.store.workers.present:
+            raise ConfigError(f"there is no R-worker {worker}; there are {scheduler.store.workers.present}")
+        scheduler.members.drain(worker)
 
     def _leaving(self, scheduler: Scheduler, workers: Iterable[int]) -> None:
-        for worker in sorted(set(workers) - set(scheduler.workers.draining)):
+        for worker in sorted(set(workers) - set(scheduler.store.workers.draining)):
             logger.info("R-worker %s asks to leave: its sequences move", self._name(worker))
-            scheduler.drain(worker)
-            if not scheduler.workers.accepting:
+            scheduler.members.drain(worker)
+            if not scheduler.store.workers.accepting:
                 logger.warning("no other R-worker is there: %s is needed", self._name(worker))
 
     def _join(self, scheduler: Scheduler, index: int, newcomer: Newcomer) -> None:
         bandwidth = newcomer.bandwidth
         if bandwidth is None:
-            known = [scheduler.workers.bandwidths[worker] for worker in scheduler.workers.present]
+            known = [scheduler.store.workers.speeds.bandwidths[worker] for worker in scheduler.store.workers.present]
             bandwidth = sum(known) / len(known) if known else 1.0
-        scheduler.join(newcomer.num_blocks, bandwidth, index, newcomer.host)
+        scheduler.members.join(newcomer.num_blocks, bandwidth, index, newcomer.host)
         self._names[index] = newcomer.name
         logger.info("R-worker %s has joined, with %d KV blocks", self._name(index), newcomer.num_blocks)
 
@@ -69,17 +69,17 @@ class Membership(Companion):
         """At least one sequence, if any is to move. One that was chosen before a loss came to light is not moved: its
         room, its source or itself may be gone, so the scheduler is asked anew."""
         scheduler = cycle.scheduler
-        while transfer := scheduler.next_transfer():
-            if scheduler.has_controls:
+        while transfer := scheduler.transfers.next():
+            if scheduler.store.workers.has_controls:
                 cycle.tell()
-            if not scheduler.stands(transfer):
+            if not scheduler.transfers.stands(transfer):
                 continue
             try:
                 seconds = cycle.world.transfer(transfer)
             except WorkerLostError:
                 return  # the next step finds out which one, and goes on without it
-            scheduler.transferred(transfer, seconds)
-            ends = not scheduler.stands(transfer)  # of several pieces perhaps
+            scheduler.transfers.done(transfer, seconds)
+            ends = not scheduler.transfers.stands(transfer)  # of several pieces perhaps
             self.num_moves += transfer.is_move and ends
             self.num_copies_made += not transfer.is_move and ends
             if cycle.world.now() > deadline:
@@ -88,9 +88,9 @@ class Membership(Companion):
     def let_go(self, cycle: Cycle) -> None:
         """R-workers that drain, and have nothing to do any more, go."""
         scheduler = cycle.scheduler
-        if scheduler.drained() and scheduler.has_controls:
+        if scheduler.members.drained() and scheduler.store.workers.has_controls:
             cycle.tell()
-        for worker in scheduler.drained():
+        for worker in scheduler.members.drained():
             logger.info("R-worker %s is let go", self._name(worker))
             cycle.world.dismiss(worker)
             cycle.lose([worker])

@@ -30,13 +30,13 @@ class Speculation(Companion):
         """Draft for the sequences that the scheduler names."""
         self.s_seconds = self.wait_seconds = 0.0
         scheduler = cycle.scheduler
-        wanted = scheduler.drafts_wanted()
+        wanted = scheduler.drafts.wanted()
         if not wanted:
             return
         start, before = cycle.world.now(), self._clock.snapshot()
         proposed = self.drafter.propose([self._request(*each) for each in wanted.items()], scheduler)
         drafts = {each: self._in_flight.completion(each).fitting(tokens) for each, tokens in proposed.items() if tokens}
-        scheduler.propose(drafts)
+        scheduler.drafts.propose(drafts)
         after = self._clock.snapshot()
         self.s_seconds, self.wait_seconds = (after[state] - before[state] for state in (MODEL, WAIT))
         policy = scheduler.drafts.policy

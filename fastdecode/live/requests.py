@@ -93,7 +93,7 @@ class LiveRequests:
         follow each other; another's are of one place, for a completion each."""
         request, completions = self.in_flight.family(sequence_id)
         if len(completions) > 1:
-            cycle.scheduler.fork_siblings(completions[0].sequence)
+            cycle.scheduler.store.fork_siblings(completions[0].sequence)
         following = [tokens] if sequence_id in drafted else [[token] for token in tokens]
         pairs = zip(completions, following, strict=True)
         return request, sum(self._grow(cycle, request, each, its_tokens) for each, its_tokens in pairs)

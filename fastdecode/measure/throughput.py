@@ -56,7 +56,7 @@ def run_throughput(
     finally:
         run.elapsed_seconds = time.perf_counter() - start
         run.statistics = engine.scheduler.statistics.since(before)
-        run.kv_load_limit = engine.scheduler.kv_load_limit
+        run.kv_load_limit = engine.scheduler.load_limit.tokens
         engine.on_step, engine.world.overlap = None, True
     return run
 

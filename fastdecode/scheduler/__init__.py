@@ -4,6 +4,7 @@ from fastdecode.scheduler.policy.drafts import DraftCounts
 from fastdecode.scheduler.scheduler import Scheduler, SchedulerStatistics
 from fastdecode.scheduler.schedules import SCHEDULES, Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.snapshot import Snapshot
 from fastdecode.scheduler.store.transfer import Transfer
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "Scheduler",
     "SchedulerStatistics",
     "Sequence",
+    "Snapshot",
     "Transfer",
 ]

@@ -100,9 +100,9 @@ class Observer:
 
 def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> EngineState:
     """What the scheduler knows, with the last step's times, if there was one; in the engine's thread."""
-    scheduler = engine.scheduler
-    counted, is_limited = scheduler.statistics, scheduler.kv_load_limit is not None
-    limits = scheduler.admission.load_control.limits.tolist() if is_limited else [0.0] * len(engine.r_workers)
+    scheduler, known = engine.scheduler, engine.scheduler.snapshot(with_sequences=False)
+    counted, is_limited = scheduler.statistics, scheduler.load_limit.tokens is not None
+    limits = scheduler.load_limit.of_workers.tolist() if is_limited else [0.0] * len(engine.r_workers)
     r_workers = [
         RWorkerState(
             info.name,
@@ -110,18 +110,18 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
             draining=worker.is_draining,
             num_sequences=worker.num_sequences,
             kv_load_limit=int(limit) if is_limited else None,
-            blocks_used=worker.num_blocks - worker.available,
+            blocks_used=worker.used,
             num_blocks=worker.num_blocks,
         )
-        for info, worker, limit in zip(engine.r_workers, scheduler.workers, limits, strict=True)
+        for info, worker, limit in zip(engine.r_workers, known.r_workers, limits, strict=True)
     ]
     if record:
         r_workers = [_with_times(each, record, index) for index, each in enumerate(r_workers)]
     used, total = sum(each.blocks_used for each in r_workers), sum(each.num_blocks for each in r_workers)
     return EngineState(
-        now, len(scheduler.residents), len(scheduler.queue), used / total if total else 0.0,
+        now, known.num_running, known.num_waiting, used / total if total else 0.0,
         counted.preemptions, counted.prefix_hit_tokens, tuple(r_workers), counted.drafts,
-        scheduler.residents.num_copies,
+        known.num_copies,
     )  # fmt: skip
 
 

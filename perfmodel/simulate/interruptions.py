@@ -19,7 +19,7 @@ class Interruptions(Companion):
 
     def __init__(self, scheduler: Scheduler, requests: SimulatedRequests, clock: Clock) -> None:
         self.num_recomputed = 0
-        self._residents, self._requests, self._clock = scheduler.residents, requests, clock
+        self._residents, self._requests, self._clock = scheduler.store.residents, requests, clock
         self._had: dict[int, int] = {}
         self._moments: list[tuple[int, float]] = []
 

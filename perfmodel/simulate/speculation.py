@@ -77,11 +77,11 @@ class SimulatedSpeculation(Companion):
     def prepare(self, cycle: Cycle) -> None:
         """Draft as ``Speculation`` does for a live engine."""
         scheduler = cycle.scheduler
-        wanted = scheduler.drafts_wanted()
+        wanted = scheduler.drafts.wanted()
         if not wanted:
             return
-        scheduler.propose(self._drafter.propose(wanted))
-        decoding = scheduler.residents.decoding
+        scheduler.drafts.propose(self._drafter.propose(wanted))
+        decoding = scheduler.store.residents.decoding
         kv_tokens = sum(decoding[sequence_id].num_cached for sequence_id in wanted)
         seconds = self._drafter.seconds(wanted, kv_tokens)
         if policy := scheduler.drafts.policy:

@@ -20,12 +20,13 @@ DEMO = "demo"
 
 BETWEEN = "between steps"
 WHERE = (
-    "before admit", "after next_transfer", "after controls_alone", "before export", "before import_", "after import_",
-    "before moved", "before drafts_wanted", "before schedule", "before begin_step", "after begin_step",
+    "before admit", "after transfers.next", "after controls_alone", "before export", "before import_", "after import_",
+    "before transfers.done", "before drafts.wanted", "before schedule", "before begin_step", "after begin_step",
     "before submit", "after submit", "before collect", "before end_step", "after end_step", "before commit",
     "after commit", "before dismiss",
 )  # fmt: skip
-"""Boundaries between two decisions of a step: before or after a call of the scheduler or of the R-workers' backend."""
+"""Boundaries between two decisions of a step: before or after a call of the scheduler, of a part of it, or of the
+R-workers' backend."""
 
 
 KINDS = {"plain": 10, "ranks": 2, "prefill": 3, "serve": 2, "mpi": 2, "ray": 1}

@@ -43,9 +43,11 @@ class Events:
     def _watch(self) -> None:
         """Wrap the calls at whose borders something may happen; look at every loss and record."""
         for where in dict.fromkeys(name.split()[1] for name in WHERE):
+            *part, name = where.split(".")
             for owner in (self.engine.scheduler, self.engine.backend):
-                if hasattr(owner, where):
-                    setattr(owner, where, self._wrapped(where, getattr(owner, where)))
+                owner = getattr(owner, part[0], None) if part else owner
+                if hasattr(owner, name):
+                    setattr(owner, name, self._wrapped(where, getattr(owner, name)))
         self.engine.on_step = self._record
 
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +59,7 @@ class Events:
                 self._reported += len(result.lost)
             if name == "admit":
                 self.counts["joins"] += len(result)
-            if name != "next_transfer" or result is not None:
+            if name != "transfers.next" or result is not None:
                 self.reach(f"after {name}")
             return result
 
@@ -80,7 +82,7 @@ class Events:
 
     def reach(self, boundary: str) -> None:
         """Let what is due here happen."""
-        for worker in self.engine.scheduler.workers:
+        for worker in self.engine.scheduler.snapshot().r_workers:
             if worker.free < 0:
                 self._fault(f"negative-free: R-worker {worker.index} has {worker.free} free blocks, {boundary}")
         for event in [each for each in self.left if self._due[each] <= self.step]:
@@ -107,7 +109,7 @@ class Events:
 
     def _standing(self) -> list[int]:
         """R-workers that neither were killed nor are to go."""
-        workers = self.engine.scheduler.workers
+        workers = self.engine.scheduler.store.workers
         staying = [index for index in workers.present if index not in workers.draining]
         return [index for index in staying if self._key(index) not in self._ending and not self._is_dead(index)]
 
@@ -122,7 +124,7 @@ class Events:
         return not all(map(alive, self._pids(index)))
 
     def _killable(self) -> list[int]:
-        present = self.engine.scheduler.workers.present
+        present = self.engine.scheduler.snapshot().present
         return [each for each in present if self._pids(each) and not self._is_dead(each)]
 
     def _kill(self, target: int) -> str:

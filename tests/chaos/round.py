@@ -137,11 +137,11 @@ class Round:
 
     def _watch_hopeless(self, engine: LLMEngine) -> None:
         """Note of each sequence that is given up whether it really fits on no R-worker that is left."""
-        lost, config = engine.scheduler.lost, engine.config
+        lost, config = engine.scheduler.members.lost, engine.config
 
         def watched(worker: int) -> Any:
             found = lost(worker)
-            blocks = [each.num_blocks for each in engine.scheduler.workers if not each.is_gone]
+            blocks = [each.num_blocks for each in engine.scheduler.snapshot().r_workers if not each.is_gone]
             for sequence in found:
                 longest = len(sequence.prompt_token_ids) + sequence.max_tokens
                 fits = max(blocks) * config.block_size >= longest
@@ -150,7 +150,7 @@ class Round:
                 self._hopeless[sequence.sequence_id] = not fits
             return found
 
-        engine.scheduler.lost = watched  # type: ignore[method-assign]
+        engine.scheduler.members.lost = watched  # type: ignore[method-assign]
 
     def _befall(self, engine: LLMEngine, reference: Reference) -> None:
         events = Events(engine, self.drawn.events, reference.num_steps, self._processes)
@@ -175,7 +175,7 @@ class Round:
             self.result.counts["steps"] = events.step
             self.result.counts["events"] = len(events.log)
             self.result.counts["missed"] = len(events.left)
-            self.result.counts["preemptions"] = engine.scheduler.num_preemptions
+            self.result.counts["preemptions"] = engine.scheduler.statistics.preemptions
 
     def _wait_for_ray(self, engine: LLMEngine, events: Events) -> None:
         """Until Ray has replaced the actors that were killed; then the round is run once more."""

@@ -8,10 +8,10 @@ from helpers.r_workers import pool_of
 
 def assert_nothing_held(engine: LLMEngine) -> None:
     """The R-workers hold the blocks that the scheduler counts, all of them retained prefixes, and give them up."""
-    workers, pool = engine.scheduler.workers, pool_of(engine)
+    workers, pool = engine.scheduler.snapshot().r_workers, pool_of(engine)
     assert pool.blocks_used == sum(worker.num_blocks - worker.free for worker in workers)
-    assert pool.blocks_used == sum(worker.cached for worker in workers)
+    assert pool.blocks_used == sum(worker.retained for worker in workers)
     engine.reset_prefix_cache()
     assert pool.blocks_used == 0
-    assert all(worker.free == worker.num_blocks for worker in workers)
+    assert all(worker.free == worker.num_blocks for worker in engine.scheduler.snapshot().r_workers)
     assert engine.world.s_worker.prompts.sequence_ids == ()

@@ -185,21 +185,21 @@ class GoldenRun:
                 self._finish(member, "abort")
 
     def _between_steps(self) -> None:
-        present = self.scheduler.workers.present
+        present = self.scheduler.snapshot().present
         if self._happens("lose") and len(present) > 1:
             self._tell()
             self._lose([self._rng.choice(present)], [])
         if self._happens("join") and len(present) < 6:
-            vacant = self.scheduler.workers.vacant
-            self.scheduler.join(
+            vacant = self.scheduler.store.workers.vacant
+            self.scheduler.members.join(
                 self._rng.randint(4, 80), self._rng.choice([1.0, 2.0]), vacant[0] if vacant else None, "b"
             )
-        if self._happens("drain") and len(self.scheduler.workers.accepting) > 1:
-            self.scheduler.drain(self._rng.choice(self.scheduler.workers.accepting))
+        if self._happens("drain") and len(self.scheduler.snapshot().accepting) > 1:
+            self.scheduler.members.drain(self._rng.choice(self.scheduler.snapshot().accepting))
         if self._happens("reset"):
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.store.prefixes.reset()
         self._move()
-        for worker in self.scheduler.drained():
+        for worker in self.scheduler.members.drained():
             self._note("drained", worker)
             self._tell()
             self._lose([worker], [])
@@ -207,13 +207,13 @@ class GoldenRun:
 
     def _move(self) -> None:
         for _ in range(2):
-            move = self.scheduler.next_transfer()
+            move = self.scheduler.transfers.next()
             if move is None:
                 return
             self._tell()
             self._note("move", (move.sequence.sequence_id, move.cache_id, move.source, move.target, move.num_copied))
             self._note("tokens", move.num_tokens)
-            self.scheduler.transferred(move, 1e-5 * move.num_tokens)
+            self.scheduler.transfers.done(move, 1e-5 * move.num_tokens)
 
     def _hear_of_prompts(self) -> None:
         due = [each for when, each in self._jobs if when <= self.num_steps]
@@ -225,8 +225,8 @@ class GoldenRun:
                 self._note("prefilled", self.scheduler.prefilled(prefill.job_id, float(self.num_steps)))
 
     def _step(self) -> None:
-        wanted = self.scheduler.drafts_wanted()
-        self.scheduler.propose({each: self._draft(each, count) for each, count in wanted.items()})
+        wanted = self.scheduler.drafts.wanted()
+        self.scheduler.drafts.propose({each: self._draft(each, count) for each, count in wanted.items()})
         step = self.scheduler.schedule(float(self.num_steps))
         self._note_plan(step)
         if not step.prefills and not step.arrived and self._happens("fail"):
@@ -238,7 +238,7 @@ class GoldenRun:
         accepted = {each: self._num_accepted(each, tokens) for each, tokens in step.drafts.items()}
         self.scheduler.commit(step, accepted)
         taken = dict.fromkeys((*sampled, *step.arrived), 1) | {each: 1 + count for each, count in accepted.items()}
-        present = self.scheduler.workers.present
+        present = self.scheduler.snapshot().present
         if self._happens("lose within") and len(present) > 1:
             self._lose([self._rng.choice(present)], taken)
         for sequence_id, count in taken.items():
@@ -258,13 +258,13 @@ class GoldenRun:
         self._note_plan(self.scheduler.controls_alone())
 
     def _lose(self, workers: list[int], taken: Any) -> None:
-        spoilt = self.scheduler.spoilt(workers)
+        spoilt = self.scheduler.members.spoilt(workers)
         self._note("lost", (workers, sorted(spoilt)))
         for sequence_id in spoilt:
             if taken:
                 taken.pop(sequence_id, None)
         for worker in workers:
-            for parent in self.scheduler.lost(worker):
+            for parent in self.scheduler.members.lost(worker):
                 for member in (parent, *parent.siblings):
                     self._finish(member, "error")
 
@@ -286,7 +286,7 @@ class GoldenRun:
         if parent is None:
             return
         grown = [parent, *parent.siblings]
-        self.scheduler.fork_siblings(parent)
+        self.scheduler.store.fork_siblings(parent)
         for member in grown:
             for _ in range(count):
                 if member.sequence_id not in self._alive:

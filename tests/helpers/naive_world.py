@@ -76,7 +76,7 @@ class NaiveWorld:
         raise AssertionError("nothing runs although a sequence waits")
 
     def transfer(self, move: Transfer) -> float:
-        workers, held = self._scheduler.workers, self.naive.held[move.source, move.cache_id]
+        workers, held = self._scheduler.store.workers, self.naive.held[move.source, move.cache_id]
         assert ((move.target, move.cache_id) in self.naive.held) == (move.num_copied > 0)
         assert move.target in workers.accepting and len(held.tokens) >= move.num_copied + move.num_tokens
         assert not move.is_move or len(held.tokens) == move.num_tokens
@@ -90,7 +90,7 @@ class NaiveWorld:
         return {}
 
     def dismiss(self, worker: int) -> None:
-        assert self.naive.on(worker) == set(self._scheduler.workers[worker].prefixes)
+        assert self.naive.on(worker) == set(self._scheduler.store.workers[worker].prefixes)
         self.naive.lose(worker)
 
     def forget(self, sequence_id: int) -> None:

@@ -26,7 +26,8 @@ def run(job: dict[str, Any]) -> Any:
             prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
             outputs = llm.generate(prompts, params, use_tqdm=False)
             score = llm.engine.score(job["prompts"][0]).tolist() if len(job["prompts"][0]) > 1 else []
-            held = llm.engine.backend.pool.blocks_used - sum(worker.cached for worker in llm.engine.scheduler.workers)
+            retained = sum(worker.retained for worker in llm.engine.scheduler.snapshot().r_workers)
+            held = llm.engine.backend.pool.blocks_used - retained
             tokens = [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
             found = [output.outputs[0].logprobs for output in outputs]
             best = [[max(each.values(), key=lambda p: p.logprob).logprob for each in some or ()] for some in found]

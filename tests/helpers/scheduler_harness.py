@@ -150,21 +150,22 @@ class Run(Companion):
 
     def _check_end(self) -> None:
         self.naive.apply(self.scheduler.schedule())
-        workers, held = self.scheduler.workers, self.naive.held
-        assert all(sequence_id < 0 for _, sequence_id in held) and len(held) == len(self.scheduler.store.prefixes)
+        workers, held = self.scheduler.snapshot().r_workers, self.naive.held
+        assert all(sequence_id < 0 for _, sequence_id in held) and len(held) == self.scheduler.snapshot().num_prefixes
         used = self.naive.blocks_used(len(workers))
         assert used == [worker.num_blocks - worker.free for worker in workers]
-        assert sum(used) == sum(worker.cached for worker in workers)
-        self.scheduler.reset_prefix_cache()
+        assert sum(used) == sum(worker.retained for worker in workers)
+        self.scheduler.store.prefixes.reset()
         self.naive.apply(self.scheduler.schedule())
-        assert self.naive.held == {} and all((w.free, w.cached) == (w.num_blocks, 0) for w in workers)
-        assert not self.scheduler.has_unfinished and not self.scheduler.has_controls
-        assert self.scheduler.residents.scratch_free == self.limits.scratch_tokens
-        assert self.scheduler.store.prefixes._computing == {} and self.scheduler.queue._following == {}
+        known = self.scheduler.snapshot()
+        assert self.naive.held == {} and all((w.free, w.retained) == (w.num_blocks, 0) for w in known.r_workers)
+        assert not self.scheduler.has_unfinished and not known.num_waiting and not known.has_controls
+        assert known.scratch_free == self.limits.scratch_tokens
+        assert not self.scheduler.store.prefixes.is_awaited
 
     def step(self, fails: bool = False, loses: int | None = None) -> ScheduledStep:
         """One step, checked. ``loses``: an R-worker that is lost before the step's tokens are taken."""
-        self._num_preemptions = self.scheduler.num_preemptions
+        self._num_preemptions = self.scheduler.statistics.preemptions
         self.world.fails, self.world.slowness = fails, self.seconds_per_token
         self.world.loses = () if loses is None else (loses,)
         self.world.recounts = self.recounts
@@ -177,7 +178,7 @@ class Run(Companion):
 
     def _look_at(self, step: ScheduledStep, chunks: list[Chunk]) -> None:
         """The R-workers have heard the controls of ``step``."""
-        self.has_preempted = self.scheduler.num_preemptions > self._num_preemptions
+        self.has_preempted = self.scheduler.statistics.preemptions > self._num_preemptions
         self.kv_loads.append(step.kv_loads)
         self.starts += [(self.step_number, i) for i in (c.sequence_id for c in chunks) if i not in self._started]
         self._started |= {chunk.sequence_id for chunk in chunks}
@@ -186,13 +187,13 @@ class Run(Companion):
 
     def prepare(self, cycle: Cycle) -> None:
         """Some of the drafts wanted, right ones and wrong ones."""
-        wanted = self.scheduler.drafts_wanted()
+        wanted = self.scheduler.drafts.wanted()
         assert all(self._decodes(self.alive[i]) and count > 0 for i, count in wanted.items())
         most = self._rng.integers(0, 10, len(wanted)).tolist()
         counts = {i: min(count, length) for (i, count), length in zip(wanted.items(), most, strict=True)}
         right = {i: self._rng.random(count) < 0.7 for i, count in counts.items()}
         tokens = {i: np.where(each, OUTPUT_TOKEN, WRONG_TOKEN).tolist() for i, each in right.items()}
-        self.scheduler.propose(tokens)
+        self.scheduler.drafts.propose(tokens)
 
     def begun(self, step: ScheduledStep, now_seconds: float = 0.0) -> None:
         """As a companion and as the requests: nothing is to be done."""
@@ -237,9 +238,9 @@ class Run(Companion):
 
     def _change(self, change: Join | Drain | None) -> None:
         if isinstance(change, Join):
-            self.scheduler.join(change.num_blocks, change.bandwidth)
+            self.scheduler.members.join(change.num_blocks, change.bandwidth)
         elif change:
-            self.scheduler.drain(change.worker)
+            self.scheduler.members.drain(change.worker)
 
     def move(self, most: int) -> None:
         """At most so many sequences go to other R-workers; those that have nothing to do any more go away."""
@@ -284,7 +285,7 @@ class Run(Companion):
         prompts = SCHEDULES[self.schedule].prefill
         if prompts is not Prefill.UNBOUNDED:
             assert step.num_tokens <= self.limits.max_num_batched_tokens
-        assert len(self.scheduler.residents) <= self.limits.max_num_seqs
+        assert self.scheduler.snapshot().num_running <= self.limits.max_num_seqs
         decoding = {i for i, member in self.alive.items() if member.table is not None and self._decodes(member)}
         decoded = {chunk.sequence_id for chunk in chunks if chunk.is_decode}
         if prompts is Prefill.FIRST and len(decoded) < len(chunks):
@@ -293,7 +294,7 @@ class Run(Companion):
             assert decoded == decoding
         else:
             total = sum(self.limits.bandwidths)
-            for load, bandwidth in zip(step.kv_loads, self.scheduler.workers.bandwidths, strict=True):
+            for load, bandwidth in zip(step.kv_loads, self.scheduler.store.workers.speeds.bandwidths, strict=True):
                 assert load <= self.limits.kv_load_limit * bandwidth / total
         in_scratch = {c.sequence_id for c in chunks if not c.attends}
         assert sum(self.alive[i].num_prefill for i in in_scratch) <= self.limits.scratch_tokens
@@ -307,9 +308,9 @@ class Run(Companion):
             return  # it waits for blocks on two R-workers
         if schedule.prefill is Prefill.FIRST and self.has_preempted:
             return  # its blocks came free after the prompts were looked at
-        if head.max_cached > self.limits.range_tokens or self.scheduler.workers.draining:
+        if head.max_cached > self.limits.range_tokens or self.scheduler.snapshot().draining:
             return  # its ranges need several places; it goes to an R-worker that drains only if it fits no other
-        members, workers = 1 + len(head.siblings), self.scheduler.workers
+        members, workers = 1 + len(head.siblings), self.scheduler.store.workers
         partial = head.num_tokens % self.limits.block_size
         rows_left = self.limits.max_num_batched_tokens - step.num_tokens
         no_rows = rows_left < 1 if schedule.prefill is Prefill.CHUNKED else rows_left < head.num_tokens
@@ -318,27 +319,28 @@ class Run(Companion):
             needed = members * workers.blocks_for(self.limits.max_model_len)
         waits_for_blocks = all(
             workers.blocks_for(head.max_cached) > worker.num_blocks
-            or needed + (0 if schedule.reserves_longest else len(self.scheduler.residents.on(index))) > worker.free
+            or needed + (0 if schedule.reserves_longest else len(self.scheduler.store.residents.on(index)))
+            > worker.free
             for index, worker in enumerate(workers)
         )
-        no_seat = len(self.scheduler.residents) + members > self.limits.max_num_seqs
+        no_seat = self.scheduler.snapshot().num_running + members > self.limits.max_num_seqs
         decodes_wait = schedule.prefill is Prefill.FIRST and step.is_decode
         waits_for_rows = no_rows and schedule.prefill is not Prefill.UNBOUNDED and not decodes_wait
         assert no_seat or waits_for_blocks or waits_for_rows
 
     def _decodes(self, member: Sequence) -> bool:
         """It has output, and does not compute its cache again after a preemption."""
-        return bool(member.output_token_ids) and member.sequence_id not in self.scheduler.residents.prompts
+        return bool(member.output_token_ids) and member.sequence_id not in self.scheduler.store.residents.prompts
 
     def _check_blocks(self) -> None:
         """What R-workers hold at the end of the step is there, and within what the scheduler counts."""
-        workers = self.scheduler.workers
+        workers = self.scheduler.store.workers
         for used, worker in zip(self.naive.blocks_used(len(workers)), workers, strict=True):
             assert used <= worker.num_blocks - worker.free <= worker.num_blocks, (used, worker, self.naive.held)
 
     def _check_holders(self) -> None:
         """One R-worker, or two, and no other has all of a sequence."""
-        for sequence in self.scheduler.residents.all:
+        for sequence in self.scheduler.store.residents.all:
             partial = next((each.target for each in self.scheduler.store.transfers if each.sequence is sequence), -1)
             held = [at for at, each in self.naive.held if each == sequence.sequence_id and at != partial]
             assert sequence.is_sharded or sorted(held) in (sorted(sequence.holders), [])
@@ -347,10 +349,10 @@ class Run(Companion):
     def check_decoding_blocks(self) -> None:
         """Of what decodes those that its tokens take, whatever was drafted, or, after a move, the next one too."""
         if not SCHEDULES[self.schedule].reserves_longest:
-            for sequence in self.scheduler.residents.decoding.values():
+            for sequence in self.scheduler.store.residents.decoding.values():
                 extra = len(sequence.siblings) * (sequence.num_cached % self.limits.block_size > 0)  # until they fork
                 *closed, tail = sequence.segments
-                least, most = map(self.scheduler.workers.blocks_for, (tail.num_tokens, tail.num_tokens + 1))
+                least, most = map(self.scheduler.store.workers.blocks_for, (tail.num_tokens, tail.num_tokens + 1))
                 assert least + extra <= tail.num_blocks <= most + extra
                 assert all(each.num_blocks * self.limits.block_size == each.num_tokens for each in closed), (
                     sequence,
@@ -364,7 +366,7 @@ class Run(Companion):
                 continue
             parent = self.alive[chunk.sequence_id]
             grown = [parent, *parent.siblings]
-            self.scheduler.fork_siblings(parent)
+            self.scheduler.store.fork_siblings(parent)
             for member in grown:
                 for _ in range(1 + accepted.get(member.sequence_id, 0)):
                     self._append(member)

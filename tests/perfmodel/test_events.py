@@ -171,9 +171,9 @@ def test_rows_are_those_of_an_undisturbed_run_and_those_computed_again(limits: L
     assert all(each.finished for each in requests) and simulator.world.happened["lose"] > 5
     assert all((np.diff(each.token_seconds) > 0).all() for each in requests)
     rows = sum(len(each.prompt_token_ids) + each.output_len - 1 for each in requests)
-    assert costs is not None and scheduler.num_preemptions == 0
+    assert costs is not None and scheduler.statistics.preemptions == 0
     assert sum(step.num_tokens for step in steps) == rows + costs.num_recomputed > rows
-    assert all(state.free == state.num_blocks for state in scheduler.workers if not state.is_gone)
+    assert all(state.free == state.num_blocks for state in scheduler.snapshot().r_workers if not state.is_gone)
     assert sum(step.lost_workers for step in steps) <= simulator.world.happened["lose"]
     assert len(costs.pauses()) > 0 and costs.pauses().min() > 0
 
@@ -184,7 +184,7 @@ def test_an_r_worker_that_drains_gives_up_all_it_has_and_then_nobody_attends_the
     costs = simulator.interruptions
     assert costs is not None and costs.num_recomputed == 0 and simulator.num_moves == 3
     assert all(step.kv_loads[0] == 0 for step in steps[8:]) and steps[3].kv_loads[0] > 0
-    assert simulator.scheduler.workers.present == [1]
+    assert simulator.scheduler.snapshot().present == [1]
 
 
 def test_one_that_joins_takes_its_part() -> None:
@@ -240,7 +240,7 @@ def test_events_of_workers_that_are_not_there_are_counted_and_change_nothing() -
 def test_what_happens_while_nothing_runs_is_known_when_a_request_comes() -> None:
     early, late = request(4, 2), request(4, 2, 100.0)
     simulator, steps = simulate([early, late], [Event(50.0, "lose", 0), Event(60.0, "join", 2)])
-    assert list(late.token_seconds) == [101.0, 102.0] and simulator.scheduler.workers.present == [1, 2]
+    assert list(late.token_seconds) == [101.0, 102.0] and simulator.scheduler.snapshot().present == [1, 2]
     assert steps[-1].kv_loads[0] == 0 and steps[2].lost_workers == 1
 
 

@@ -169,7 +169,7 @@ def test_sequences_that_lost_a_copy_get_another_between_steps() -> None:
         copies.append(step.num_copies)
         if len(copies) == 50:
             scheduler.controls_alone()
-            scheduler.lost(0)
+            scheduler.members.lost(0)
 
     simulator = Simulator(scheduler, machine, note)
     simulator.run([SimulatedRequest([0] * 101, 250) for _ in range(64)])

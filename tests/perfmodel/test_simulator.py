@@ -108,7 +108,7 @@ def test_every_request_ends_with_its_length_and_time_only_passes(schedule: str, 
     assert sum(step.num_output_tokens for step in steps) == sum(each.output_len for each in requests)
     rows = sum(len(each.prompt_token_ids) + each.output_len - 1 for each in requests)
     computed = sum(step.num_tokens for step in steps)
-    assert computed > rows if scheduler.num_preemptions else computed == rows
+    assert computed > rows if scheduler.statistics.preemptions else computed == rows
     assert simulator.num_steps == len(steps)
 
 
@@ -117,7 +117,7 @@ def test_small_caches_do_preempt() -> None:
     requests = [request(30, 30) for _ in range(8)]
     scheduler = Scheduler(SCHEDULES["stall-free"], replace(LIMITS, num_blocks=(10, 10)))
     Simulator(scheduler, PlainMachine()).run(requests)
-    assert scheduler.num_preemptions > 0 and all(each.finished for each in requests)
+    assert scheduler.statistics.preemptions > 0 and all(each.finished for each in requests)
 
 
 @pytest.mark.parametrize("schedule", ["stall-free", "prefill-first"])
@@ -142,7 +142,7 @@ def test_outputs_that_are_only_counted_are_scheduled_as_lists_of_tokens_are(sche
             if len(sequence.output_token_ids) == sequence.max_tokens:
                 scheduler.finish(sequence, "length")
     assert [(step.num_tokens, step.kv_loads, step.is_decode) for step in counted] == listed
-    assert scheduler.num_preemptions > 0
+    assert scheduler.statistics.preemptions > 0
 
 
 def test_a_simulation_can_be_stopped_and_an_impossible_request_is_refused() -> None:

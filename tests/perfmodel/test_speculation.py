@@ -62,7 +62,7 @@ def run(rate: float, policy: DraftPolicy | None, machine: PlainMachine | SplitMa
     assert [len(request.token_seconds) for request in requests] == [25] * 8
     assert sum(step.num_output_tokens for step in steps) == 8 * 25
     assert all(np.all(np.diff(request.token_seconds) >= 0) for request in requests)
-    assert [worker.free for worker in scheduler.workers] == list(limits.num_blocks)
+    assert [worker.free for worker in scheduler.snapshot().r_workers] == list(limits.num_blocks)
     simulator.steps = steps  # type: ignore[attr-defined]
     return simulator
 

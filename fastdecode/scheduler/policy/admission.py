@@ -9,6 +9,8 @@ from itertools import islice
 from fastdecode.scheduler.policy.future import Future
 from fastdecode.scheduler.policy.load_control import LoadControl
 from fastdecode.scheduler.policy.load_forecast import Newcomer
+from fastdecode.scheduler.policy.load_limit import LoadLimit
+from fastdecode.scheduler.policy.needs import Needs
 from fastdecode.scheduler.policy.placement import CopyPlacement, HomePlacement, SegmentPlacement
 from fastdecode.scheduler.policy.room import Room
 from fastdecode.scheduler.schedules import Limits, Schedule
@@ -30,12 +32,16 @@ class Admission:
     """
 
     def __init__(self, schedule: Schedule, limits: Limits, store: Store, queue: WaitingQueue) -> None:
-        self.load_control = LoadControl(limits.kv_load_limit, store.workers, limits.micro_batch_interval)
+        self.load_limit = LoadLimit(
+            limits.kv_load_limit, store.workers, schedule.stabilizes_load, limits.balanced_kv_tokens
+        )
+        self.load_control = LoadControl(self.load_limit, limits.micro_batch_interval)
         self.future = Future(limits, store, queue)
-        self.room = Room(schedule, limits, store, self.load_control)
-        self.homes = HomePlacement(schedule, limits, store, self.room, self.future, self.load_control)
-        self.copies = CopyPlacement(limits, store, self.room, self.future)
-        self.segments = SegmentPlacement(store, self.room, self.future)
+        self.needs = Needs(schedule, limits)
+        self.room = Room(self.needs, limits, store, self.load_limit)
+        self.homes = HomePlacement(limits, store, self.room, self.future, self.load_limit)
+        self.copies = CopyPlacement(limits, store, self.needs, self.room, self.future)
+        self.segments = SegmentPlacement(store, self.needs, self.room, self.future, self.load_limit)
         self.num_starts = 0
         self._schedule, self._limits, self._store, self._queue = schedule, limits, store, queue
         self._residents = store.residents
@@ -50,8 +56,7 @@ class Admission:
             return
         self.homes.begin_step()
         self.future.learn_lengths()
-        if self._schedule.stabilizes_load:
-            self._begin_load_control()
+        self._begin_load_control()
 
     def start_next(self, would_begin: WouldBegin) -> Sequence | None:
         """Start the head of the queue and return it; None when it has to wait."""
@@ -59,12 +64,12 @@ class Admission:
         if sequence is None or not self._is_open or not self._has_seats(sequence):
             return None
         alone = self.future.newcomer(sequence)
-        if self._schedule.stabilizes_load and not self.load_control.affords(alone):
+        if not self.load_control.affords(alone):
             return None
         hits = self._store.prefixes.hits(sequence)
         if not hits and not would_begin(alone.num_left, 0):
             return None
-        if sequence.num_tokens > self.room.segment_tokens:
+        if sequence.num_tokens > self.needs.segment_tokens:
             return self._start_in_segments(sequence, hits, would_begin)
         return self._start_whole(sequence, alone, hits, would_begin)
 
@@ -81,8 +86,9 @@ class Admission:
                 continue
             taken_over = hit[0] * self._store.workers.block_size if hit else -1
             there = replace(self.future.newcomer(sequence, index, taken_over), copy=second)
-            if would_begin(there.num_left, there.num_prefill - there.num_left) and self._fits(there):
-                only = Segment(sequence.sequence_id, 0, self.room.blocks_for(sequence), [Copy(index)])
+            begins = would_begin(there.num_left, there.num_prefill - there.num_left)
+            if begins and self.load_limit.fits(there, self.future.forecast):
+                only = Segment(sequence.sequence_id, 0, self.needs.at_start(sequence), [Copy(index)])
                 self._begin(sequence, there, [only], hit)
                 return sequence
         return None
@@ -103,10 +109,10 @@ class Admission:
         for worker in (*(each.home for each in segments), *newcomer.holders):
             self.homes.available[worker] = self._store.workers[worker].available
         self.future.forecast().add(newcomer)
-        if self._schedule.stabilizes_load:
-            self.load_control.started(newcomer)
+        self.load_control.started(newcomer)
 
     def _begin_load_control(self) -> None:
+        """Have starts spread, or not, by what waits now."""
         seats = max(1, self._limits.max_num_seqs - len(self._residents))
         head = next(iter(self._queue), None)
         knows_lengths = head is not None and (not head.may_stop or self.future.output_lengths.is_known)
@@ -116,13 +122,8 @@ class Admission:
             len(self._queue) <= seats,
             not len(self._residents),
             self.future.forecast,
-            (lambda: self.future.outlook(self.load_control.limit or 0)) if knows_lengths else None,
+            (lambda: self.future.outlook(self.load_limit.tokens or 0)) if knows_lengths else None,
         )
-
-    def _fits(self, newcomer: Newcomer) -> bool:
-        if not self._schedule.stabilizes_load:
-            return True
-        return self.load_control.fits(newcomer, self.future.forecast)
 
     def _has_seats(self, sequence: Sequence) -> bool:
         return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs

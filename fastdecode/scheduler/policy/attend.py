@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastdecode.scheduler.policy.recent_speeds import RecentSpeeds
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.store import Store
 
 EVEN = 1.002
@@ -18,27 +19,43 @@ class Attendance:
     """Evens the load of R-workers anew in each step, without a move."""
 
     def __init__(self, store: Store) -> None:
-        self._table, self._workers = store.table, store.workers
-        self.speeds = RecentSpeeds(store.workers)
+        self._store, self._table, self._workers = store, store.table, store.workers
 
     def choose(self) -> None:
-        """Have each sequence that decodes attend on that one of its holders that makes all R-workers take as long."""
+        """Have each tail and each closed segment of what decodes attend on that one of its holders that makes all
+        R-workers take as long. A closed segment attends on its home, which is then the other one."""
         table = self._table
-        rows = table.rows[table.seconds[table.rows] >= 0]
-        if not len(rows):
+        rows, closed = table.rows[:0], self._closed()
+        if (table.seconds >= 0).any():
+            rows = table.rows[table.seconds[table.rows] >= 0]
+        if not len(rows) and not closed:
             return
-        speeds = self.speeds.speeds
+        speeds = self._workers.speeds.latest(self._workers.present)
         seconds = table.kv_loads(len(self._workers)) / speeds
         present = np.array(self._workers.present)
         mean = float((seconds[present] * speeds[present]).sum() / speeds[present].sum())
-        choice = _Choice(table.homes[rows], table.seconds[rows], table.tail_lens(rows) + 1.0, table.on_second[rows])
+        holders = np.array([segment.workers for _, segment in closed], np.int64).reshape(-1, 2)
+        choice = _Choice(
+            np.append(table.homes[rows], holders[:, 0]),
+            np.append(table.seconds[rows], holders[:, 1]),
+            np.append(table.tail_lens(rows) + 1.0, np.full(len(closed), float(table.segment_tokens))),
+            np.append(table.on_second[rows], np.zeros(len(closed), bool)),
+        )
         choice.even_out(seconds, speeds, mean)
-        table.on_second[rows] = choice.on_second
+        table.on_second[rows] = choice.on_second[: len(rows)]
+        for place in np.flatnonzero(choice.on_second[len(rows) :]).tolist():
+            self._store.change_home(*closed[place])
         table.sort()
+
+    def _closed(self) -> list[tuple[Sequence, Segment]]:
+        """Closed segments with two copies of sequences that decode."""
+        decoding = self._store.residents.decoding
+        sharded = [each for each in self._table.sharded() if each.sequence_id in decoding]
+        return [(each, segment) for each in sharded for segment in each.closed if len(segment.copies) > 1]
 
 
 class _Choice:
-    """Rows that two R-workers hold, ``homes`` and ``copies``, int64 [n]; ``tokens``: float64 [n], what each attends;
+    """What two R-workers hold, ``homes`` and ``copies``, int64 [n]; ``tokens``: float64 [n], what each attends;
     ``on_second``: bool [n], where."""
 
     def __init__(self, homes: np.ndarray, seconds: np.ndarray, tokens: np.ndarray, on_second: np.ndarray) -> None:

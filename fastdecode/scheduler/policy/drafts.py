@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.protocols import DraftPolicy
+from fastdecode.scheduler.observed import Observed
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Segment
@@ -82,12 +83,20 @@ class Drafts:
         self._proposed: dict[int, Sequence] = {}
         self._granted: list[tuple[Sequence, Segment, list[int], int]] = []
 
+    def observe(self, observed: Observed) -> None:
+        """The policy learns from steps of decodes alone."""
+        if self.policy and observed.decodes:
+            step, num_sequences = observed.step, sum(map(len, observed.step.mini_batches))
+            seconds = (observed.s_seconds, observed.wait_seconds, observed.r_seconds)
+            self.policy.observe(step.num_tokens, num_sequences, step.kv_loads, *seconds)
+
     def wanted(self) -> dict[int, int]:
         """How many draft tokens each sequence is to get, of those that decode and are to get any.
 
         Their blocks are granted, until the step that verifies them has ended.
         """
         self.drop()
+        self._table.refresh()
         table, rows = self._table, self._table.rows
         if self.policy is None or not len(rows):
             return {}

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from fastdecode.core.decayed import Decayed
-from fastdecode.scheduler.store.workers import KEPT, LEAST_SECONDS
+from fastdecode.scheduler.policy.transfer_price import TransferPrice
+from fastdecode.scheduler.store.speeds import KEPT, LEAST_SECONDS
 
 KEPT_OF_RARE = 0.995
 """The part of the past that counts of starts after another step; they are rare."""
@@ -37,16 +38,14 @@ HIGHEST = 1e6
 class MovePrices:
     """A correction pays if it wins twice the time that it takes, which every sequence waits for.
 
-    What moves took so far says what the next one takes, ``per_token`` seconds before the first; where that is infinite
-    nothing is corrected, whatever other moves have taken. All corrections
+    What transfers took so far says what the next one takes. All corrections
     together take at most ``SHARE`` of the steps' time, the last one on credit: after it the next waits for it to be
     earned. So wrong forecasts cost no more than that.
     """
 
-    def __init__(self, per_token: float) -> None:
-        self.per_token = per_token
-        self._corrects = math.isfinite(per_token)
-        self._moved = Decayed(KEPT, 2)  # seconds, tokens
+    def __init__(self, price: TransferPrice, corrects: bool = True) -> None:
+        """``corrects``: whether anything may be corrected."""
+        self._price, self._corrects = price, corrects
         self._seen = Decayed(KEPT, 5)  # busy seconds, KV tokens, hidden seconds, steps, their seconds
         self._begun = Decayed(KEPT_OF_RARE, 3)  # starts, rows of prompts, steps
         self._credit = 0.0
@@ -100,17 +99,20 @@ class MovePrices:
     @property
     def most_tokens(self) -> float:
         """That a correction may move."""
-        return MOST_STEPS * self._seen.ratio(4, 3) / max(self.per_token, 1e-300)
+        return MOST_STEPS * self._seen.ratio(4, 3) / max(self._price.per_token, 1e-300)
 
     def looked(self, found: bool) -> None:
         """A look for a correction found one, or none."""
         self._pause = 0 if found else PAUSE_STEPS
 
-    def paid(self, num_tokens: int, seconds: float, is_correction: bool) -> None:
-        """A move of ``num_tokens`` cached tokens took ``seconds``."""
-        self._moved.add(seconds, num_tokens)
-        self.per_token = self._moved.ratio(0, 1, 1.0)
-        self._credit -= seconds if is_correction else 0.0
+    def worth(self, gains: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """Seconds that moves win above their price, float64 [n, num_targets]. ``gains``: seconds, of the same shape;
+        ``num_tokens``: cached tokens of each, float64 [n]."""
+        return gains - 2 * self._price.per_token * num_tokens[:, None]
+
+    def corrected(self, seconds: float) -> None:
+        """A correction took ``seconds``."""
+        self._credit -= seconds
 
 
 def attended_in(steps: np.ndarray, attended: np.ndarray, steps_left: np.ndarray) -> np.ndarray:

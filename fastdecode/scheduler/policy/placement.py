@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from fastdecode.scheduler.policy.future import Future
-from fastdecode.scheduler.policy.load_control import LoadControl
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer, placement_costs
+from fastdecode.scheduler.policy.load_limit import LoadLimit
+from fastdecode.scheduler.policy.needs import Needs
 from fastdecode.scheduler.policy.range_sizes import Size, place_ranges
 from fastdecode.scheduler.policy.room import Room
-from fastdecode.scheduler.schedules import Limits, Schedule
+from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Copy, Segment, starts
 from fastdecode.scheduler.store.prefix import Hit
@@ -24,19 +25,17 @@ ALIKE = 0.05
 class HomePlacement:
     """A sequence of one segment goes where the load that is coming costs it least."""
 
-    def __init__(
-        self, schedule: Schedule, limits: Limits, store: Store, room: Room, future: Future, load_control: LoadControl
-    ) -> None:
+    def __init__(self, limits: Limits, store: Store, room: Room, future: Future, load_limit: LoadLimit) -> None:
         self.available = self.capacities = np.zeros(0, np.int64)
-        self._schedule, self._limits, self._store, self._workers = schedule, limits, store, store.workers
-        self._room, self._future, self._load_control = room, future, load_control
+        self._limits, self._store, self._workers = limits, store, store.workers
+        self._room, self._future, self._load_limit = room, future, load_limit
         self._speeds, self._num_present = np.zeros(0), 1
 
     def begin_step(self) -> None:
         """What is compared over all R-workers is made once a step."""
         self.available = self._workers.available
         self.capacities = self._room.capacities()
-        self._speeds, self._num_present = self._workers.speeds, max(1, len(self._workers.present))
+        self._speeds, self._num_present = self._workers.speeds.lasting, max(1, len(self._workers.present))
 
     def costs(self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
         """What ``sequence``, that is ``newcomer``, costs on each R-worker: float64 [num_workers]; infinite on those
@@ -59,8 +58,7 @@ class HomePlacement:
         best = np.flatnonzero(costs == costs.min())
         yield int(best[np.argmax(self.available[best])])  # nearly always it is that one
         able = self._room.to_begin_where(sequence, self.available)
-        if self._schedule.stabilizes_load:
-            able &= self._load_control.fits_where(newcomer, self._future.forecast)
+        able &= self._load_limit.fits_where(newcomer, self._future.forecast)
         able[list(hits)] = True
         order = np.lexsort((-self.available, costs))
         yield from order[(able & np.isfinite(costs))[order]].tolist()
@@ -68,7 +66,7 @@ class HomePlacement:
     def cheapest(self, workers: list[int], sequence: Sequence) -> int:
         """Of ``workers`` where ``sequence``, which runs, will meet least, as if it started there."""
         forecast, newcomer = self._future.forecast_anew(), self._future.going_on(sequence)
-        costs = placement_costs(forecast, newcomer, self._workers.speeds, self._room.capacities(), {}, 1.0)
+        costs = placement_costs(forecast, newcomer, self._workers.speeds.lasting, self._room.capacities(), {}, 1.0)
         return min(workers, key=lambda worker: costs[worker])
 
     def _row_kv_tokens(self, forecast: LoadForecast) -> float:
@@ -76,7 +74,7 @@ class HomePlacement:
 
         Where neither was measured yet, as if both sides were as busy now, which is what R-workers are bought for.
         """
-        limit = self._load_control.limit
+        limit = self._load_limit.known
         if limit is not None:
             return limit / self._limits.max_num_seqs / self._num_present
         return float(forecast.loads[:, 0].sum()) / max(1, len(self._store.residents)) / self._num_present
@@ -88,10 +86,10 @@ class CopyPlacement:
     other.
     """
 
-    def __init__(self, limits: Limits, store: Store, room: Room, future: Future) -> None:
+    def __init__(self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future) -> None:
         self.is_wanted = limits.kv_replicas > 1
         self._store, self._workers, self._table = store, store.workers, store.table
-        self._room, self._future = room, future
+        self._needs, self._room, self._future = needs, room, future
 
     def beside(self, sequence: Sequence, home: int, hit: Hit | None, costs: np.ndarray) -> int | None:
         """Where the second copy of ``sequence`` begins with it; -1: it gets none now, None: it has to wait for room.
@@ -106,17 +104,17 @@ class CopyPlacement:
             if twin is None or self._workers[twin[1].worker].is_draining:
                 return -1
             return twin[1].worker if self._room.to_begin(sequence, twin[1].worker, twin) else -1
-        return self._choose(home, self._room.could_hold(sequence), self._room.blocks_for(sequence), costs)
+        return self._choose(home, self._room.could_hold(sequence), self._needs.at_start(sequence), costs)
 
     def later(self, sequence: Sequence, segment: Segment) -> int:
         """Where the second copy of ``segment``, of ``sequence``, which decodes, can go now; -1: nowhere."""
         met = self._future.forecast_anew().met_by(self._future.going_on(sequence))
-        costs = met.means / np.maximum(self._workers.speeds, 1e-300)
+        costs = met.means / np.maximum(self._workers.speeds.lasting, 1e-300)
         num_blocks = segment.num_blocks + (segment is sequence.tail)
         found = self._choose(segment.home, self._room.could_hold(sequence), num_blocks, costs)
         return -1 if found is None else found
 
-    def _choose(self, home: int, could_hold: np.ndarray, num_blocks: int, costs: np.ndarray) -> int | None:
+    def _choose(self, home: int, could_hold: np.ndarray | bool, num_blocks: int, costs: np.ndarray) -> int | None:
         """-1 where no other R-worker could ever hold it; None where none of those that could has room now.
 
         ``could_hold``: bool [num_workers]; ``num_blocks``: what it takes now; ``costs``: float64 [num_workers], as of
@@ -148,8 +146,9 @@ class CopyPlacement:
 class SegmentPlacement:
     """A segment of a long sequence goes where the coming load takes least time."""
 
-    def __init__(self, store: Store, room: Room, future: Future) -> None:
-        self._workers, self._prefixes, self._room, self._future = store.workers, store.prefixes, room, future
+    def __init__(self, store: Store, needs: Needs, room: Room, future: Future, load_limit: LoadLimit) -> None:
+        self._workers, self._prefixes, self._needs = store.workers, store.prefixes, needs
+        self._room, self._future, self._load_limit = room, future, load_limit
 
     def to_begin(
         self, sequence: Sequence, hit: Hit | None, would_begin: Callable[[int, int], int | bool]
@@ -164,7 +163,10 @@ class SegmentPlacement:
         return None if segments is None else (self._future.in_segments(alone, segments), segments)
 
     def _segments(self, sequence: Sequence, newcomer: Newcomer, hit: Hit | None) -> list[Segment] | None:
-        most, needed = self._room.sizes_at_end(sequence), [blocks for blocks, _ in self._room.sizes_at_start(sequence)]
+        most, needed = (
+            self._needs.sizes_at_end(sequence),
+            [blocks for blocks, _ in self._needs.sizes_at_start(sequence)],
+        )
         room, capacities = self._workers.available - self._workers.num_sequences, self._room.alone(sequence)
         pieces = self._prefixes.pieces(sequence, hit) if hit else []
         for blocks, end, (count, prefix) in zip(needed, most, pieces, strict=False):
@@ -175,7 +177,7 @@ class SegmentPlacement:
         if (room < 0)[places].any() or (capacities < 0).any():
             return None
         forecast = self._future.forecast()
-        loads, load_room = forecast.mean_loads(newcomer), self._room.load_limits() - forecast.peaks(newcomer)
+        loads, load_room = forecast.mean_loads(newcomer), self._load_limit.ceilings - forecast.peaks(newcomer)
         sizes = list(zip(needed, most, self._tokens(sequence), strict=False))
         for worker, (_, _, tokens) in zip(places, sizes, strict=False):
             loads[worker] += tokens
@@ -186,14 +188,14 @@ class SegmentPlacement:
         if rest is None:
             return None
         ids = [sequence.sequence_id, *(self._prefixes.new_id() for _ in needed[1:])]
-        starting = starts(sequence.num_tokens, self._room.segment_tokens)
+        starting = starts(sequence.num_tokens, self._needs.segment_tokens)
         each = zip(ids, starting, needed, [*places, *rest], strict=True)
         return [Segment(cache_id, start, blocks, [Copy(worker)]) for cache_id, start, blocks, worker in each]
 
     def next_tail(self, sequence: Sequence) -> tuple[int, bool]:
         """Where ``sequence``, which decodes and whose tail is whole, goes on, and whether there is a block for it."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
-        most = self._room.sizes_at_end(sequence)[sequence.num_closed + 1]
+        most = self._needs.sizes_at_end(sequence)[sequence.num_closed + 1]
         capacities = self._room.left_for(sequence)
         speeds, endless = self._speeds(sequence, capacities, most), np.full(len(self._workers), np.inf)
         for spare in (self._workers.num_sequences, 0):
@@ -207,15 +209,15 @@ class SegmentPlacement:
         """Places for the segments of ``sequence`` that were lost; None where there is no room."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         lost = [each for each in sequence.segments if not each.copies]
-        most, length = self._room.sizes_at_end(sequence), self._room.segment_tokens
+        most, length = self._needs.sizes_at_end(sequence), self._needs.segment_tokens
         sizes = [(each.num_blocks, most[each.start // length], length) for each in lost]
-        room, limits = self._workers.available - self._workers.num_sequences, self._room.load_limits()
+        room, limits = self._workers.available - self._workers.num_sequences, self._load_limit.ceilings
         places = place_ranges(sizes, room, self._room.left_for(sequence), loads, limits, self._speeds(sequence))
         return None if places is None else list(zip(lost, places, strict=True))
 
     def _speeds(self, sequence: Sequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
         """0 for R-workers that are not to take segments: those that drain, unless no others could."""
-        speeds, accepting = self._workers.speeds.copy(), np.zeros(len(self._workers), bool)
+        speeds, accepting = self._workers.speeds.lasting.copy(), np.zeros(len(self._workers), bool)
         accepting[self._workers.accepting] = True
         if capacities is None:
             enough = self._room.fits_elsewhere(sequence)
@@ -227,5 +229,5 @@ class SegmentPlacement:
 
     def _tokens(self, sequence: Sequence) -> list[int]:
         """KV tokens that each segment, with which ``sequence`` begins, and its siblings will have attended."""
-        length, members, num_tokens = self._room.segment_tokens, 1 + len(sequence.siblings), sequence.num_tokens
+        length, members, num_tokens = self._needs.segment_tokens, 1 + len(sequence.siblings), sequence.num_tokens
         return [members * min(length, num_tokens - start) for start in starts(num_tokens, length)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastdecode.core.decayed import Decayed
 from fastdecode.scheduler.policy.admission import Admission
+from fastdecode.scheduler.policy.transfer_price import TransferPrice
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.store import Store
@@ -19,9 +19,6 @@ LEAST_SECONDS = 0.01
 
 MOST_BLOCKS = 1 << 20
 """Of a piece."""
-
-KEPT = 0.8
-"""What of the time that pieces took counts after another one."""
 
 MOST_TRIED = 4
 """Sequences that are looked at before the next step; there may be room for none of thousands."""
@@ -38,13 +35,11 @@ class SecondCopies:
     part of a step.
     """
 
-    def __init__(self, store: Store, admission: Admission, seconds_per_copied_token: float) -> None:
-        """``seconds_per_copied_token``: before any was copied."""
+    def __init__(self, store: Store, admission: Admission, price: TransferPrice) -> None:
         self._store, self._residents, self._table = store, store.residents, store.table
         self._admission = admission
         self._workers = store.workers
-        self._seconds_per_token = seconds_per_copied_token
-        self._copied = Decayed(KEPT, 2)  # tokens, seconds
+        self._price = price
         self._credit = self._step_seconds = 0.0
         self._joined: list[int] = []
         self._has_lost = False
@@ -61,9 +56,8 @@ class SecondCopies:
         self._step_seconds = step_seconds
         self._credit = min(self._credit, 0.0) + SHARE * step_seconds
 
-    def made(self, transfer: Transfer, seconds: float) -> None:
-        """The piece is there, after ``seconds``."""
-        self._copied.add(transfer.num_tokens, seconds)
+    def made(self, seconds: float) -> None:
+        """A piece is there, after ``seconds``."""
         self._credit -= seconds
 
     def joined(self, worker: int) -> None:
@@ -124,9 +118,8 @@ class SecondCopies:
 
     def _piece_tokens(self) -> int:
         """Tokens that are copied in a part of a step's time, in whole blocks."""
-        per_token = self._copied.ratio(1, 0) if self._copied.sums[0] else self._seconds_per_token
         seconds, block_size = max(SHARE * self._step_seconds, LEAST_SECONDS), self._workers.block_size
-        num_blocks = seconds / max(per_token * block_size, 1e-9)
+        num_blocks = seconds / max(self._price.per_token * block_size, 1e-9)
         return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size
 
     def _lacking(self) -> tuple[Sequence, Segment, int] | None:
@@ -161,7 +154,7 @@ class SecondCopies:
         if target not in accepting:
             return None
         held = table.count_held(table.rows, table.num_cached[table.rows], len(self._workers))
-        times = held / np.maximum(self._workers.speeds, 1e-300)
+        times = held / np.maximum(self._workers.speeds.lasting, 1e-300)
         if times[target] >= UNEVEN_HOLDERS * times[accepting].mean():
             return None
         source = max(accepting, key=lambda worker: times[worker])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from collections.abc import Sequence as PySequence
 
 import numpy as np
 
-from fastdecode.core.step import ScheduledStep
+from fastdecode.scheduler.lifecycle import Lifecycle
+from fastdecode.scheduler.observed import Observed
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.load_forecast import LoadForecast
 from fastdecode.scheduler.policy.move_prices import MovePrices, SharedPeak, attended_in
 from fastdecode.scheduler.policy.second_copies import SecondCopies
+from fastdecode.scheduler.policy.transfer_price import TransferPrice
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Segment
@@ -35,11 +36,12 @@ class Moves:
     correction has its price (:class:`MovePrices`). Prompts stay where they are until they are computed.
     """
 
-    def __init__(self, store: Store, admission: Admission, seconds_per_moved_token: float) -> None:
+    def __init__(self, store: Store, admission: Admission, price: TransferPrice, corrects: bool) -> None:
+        """``corrects``: whether sequences may move for evenness alone."""
         self._store, self._residents, self._table = store, store.residents, store.table
         self._admission, self._room, self._future = admission, admission.room, admission.future
         self._workers = store.workers
-        self.prices = MovePrices(seconds_per_moved_token)
+        self.prices = MovePrices(price, corrects)
         self._joined: list[int] = []
         self._moved_at: dict[int, int] = {}
         self._correction: Transfer | None = None
@@ -48,10 +50,10 @@ class Moves:
         """From here on, until the loads are even, sequences move to ``worker``, which joined."""
         self._joined.append(worker)
 
-    def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
-        """One step: the S-worker's seconds, those it waited, and busy seconds of each R-worker."""
-        work = np.array(step.kv_loads) * self._workers.relative_times
-        self.prices.observe(work, s_seconds, wait_seconds, np.array(r_seconds))
+    def observe(self, observed: Observed) -> None:
+        """One step has ended."""
+        step, work = observed.step, np.array(observed.step.kv_loads) * self._workers.speeds.relative_times
+        self.prices.observe(work, observed.s_seconds, observed.wait_seconds, np.array(observed.r_seconds))
         self.prices.note_newcomers(step.num_starts, step.num_prompt_rows)
 
     def next(self) -> Transfer | None:
@@ -73,7 +75,8 @@ class Moves:
     def moved(self, transfer: Transfer, seconds: float) -> None:
         """It took ``seconds``."""
         self._moved_at[transfer.sequence.sequence_id] = len(transfer.sequence.output_token_ids)
-        self.prices.paid(transfer.num_tokens, seconds, is_correction=transfer is self._correction)
+        if transfer is self._correction:
+            self.prices.corrected(seconds)
 
     def homeless(self) -> list[Sequence]:
         """Those on R-workers that drain that could run elsewhere, but for which no R-worker has room now."""
@@ -101,7 +104,7 @@ class Moves:
     def _evening_move(self, targets: list[int], prices: MovePrices | None) -> Transfer | None:
         """What wins most above its price, if anything does; over all that is known to come where it has no price."""
         forecast = self._future.forecast_anew()
-        per_token = self.prices.seconds_per_token * self._workers.relative_times
+        per_token = self.prices.seconds_per_token * self._workers.speeds.relative_times
         peak = SharedPeak(forecast.loads, per_token, 0.0)
         if prices:
             lacking = np.maximum(peak.times[:, 0].mean() - peak.times[:, 0], 0.0) / per_token
@@ -134,7 +137,7 @@ class Moves:
         attended, left = table.tail_lens(rows) + 1.0, self._future.steps_left(rows)
         tokens = attended_in(peak.steps, attended, left)
         gains = peak.gains(source, tokens, targets)
-        net = gains - 2 * (prices.per_token if prices else 0.0) * attended[:, None]
+        net = prices.worth(gains, attended) if prices else gains
         peaks = tokens[:, None] + forecast.loads[targets][None, :, peak.steps]
         fits = peaks.max(axis=2, initial=0.0) <= self._room.ceilings()[targets]
         for each, target in zip(*np.nonzero((net > 1e-9 * peak.times.max(initial=0.0)) & fits), strict=True):
@@ -153,7 +156,7 @@ class Moves:
         return places[:: max(1, -(-len(places) // COMPARED))]
 
     def _move(self, sequence: Sequence, held: Segment, target: int) -> Transfer:
-        num_blocks = self._room.blocks_to_move(sequence, held)
+        num_blocks = self._admission.needs.elsewhere(sequence, held)
         transfer = self._store.transfers.begin_move(sequence, held, target, num_blocks)
         transfer.num_tokens = held.num_tokens
         return transfer
@@ -163,35 +166,41 @@ class Transfers:
     """One queue: what must leave R-workers that drain, what newcomers get, corrections of an uneven load, and missing
     second copies. Each transfer has its target's blocks from the moment it is chosen."""
 
-    def __init__(self, store: Store, admission: Admission, limits: Limits) -> None:
+    def __init__(self, store: Store, admission: Admission, limits: Limits, lifecycle: Lifecycle) -> None:
         """With two copies of each sequence, who attends evens the load instead of moves."""
-        self._store, has_two = store, limits.kv_replicas > 1
-        per_token = limits.seconds_per_moved_token
-        self.moves = Moves(store, admission, math.inf if has_two else per_token)
-        self._copies = SecondCopies(store, admission, per_token) if has_two else None
+        self._store, self._lifecycle, has_two = store, lifecycle, limits.kv_replicas > 1
+        self._price = TransferPrice(limits.seconds_per_moved_token)
+        corrects = math.isfinite(limits.seconds_per_moved_token) and not has_two
+        self.moves = Moves(store, admission, self._price, corrects)
+        self._copies = SecondCopies(store, admission, self._price) if has_two else None
 
-    def begin(self) -> list[Sequence]:
-        """Before the next is asked for: R-workers that drain keep nothing that others hold too.
+    def next(self) -> Transfer | None:
+        """What to copy next, if anything, between two steps and once the R-workers have heard their controls; then
+        comes :meth:`done`, or the next is asked for.
 
-        Returns the sequences that must leave one, but for which no other has room.
+        R-workers that drain keep nothing that others hold too; sequences that must leave one, but for which no other
+        has room, are preempted.
         """
         for transfer in [each for each in self._store.transfers if each.is_move]:
             self._store.transfers.drop(transfer)  # it was never carried out
         if self._copies:
             self._copies.leave_draining()
-        return self.moves.homeless()
-
-    def next(self) -> Transfer | None:
-        """What to copy next, if anything."""
+        for sequence in self.moves.homeless():
+            self._lifecycle.preempt(sequence)
         return self.moves.next() or (self._copies.next() if self._copies else None)
 
+    def stands(self, transfer: Transfer) -> bool:
+        """False where its sequence or one of its R-workers has gone since it was chosen: there is nothing to copy."""
+        return transfer in self._store.transfers
+
     def done(self, transfer: Transfer, seconds: float) -> None:
-        """The bytes are there, after ``seconds``."""
-        is_move = transfer.is_move
-        if is_move or self._copies is None:
+        """The bytes were copied in ``seconds``, during which no step ran; a copy that is to go is released with the
+        next step."""
+        self._price.paid(transfer.num_tokens, seconds)
+        if transfer.is_move or self._copies is None:
             self.moves.moved(transfer, seconds)
         else:
-            self._copies.made(transfer, seconds)
+            self._copies.made(seconds)
         self._store.transfers.advance(transfer)
 
     def give_up(self, worker: int) -> bool:
@@ -208,8 +217,8 @@ class Transfers:
         if self._copies:
             self._copies.lost()
 
-    def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
-        """How long ``step`` took: the S-worker's seconds, those it waited, and busy seconds of each R-worker."""
-        self.moves.observe(step, s_seconds, wait_seconds, r_seconds)
+    def observe(self, observed: Observed) -> None:
+        """One step has ended."""
+        self.moves.observe(observed)
         if self._copies:
-            self._copies.observe(s_seconds + wait_seconds)
+            self._copies.observe(observed.s_seconds + observed.wait_seconds)

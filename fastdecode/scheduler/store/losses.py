@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence as PySequence
 from typing import NamedTuple
 
+from fastdecode.core.step import MiniBatch
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.store import Store
 
@@ -19,19 +20,31 @@ class Damage(NamedTuple):
 
 
 class Losses:
-    """Takes what a lost R-worker had out of the store."""
+    """Takes what a lost R-worker had out of the store. It knows the last step's rows: R-workers that were lost in it
+    may have attended wrongly."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._residents = store.residents
+        self._committed: tuple[MiniBatch, ...] = ()
+        self._sound: dict[int, int] = {}
 
-    def lose(self, worker: int, attended: Mapping[int, int], sound: Mapping[int, int]) -> Damage:
-        """R-worker ``worker`` is gone.
+    def committed(self, mini_batches: tuple[MiniBatch, ...]) -> None:
+        """The rows of ``mini_batches`` are about to count as cached."""
+        self._committed = mini_batches
+        self._sound = self._store.table.cached_of_sharded() if mini_batches else {}
 
-        ``attended``: cached tokens, before its last rows, of each sequence whose last rows attended there: they are
-        wrong, but for those of a sequence that has another copy of all and attended nothing there. ``sound``: the same
-        of all sequences with closed segments.
-        """
+    def spoilt(self, workers: PySequence[int]) -> list[int]:
+        """The sequences that lost something with R-workers ``workers``: tokens that they alone had, or their last ones,
+        which attended there."""
+        attended = {each for worker in workers for each in self._attended_on(worker)}
+        held = {each.sequence_id: each for worker in workers for each in self._residents.on(worker)}
+        return [each for each, it in held.items() if each in attended or it.job_id or _loses_some(it, set(workers))]
+
+    def lose(self, worker: int) -> Damage:
+        """R-worker ``worker`` is gone. The last rows that attended there are wrong, but for those of a sequence that
+        has another copy of all and attended nothing there."""
+        attended, sound = self._attended_on(worker), self._sound
         store, here = self._store, self._residents.on(worker)
         starved: list[Sequence] = []
         for transfer in [each for each in store.transfers if each.target == worker]:
@@ -56,6 +69,16 @@ class Losses:
         store.prefixes.lose(worker)
         store.workers.lose(worker)
         return Damage(whole, broken, starved)
+
+    def _attended_on(self, worker: int) -> dict[int, int]:
+        """Sequences whose last rows attended on ``worker``, and what they had cached before these."""
+        found: dict[int, int] = {}
+        for mini_batch in self._committed:
+            attended = (mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]
+            attended[mini_batch.reads["chunk"][mini_batch.reads["worker"] == worker]] = True
+            chunks = mini_batch.chunks[attended]
+            found |= dict(zip(chunks["sequence_id"].tolist(), chunks["context_len"].tolist(), strict=True))
+        return found
 
     def _repeat(self, sequence: Sequence, num_sound: int) -> bool:
         """What is cached of ``sequence``, of one segment, beyond ``num_sound`` tokens is computed again; False where
@@ -88,3 +111,8 @@ class Losses:
         whole = [each.num_tokens == self._store.table.segment_tokens for each in sequence.segments]
         self._store.set_tail(sequence, [*whole[:-1], False].index(False))
         return has_room
+
+
+def _loses_some(sequence: Sequence, workers: set[int]) -> bool:
+    """Whether R-workers ``workers`` alone hold some segment of ``sequence``."""
+    return any(segment.copies and set(segment.workers) <= workers for segment in sequence.segments)

@@ -118,6 +118,11 @@ class PrefixCache:
         """Retained sequences."""
         return sum(len(worker.prefixes) for worker in self._workers)
 
+    @property
+    def is_awaited(self) -> bool:
+        """True while a sequence computes blocks that others may follow."""
+        return bool(self._computing)
+
     def arrive(self, sequence: Sequence) -> None:
         """Hash what ``sequence`` is about to compute."""
         if self.enabled:

@@ -70,13 +70,14 @@ class Residents:
         self.leave_scratch(sequence)
         self.prompts[sequence.sequence_id] = sequence
 
-    def leave(self, sequence: Sequence) -> None:
-        """``sequence`` runs no more."""
+    def leave(self, sequence: Sequence) -> bool:
+        """``sequence`` runs no more; True where its prompt was being computed."""
         self._unborn -= len(sequence.siblings)
         if self.prompts.pop(sequence.sequence_id, None):
             self.leave_scratch(sequence)
-        else:
-            del self.decoding[sequence.sequence_id]
+            return True
+        del self.decoding[sequence.sequence_id]
+        return False
 
     def leave_scratch(self, sequence: Sequence) -> None:
         """What ``sequence`` holds of the scratch is free again."""

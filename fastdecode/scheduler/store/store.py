@@ -6,12 +6,13 @@ import numpy as np
 
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.holdings import Holdings
 from fastdecode.scheduler.store.place import Copy, Segment
 from fastdecode.scheduler.store.prefix import Hit, PrefixCache
 from fastdecode.scheduler.store.residents import Residents
 from fastdecode.scheduler.store.table import SequenceTable
 from fastdecode.scheduler.store.transfer import TransfersUnderWay
-from fastdecode.scheduler.store.workers import Control, Workers
+from fastdecode.scheduler.store.workers import Workers
 
 
 class Store:
@@ -27,23 +28,7 @@ class Store:
         self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.range_tokens)
         self.residents = Residents(self.table, limits.scratch_tokens)
         self.transfers = TransfersUnderWay(self)
-
-    @property
-    def has_controls(self) -> bool:
-        """True while some R-worker has yet to be told something."""
-        return any(worker.controls for worker in self.workers)
-
-    def take_controls(self) -> tuple[tuple[Control, ...], ...]:
-        """What the R-workers have to be told, handed over once."""
-        controls = tuple(tuple(worker.controls) for worker in self.workers)
-        for worker in self.workers:
-            worker.controls.clear()
-        return controls
-
-    def put_back(self, controls: tuple[tuple[Control, ...], ...]) -> None:
-        """The R-workers heard none of ``controls``: they go before any that came since."""
-        for worker, verbs in zip(self.workers, controls, strict=True):
-            worker.controls[:0] = verbs
+        self._holdings = Holdings(self.workers, self.prefixes)
 
     def begin(self, sequence: Sequence, segments: list[Segment], hit: Hit | None, second: int = -1) -> None:
         """``sequence`` begins its prompt in ``segments``, which have homes and blocks, ``hit``'s among them; with a
@@ -53,7 +38,7 @@ class Store:
         for segment, piece in zip(segments, self.prefixes.pieces(sequence, hit) if hit else (), strict=False):
             self.prefixes.share_with(segment, segment.copies[0], piece)
         for segment in segments:
-            self._take(segment, segment.copies[0])
+            self._holdings.take(segment, segment.copies[0])
         sequence.segments, sequence.num_closed = segments, 0
         self.table.open(sequence)
         self._count_tail(sequence, 1)
@@ -74,12 +59,10 @@ class Store:
         self.table.put(sequence)
         self._count_tail(sequence, 1)
 
-    def extend(self, sequence: Sequence, workers: list[int]) -> None:
-        """``sequence``, whose tail is whole, gets a new one on ``workers``, of no blocks yet."""
-        segment = Segment(self.prefixes.new_id(), sequence.num_cached)
-        for worker in workers:
-            segment.copies.append(Copy(worker))
-            self._take(segment, segment.copies[-1])
+    def extend(self, sequence: Sequence, worker: int) -> None:
+        """``sequence``, whose tail is whole, gets a new one on R-worker ``worker``, of no blocks yet."""
+        segment = Segment(self.prefixes.new_id(), sequence.num_cached, copies=[Copy(worker)])
+        self._holdings.take(segment, segment.copies[0])
         sequence.segments.append(segment)
         self.go_on(sequence)
 
@@ -125,8 +108,8 @@ class Store:
         for sibling in parent.siblings:
             sibling.num_prefill = parent.num_prefill
             sibling.block_hashes = list(parent.block_hashes)
-            closed = [self._fork(each, self.prefixes.new_id()) for each in parent.closed]
-            sibling.segments = [*closed, self._fork(parent.tail, sibling.sequence_id)]
+            closed = [self._holdings.fork(each, self.prefixes.new_id()) for each in parent.closed]
+            sibling.segments = [*closed, self._holdings.fork(parent.tail, sibling.sequence_id)]
             sibling.num_closed = parent.num_closed
             self.table.open(sibling)
             self._count_tail(sibling, 1)
@@ -141,14 +124,14 @@ class Store:
 
     def leave(self, sequence: Sequence, keep: bool) -> None:
         """``sequence`` gives up its cache; its full blocks are retained if ``keep`` and prefix caching say so."""
-        self.residents.leave(sequence)
-        self.prefixes.stop_computing(sequence)
+        if self.residents.leave(sequence):
+            self.prefixes.stop_computing(sequence)
         if keep:
             self.prefixes.retain(sequence)
         self._count_tail(sequence, -1)
         for segment in sequence.segments:
             for copy in segment.copies:
-                self.give_up(segment, copy, segment.num_tokens > 0 or sequence.job_id > 0)
+                self._holdings.give_up(segment, copy, is_known=sequence.job_id > 0)
         self.transfers.drop_of(sequence)
         self.table.close(sequence)
         sequence.job_id = 0
@@ -158,7 +141,7 @@ class Store:
         copy = segment.on(worker)
         if copy is None:
             raise KeyError(f"R-worker {worker} has no copy of {segment.cache_id}")
-        self.give_up(segment, copy, segment.num_tokens > 0 or sequence.job_id > 0)
+        self._holdings.give_up(segment, copy, is_known=sequence.job_id > 0)
         segment.copies.remove(copy)
         if segment is sequence.tail:
             self.workers[worker].num_sequences -= 1
@@ -166,41 +149,24 @@ class Store:
         self.table.put(sequence)
         self.transfers.redirect(segment, worker)
 
+    def change_home(self, sequence: Sequence, segment: Segment) -> None:
+        """The home of ``segment``, a closed one of ``sequence``, is from now on the R-worker of its second copy."""
+        segment.copies.reverse()
+        self.table.put(sequence)
+
     def place(self, sequence: Sequence, segment: Segment, worker: int) -> None:
         """``segment``, of ``sequence``, is to be computed again on ``worker``."""
         segment.copies = [Copy(worker)]
-        self._take(segment, segment.copies[0])
+        self._holdings.take(segment, segment.copies[0])
         self.workers[worker].num_sequences += segment is sequence.tail
         self.table.put(sequence)
 
     def cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
-        """What ``segment`` has beyond ``num_tokens`` tokens is wrong: it is forgotten, and ``num_blocks`` are kept.
-
-        Blocks that were shared have to be replaced by own ones: where these are not to be had only the full blocks of
-        what is right are kept, and False is returned.
-        """
-        num_full = num_tokens // self.workers.block_size
-        for copy in segment.copies:
-            self.prefixes.forget_beyond(copy, num_tokens)
-        has_room = all(self._replaces(copy, num_full, num_blocks - segment.num_blocks) for copy in segment.copies)
-        if not has_room:
-            num_tokens, num_blocks = num_full * self.workers.block_size, num_full
-        for copy in segment.copies:
-            worker = self.workers[copy.worker]
-            wrong = copy.shared[num_full:]
-            del copy.shared[num_full:]
-            worker.drop(wrong)
-            worker.grow(num_blocks + len(wrong) - segment.num_blocks)
-            worker.truncate(segment.cache_id, num_tokens)
-        segment.num_tokens, segment.num_blocks = num_tokens, num_blocks
-        self.transfers.cut(segment, num_tokens)
+        """What ``segment`` has beyond ``num_tokens`` tokens is wrong: it is forgotten, and ``num_blocks`` are kept, or
+        fewer where False is returned; see :meth:`Holdings.cut`. Copies under way that have some of it are given up."""
+        has_room = self._holdings.cut(segment, num_tokens, num_blocks)
+        self.transfers.cut(segment, segment.num_tokens)
         return has_room
-
-    def _replaces(self, copy: Copy, num_full: int, more: int) -> bool:
-        """Whether the R-worker of ``copy`` can replace all but ``num_full`` shared blocks, and give ``more``."""
-        wrong = copy.shared[num_full:]
-        freed = sum(block.num_sequences == 1 and block.num_prefixes == 0 for block in wrong)
-        return self.prefixes.make_room(copy.worker, len(wrong) - freed + more)
 
     def forget_copies(self, sequence: Sequence, worker: int) -> None:
         """R-worker ``worker`` is lost with its copies of segments of ``sequence``; those without another are empty."""
@@ -213,19 +179,6 @@ class Store:
         self.table.put(sequence)
         self._count_tail(sequence, 1)
 
-    def give_up(self, segment: Segment, copy: Copy, is_there: bool) -> None:
-        """The blocks of ``copy`` are free again; its R-worker is told where something ``is_there``."""
-        worker = self.workers[copy.worker]
-        worker.give_back(segment.num_blocks - len(copy.shared), copy.shared)
-        if is_there:
-            worker.release(segment.cache_id)
-
-    def _take(self, segment: Segment, copy: Copy) -> None:
-        """``copy`` of ``segment`` is on its R-worker now, which counts its blocks."""
-        num_own = segment.num_blocks - len(copy.shared)
-        self.prefixes.make_room(copy.worker, num_own)
-        self.workers[copy.worker].take(num_own)
-
     def _begin_second(self, sequence: Sequence, worker: int, hit: Hit | None) -> None:
         """The only segment of ``sequence``, which just begins, is on ``worker`` too, from the twin of ``hit``."""
         segment, copy = sequence.tail, Copy(worker)
@@ -234,23 +187,10 @@ class Store:
             if twin is None:
                 raise ValueError("a second copy can start from a twin only")
             self.prefixes.share_with(segment, copy, twin)
-        self._take(segment, copy)
+        self._holdings.take(segment, copy)
         segment.copies.append(copy)
         self.workers[worker].num_sequences += 1
         self.table.put(sequence)
-
-    def _fork(self, source: Segment, cache_id: int) -> Segment:
-        """The same tokens in the same places: full blocks are shared, and for a partial one there is room already."""
-        num_full, rest = divmod(source.num_tokens, self.workers.block_size)
-        segment = Segment(cache_id, source.start, num_full + (rest > 0))
-        segment.num_tokens = source.num_tokens
-        for copy in source.copies:
-            worker, shared = self.workers[copy.worker], self.prefixes.share(copy, num_full)
-            worker.hold(shared)
-            worker.num_copies += 1
-            worker.fork(cache_id, source.cache_id, source.num_tokens)
-            segment.copies.append(Copy(copy.worker, shared))
-        return segment
 
     def _count_tail(self, sequence: Sequence, count: int) -> None:
         """Sequences that append on each R-worker: ``count`` more or less."""

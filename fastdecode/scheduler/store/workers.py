@@ -8,28 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastdecode.core.decayed import Decayed
 from fastdecode.core.errors import BackendError
 from fastdecode.core.types import Verb
+from fastdecode.scheduler.observed import Observed
 from fastdecode.scheduler.store.place import Block
+from fastdecode.scheduler.store.speeds import Speeds
 
 Control = tuple[int, int, int, int]
 
-KEPT = 0.95
-"""What of the past counts after another step: about the last 20 steps do."""
-
-AT_WORK = 0.25
-"""An R-worker busy for less than this part of the busiest one's time, over less than this part of the most loaded one's
-tokens, tells too little about itself."""
-
-LEAST_SECONDS = 0.05
-"""Busy time, among what counts of the past, that it takes to say anything: shorter calls are fixed costs and chance."""
-
 KEPT_GONE = 16
 """R-workers that are gone and keep their index; one that joins takes the place of the longest gone beyond these."""
-
-TOLERANCE = 1.2
-"""Speeds whose proportions are as expected within this factor count as expected: placement does not follow chance."""
 
 
 class RoomError(BackendError):
@@ -146,25 +134,18 @@ class WorkerState:
 
 
 class Workers:
-    """All R-workers by index, the last ``KEPT_GONE`` gone ones included; what is compared over all at once are arrays.
-
-    ``bandwidths``: what memory gave each at its start, in any unit, float64 [num_workers]. ``shares``: the part of the
-    KV load limit that each may attend, float64 [num_workers], kept by :class:`LoadControl`.
-    """
+    """All R-workers by index, the last ``KEPT_GONE`` gone ones included; what is compared over all are arrays."""
 
     def __init__(
         self, num_blocks: Iterable[int], bandwidths: Sequence[float], block_size: int, hosts: Sequence[str] = ()
     ) -> None:
+        """``bandwidths``: what memory gave each at its start, in any unit. ``hosts``: their machines, where known."""
         self.block_size = block_size
+        self.speeds = Speeds(bandwidths)
         self._gone: list[int] = []
         self._states = [WorkerState(index, count, count) for index, count in enumerate(num_blocks)]
         for state, host in zip(self._states, hosts, strict=False):
             state.host = host
-        self._seen = Decayed(KEPT, 2, len(bandwidths))  # KV tokens, busy seconds
-        self._columns = np.zeros((2, len(bandwidths)))
-        self.bandwidths, self.shares = self._columns
-        self.bandwidths[:] = bandwidths
-        self.shares[:] = self.bandwidths / sum(bandwidths)
 
     def __len__(self) -> int:
         """R-workers that are or were here, one for each index."""
@@ -214,56 +195,43 @@ class Workers:
         return np.array([worker.num_sequences for worker in self._states])
 
     @property
-    def speeds(self) -> np.ndarray:
-        """How fast each attends, in any one unit, float64 [num_workers]: first as its memory, then as steps showed.
+    def has_controls(self) -> bool:
+        """True while some R-worker has yet to be told something."""
+        return any(worker.controls for worker in self._states)
 
-        A start cannot show which R-workers will share cores: two on one core, one with twice the other's weight, or a
-        neighbour that comes and goes. Busy seconds hold what the others took. An R-worker that was never seen at work
-        counts in proportion to its bandwidth.
-        """
-        tokens, seconds = self._seen.sums
-        seen = seconds >= LEAST_SECONDS
-        if not seen.any():
-            return self.bandwidths
-        speeds = np.where(seen, tokens / np.where(seen, seconds, 1.0), 0.0)
-        surprise = speeds[seen] / self.bandwidths[seen]
-        if surprise.max() <= TOLERANCE * surprise.min():
-            return self.bandwidths
-        return np.where(seen, speeds, self.bandwidths * speeds.sum() / self.bandwidths[seen].sum())
+    def take_controls(self) -> tuple[tuple[Control, ...], ...]:
+        """What the R-workers have to be told, handed over once."""
+        controls = tuple(tuple(worker.controls) for worker in self._states)
+        for worker in self._states:
+            worker.controls.clear()
+        return controls
 
-    @property
-    def relative_times(self) -> np.ndarray:
-        """What attending takes each beside one of mean speed; float64 [num_workers]."""
-        speeds = self.speeds
-        return float(speeds.mean()) / np.maximum(speeds, 1e-300)
+    def put_back(self, controls: tuple[tuple[Control, ...], ...]) -> None:
+        """The R-workers heard none of ``controls``: they go before any that came since."""
+        for worker, verbs in zip(self._states, controls, strict=True):
+            worker.controls[:0] = verbs
 
-    def observe(self, kv_loads: Sequence[int], r_seconds: Sequence[float]) -> None:
-        """One decode step: KV tokens attended and busy seconds of each R-worker."""
-        seconds, tokens = np.array(r_seconds), np.array(kv_loads)
-        seen = (seconds >= AT_WORK * seconds.max()) | (tokens >= AT_WORK * tokens.max())
-        seen &= seconds > 0
-        self._seen.add(tokens, seconds, where=seen)
+    def observe(self, observed: Observed) -> None:
+        """A step shows how fast they are, where prompts had little part in it."""
+        if observed.shows_speeds:
+            self.speeds.observe(observed.step.kv_loads, observed.r_seconds)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
         return -(-num_tokens // self.block_size)
 
     def join(self, index: int, num_blocks: int, bandwidth: float, host: str = "") -> float:
-        """One more, with all its blocks free and no share yet; returns how fast it is beside all others together.
+        """One more, with all its blocks free; returns how fast it is beside all others together.
 
         ``index`` is vacant, or the next one.
         """
         others = self.present
-        if index == len(self):
-            self._columns = np.column_stack([self._columns, np.zeros(2)])
-            self._seen.resize(len(self) + 1)
-        else:
+        if index < len(self):
             self._gone.remove(index)
         self._states[index : index + 1] = [WorkerState(index, num_blocks, num_blocks, host=host)]
-        self._columns[:, index] = bandwidth, 0.0
-        self._seen.forget(index)
-        self.bandwidths, self.shares = self._columns
-        return float(self.speeds[index] / self.speeds[others].sum())
+        self.speeds.join(index, bandwidth)
+        speeds = self.speeds.lasting
+        return float(speeds[index] / speeds[others].sum())
 
     def drain(self, index: int) -> None:
         """R-worker ``index`` takes no more sequences; no effect on one that is gone."""

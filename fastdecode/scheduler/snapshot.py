@@ -1,0 +1,207 @@
+"""What the scheduler knows at one moment, as a value: for tests, metrics and the server's live page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.waiting import WaitingQueue
+
+
+@dataclass(frozen=True)
+class RWorkerSnapshot:
+    """One R-worker, or the place of one that is gone.
+
+    Of its ``num_blocks`` KV blocks ``free`` hold nothing, ``retained`` only prefixes that can be evicted at any time,
+    and ``reserved`` belong to copies that are under way to it. ``num_sequences`` append there; ``num_copies`` of
+    segments are there, tails and copies under way included. ``num_controls``: what it has yet to be told.
+    """
+
+    index: int
+    host: str
+    num_blocks: int
+    free: int
+    retained: int
+    reserved: int
+    num_sequences: int
+    num_copies: int
+    num_controls: int
+    is_draining: bool
+    is_gone: bool
+
+    @property
+    def used(self) -> int:
+        """Blocks that sequences hold, those of copies under way included."""
+        return self.num_blocks - self.free - self.retained
+
+
+@dataclass(frozen=True)
+class SegmentSnapshot:
+    """``num_tokens`` tokens of a sequence from token ``start``, which R-workers know as ``cache_id``.
+
+    ``workers`` have a copy each, with ``num_blocks`` blocks, the home first; none have where the segment is lost.
+    """
+
+    cache_id: int
+    start: int
+    num_tokens: int
+    num_blocks: int
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SequenceSnapshot:
+    """A sequence of ``num_tokens`` tokens, prompt and output, of which ``num_cached`` are cached in ``segments``; it
+    appends to segment ``tail``.
+
+    ``decodes``: its prompt is cached. ``job_id``: under which prefill workers compute that; 0: none do.
+    ``uses_scratch``: the S-worker keeps its prompt's keys and values until it is computed.
+    """
+
+    sequence_id: int
+    num_tokens: int
+    num_cached: int
+    decodes: bool
+    job_id: int
+    uses_scratch: bool
+    segments: tuple[SegmentSnapshot, ...]
+    tail: int
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """R-workers that have something of it, in no order."""
+        return tuple({worker for segment in self.segments for worker in segment.workers})
+
+
+@dataclass(frozen=True)
+class TransferSnapshot:
+    """A copy of a segment, of ``num_blocks`` blocks on ``target``, of which ``num_copied`` tokens are there."""
+
+    sequence_id: int
+    cache_id: int
+    source: int
+    target: int
+    num_blocks: int
+    num_copied: int
+    is_move: bool
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything at one moment between two calls of the scheduler.
+
+    ``num_running``: sequences that hold a cache, and siblings that will as soon as their prompt is computed.
+    ``num_copies``: sequences that hold their cache once, and twice. ``sequences``: those that hold a cache, by id.
+    ``waiting``: ids of those that wait, oldest first; ``following``: of those that wait for another's prefix.
+    ``num_prefixes``: retained ones. ``scratch_free``: prompt tokens that the S-worker's scratch still takes.
+    """
+
+    r_workers: tuple[RWorkerSnapshot, ...]
+    num_running: int
+    num_copies: tuple[int, int]
+    sequences: dict[int, SequenceSnapshot]
+    transfers: tuple[TransferSnapshot, ...]
+    waiting: tuple[int, ...]
+    following: tuple[int, ...]
+    num_prefixes: int
+    scratch_free: int
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, for whatever it is."""
+        return len(self.waiting) + len(self.following)
+
+    @property
+    def present(self) -> list[int]:
+        """R-workers that are not gone."""
+        return [worker.index for worker in self.r_workers if not worker.is_gone]
+
+    @property
+    def draining(self) -> list[int]:
+        """R-workers that give up what they hold and then go."""
+        return [worker.index for worker in self.r_workers if worker.is_draining]
+
+    @property
+    def accepting(self) -> list[int]:
+        """R-workers that take sequences."""
+        return [worker.index for worker in self.r_workers if not worker.is_gone and not worker.is_draining]
+
+    @property
+    def has_controls(self) -> bool:
+        """True while some R-worker has yet to be told something."""
+        return any(worker.num_controls for worker in self.r_workers)
+
+    @property
+    def prompts(self) -> list[int]:
+        """Ids of sequences whose prompt is being computed, in order."""
+        return [each.sequence_id for each in self.sequences.values() if not each.decodes]
+
+    @property
+    def decoding(self) -> list[int]:
+        """Ids of sequences that decode, in order."""
+        return [each.sequence_id for each in self.sequences.values() if each.decodes]
+
+    def on(self, worker: int) -> list[int]:
+        """Ids of sequences of which R-worker ``worker`` has something, in order."""
+        return [each.sequence_id for each in self.sequences.values() if worker in each.workers]
+
+
+def take_snapshot(store: Store, queue: WaitingQueue, with_sequences: bool = True) -> Snapshot:
+    """``with_sequences``: thousands of them take milliseconds; without, ``sequences`` is empty."""
+    residents = store.residents
+    running = sorted(residents.all, key=lambda each: each.sequence_id) if with_sequences else []
+    waiting = tuple(each.sequence_id for each in queue)
+    return Snapshot(
+        r_workers=_r_workers(store),
+        num_running=len(residents),
+        num_copies=residents.num_copies,
+        sequences={each.sequence_id: _sequence(each, each.sequence_id in residents.decoding) for each in running},
+        transfers=tuple(
+            TransferSnapshot(
+                each.sequence.sequence_id, each.cache_id, each.source, each.target, each.num_blocks, each.num_copied,
+                each.is_move,
+            )
+            for each in store.transfers
+        ),
+        waiting=waiting,
+        following=tuple(sorted({each.sequence_id for each in queue.all} - set(waiting))),
+        num_prefixes=len(store.prefixes),
+        scratch_free=residents.scratch_free,
+    )  # fmt: skip
+
+
+def _r_workers(store: Store) -> tuple[RWorkerSnapshot, ...]:
+    return tuple(
+        RWorkerSnapshot(
+            index=each.index,
+            host=each.host,
+            num_blocks=each.num_blocks,
+            free=each.free,
+            retained=each.cached,
+            reserved=sum(transfer.num_blocks for transfer in store.transfers if transfer.target == each.index),
+            num_sequences=each.num_sequences,
+            num_copies=each.num_copies,
+            num_controls=len(each.controls),
+            is_draining=each.is_draining,
+            is_gone=each.is_gone,
+        )
+        for each in store.workers
+    )
+
+
+def _sequence(sequence: Sequence, decodes: bool) -> SequenceSnapshot:
+    segments = tuple(
+        SegmentSnapshot(each.cache_id, each.start, each.num_tokens, each.num_blocks, tuple(each.workers))
+        for each in sequence.segments
+    )
+    return SequenceSnapshot(
+        sequence_id=sequence.sequence_id,
+        num_tokens=sequence.num_tokens,
+        num_cached=sequence.num_cached,
+        decodes=decodes,
+        job_id=sequence.job_id,
+        uses_scratch=sequence.uses_scratch,
+        segments=segments,
+        tail=sequence.num_closed,
+    )

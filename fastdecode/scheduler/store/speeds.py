@@ -1,0 +1,110 @@
+"""How fast each R-worker attends: at first as its memory was measured, then as steps showed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fastdecode.core.decayed import Decayed
+
+KEPT = 0.95
+"""What of the past counts after another step: about the last 20 steps do."""
+
+AT_WORK = 0.25
+"""An R-worker busy for less than this part of the busiest one's time, over less than this part of the most loaded one's
+tokens, tells too little about itself."""
+
+LEAST_SECONDS = 0.05
+"""Busy time, among what counts of the past, that it takes to say anything: shorter calls are fixed costs and chance."""
+
+TOLERANCE = 1.2
+"""Speeds whose proportions are as expected within this factor count as expected: placement does not follow chance."""
+
+CHANGED = 1.2
+"""An R-worker that is off its usual speed by more than this factor, beside the others, may have changed."""
+
+NUM_STEPS = 3
+"""One after the other in which it is, the same way, before what was usual is forgotten."""
+
+
+class Speeds:
+    """The decayed sum of what each R-worker attended, over the time that it took; a change forgets the sum.
+
+    A start cannot show which R-workers will share cores: two on one core, one with twice the other's weight, or a
+    neighbour that comes and goes. Busy seconds hold what the others took.
+
+    ``bandwidths``: what memory gave each at its start, in any unit, float64 [num_workers].
+    """
+
+    def __init__(self, bandwidths: Sequence[float]) -> None:
+        self.bandwidths = np.array(bandwidths, np.float64)
+        self._usual = Decayed(KEPT, 2, len(bandwidths))  # KV tokens, busy seconds
+        self._new = np.zeros((2, len(bandwidths)))
+        self._ways = np.zeros(len(bandwidths), np.int64)
+
+    @property
+    def lasting(self) -> np.ndarray:
+        """For what outlasts many steps: float64 [num_workers], in any one unit; as memory was while all are as expected
+        within ``TOLERANCE``. An R-worker that was never seen at work counts in proportion to its bandwidth."""
+        tokens, seconds = self._usual.sums
+        seen = seconds >= LEAST_SECONDS
+        if not seen.any():
+            return self.bandwidths
+        speeds = np.where(seen, tokens / np.where(seen, seconds, 1.0), 0.0)
+        surprise = speeds[seen] / self.bandwidths[seen]
+        if surprise.max() <= TOLERANCE * surprise.min():
+            return self.bandwidths
+        return np.where(seen, speeds, self.bandwidths * speeds.sum() / self.bandwidths[seen].sum())
+
+    @property
+    def relative_times(self) -> np.ndarray:
+        """What attending takes each beside one of mean speed; float64 [num_workers]."""
+        speeds = self.lasting
+        return float(speeds.mean()) / np.maximum(speeds, 1e-300)
+
+    def latest(self, present: Sequence[int]) -> np.ndarray:
+        """For what costs nothing to take back: float64 [num_workers], in any one unit, none of them 0; as ``lasting``
+        while some of the R-workers ``present`` were hardly seen at work."""
+        tokens, seconds = self._usual.sums
+        if (seconds[list(present)] < LEAST_SECONDS).any():
+            return np.maximum(self.lasting, 1e-300)
+        return np.maximum(np.where(seconds > 0, tokens / np.maximum(seconds, 1e-300), 0.0), 1e-300)
+
+    def observe(self, kv_loads: Sequence[int], r_seconds: Sequence[float]) -> None:
+        """One decode step: KV tokens attended and busy seconds of each R-worker."""
+        step = np.array([kv_loads, r_seconds], np.float64)
+        tokens, seconds = step
+        seen = (seconds >= AT_WORK * seconds.max()) | (tokens >= AT_WORK * tokens.max())
+        seen &= seconds > 0
+        self._note_changes(step, seen & (tokens > 0))
+        self._usual.add(tokens, seconds, where=seen)
+        changed = (np.abs(self._ways) >= NUM_STEPS) & (self._new[1] >= LEAST_SECONDS)
+        if changed.any():
+            self._usual.sums[:, changed] = self._new[:, changed]
+            self._ways[changed] = 0
+
+    def join(self, index: int, bandwidth: float) -> None:
+        """R-worker ``index``, the next one or in the place of one that is gone, was never seen at work."""
+        if index == len(self.bandwidths):
+            self.bandwidths, self._ways = np.append(self.bandwidths, 0.0), np.append(self._ways, 0)
+            self._usual.resize(index + 1)
+            self._new = np.pad(self._new, ((0, 0), (0, 1)))
+        self.bandwidths[index], self._ways[index] = bandwidth, 0
+        self._usual.forget(index)
+        self._new[:, index] = 0.0
+
+    def _note_changes(self, step: np.ndarray, seen: np.ndarray) -> None:
+        """Count for how many steps each R-worker has been faster (above 0) or slower (below) than usual, and sum these
+        up. What slows all alike is no change."""
+        compared = seen & (self._usual.sums[1] >= LEAST_SECONDS)
+        if not compared.any():
+            return
+        ratios = np.ones(len(seen))
+        now, usual = step[:, compared], self._usual.sums[:, compared]
+        ratios[compared] = (now[0] / now[1]) / (usual[0] / usual[1])
+        ratios[compared] /= np.median(ratios[compared])
+        way = (ratios > CHANGED).astype(np.int64) - (ratios < 1 / CHANGED)
+        goes_on = (way != 0) & (np.sign(self._ways) == way)
+        self._new = np.where(goes_on, self._new, 0.0) + np.where(way != 0, step, 0.0)
+        self._ways = np.where(goes_on, self._ways, 0) + way
