@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
+from fastdecode.core.errors import WorkerLostError
 from fastdecode.core.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.measure.decode_rig import InstantBackend
+from fastdecode.perfmodel.simulate import Event, Timeline
 
 TIMER_SECONDS = 2e-4
 NUM_BLOCKS = 1 << 24
@@ -34,8 +37,8 @@ class StandInBackend(InstantBackend):
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         self.layout = layout
-        info = RWorkerInfo("stand-in", NUM_BLOCKS, self._block_size, 1, "none", own_cores=True)
-        return [info] * self.num_workers
+        self._info = RWorkerInfo("stand-in", NUM_BLOCKS, self._block_size, 1, "none", own_cores=True)
+        return [self._info] * self.num_workers
 
     def begin_step(self, plan: StepPlan) -> None:
         tokens = [[_attended(spans) for spans in worker.mini_batches] for worker in plan.workers]
@@ -71,3 +74,91 @@ class StandInBackend(InstantBackend):
 def _attended(spans: np.ndarray) -> int:
     """Cached tokens that a mini-batch's SPAN records attend on one R-worker."""
     return int(((spans["context_len"] + spans["num_rows"]) * (spans["mode"] > 0)).sum())
+
+
+class MortalStandIns(StandInBackend):
+    """Stand-ins that are lost, join, drain and become slow when ``events`` say, from ``begin`` on.
+
+    A cached token goes from one to another in ``seconds_per_moved_token``; all that was moved took ``moving_seconds``.
+    Machines have numbers; the one that joins
+    takes whatever place is vacant.
+    """
+
+    def __init__(self, num_workers: int, seconds_per_token: float, seconds_per_moved_token: float) -> None:
+        super().__init__(0.0, num_workers=num_workers, seconds_per_token=seconds_per_token)
+        self.seconds_per_moved_token = seconds_per_moved_token
+        self._machines: list[int | None] = list(range(num_workers))
+        self.begin([])
+
+    def begin(self, events: list[Event]) -> None:
+        """Events happen from now on, in seconds from now; all that are there are as fast as at first."""
+        self._timeline, self._began = Timeline(events), time.perf_counter()
+        self.moving_seconds = 0.0
+        self._slowness: dict[int, float] = {}
+        self._joining: list[int] = []
+        self._lost: list[int] = []
+        self._leaving: set[int] = set()
+
+    def begin_step(self, plan: StepPlan) -> None:
+        self._happen()
+        self.num_workers = len(plan.workers)
+        super().begin_step(plan)
+        factors = [0.0 if each is None else self._slowness.get(each, 1.0) for each in self._machines]
+        self._tokens *= np.array(factors)[:, None]
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        self._happen()
+        super().submit(mini_batch, layer, q, k, v)
+
+    def end_step(self) -> StepReport:
+        self._happen()
+        lost, self._lost = tuple(self._lost), []
+        return StepReport(super().end_step().workers, lost, tuple(self._leaving))
+
+    def export(self, worker: int, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> np.ndarray:
+        self._check(worker)
+        return np.zeros(0, np.uint8)
+
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray, start: int = 0) -> None:
+        start = time.perf_counter()
+        time.sleep(num_tokens * self.seconds_per_moved_token)
+        self.moving_seconds += time.perf_counter() - start
+        self._check(worker)
+
+    def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
+        self._happen()
+        places = [*vacant, *range(len(self._machines), len(self._machines) + len(self._joining))]
+        found = dict(zip(places, self._joining, strict=False))
+        for place, machine in found.items():
+            self._machines[place : place + 1] = [machine]
+        self._joining.clear()
+        return dict.fromkeys(found, self._info)
+
+    def dismiss(self, worker: int) -> None:
+        self._machines[worker] = None
+        self._leaving.discard(worker)
+
+    def _check(self, worker: int) -> None:
+        self._happen()
+        if self._machines[worker] is None:
+            raise WorkerLostError(f"stand-in {worker} is lost")
+
+    def _happen(self) -> None:
+        for event in self._timeline.due(time.perf_counter() - self._began):
+            place = self._machines.index(event.worker) if event.worker in self._machines else None
+            if event.kind == "join" and place is None:
+                self._joining.append(event.worker)
+            elif place is not None:
+                self._happens(event, place)
+
+    def _happens(self, event: Event, place: int) -> None:
+        if event.kind == "lose":
+            self.dismiss(place)
+            self._lost.append(place)
+            self._slowness.pop(event.worker, None)
+            if len(self._tokens) > place:
+                self._tokens[place] = 0.0
+        elif event.kind == "drain":
+            self._leaving.add(place)
+        elif event.kind == "slow":
+            self._slowness[event.worker] = event.factor

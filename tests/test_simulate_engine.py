@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
-from helpers import model_zoo
+from helpers import model_zoo, r_workers
+from helpers.hardware import PlainMachine
+from helpers.processes import alive
 
+from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.metrics import StepRecord
 from fastdecode.engine import LLMEngine
 from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
 from fastdecode.measure.throughput import run_throughput
-from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
+from fastdecode.perfmodel.simulate import Event, SimulatedRequest, Simulator, SplitMachine, Timeline
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import Scheduler
@@ -82,3 +88,46 @@ def test_every_step_is_the_engines(
     assert (live.statistics.prefix_hit_tokens > 0) == (lengths is SHARED)
     if settings["schedule"] == "sls":
         assert max(step.kv_load for step in live.steps) <= settings["kv_load_limit"]
+
+
+@pytest.mark.parametrize("settings", [{"schedule": "stall-free"}, {"schedule": "sls", "kv_load_limit": 700}], ids=str)
+def test_every_step_is_the_engines_when_r_workers_are_lost(
+    folder: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes, of which two are killed, each before a step that its rows are in: the same steps again, with the
+    same tokens computed once more. In simulated time a step takes a second."""
+    losses = {12: 1, 25: 0}
+    items = make_workload(WorkloadSpec(**FIXED), model_zoo.VOCABULARY, 256, None)
+    live: list[StepRecord] = []
+    with LLM(
+        folder, device="cpu", skip_tokenizer_init=True, max_model_len=256, block_size=16, max_num_seqs=12,
+        max_num_batched_tokens=64, num_mini_batches=2, r_workers="spawn:3", s_threads=1, r_threads=1,
+        enable_prefix_caching=False, kv_cache_memory="16MiB", **settings,
+    ) as llm:  # fmt: skip
+        engine, pids = llm.engine, r_workers.spawned_pids(llm)
+        monkeypatch.setattr(engine.scheduler, "observe", lambda *seen: None)
+        engine.on_step = live.append
+        for index, item in enumerate(items):
+            params = SamplingParams(temperature=0, max_tokens=item.output_len, ignore_eos=True, detokenize=False)
+            engine.add_request(str(index), {"prompt_token_ids": item.prompt_token_ids}, params)
+        while engine.has_unfinished_requests():
+            if (victim := losses.pop(len(live), None)) is not None:
+                kill(pids[victim])
+            engine.step()
+        scheduler = engine.scheduler.with_limits(engine.scheduler.limits)
+    steps: list[StepRecord] = []
+    timeline = Timeline([Event(12.5, "lose", 1), Event(25.5, "lose", 0)])
+    simulator = Simulator(scheduler, PlainMachine(), steps.append, events=timeline)
+    simulator.run([SimulatedRequest(item.prompt_token_ids, item.output_len) for item in items])
+    assert decisions(steps) == decisions(live)
+    assert [step.lost_workers for step in steps] == [step.lost_workers for step in live]
+    rows = sum(len(item.prompt_token_ids) + item.output_len - 1 for item in items)
+    assert simulator.interruptions is not None
+    assert simulator.interruptions.num_recomputed == sum(step.num_tokens for step in live) - rows > 200
+
+
+def kill(pid: int) -> None:
+    """A process; returns once it is dead."""
+    os.kill(pid, signal.SIGKILL)
+    while alive(pid):
+        time.sleep(0.01)

@@ -1,0 +1,219 @@
+"""Losses, joins, drains and slow R-workers, live and simulated: python benchmarks/events.py
+
+An engine decodes on one core over eight stand-ins, which use no core and take a set time per cached token. With one
+mini-batch S time, host time and R time add up to the step. The first two, and how late the engine wakes up for the
+third, are measured in the live run itself, since other processes of this machine change them from one minute to the
+next; copies are left out of the host time. The simulator with those figures is to say what the run with the same events
+gave: output tokens per second within 5 %, with one copy of each sequence and with two; tokens computed again stand
+beside it. Live runs with and without events take turns.
+
+The events are ``--events FILE``, as ``simulate`` reads it, or the three sets here: a loss and a restart every
+``--hour`` seconds (one R-worker lost every hour, where an hour has as many steps as that); losses in quick succession;
+all kinds. A cached token moves in 20 µs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from models import llama_folder
+from stand_in import MortalStandIns
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.metrics import StepRecord
+from fastdecode.engine import LLMEngine
+from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
+from fastdecode.measure.throughput import run_throughput, warm_up
+from fastdecode.measure.throughput_report import ThroughputRun
+from fastdecode.perfmodel.simulate import Event, SimulatedRequest, Simulator, SplitMachine, Timeline, read_events
+from fastdecode.perfmodel.stages import MeasuredSPart, RPart
+from fastdecode.perfmodel.step_model import StepModel
+from fastdecode.scheduler import Scheduler
+
+NUM_WORKERS, NUM_LAYERS, VOCABULARY = 8, 2, 512
+MOVED = 2e-5
+MARK = 0.05
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Output tokens per second, tokens computed again, and the pauses of sequences that lost something, seconds."""
+
+    tokens_per_second: float
+    num_recomputed: int
+    pauses: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        longest = f", {len(self.pauses)} pauses of {statistics.median(self.pauses):.2f} s" if self.pauses else ""
+        return f"{self.tokens_per_second:.1f} tokens/s, {self.num_recomputed} computed again{longest}"
+
+
+class Rig:
+    """One engine over mortal stand-ins, and its twin in simulated time."""
+
+    def __init__(self, args: argparse.Namespace, kv_replicas: int) -> None:
+        self.args = args
+        lengths = {"random_input_len": args.input_len, "random_output_len": args.output_len}
+        spec = WorkloadSpec(**lengths, random_range_ratio=0.3, num_prompts=args.num_prompts, seed=args.seed)
+        self.items = make_workload(spec, VOCABULARY, 4096, None)
+        self.kv_replicas = kv_replicas
+
+    def open(self, folder: str) -> None:
+        """Load the model, and run as many steps as it takes to warm up."""
+        config = EngineConfig(
+            folder, load_format="dummy", dtype="float32", skip_tokenizer_init=True, max_num_seqs=self.args.in_flight,
+            max_num_batched_tokens=1024, schedule="stall-free", enable_prefix_caching=False, kv_cache_memory="1GiB",
+            kv_replicas=self.kv_replicas, num_mini_batches=1, s_threads=1, device="cpu",
+        )  # fmt: skip
+        self.stand_ins = MortalStandIns(NUM_WORKERS, self.args.seconds_per_token, MOVED)
+        self.engine = LLMEngine(config, self.stand_ins)
+        self.limits = replace(self.engine.scheduler.limits, seconds_per_moved_token=MOVED)
+        warm_up(self.engine, self.items)
+
+    def live(self, events: list[Event]) -> tuple[Outcome, ThroughputRun]:
+        """All requests, from an idle engine whose R-workers are all there."""
+        self.engine.close()
+        self.open(self.args.folder)
+        self.engine.replace_scheduler(self.new_scheduler())
+        self.stand_ins.begin(events)
+        run = run_throughput(self.engine, self.items)
+        return Outcome(_rate(run.steps, run.elapsed_seconds), _recomputed(run.steps, self.items)), run
+
+    def new_scheduler(self) -> Scheduler:
+        """As the engine's, with the price of moves that stand-ins have."""
+        return self.engine.scheduler.with_limits(self.limits)
+
+    def simulated(self, machine: SplitMachine, events: list[Event]) -> Outcome:
+        """The same requests and events."""
+        steps: list[StepRecord] = []
+        simulator = Simulator(self.new_scheduler(), machine, steps.append, events=Timeline(events))
+        requests = [SimulatedRequest(item.prompt_token_ids, item.output_len) for item in self.items]
+        simulator.run(requests)
+        costs = simulator.interruptions
+        pauses = tuple(costs.pauses().tolist()) if costs else ()
+        return Outcome(_rate(steps, simulator.now_seconds), _recomputed(steps, self.items), pauses)
+
+    def measured_machine(self, steps: Sequence[StepRecord]) -> SplitMachine:
+        """S time by rows, host time and the delay of each call as ``steps`` show them, R-workers as they are set."""
+        rows = np.array([step.num_tokens for step in steps])
+        s_seconds, host = (np.array([getattr(step, name) for step in steps]) for name in ("s_seconds", "host_seconds"))
+        few = rows <= np.median(rows)
+        sizes = [float(np.mean(rows[part])) for part in (few, ~few)]
+        times = [float(np.mean(s_seconds[part])) for part in (few, ~few)]
+        slope = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
+        ends = 1, 1024
+        layer = tuple(max(times[0] + slope * (each - sizes[0]), 1e-6) / NUM_LAYERS for each in ends)
+        s_part = MeasuredSPart(ends, layer, (0.0, 0.0))
+        late = np.mean([step.wait_seconds - max(step.r_seconds) for step in steps])
+        r_part = RPart(self.args.seconds_per_token, max(float(late), 0.0) / NUM_LAYERS)
+        model = StepModel(
+            NUM_LAYERS, s_part, r_part, NUM_WORKERS, 1,
+            step_overhead_seconds=float(np.sum(host) - self.stand_ins.moving_seconds) / len(steps),
+        )  # fmt: skip
+        return SplitMachine(model, seconds_per_moved_token=MOVED)
+
+
+def _rate(steps: Sequence[StepRecord], seconds: float) -> float:
+    return sum(step.num_output_tokens for step in steps) / seconds
+
+
+def _recomputed(steps: Sequence[StepRecord], items: Sequence[WorkItem]) -> int:
+    """Rows beyond those of each token once."""
+    needed = sum(len(item.prompt_token_ids) + item.output_len - 1 for item in items)
+    return sum(step.num_tokens for step in steps) - needed
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The events of each set, in ``length`` seconds."""
+
+    length: float
+    hour: float
+
+    @cached_property
+    def all(self) -> dict[str, list[Event]]:
+        """By name."""
+        return {"hourly": [*self._hourly()], "burst": [*self._burst()], "mixed": self._mixed()}
+
+    def _hourly(self) -> Iterator[Event]:
+        for number in range(int(self.length / self.hour)):
+            start = (number + 0.5) * self.hour
+            yield Event(start, "lose", number % NUM_WORKERS)
+            yield Event(start + 0.2 * self.hour, "join", number % NUM_WORKERS)
+
+    def _burst(self) -> Iterator[Event]:
+        for worker in range(3):
+            yield Event((0.3 + 0.05 * worker) * self.length, "lose", worker)
+
+    def _mixed(self) -> list[Event]:
+        at = [share * self.length for share in (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)]
+        return [
+            Event(at[0], "slow", 5, factor=2.0), Event(at[1], "lose", 1), Event(at[2], "drain", 2),
+            Event(at[3], "join", 1), Event(at[4], "slow", 5), Event(at[5], "join", 8), Event(at[6], "lose", 0),
+        ]  # fmt: skip
+
+
+def main() -> None:
+    """Print live and simulated figures of each set; exits 1 where tokens/s differ by more than the mark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", metavar="FILE", help="in place of the sets here")
+    parser.add_argument("--sets", default="hourly,burst,mixed", help="(hourly,burst,mixed)")
+    parser.add_argument("--copies", default="1,2", help="of each sequence (1,2)")
+    parser.add_argument("--hour", type=float, default=10.0, help="seconds that stand for an hour (10)")
+    parser.add_argument("--in-flight", type=int, default=128, help="(128)")
+    parser.add_argument("--num-prompts", type=int, default=320, help="(320)")
+    parser.add_argument("--input-len", type=int, default=64, help="(64)")
+    parser.add_argument("--output-len", type=int, default=96, help="(96)")
+    parser.add_argument("--seconds-per-token", type=float, default=2e-5, help="of a layer, on a stand-in (2e-5)")
+    parser.add_argument("--rounds", type=int, default=1, help="of live runs (1)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.folder = llama_folder(128, NUM_LAYERS, vocab=VOCABULARY, group=1)
+    missed = False
+    for copies in map(int, args.copies.split(",")):
+        rig = Rig(args, copies)
+        rig.open(args.folder)
+        missed |= _compare(rig)
+        rig.engine.close()
+    sys.exit(1 if missed else 0)
+
+
+def _compare(rig: Rig) -> bool:
+    args, missed = rig.args, False
+    sets = Sets(rig.live([])[1].elapsed_seconds, args.hour).all
+    names = args.sets.split(",")
+    if args.events:
+        path = Path(args.events)
+        names, sets = [path.name], {path.name: read_events(path.read_text(), path.name, NUM_WORKERS)}
+    for name in names * args.rounds:
+        plain, ratios = _side_by_side(rig, "no events", [])
+        found, more = _side_by_side(rig, name, sets[name])
+        missed |= any(abs(ratio - 1) > MARK for ratio in (ratios, more))
+        kept = (each.tokens_per_second / other.tokens_per_second for each, other in zip(found, plain, strict=True))
+        print("  of a run without events: live {:.3f}, simulated {:.3f}".format(*kept), flush=True)
+    return missed
+
+
+def _side_by_side(rig: Rig, name: str, events: list[Event]) -> tuple[tuple[Outcome, Outcome], float]:
+    """Live and simulated; simulated tokens per second over live ones."""
+    live, run = rig.live(events)
+    twin = rig.simulated(rig.measured_machine(run.steps), events)
+    ratio = twin.tokens_per_second / live.tokens_per_second
+    lost = sum(step.lost_workers for step in run.steps)
+    print(
+        f"{rig.kv_replicas} cop(ies), {name}, {len(events)} events, {lost} lost: live {live} | simulated {twin} | "
+        f"simulated / live {ratio:.3f}{' MISSED' if abs(ratio - 1) > MARK else ''}",
+        flush=True,
+    )
+    return (live, twin), ratio
+
+
+if __name__ == "__main__":
+    main()
