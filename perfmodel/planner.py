@@ -87,20 +87,11 @@ class Planner:
             mini_batch_size=mini_batch_size,
             in_flight=in_flight,
             num_mini_batches=self.num_mini_batches,
-            num_r_workers=chosen.num_r_workers,
             num_r_workers_exact=exact,
             r_workers_set_by="memory" if for_memory > needed else "bandwidth",
-            num_hosts=chosen.num_hosts,
             micro_batch_size=_round_up(equations.micro_batch_size(in_flight, self.workload.output_len, interval)),
             interval_steps=interval,
             kv_load_limit=self._load_limit(in_flight),
-            step_seconds=chosen.step_seconds,
-            output_tokens_per_second=chosen.output_tokens_per_second,
-            sequence_seconds=chosen.sequence_seconds,
-            bottleneck=chosen.bottleneck,
-            s_busy=chosen.s_busy,
-            r_busy=chosen.r_busy,
-            price_per_million_tokens=chosen.price_per_million_tokens,
             kv_bytes_per_token=self.kv_bytes_per_token,
             r_worker_bandwidth_gb_per_s=self._r_worker_bandwidth(),
             candidates=tuple(
@@ -110,6 +101,7 @@ class Planner:
             tensor_parallel_size=self.num_ranks,
             total_r_workers=self.num_ranks * chosen.num_r_workers,
             kv_replicas=self.kv_replicas,
+            **{name: value for name, value in vars(chosen).items() if name != "fits_memory"},
         )
 
     def knee_mini_batch(self) -> int:

@@ -225,12 +225,3 @@ def chain_traffic_tokens(parts: Sequence[int], context_len: int = 0) -> int:
 def tsp_traffic_tokens(parts: Sequence[int]) -> int:
     """Return the tokens of an all-gather: every worker gets all parts but its own, n·(p − 1); equations 4 and 5."""
     return sum(parts) * (len(parts) - 1)
-
-
-def least_chain_seconds(alone_attention_seconds: float, num_workers: int) -> float:
-    """TTFT*(p), the bound of equation 3: even parts of a prompt that only attends, perfectly balanced.
-
-    ``alone_attention_seconds``: of one worker that computes the whole square of n² pairs. The chain computes
-    Σ i·(n/p)² of them, so each worker (p + 1)/(2·p²).
-    """
-    return alone_attention_seconds * (num_workers + 1) / (2 * num_workers**2)

@@ -72,12 +72,6 @@ class SharedCores:
             self._losses.clear()
             self._rest(now)
 
-    def start_anew(self) -> None:
-        """All threads again, as if none had ever waited."""
-        self._losses.clear()
-        self._rest_seconds, self._rests_until = REST_SECONDS[0], 0.0
-        self._use(self._all)
-
     def _rest(self, now: float) -> None:
         """One thread in eight fewer, at least one; for longer where the last rest has just ended."""
         if self.num_threads == self._all:

@@ -62,14 +62,6 @@ def test_a_hiccup_costs_nothing() -> None:
     assert machine.used == [4]
 
 
-def test_all_threads_are_back_where_asked() -> None:
-    machine = Machine(2)
-    machine.lose()
-    machine.runs(1)
-    machine.cores.start_anew()
-    machine.runs(2)
-
-
 def test_a_lost_core_costs_a_thread_for_a_while() -> None:
     machine = Machine(2)
     machine.lose()

@@ -140,11 +140,6 @@ class RayBackend(JoiningBackend):
         """Return the security of the connections to its R-workers."""
         return self._job.security
 
-    @property
-    def listen_at(self) -> str:
-        """Return the address at which R-workers of the cluster can join."""
-        return f"{self._job.host}:0"
-
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         if self.join_listener is None:
             raise BackendError("R-workers on Ray join, and there is no listener")

@@ -33,15 +33,16 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
     """
     args = case.args
     num_prefill_workers = found["prefill"].num_prefill_workers if "prefill" in found else 0
-    if args.emit in ("kubernetes", "ray"):
-        _check_simple(args, num_prefill_workers)
+    s_flags = shlex.join(word for pair in _s_flags(case, found).items() for word in pair)
+    memory = _kv_cache_memory(case)
+    _check_simple(args, num_prefill_workers)
     if args.emit == "kubernetes":
         return kubernetes_manifests(_pod_plan(case, found))
     job = JobShape(
         "s-worker",
         tuple(_hosts(case.plan)),
-        f"{S_COMMAND} {_model_words(args)}{shlex.join(_s_words(case, found))}",
-        _r_worker_flags(case),
+        f"{S_COMMAND} {_model_words(args)}{s_flags}",
+        f" --kv-cache-memory {shlex.quote(memory)}" if memory else "",
         named=False,
         p_hosts=tuple(HostSlots(f"prefill-host-{index + 1}", 1) for index in range(num_prefill_workers)),
         p_flags=f" {_model_words(args).rstrip()}" if args.model else "",
@@ -57,22 +58,20 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
 
 
 def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
-    """ConfigError for what these formats do not start."""
-    unwanted = {"num_prefill_workers": num_prefill_workers, "tensor_parallel_size": args.tensor_parallel_size > 1}
-    for name, is_asked in unwanted.items():
-        if is_asked:
-            raise ConfigError(f"{name}: --emit {args.emit} has an S-worker of one rank and its R-workers alone")
+    """ConfigError for what the format does not start."""
+    if args.tensor_parallel_size > 1:
+        raise ConfigError(f"tensor_parallel_size: --emit {args.emit} has an S-worker of one rank")
+    if num_prefill_workers and args.emit in ("kubernetes", "ray"):
+        raise ConfigError(f"num_prefill_workers: --emit {args.emit} has an S-worker and its R-workers alone")
 
 
 def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
     """Without a limit of the KV load: that is found while the pool grows and shrinks."""
-    args, words = case.args, _s_words(case, found)
-    at = words.index("--kv-load-limit")
-    del words[at : at + 2]
-    memory = _kv_cache_memory(case)
+    args, memory = case.args, _kv_cache_memory(case)
+    flags = {name: value for name, value in _s_flags(case, found).items() if name != "--kv-load-limit"}
     return PodPlan(
         num_r_workers=case.plan.num_r_workers,
-        s_flags=[f"{flag}={value}" for flag, value in zip(words[::2], words[1::2], strict=True)],
+        s_flags=[f"{name}={value}" for name, value in flags.items()],
         model=Path(_model_path(args.model)).name if args.model else "",
         num_gpus=1 if args.gpu else 0,
         r_cores=_r_cores(args),
@@ -85,7 +84,7 @@ def _r_cores(args: argparse.Namespace) -> int | None:
     return shared_host(args, find_cpu_host(args.cpu)).cores if args.cpu else None
 
 
-def _s_words(case: PlanCase, found: Mapping[str, Any]) -> list[str]:
+def _s_flags(case: PlanCase, found: Mapping[str, Any]) -> dict[str, str]:
     """Flags of the S-worker and their values: what the plan's inputs fix, but the model, and what the plan gives."""
     plan, dtype = case.plan, case.args.kv_cache_dtype
     rows = plan.in_flight * case.planner.workload.rows_per_output_token
@@ -100,7 +99,7 @@ def _s_words(case: PlanCase, found: Mapping[str, Any]) -> list[str]:
     for variant in VARIANTS:
         if variant.name in found:
             given |= variant.s_flags(case, found[variant.name])
-    return [str(word) for pair in (given | figures).items() for word in pair]
+    return {name: str(value) for name, value in (given | figures).items()}
 
 
 def _model_words(args: argparse.Namespace) -> str:
@@ -116,11 +115,6 @@ def _model_path(model: str) -> str:
     """Return the model's path, which of a config.json is its folder."""
     path = Path(model)
     return str(path.parent if path.name == "config.json" else path)
-
-
-def _r_worker_flags(case: PlanCase) -> str:
-    memory = _kv_cache_memory(case)
-    return f" --kv-cache-memory {shlex.quote(memory)}" if memory else ""
 
 
 def _kv_cache_memory(case: PlanCase) -> str | None:

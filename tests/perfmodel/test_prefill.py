@@ -16,7 +16,6 @@ from fastdecode.perfmodel.prefill_times import (
     PrefillTimes,
     PromptAttentionTimes,
     chain_traffic_tokens,
-    least_chain_seconds,
     triangle_pairs,
     tsp_traffic_tokens,
 )
@@ -122,14 +121,6 @@ def test_a_masked_part_computes_its_square() -> None:
     masked = PromptAttentionTimes(1.0, masked_square=True)
     assert masked.pairs(10, 0) == 55
     assert masked.pairs(10, 5) == 150
-
-
-@given(st.integers(1, 16))
-def test_the_bound_of_equation_3(num_workers: int) -> None:
-    """A long prompt that only attends, no link: two balanced workers can be more than twice as fast as one."""
-    length = 240 * num_workers
-    work = sum(part * (index + 1) * part for index, part in enumerate(even(length, num_workers)))
-    assert least_chain_seconds(1.0, num_workers) == pytest.approx(work / num_workers / length**2)
 
 
 @pytest.mark.parametrize(
