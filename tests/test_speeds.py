@@ -28,6 +28,7 @@ def relative(found: Speeds) -> np.ndarray:
     latest = found.latest(range(len(found.bandwidths)))
     return latest / latest.sum()
 
+
 pytestmark = pytest.mark.slow
 
 

@@ -22,7 +22,6 @@ from fastdecode.core.machine import (
 )
 from fastdecode.core.types import KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
-
 LAYER_CACHE_BLOCK = 256
 """Tokens of a block of a cache that holds one layer of one prompt: it makes no difference to a token."""
 
