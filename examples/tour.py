@@ -1,6 +1,6 @@
 """Follow one request and one token through a real engine, and print what crosses each border: python examples/tour.py
 
-The demo model of the package runs on one R-worker in this process.
+The demo model of the package runs on one R-worker in this process; docs/tour.md explains what is printed.
 """
 
 from __future__ import annotations
@@ -13,29 +13,36 @@ import torch
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepPlan, StepReport
+from fastdecode.engine import LLMEngine
 
-PROMPT = "def read_lines(self, path):"
+PROMPT = "def f("
 NUM_TOKENS = 2  # the prompt's step, then one decode step
 
 
 def main() -> None:
     """Generate ``NUM_TOKENS`` tokens and print what crosses each border on the way."""
     with LLM(dtype="float32", r_workers="inproc:1", num_mini_batches=1, kv_cache_memory="64MiB") as llm:
-        engine = llm.engine
-        after(engine.scheduler, "schedule", show_step)
-        before(engine.backend, "begin_step", show_plan)
-        before(engine.backend, "submit", show_rows)
-        after(engine.backend, "collect", show_answer)
-        after(engine.backend, "end_step", show_report)
-        engine.s_model.model.get_output_embeddings().register_forward_hook(show_logits)
-        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
-        engine.add_request("tour", PROMPT, params)
-        print(f"Request 'tour': {PROMPT!r}, {params.max_tokens} tokens at temperature {params.temperature}")
+        engine = llm.llm_engine
+        watch(engine)
+        engine.add_request("tour", PROMPT, SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
+        show_request(engine)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 completion = output.outputs[0]
-                print(f"RequestOutput: token_ids {completion.token_ids}, text {completion.text!r}")
-                print(f"               finished {output.finished}, because of {completion.finish_reason!r}\n")
+                print(f"RequestOutput  token_ids {list(completion.token_ids)}, text {completion.text!r}, "
+                      f"finished {output.finished}, finish_reason {completion.finish_reason!r}")  # fmt: skip
+
+
+def watch(engine: LLMEngine) -> None:
+    """Print at every border from here on."""
+    after(engine.scheduler, "schedule", lambda step: show_step(engine, step))
+    before(engine.backend, "begin_step", show_plan)
+    before(engine.backend, "submit", show_rows)
+    answers: list[Any] = []
+    after(engine.backend, "collect", answers.append)
+    engine.s_model.model.get_output_embeddings().register_forward_hook(lambda *args: show_logits(answers, args[2]))
+    after(engine.world, "compute", show_sampled)
+    after(engine.backend, "end_step", show_report)
 
 
 def before(owner: Any, name: str, show: Callable[..., None]) -> None:
@@ -61,13 +68,30 @@ def after(owner: Any, name: str, show: Callable[..., None]) -> None:
     setattr(owner, name, watched)
 
 
-def show_step(step: ScheduledStep) -> None:
-    """Print the chunks of a step."""
-    for number, mini_batch in enumerate(step.mini_batches):
+def numbers(values: Any) -> str:
+    """The first of ``values``, to three decimals."""
+    return ", ".join(f"{value:.3f}" for value in values[:3].tolist()) + ", …"
+
+
+def show_request(engine: LLMEngine) -> None:
+    """Print the request, and the sequence that the scheduler has of it."""
+    request, (completion,) = engine.in_flight.family(0)
+    params, sequence = request.params, completion.sequence
+    print(f"Request        {request.request_id!r}: text {request.prompt!r}, temperature {params.temperature}, "
+          f"max_tokens {params.max_tokens}")  # fmt: skip
+    print(f"Sequence       {sequence.sequence_id}: prompt_token_ids {sequence.prompt_token_ids}, segments []")
+
+
+def show_step(engine: LLMEngine, step: ScheduledStep) -> None:
+    """Print the chunks of a step, and where their sequences lie."""
+    print("\n-- a step")
+    for mini_batch in step.mini_batches:
         for chunk in mini_batch:
-            print(f"Chunk (mini-batch {number}): sequence {chunk.sequence_id}, R-worker {chunk.worker},")
-            print(f"    context_len {chunk.context_len}, token_ids {list(chunk.token_ids)},")
-            print(f"    attends {chunk.attends}, samples {chunk.samples}, is_decode {chunk.is_decode}")
+            for each in engine.in_flight.completion(chunk.sequence_id).sequence.segments:
+                print(f"Segment        cache_id {each.cache_id}, start {each.start}, num_tokens {each.num_tokens}, "
+                      f"num_blocks {each.num_blocks}, copies on R-workers {each.workers}")  # fmt: skip
+            print(f"Chunk          sequence {chunk.sequence_id}, token_ids {list(chunk.token_ids)}, "
+                  f"context_len {chunk.context_len}, R-worker {chunk.worker}, samples {chunk.samples}")  # fmt: skip
 
 
 def show_plan(plan: StepPlan) -> None:
@@ -76,30 +100,33 @@ def show_plan(plan: StepPlan) -> None:
         for spans in worker.mini_batches:
             for span in spans:
                 fields = ", ".join(f"{name} {span[name]}" for name in spans.dtype.names)
-                print(f"SPAN (R-worker {number}): {fields}")
+                print(f"SPAN           {fields} (R-worker {number})")
 
 
 def show_rows(mini_batch: int, layer: int, q: Any, k: Any, v: Any) -> None:
     """Print the shapes of layer 0's q, k and v, as they leave the S-worker: [rows, heads, head_dim]."""
     if layer == 0:
-        print(f"submit(mini_batch {mini_batch}, layer {layer}): q {q.shape}, k {k.shape}, v {v.shape}, {q.dtype}")
-        print(f"    last row of q, head 0, begins {q[-1, 0, :3].tolist()}")
+        print(f"submit         mini-batch {mini_batch}, layer {layer}: q {q.shape}, k {k.shape}, v {v.shape}")
+        print(f"               q of the last row, head 0: {numbers(q[-1, 0])}")
 
 
-def show_answer(o: Any) -> None:
-    """Print the shape of a layer's o: [attending rows, heads, head_dim]."""
-    print(f"collect: o {o.shape}, last row, head 0, begins {o[-1, 0, :3].tolist()}")
-
-
-def show_logits(module: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> None:
-    """Print the largest logit of the row that samples; ``logits``: [1, rows, vocab_size]."""
+def show_logits(answers: list[Any], logits: torch.Tensor) -> None:
+    """Print the o of every layer, [attending rows, heads, head_dim], and the logits, [1, rows, vocab_size]."""
+    print(f"collect        {len(answers)} layers of o {answers[0].shape}; the last, last row, head 0: "
+          f"{numbers(answers[-1][-1, 0])}")  # fmt: skip
+    answers.clear()
     best = logits[0, 0].argmax().item()
-    print(f"logits {tuple(logits.shape)}: the largest is {logits[0, 0, best]:.3f}, of token {best}")
+    print(f"logits         {tuple(logits.shape)}; of the first row the largest is {logits[0, 0, best]:.3f}, of {best}")
+
+
+def show_sampled(sampled: Any) -> None:
+    """Print the tokens that were drawn, by sequence."""
+    print(f"tokens         { {each: [token.token_id for token in tokens] for each, tokens in sampled.items()} }")
 
 
 def show_report(report: StepReport) -> None:
-    """Print what the R-workers say of the step."""
-    print(f"StepReport: lost {report.lost}, leaving {report.leaving}")
+    """Print what the R-workers say of a step with rows, and of the one without that tells them of the last releases."""
+    print(f"StepReport     lost {report.lost}, leaving {report.leaving}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""``docs/api.md`` gives the signatures that the code has."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdecode import LLM, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from fastdecode.api.outputs import CompletionOutput, Logprob, RequestMetrics
+
+PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text("utf-8")
+
+INTERNAL = {"scheduler", "replace_scheduler"}
+"""Public for the tests' and the benchmarks' sake, and no part of what a user is promised."""
+
+
+def shown(name: str) -> list[str]:
+    """The first column of the table under the heading ``name``, row by row."""
+    section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `([^`]*)` \|", section, re.MULTILINE)
+
+
+def methods(kind: type) -> list[str]:
+    """Every public method and property of ``kind``, with its arguments and their defaults."""
+    found = [_signature(kind.__name__, kind.__init__)]
+    for name, member in vars(kind).items():
+        if isinstance(member, property) and not name.startswith("_"):
+            found.append(name)
+        elif inspect.isfunction(member) and not name.startswith("_"):
+            found.append(_signature(name, member))
+    return [each for each in found if each.partition("(")[0] not in INTERNAL]
+
+
+def _signature(name: str, function: Any) -> str:
+    _, *arguments = inspect.signature(function).parameters.values()
+    parts = [each.replace(annotation=inspect.Parameter.empty) for each in arguments]
+    return f"{name}{inspect.Signature(parts)}"
+
+
+def arguments(kind: type) -> list[str]:
+    """Every field of a dataclass, with its default where it has one."""
+    return [each.name if each.default is MISSING else f"{each.name}={each.default!r}" for each in fields(kind)]
+
+
+@pytest.mark.parametrize("kind", [LLM, LLMEngine])
+def test_methods_are_those_of_the_page(kind: type) -> None:
+    assert shown(kind.__name__) == methods(kind)
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, StructuredOutputsParams])
+def test_arguments_are_those_of_the_page(kind: type) -> None:
+    assert shown(kind.__name__) == arguments(kind)
+
+
+def test_fields_of_outputs_are_those_of_the_page() -> None:
+    assert shown("RequestOutput") == [
+        *(f"{each.name}" for each in fields(RequestOutput)),
+        *(f"outputs[i].{name}" for name in CompletionOutput.SEEN),
+        *(f"outputs[i].logprobs[t][id].{each.name}" for each in fields(Logprob)),
+        *(f"metrics.{name}" for name in RequestMetrics.SEEN),
+    ]
+
+
+def test_every_example_of_the_page_is_python() -> None:
+    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        compile(code, "api.md", "exec")

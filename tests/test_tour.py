@@ -1,0 +1,27 @@
+"""``docs/tour.md`` shows what ``examples/tour.py`` prints."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NUMBER = re.compile(r"-?\d+\.\d{3}\b")
+
+
+def test_the_tour_shows_what_its_example_prints() -> None:
+    """Line by line; numbers of three decimals may differ by the order in which another processor adds."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "tour.py")], capture_output=True, text=True, check=True
+    )
+    blocks = re.findall(r"^```\n(.*?)^```$", (ROOT / "docs" / "tour.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    shown = "".join(block for block in blocks if "──" not in block).splitlines()
+    printed = [line for line in done.stdout.splitlines() if line]
+    assert [NUMBER.sub("…", line) for line in shown] == [NUMBER.sub("…", line) for line in printed]
+    for wanted, found in zip(shown, printed, strict=True):
+        numbers = [[float(each) for each in NUMBER.findall(line)] for line in (wanted, found)]
+        assert numbers[1] == pytest.approx(numbers[0], abs=5e-3)
