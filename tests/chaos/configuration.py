@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from fastdecode.core.errors import ConfigError
 
 SCHEDULES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
 PLAIN = ("llama-gqa", "llama-mha", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "opt", "gpt_bigcode", "gpt_oss")
@@ -35,6 +37,9 @@ workers, clients of ``fastdecode serve``, R-workers of an MPI job, and actors on
 
 SMALL = ("plain",)
 """Kinds that start no further process that imports torch."""
+
+OPTIONAL = ("kv_shard_tokens", "kv_replicas", "speculative_config", "prefill_workers")
+"""Settings that are left out, one after the other, where they are refused together."""
 
 LATEST = 0.7
 """The share of the reference's steps after which nothing befalls a round: it may take fewer itself, with drafts."""
@@ -128,7 +133,7 @@ def _draw_settings(rng: random.Random, kind: str, has_ranges: bool, longest: int
         settings["kv_shard_tokens"] = rng.choice([512, 512, 1024])
     if rng.random() < 0.3:
         settings["prefill_scratch"] = "16MiB"
-    if kind == "prefill":
+    if kind == "prefill" or (kind == "ranks" and rng.random() < 0.3):
         settings |= {"prefill_workers": f"spawn:{rng.randint(1, 2)}", "prefill_threads": 1}
     if kind == "ranks":
         settings["tensor_parallel_size"] = 2
@@ -169,6 +174,27 @@ def _draw_asks(
     return asks
 
 
+def accepted_settings(
+    drawn: Configuration, check: Callable[[dict[str, Any]], object], refused: Callable[[str], None] = lambda why: None
+) -> dict[str, Any]:
+    """The round's settings without those that are refused together with others; ``check`` raises ConfigError, which is
+    told to ``refused``."""
+    settings = dict(drawn.settings)
+    names = [name for name in OPTIONAL if settings.get(name, 1) != 1]
+    random.Random(drawn.seed).shuffle(names)
+    while True:
+        try:
+            check(settings)
+            return settings
+        except ConfigError as error:
+            if not names:
+                raise
+            refused(f"without {names[0]}: {error}")
+            settings.pop(names.pop(0))
+            if "prefill_workers" not in settings:
+                settings.pop("prefill_threads", None)
+
+
 REMOVES = {"kill": 1, "kill two": 2, "kill beside a drain": 2, "drain": 1, "terminate": 1}
 """R-workers that an action takes from those that others can count on."""
 
@@ -188,7 +214,7 @@ def _draw_events(
 ) -> list[Event]:
     """In the order in which they come, each of them possible after those before it: an R-worker goes only where others
     stand. What Ray replaces counts as gone; it comes back when it may."""
-    possible = ACTIONS[pool] + ["kill prefill"] * 2 * (kind == "prefill")
+    possible = ACTIONS[pool] + ["kill prefill"] * 2 * (prefill_workers > 0)
     if kind == "serve":
         possible = [each for each in possible if each not in ("drain", "reset", "kill beside a drain")]
     if is_small and rng.random() < 0.6:  # each is another process

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
 import time
 import traceback
@@ -17,18 +16,15 @@ from helpers.drafting import AlwaysMost
 from helpers.engine_checks import assert_nothing_held
 from helpers.prefill_workers import AnyParts
 
-from chaos.configuration import Ask, Configuration
+from chaos.configuration import Ask, Configuration, accepted_settings
 from chaos.events import Events
 from chaos.processes import Leftovers, Processes
 from chaos.reference import Answers, Reference, engine_config, params_of, prompt_of, take
-from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.core.errors import RequestError
 from fastdecode.engine import LLMEngine
 from fastdecode.scheduler.policy.range_sizes import fits_pool
 
 MOST_STEPS = 4000
-OPTIONAL = ("kv_shard_tokens", "kv_replicas", "speculative_config", "prefill_workers")
-"""Left out, one after the other, where they are refused together."""
-
 AMPLE_TOKENS = 40_000
 RAY_SECONDS = 60.0
 LOOK_STEPS = 8
@@ -119,21 +115,12 @@ class Round:
 
     def _accepted(self) -> dict[str, Any]:
         """The settings of the round without those that are refused together with others."""
-        settings = dict(self.drawn.settings)
-        names = [name for name in OPTIONAL if settings.get(name, 1) != 1]
-        random.Random(self.drawn.seed).shuffle(names)
         pool = "mpi" if self.drawn.pool == "mpi" else f"spawn:{self.drawn.num_workers}"
-        while True:
-            try:
-                engine_config(self.drawn, self._folder, **settings, r_workers=pool)
-                return settings
-            except ConfigError as error:
-                if not names:
-                    raise
-                self.result.log.append(f"without {names[0]}: {error}")
-                settings.pop(names.pop(0))
-                if "prefill_workers" not in settings:
-                    settings.pop("prefill_threads", None)
+        return accepted_settings(
+            self.drawn,
+            lambda settings: engine_config(self.drawn, self._folder, **settings, r_workers=pool),
+            self.result.log.append,
+        )
 
     def _watch_hopeless(self, engine: LLMEngine) -> None:
         """Note of each sequence that is given up whether it really fits on no R-worker that is left."""

@@ -1,0 +1,152 @@
+"""Write docs/features.md: which features go together, and what holds them together: python scripts/features.py
+
+A pair that ``EngineConfig`` refuses has its reason. Of the others it is counted in how many of NUM_ROUNDS rounds of
+`make chaos` (tests/chaos) both are drawn, with the same seeds each time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from chaos.configuration import Configuration, accepted_settings, draw  # noqa: E402
+
+from fastdecode.api.config import EngineConfig  # noqa: E402
+from fastdecode.core.errors import ConfigError  # noqa: E402
+
+PAGE = ROOT / "docs" / "features.md"
+NUM_ROUNDS = 1000
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ranges": {"kv_shard_tokens": 512},
+    "two copies": {"kv_replicas": 2},
+    "prefill workers": {"prefill_workers": "spawn:1"},
+    "ranks": {"tensor_parallel_size": 2},
+    "n-gram drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    "early-exit drafts": {"speculative_config": {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 1}},
+    "draft model": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2, "model": "demo"}},
+    "prefixes": {"enable_prefix_caching": True},
+    "scratch": {"prefill_scratch": "16MiB"},
+    "16 bits": {"dtype": "bfloat16"},
+    "int8, int4": {"kv_cache_dtype": "int8"},
+    "sls": {"schedule": "sls"},
+    "prefill-first": {"schedule": "prefill-first"},
+    "request-level, hybrid": {"schedule": "request-level"},
+    "MPI": {"r_workers": "mpi"},
+    "Ray": {"r_workers": "ray:2"},
+    "server": {},
+}
+"""What a user turns on, with settings that do so."""
+
+Test = Callable[[Configuration, dict[str, Any]], bool]
+
+DRAWN: dict[str, Test] = {
+    "ranges": lambda drawn, settings: "kv_shard_tokens" in settings,
+    "two copies": lambda drawn, settings: settings.get("kv_replicas", 1) == 2,
+    "prefill workers": lambda drawn, settings: "prefill_workers" in settings,
+    "ranks": lambda drawn, settings: "tensor_parallel_size" in settings,
+    "n-gram drafts": lambda drawn, settings: _method(settings) == "ngram",
+    "early-exit drafts": lambda drawn, settings: _method(settings) == "early_exit",
+    "draft model": lambda drawn, settings: _method(settings) == "draft_model",
+    "prefixes": lambda drawn, settings: settings["enable_prefix_caching"],
+    "scratch": lambda drawn, settings: "prefill_scratch" in settings,
+    "16 bits": lambda drawn, settings: settings["dtype"] != "float32",
+    "int8, int4": lambda drawn, settings: settings["kv_cache_dtype"] in ("int8", "int4"),
+    "sls": lambda drawn, settings: settings["schedule"] == "sls",
+    "prefill-first": lambda drawn, settings: settings["schedule"] == "prefill-first",
+    "request-level, hybrid": lambda drawn, settings: settings["schedule"] in ("request-level", "hybrid"),
+    "MPI": lambda drawn, settings: drawn.pool == "mpi",
+    "Ray": lambda drawn, settings: drawn.pool == "ray",
+    "server": lambda drawn, settings: drawn.kind == "serve",
+    "a kill": lambda drawn, settings: _has(drawn, "kill"),
+    "a drain": lambda drawn, settings: _has(drawn, "drain") or _has(drawn, "terminate"),
+    "a join": lambda drawn, settings: _has(drawn, "join"),
+    "an abort": lambda drawn, settings: any(ask.abort is not None for ask in drawn.asks),
+    "n > 1": lambda drawn, settings: any(ask.params.get("n", 1) > 1 for ask in drawn.asks),
+    "a form": lambda drawn, settings: any("structured_outputs" in ask.params for ask in drawn.asks),
+}
+"""Whether a round has a feature, of those that are turned on, and then of what befalls them."""
+
+HEAD = f"""# Which features go together
+
+`python scripts/features.py` writes this page; a test compares it. Every pair of settings must give the tokens that one
+undisturbed R-worker gives, but those that are refused (no). A number counts the rounds of `make chaos`, of
+{NUM_ROUNDS:,} (seeds from 0 on), that draw both; a dot: accepted, and no round draws both. Rounds of ranks are greedy and
+in float32, since their sums are added in another order.
+
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(rendered(), encoding="utf-8")
+
+
+def rendered() -> str:
+    """The page."""
+    counts, refusals = _counts(), _refusals()
+    settings, events = list(SETTINGS), [name for name in DRAWN if name not in SETTINGS]
+    reasons = list(dict.fromkeys(refusals.values()))
+    names = [*settings[1:], *events]
+    lines = ["| | " + " | ".join(settings) + " |", "|---" * (len(settings) + 1) + "|"]
+    for name in names:
+        cells = [_cell(name, other, counts, refusals, reasons) for other in settings]
+        lines.append(f"| **{name}** | " + " | ".join(cells) + " |")
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return HEAD + "\n".join(lines) + "\n\nRefused:\n\n" + "\n".join(notes) + "\n"
+
+
+def _cell(name: str, other: str, counts: Counter[frozenset[str]], refusals: dict[Any, str], reasons: list[str]) -> str:
+    pair, order = frozenset((name, other)), list(SETTINGS)
+    if name in SETTINGS and order.index(other) >= order.index(name):
+        return ""
+    if pair in refusals:
+        return f"no ({reasons.index(refusals[pair]) + 1})"
+    if name in SETTINGS and set(SETTINGS[name]) & set(SETTINGS[other]):
+        return ""
+    return str(counts[pair] or "·")
+
+
+def _counts() -> Counter[frozenset[str]]:
+    """Rounds that draw both features of a pair."""
+    counts = Counter[frozenset[str]]()
+    for seed in range(NUM_ROUNDS):
+        drawn = draw(seed)
+        pool = "mpi" if drawn.pool == "mpi" else "spawn:2"
+        settings = accepted_settings(
+            drawn, lambda given, pool=pool: EngineConfig(**given, device="cpu", r_workers=pool)
+        )  # type: ignore[misc]
+        found = [name for name, is_drawn in DRAWN.items() if is_drawn(drawn, settings)]
+        counts.update(frozenset(pair) for pair in combinations(found, 2))
+    return counts
+
+
+def _refusals() -> dict[frozenset[str], str]:
+    """Why a pair is refused, of those that are; both are accepted alone."""
+    found = {}
+    for (name, one), (other, two) in combinations(SETTINGS.items(), 2):
+        if not set(one) & set(two):
+            try:
+                EngineConfig(device="cpu", **one, **two)
+            except ConfigError as error:
+                found[frozenset((name, other))] = str(error)
+    return found
+
+
+def _method(settings: dict[str, Any]) -> str:
+    return str(settings.get("speculative_config", {}).get("method"))
+
+
+def _has(drawn: Configuration, action: str) -> bool:
+    return any(action in event.action for event in drawn.events)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""``docs/features.md`` says what is refused today, and what rounds of chaos draw together today."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_page_is_today_s() -> None:
+    """Whoever changes a refusal, or what rounds draw, runs ``python scripts/features.py``."""
+    spec = importlib.util.spec_from_file_location("features", ROOT / "scripts" / "features.py")
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (ROOT / "docs" / "features.md").read_text("utf-8") == script.rendered()
