@@ -78,8 +78,8 @@ HEAD = f"""# Which features go together
 
 `python scripts/features.py` writes this page; a test compares it. Every pair of settings must give the tokens that one
 undisturbed R-worker gives, but those that are refused (no). A number counts the rounds of `make chaos`, of
-{NUM_ROUNDS:,} (seeds from 0 on), that draw both; a dot: accepted, and no round draws both. Rounds of ranks are greedy and
-in float32, since their sums are added in another order.
+{NUM_ROUNDS:,} (seeds from 0 on), that draw both; a dot: accepted, and no round draws both. Rounds of ranks are greedy
+and in float32, since their sums are added in another order.
 
 """
 

@@ -32,22 +32,31 @@ def main() -> int:
     unclean: dict[int, str] = {}
     totals, kinds = Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
-        for seed in range(first, first + options.rounds):
-            drawn = draw(seed, options.kinds, options.small)
-            start = time.monotonic()
-            result = _in_child(drawn, Path(folder))
-            faults = [fault for fault in result["faults"] if fault.split(":")[0] not in options.ignore]
-            counts = Counter(result["counts"])
-            totals.update(counts)
-            kinds[drawn.kind] += 1
-            print(f"seed {seed}: {'UNCLEAN' if faults else 'clean'}, {time.monotonic() - start:.1f} s, "
-                  f"{counts['steps']} steps, {counts['events']} events, {drawn}", flush=True)  # fmt: skip
-            if faults:
-                unclean[seed] = faults[0].split(":")[0]
-            if faults or options.verbose:
-                print("\n".join(["  " + line for line in (result["settings"], *result["log"], *faults)]), flush=True)
-    _print_totals(options.rounds, unclean, totals, kinds)
+        try:
+            for seed in range(first, first + options.rounds):
+                drawn = draw(seed, options.kinds, options.small)
+                counts, faults = _run(drawn, Path(folder), options)
+                totals.update(counts)
+                kinds[drawn.kind] += 1
+                if faults:
+                    unclean[seed] = faults[0].split(":")[0]
+        except KeyboardInterrupt:
+            print("interrupted; of the rounds until then:")
+    _print_totals(unclean, totals, kinds)
     return 1 if unclean else 0
+
+
+def _run(drawn: Configuration, folder: Path, options: argparse.Namespace) -> tuple[Counter[str], list[str]]:
+    """Run and print a round; returns what befell it, and its faults."""
+    start = time.monotonic()
+    result = _in_child(drawn, folder)
+    faults = [fault for fault in result["faults"] if fault.split(":")[0] not in options.ignore]
+    counts = Counter[str](result["counts"])
+    print(f"seed {drawn.seed}: {'UNCLEAN' if faults else 'clean'}, {time.monotonic() - start:.1f} s, "
+          f"{counts['steps']} steps, {counts['events']} events, {drawn}", flush=True)  # fmt: skip
+    if faults or options.verbose:
+        print("\n".join(["  " + line for line in (result["settings"], *result["log"], *faults)]), flush=True)
+    return counts, faults
 
 
 def _options() -> argparse.Namespace:
@@ -64,9 +73,10 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _print_totals(num_rounds: int, unclean: dict[int, str], totals: Counter[str], kinds: Counter[str]) -> None:
+def _print_totals(unclean: dict[int, str], totals: Counter[str], kinds: Counter[str]) -> None:
     """``missed``: events that found nothing to befall until their round's end; ``different``: tokens that are not the
     reference's."""
+    num_rounds = kinds.total()
     print(f"{num_rounds} rounds ({', '.join(f'{kinds[kind]} {kind}' for kind in KINDS if kinds[kind])})")
     print(", ".join(f"{totals[name]} {name}" for name in COUNTS))
     found = ", ".join(f"{seed} ({kind})" for seed, kind in unclean.items())
