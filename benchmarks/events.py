@@ -32,7 +32,7 @@ from fastdecode.engine import LLMEngine
 from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
 from fastdecode.measure.throughput import run_throughput, warm_up
 from fastdecode.measure.throughput_report import ThroughputRun
-from fastdecode.perfmodel.simulate import Event, SimulatedRequest, Simulator, SplitMachine, Timeline, read_events
+from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine, Timeline, WorkerEvent, read_events
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import Scheduler
@@ -77,7 +77,7 @@ class Rig:
         self.limits = replace(self.engine.scheduler.limits, seconds_per_moved_token=MOVED)
         warm_up(self.engine, self.items)
 
-    def live(self, events: list[Event]) -> tuple[Outcome, ThroughputRun]:
+    def live(self, events: list[WorkerEvent]) -> tuple[Outcome, ThroughputRun]:
         """All requests, from an idle engine whose R-workers are all there."""
         self.engine.close()
         self.open(self.args.folder)
@@ -90,7 +90,7 @@ class Rig:
         """As the engine's, with the price of moves that stand-ins have."""
         return self.engine.scheduler.with_limits(self.limits)
 
-    def simulated(self, machine: SplitMachine, events: list[Event]) -> Outcome:
+    def simulated(self, machine: SplitMachine, events: list[WorkerEvent]) -> Outcome:
         """The same requests and events."""
         steps: list[StepRecord] = []
         simulator = Simulator(self.new_scheduler(), machine, steps.append, events=Timeline(events))
@@ -138,25 +138,26 @@ class Sets:
     hour: float
 
     @cached_property
-    def all(self) -> dict[str, list[Event]]:
+    def all(self) -> dict[str, list[WorkerEvent]]:
         """By name."""
         return {"hourly": [*self._hourly()], "burst": [*self._burst()], "mixed": self._mixed()}
 
-    def _hourly(self) -> Iterator[Event]:
+    def _hourly(self) -> Iterator[WorkerEvent]:
         for number in range(int(self.length / self.hour)):
             start = (number + 0.5) * self.hour
-            yield Event(start, "lose", number % NUM_WORKERS)
-            yield Event(start + 0.2 * self.hour, "join", number % NUM_WORKERS)
+            yield WorkerEvent(start, "lose", number % NUM_WORKERS)
+            yield WorkerEvent(start + 0.2 * self.hour, "join", number % NUM_WORKERS)
 
-    def _burst(self) -> Iterator[Event]:
+    def _burst(self) -> Iterator[WorkerEvent]:
         for worker in range(3):
-            yield Event((0.3 + 0.05 * worker) * self.length, "lose", worker)
+            yield WorkerEvent((0.3 + 0.05 * worker) * self.length, "lose", worker)
 
-    def _mixed(self) -> list[Event]:
+    def _mixed(self) -> list[WorkerEvent]:
         at = [share * self.length for share in (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)]
         return [
-            Event(at[0], "slow", 5, factor=2.0), Event(at[1], "lose", 1), Event(at[2], "drain", 2),
-            Event(at[3], "join", 1), Event(at[4], "slow", 5), Event(at[5], "join", 8), Event(at[6], "lose", 0),
+            WorkerEvent(at[0], "slow", 5, factor=2.0), WorkerEvent(at[1], "lose", 1), WorkerEvent(at[2], "drain", 2),
+            WorkerEvent(at[3], "join", 1), WorkerEvent(at[4], "slow", 5), WorkerEvent(at[5], "join", 8),
+            WorkerEvent(at[6], "lose", 0),
         ]  # fmt: skip
 
 
@@ -201,7 +202,7 @@ def _compare(rig: Rig) -> bool:
     return missed
 
 
-def _side_by_side(rig: Rig, name: str, events: list[Event]) -> tuple[tuple[Outcome, Outcome], float]:
+def _side_by_side(rig: Rig, name: str, events: list[WorkerEvent]) -> tuple[tuple[Outcome, Outcome], float]:
     """Live and simulated; simulated tokens per second over live ones."""
     live, run = rig.live(events)
     twin = rig.simulated(rig.measured_machine(run.steps), events)

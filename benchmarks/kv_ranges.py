@@ -34,8 +34,8 @@ from fastdecode.core.types import KVLayout, LayerLayout, Verb, to_wire
 from fastdecode.cycle import Cycle, Membership
 from fastdecode.perfmodel.simulate import SimulatedRequest, StepCost
 from fastdecode.perfmodel.simulate.clock import Clock
-from fastdecode.perfmodel.simulate.requests import SimulatedRequests
-from fastdecode.perfmodel.simulate.world import SimulatedWorld
+from fastdecode.perfmodel.simulate.simulated_requests import SimulatedRequests
+from fastdecode.perfmodel.simulate.simulated_world import SimulatedWorld
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 BLOCK_SIZE = 32

@@ -10,7 +10,7 @@ import numpy as np
 from fastdecode.core.errors import WorkerLostError
 from fastdecode.core.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.measure.decode_rig import InstantBackend
-from fastdecode.perfmodel.simulate import Event, Timeline
+from fastdecode.perfmodel.simulate import Timeline, WorkerEvent
 
 TIMER_SECONDS = 2e-4
 NUM_BLOCKS = 1 << 24
@@ -90,7 +90,7 @@ class MortalStandIns(StandInBackend):
         self._machines: list[int | None] = list(range(num_workers))
         self.begin([])
 
-    def begin(self, events: list[Event]) -> None:
+    def begin(self, events: list[WorkerEvent]) -> None:
         """Events happen from now on, in seconds from now; all that are there are as fast as at first."""
         self._timeline, self._began = Timeline(events), time.perf_counter()
         self.moving_seconds = 0.0
@@ -151,7 +151,7 @@ class MortalStandIns(StandInBackend):
             elif place is not None:
                 self._happens(event, place)
 
-    def _happens(self, event: Event, place: int) -> None:
+    def _happens(self, event: WorkerEvent, place: int) -> None:
         if event.kind == "lose":
             self.dismiss(place)
             self._lost.append(place)

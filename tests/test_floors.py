@@ -17,7 +17,7 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 }
 
 FLOORS = [
-    {"", "core", "api", "drafting.config"},
+    {"", "core", "api", "drafting.speculative_config"},
     {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"cycle"},
     {"sworker", "cluster", "perfmodel.simulate"},

@@ -18,7 +18,7 @@ from fastdecode.core.metrics import StepRecord
 from fastdecode.engine import LLMEngine
 from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
 from fastdecode.measure.throughput import run_throughput
-from fastdecode.perfmodel.simulate import Event, SimulatedRequest, Simulator, SplitMachine, Timeline
+from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine, Timeline, WorkerEvent
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import Scheduler
@@ -116,7 +116,7 @@ def test_every_step_is_the_engines_when_r_workers_are_lost(
             engine.step()
         scheduler = engine.scheduler.with_limits(engine.scheduler.limits)
     steps: list[StepRecord] = []
-    timeline = Timeline([Event(12.5, "lose", 1), Event(25.5, "lose", 0)])
+    timeline = Timeline([WorkerEvent(12.5, "lose", 1), WorkerEvent(25.5, "lose", 0)])
     simulator = Simulator(scheduler, PlainMachine(), steps.append, events=timeline)
     simulator.run([SimulatedRequest(item.prompt_token_ids, item.output_len) for item in items])
     assert decisions(steps) == decisions(live)

@@ -15,8 +15,8 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.errors import ConfigError
-from fastdecode.drafting.config import SpeculativeConfig
 from fastdecode.drafting.ngram import continuation
+from fastdecode.drafting.speculative_config import SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
 """The demo model repeats itself, so that some drafts are accepted and some are not."""

@@ -27,7 +27,7 @@ from fastdecode.api.settings import (
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import total_memory_bytes, usable_cores
 from fastdecode.core.types import ISAS, PREFILL_METHODS, SPLIT_TOKENS
-from fastdecode.drafting.config import SpeculativeConfig
+from fastdecode.drafting.speculative_config import SpeculativeConfig
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 """The byte-level model that ships with the package."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.perfmodel.simulate import Event, Simulator, Timeline, random_losses, read_events
+from fastdecode.perfmodel.simulate import Simulator, Timeline, WorkerEvent, random_losses, read_events
 
 RESTART_SECONDS = 60.0
 
@@ -54,7 +54,7 @@ def read_timeline(args: argparse.Namespace, num_r_workers: int) -> Callable[[], 
     return lambda: Timeline(listed, random_losses(num_r_workers, args.mtbf, restart, args.seed))
 
 
-def _listed(args: argparse.Namespace, num_r_workers: int) -> list[Event]:
+def _listed(args: argparse.Namespace, num_r_workers: int) -> list[WorkerEvent]:
     path = Path(args.events)
     try:
         text = path.read_text(encoding="utf-8")

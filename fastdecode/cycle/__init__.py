@@ -1,6 +1,6 @@
 """The one loop over a scheduler's steps, in any world."""
 
-from fastdecode.cycle.cycle import Companion, Cycle, Newcomer, Requests, World
+from fastdecode.cycle.cycle import Companion, Cycle, JoinedWorker, Requests, World
 from fastdecode.cycle.membership import Membership
 
-__all__ = ["Companion", "Cycle", "Membership", "Newcomer", "Requests", "World"]
+__all__ = ["Companion", "Cycle", "JoinedWorker", "Membership", "Requests", "World"]

@@ -20,7 +20,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 @dataclass(frozen=True)
-class Newcomer:
+class JoinedWorker:
     """An R-worker that has joined. ``bandwidth``: in the unit of the others; None: their mean."""
 
     num_blocks: int
@@ -65,7 +65,7 @@ class World(Protocol[T_co]):
         """Copy cached tokens from one R-worker to another; returns the seconds. WorkerLostError if one is gone."""
         ...
 
-    def admit(self, vacant: PySequence[int]) -> dict[int, Newcomer]:
+    def admit(self, vacant: PySequence[int]) -> dict[int, JoinedWorker]:
         """R-workers that have joined since, by index: the ``vacant`` places first, then new ones. Never waits."""
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from fastdecode.core.errors import ConfigError, WorkerLostError
 from fastdecode.core.types import StepReport
-from fastdecode.cycle.cycle import Companion, Cycle, Newcomer
+from fastdecode.cycle.cycle import Companion, Cycle, JoinedWorker
 from fastdecode.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Membership(Companion):
             if not scheduler.store.workers.accepting:
                 logger.warning("no other R-worker is there: %s is needed", self._name(worker))
 
-    def _join(self, scheduler: Scheduler, index: int, newcomer: Newcomer) -> None:
+    def _join(self, scheduler: Scheduler, index: int, newcomer: JoinedWorker) -> None:
         bandwidth = newcomer.bandwidth
         if bandwidth is None:
             known = [scheduler.store.workers.speeds.bandwidths[worker] for worker in scheduler.store.workers.present]

@@ -10,10 +10,10 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.protocols import AttentionBackend, Drafter
 from fastdecode.core.types import KVLayout
-from fastdecode.drafting.config import SpeculativeConfig
 from fastdecode.drafting.draft_model import DraftModelDrafter
 from fastdecode.drafting.early_exit import EarlyExitDrafter
 from fastdecode.drafting.ngram import NgramDrafter
+from fastdecode.drafting.speculative_config import SpeculativeConfig
 from fastdecode.sworker import SModel, SWorker
 
 

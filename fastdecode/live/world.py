@@ -15,7 +15,7 @@ from fastdecode.core.metrics import StateClock, StepRecord, Tracer, step_record
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepReport
-from fastdecode.cycle import Newcomer
+from fastdecode.cycle import JoinedWorker
 from fastdecode.live.requests import Sampled
 from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Transfer
@@ -103,7 +103,7 @@ class LiveWorld:
         self.backend.import_(transfer.target, transfer.cache_id, count, data, first)
         return time.perf_counter() - start
 
-    def admit(self, vacant: Sequence[int]) -> dict[int, Newcomer]:
+    def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
         """See ``World``. The bandwidth that a newcomer measured counts where all R-workers measured theirs."""
         joined = self.backend.admit(vacant)
         return {index: self._enter(index, info) for index, info in joined.items()}
@@ -149,7 +149,7 @@ class LiveWorld:
         finally:
             self.s_worker = own
 
-    def _enter(self, index: int, info: RWorkerInfo) -> Newcomer:
+    def _enter(self, index: int, info: RWorkerInfo) -> JoinedWorker:
         measured = info.read_gb_per_s and all(worker.read_gb_per_s for worker in self.r_workers)
         self.r_workers[index : index + 1] = [info]
-        return Newcomer(info.num_blocks, info.read_gb_per_s if measured else None, info.host, info.name)
+        return JoinedWorker(info.num_blocks, info.read_gb_per_s if measured else None, info.host, info.name)

@@ -1,14 +1,13 @@
 """The engine's twin: the live scheduler object, with steps that cost what the performance model says."""
 
-from fastdecode.perfmodel.simulate.events import Event, Timeline, random_losses, read_events
-from fastdecode.perfmodel.simulate.machine import GpuMachine, Machine, SplitMachine, StepCost
-from fastdecode.perfmodel.simulate.prefill import PrefillFleet
+from fastdecode.perfmodel.simulate.events import Timeline, WorkerEvent, random_losses, read_events
+from fastdecode.perfmodel.simulate.prefill_fleet import PrefillFleet
+from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter
+from fastdecode.perfmodel.simulate.simulated_machine import GpuMachine, Machine, SplitMachine, StepCost
 from fastdecode.perfmodel.simulate.simulator import Simulator, Slo, find_capacity
-from fastdecode.perfmodel.simulate.speculation import SimulatedDrafter
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest, SimulatedWorkload
 
 __all__ = [
-    "Event",
     "GpuMachine",
     "Machine",
     "PrefillFleet",
@@ -20,6 +19,7 @@ __all__ = [
     "SplitMachine",
     "StepCost",
     "Timeline",
+    "WorkerEvent",
     "find_capacity",
     "random_losses",
     "read_events",

@@ -20,7 +20,7 @@ SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
-class Event:
+class WorkerEvent:
     """At ``seconds`` of simulated time one worker is lost, joins, asks to go, or becomes ``factor`` times as slow.
 
     ``worker`` numbers machines from 0 on, R-workers and prefill workers (``is_prefill``) apart. A machine that was
@@ -35,7 +35,7 @@ class Event:
     factor: float = 1.0
 
 
-def read_events(text: str, name: str, num_r_workers: int, num_prefill_workers: int = 0) -> list[Event]:
+def read_events(text: str, name: str, num_r_workers: int, num_prefill_workers: int = 0) -> list[WorkerEvent]:
     """Read JSON lines ``{"seconds": 12.5, "event": "lose", "r_worker": 3}``, in any order of time.
 
     ``event`` is lose, join, drain or slow, which has a ``factor`` beside it; ``prefill_worker`` may stand in place of
@@ -54,7 +54,7 @@ def read_events(text: str, name: str, num_r_workers: int, num_prefill_workers: i
     return [event for event, _ in found]
 
 
-def _event(line: str, where: str) -> Event:
+def _event(line: str, where: str) -> WorkerEvent:
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -74,7 +74,7 @@ def _event(line: str, where: str) -> Event:
     worker = record[named[0]]
     if not isinstance(worker, int) or isinstance(worker, bool) or worker < 0:
         raise ConfigError(f"{where}: {named[0]} must be a whole number of at least 0, not {worker!r}")
-    return Event(float(seconds), kind, worker, named[0] == NAMES[1], _factor(record, kind, where))
+    return WorkerEvent(float(seconds), kind, worker, named[0] == NAMES[1], _factor(record, kind, where))
 
 
 def _factor(record: dict[str, Any], kind: str, where: str) -> float:
@@ -92,7 +92,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_worker(event: Event, num_known: int, where: str) -> None:
+def _check_worker(event: WorkerEvent, num_known: int, where: str) -> None:
     name = NAMES[event.is_prefill]
     if event.kind == JOIN and event.worker > num_known:
         raise ConfigError(f"{where}: {name} {event.worker} joins, and the next new one has number {num_known}")
@@ -101,20 +101,20 @@ def _check_worker(event: Event, num_known: int, where: str) -> None:
         raise ConfigError(f"{where}: there is no {name} {event.worker} at {event.seconds:g} s; {there}")
 
 
-def random_losses(num_r_workers: int, mtbf_hours: float, restart_seconds: float, seed: int) -> Iterator[Event]:
+def random_losses(num_r_workers: int, mtbf_hours: float, restart_seconds: float, seed: int) -> Iterator[WorkerEvent]:
     """Yield losses without end, in order: each R-worker's come at random, ``mtbf_hours`` after it came, in the mean.
 
     It joins again ``restart_seconds`` later. Each R-worker draws from a generator of its own, so the losses of one do
     not depend on how many others there are.
     """
 
-    def of_one(worker: int) -> Iterator[Event]:
+    def of_one(worker: int) -> Iterator[WorkerEvent]:
         rng, moment = np.random.default_rng((seed, worker)), 0.0
         while True:
             moment += rng.exponential(mtbf_hours * SECONDS_PER_HOUR)
-            yield Event(moment, LOSE, worker)
+            yield WorkerEvent(moment, LOSE, worker)
             moment += restart_seconds
-            yield Event(moment, JOIN, worker)
+            yield WorkerEvent(moment, JOIN, worker)
 
     return heapq.merge(*map(of_one, range(num_r_workers)), key=lambda event: event.seconds)
 
@@ -122,7 +122,7 @@ def random_losses(num_r_workers: int, mtbf_hours: float, restart_seconds: float,
 class Timeline:
     """Events in order of time, from any number of sources that are each in order."""
 
-    def __init__(self, *sources: Iterable[Event]) -> None:
+    def __init__(self, *sources: Iterable[WorkerEvent]) -> None:
         self._events = heapq.merge(*sources, key=lambda event: event.seconds)
         self._next = next(self._events, None)
 
@@ -131,7 +131,7 @@ class Timeline:
         """When the next one happens; infinite where none does."""
         return math.inf if self._next is None else self._next.seconds
 
-    def due(self, now_seconds: float) -> Iterator[Event]:
+    def due(self, now_seconds: float) -> Iterator[WorkerEvent]:
         """Yield those that have happened by now, each once."""
         while self._next is not None and self._next.seconds <= now_seconds:
             event, self._next = self._next, next(self._events, None)

@@ -7,7 +7,7 @@ import numpy as np
 from fastdecode.core.step import ScheduledStep
 from fastdecode.cycle import Companion
 from fastdecode.perfmodel.simulate.clock import Clock
-from fastdecode.perfmodel.simulate.requests import SimulatedRequests
+from fastdecode.perfmodel.simulate.simulated_requests import SimulatedRequests
 from fastdecode.scheduler import Scheduler
 
 

@@ -19,12 +19,12 @@ from fastdecode.cycle import Cycle, Membership
 from fastdecode.perfmodel.simulate.clock import Clock
 from fastdecode.perfmodel.simulate.events import Timeline
 from fastdecode.perfmodel.simulate.interruptions import Interruptions
-from fastdecode.perfmodel.simulate.machine import Machine
-from fastdecode.perfmodel.simulate.prefill import PrefillFleet, SimulatedPrefills
-from fastdecode.perfmodel.simulate.requests import SimulatedRequests
-from fastdecode.perfmodel.simulate.speculation import SimulatedDrafter, SimulatedSpeculation
+from fastdecode.perfmodel.simulate.prefill_fleet import PrefillFleet, SimulatedPrefills
+from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter, SimulatedSpeculation
+from fastdecode.perfmodel.simulate.simulated_machine import Machine
+from fastdecode.perfmodel.simulate.simulated_requests import SimulatedRequests
+from fastdecode.perfmodel.simulate.simulated_world import SimulatedWorld
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest
-from fastdecode.perfmodel.simulate.world import SimulatedWorld
 from fastdecode.scheduler import Scheduler
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.step import Chunk, ScheduledStep
 from fastdecode.core.types import StepReport
-from fastdecode.cycle import Newcomer
+from fastdecode.cycle import JoinedWorker
 from fastdecode.scheduler import Scheduler, Transfer
 from helpers.naive_workers import NaiveWorkers
 
@@ -86,7 +86,7 @@ class NaiveWorld:
         self.num_transfers += 1
         return 0.1 * move.num_tokens * (not move.is_move)
 
-    def admit(self, vacant: Sequence[int]) -> dict[int, Newcomer]:
+    def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
         return {}
 
     def dismiss(self, worker: int) -> None:

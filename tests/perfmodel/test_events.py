@@ -20,7 +20,6 @@ from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.prefill_times import PrefillTimes, PromptAttentionTimes
 from fastdecode.perfmodel.simulate import (
-    Event,
     GpuMachine,
     Machine,
     PrefillFleet,
@@ -28,6 +27,7 @@ from fastdecode.perfmodel.simulate import (
     Simulator,
     SplitMachine,
     Timeline,
+    WorkerEvent,
     random_losses,
     read_events,
 )
@@ -46,7 +46,7 @@ def request(prompt_len: int, output_len: int, arrival: float = 0.0) -> Simulated
 
 def simulate(
     requests: list[SimulatedRequest],
-    events: list[Event],
+    events: list[WorkerEvent],
     limits: Limits = LIMITS,
     machine: Machine | None = None,
     schedule: str = "stall-free",
@@ -68,8 +68,8 @@ def test_events_are_read_in_order_of_time() -> None:
     ]
     found = read_events("\n\n".join(map(json.dumps, lines)), "f", 2, 1)
     assert found == [
-        Event(2.5, "lose", 1), Event(20.0, "join", 2), Event(25.0, "drain", 0, True),
-        Event(30.0, "slow", 2, False, 1.5),
+        WorkerEvent(2.5, "lose", 1), WorkerEvent(20.0, "join", 2), WorkerEvent(25.0, "drain", 0, True),
+        WorkerEvent(30.0, "slow", 2, False, 1.5),
     ]  # fmt: skip
 
 
@@ -122,7 +122,9 @@ def test_random_losses_come_as_often_as_said_and_end_with_a_restart() -> None:
 
 
 def test_a_timeline_gives_each_event_once() -> None:
-    timeline = Timeline([Event(1.0, "lose", 0), Event(3.0, "join", 0)], [Event(2.0, "slow", 1, factor=2.0)])
+    timeline = Timeline(
+        [WorkerEvent(1.0, "lose", 0), WorkerEvent(3.0, "join", 0)], [WorkerEvent(2.0, "slow", 1, factor=2.0)]
+    )
     assert timeline.next_seconds == 1.0
     assert [each.seconds for each in timeline.due(2.5)] == [1.0, 2.0]
     assert timeline.next_seconds == 3.0 and not list(timeline.due(2.5))
@@ -133,7 +135,7 @@ def test_a_loss_by_hand() -> None:
     """Two sequences on two R-workers, a second per step. The loss in the third step takes one's third token: it is
     computed again, 4 + 3 tokens, in the fourth."""
     pair = [request(4, 6), request(4, 6)]
-    simulator, steps = simulate(pair, [Event(2.5, "lose", 1)])
+    simulator, steps = simulate(pair, [WorkerEvent(2.5, "lose", 1)])
     assert [list(each.token_seconds) for each in pair] == [[1, 2, 3, 4, 5, 6], [1, 2, 4, 5, 6, 7]]
     assert [step.num_tokens for step in steps] == [8, 2, 2, 1 + 6, 2, 2, 1]
     assert [step.lost_workers for step in steps] == [0, 0, 1, 0, 0, 0, 0]
@@ -143,7 +145,7 @@ def test_a_loss_by_hand() -> None:
 
 def test_with_two_copies_a_loss_repeats_one_row_of_those_that_attended_there() -> None:
     pair = [request(4, 6), request(4, 6)]
-    simulator, steps = simulate(pair, [Event(2.5, "lose", 1)], TWO)
+    simulator, steps = simulate(pair, [WorkerEvent(2.5, "lose", 1)], TWO)
     assert sorted(len(each.token_seconds) for each in pair) == [6, 6] and len(steps) == 7
     assert sum(step.num_tokens for step in steps) == 2 * (4 + 5) + 1
     costs = simulator.interruptions
@@ -157,7 +159,7 @@ def test_rows_are_those_of_an_undisturbed_run_and_those_computed_again(limits: L
     rng, num_workers = np.random.default_rng(11), len(limits.num_blocks)
     requests = [request(*rng.integers(1, 31, 2).tolist(), float(rng.uniform(0, 60))) for _ in range(80)]
     events = [
-        Event(float(moment), kind, int(worker), factor=2.0)
+        WorkerEvent(float(moment), kind, int(worker), factor=2.0)
         for moment, kind, worker in zip(
             np.sort(rng.uniform(0, 120, 60)),
             rng.choice(["lose", "join", "join", "drain", "slow"], 60),
@@ -180,7 +182,7 @@ def test_rows_are_those_of_an_undisturbed_run_and_those_computed_again(limits: L
 
 def test_an_r_worker_that_drains_gives_up_all_it_has_and_then_nobody_attends_there() -> None:
     requests = [request(8, 40) for _ in range(6)]
-    simulator, steps = simulate(requests, [Event(5.5, "drain", 0)], replace(LIMITS, seconds_per_moved_token=0.0))
+    simulator, steps = simulate(requests, [WorkerEvent(5.5, "drain", 0)], replace(LIMITS, seconds_per_moved_token=0.0))
     costs = simulator.interruptions
     assert costs is not None and costs.num_recomputed == 0 and simulator.num_moves == 3
     assert all(step.kv_loads[0] == 0 for step in steps[8:]) and steps[3].kv_loads[0] > 0
@@ -190,7 +192,7 @@ def test_an_r_worker_that_drains_gives_up_all_it_has_and_then_nobody_attends_the
 def test_one_that_joins_takes_its_part() -> None:
     """As a third R-worker, and again after it was lost."""
     requests = [request(8, 50) for _ in range(8)]
-    events = [Event(5.5, "join", 2), Event(20.5, "lose", 2), Event(30.5, "join", 2)]
+    events = [WorkerEvent(5.5, "join", 2), WorkerEvent(20.5, "lose", 2), WorkerEvent(30.5, "join", 2)]
     simulator, steps = simulate(requests, events, replace(LIMITS, seconds_per_moved_token=0.0))
     assert [len(step.kv_loads) for step in (steps[3], steps[15], steps[35])] == [2, 3, 4]
     assert steps[15].kv_loads[2] > 0 and steps[25].kv_loads[2] == 0
@@ -202,7 +204,9 @@ def test_a_slow_r_worker_takes_so_many_times_as_long() -> None:
     """Equal loads, R-bound, from the eleventh step to the twentieth."""
     machine = SplitMachine(StepModel(2, MeasuredSPart((1,), (1e-9,), (1e-9,)), RPart(1.0), 2, num_mini_batches=1))
     requests = [request(20, 30) for _ in range(2)]
-    _, steps = simulate(requests, [Event(500.0, "slow", 1, factor=3.0), Event(2500.0, "slow", 1)], machine=machine)
+    _, steps = simulate(
+        requests, [WorkerEvent(500.0, "slow", 1, factor=3.0), WorkerEvent(2500.0, "slow", 1)], machine=machine
+    )
     ratios = [step.r_seconds[1] / step.kv_loads[1] / 2 for step in steps if step.kv_loads[1]]
     assert sorted(set(np.round(ratios, 9))) == [1.0, 3.0]
     ends = np.cumsum([step.wall_seconds for step in steps])
@@ -227,24 +231,29 @@ def test_a_machine_changes_its_r_workers() -> None:
 
 def test_the_last_r_workers_loss_ends_the_run() -> None:
     with pytest.raises(WorkerLostError, match="at 4 simulated seconds the last R-worker is lost"):
-        simulate([request(4, 20)], [Event(1.5, "lose", 0), Event(3.5, "lose", 1)])
+        simulate([request(4, 20)], [WorkerEvent(1.5, "lose", 0), WorkerEvent(3.5, "lose", 1)])
 
 
 def test_events_of_workers_that_are_not_there_are_counted_and_change_nothing() -> None:
     requests = [request(4, 20), request(4, 20)]
-    events = [Event(1.5, "lose", 0), Event(2.5, "slow", 0), Event(3.5, "lose", 0), Event(4.5, "join", 1)]
+    events = [
+        WorkerEvent(1.5, "lose", 0),
+        WorkerEvent(2.5, "slow", 0),
+        WorkerEvent(3.5, "lose", 0),
+        WorkerEvent(4.5, "join", 1),
+    ]
     simulator, _ = simulate(requests, events)
     assert (simulator.world.happened, simulator.world.num_ignored) == ({"lose": 1}, 3)
 
 
 def test_what_happens_while_nothing_runs_is_known_when_a_request_comes() -> None:
     early, late = request(4, 2), request(4, 2, 100.0)
-    simulator, steps = simulate([early, late], [Event(50.0, "lose", 0), Event(60.0, "join", 2)])
+    simulator, steps = simulate([early, late], [WorkerEvent(50.0, "lose", 0), WorkerEvent(60.0, "join", 2)])
     assert list(late.token_seconds) == [101.0, 102.0] and simulator.scheduler.snapshot().present == [1, 2]
     assert steps[-1].kv_loads[0] == 0 and steps[2].lost_workers == 1
 
 
-def prefill_simulator(num_workers: int, events: list[Event]) -> Simulator:
+def prefill_simulator(num_workers: int, events: list[WorkerEvent]) -> Simulator:
     """A second for ten tokens on each prefill worker; chains go side by side."""
     s_part = MeasuredSPart((1, 1 << 20), (0.1, 0.1 * (1 << 20)), (0.0, 0.0))
     forecast = Forecast(PrefillTimes(1, s_part, PromptAttentionTimes(1e-12), 1.0, before_share=0.0))
@@ -256,7 +265,7 @@ def prefill_simulator(num_workers: int, events: list[Event]) -> Simulator:
 def test_a_lost_prefill_worker_has_its_prompts_computed_again() -> None:
     """40 tokens on a chain of two take 2 s. One is lost after 1.5 s: the other begins again, alone, and takes 4 s."""
     alone = request(40, 1)
-    simulator = prefill_simulator(2, [Event(1.5, "lose", 1, True), Event(1.6, "lose", 1, True)])
+    simulator = prefill_simulator(2, [WorkerEvent(1.5, "lose", 1, True), WorkerEvent(1.6, "lose", 1, True)])
     simulator.run([alone])
     assert list(alone.token_seconds) == pytest.approx([5.5])
     assert simulator.prefill and simulator.prefill.num_prompts == 2 and simulator.world.num_ignored == 1
@@ -266,8 +275,8 @@ def test_slow_prefill_workers_and_those_that_come_and_go() -> None:
     """A factor is of prompts that begin after it; one that drains ends what it has."""
     requests = [request(20, 1, moment) for moment in (0.0, 10.0, 20.0, 30.0)]
     events = [
-        Event(9.0, "join", 1, True), Event(10.5, "drain", 1, True), Event(19.0, "slow", 0, True, 3.0),
-        Event(29.0, "slow", 0, True),
+        WorkerEvent(9.0, "join", 1, True), WorkerEvent(10.5, "drain", 1, True), WorkerEvent(19.0, "slow", 0, True, 3.0),
+        WorkerEvent(29.0, "slow", 0, True),
     ]  # fmt: skip
     simulator = prefill_simulator(1, events)
     simulator.run(requests)

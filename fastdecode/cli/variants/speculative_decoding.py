@@ -13,7 +13,7 @@ from fastdecode.cli.flags import json_object
 from fastdecode.cli.machine_inputs import PlanInputs, named_shape
 from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import ConfigError
-from fastdecode.drafting.config import SpeculativeConfig
+from fastdecode.drafting.speculative_config import SpeculativeConfig
 from fastdecode.perfmodel.draft_times import LOOKUP_SECONDS, DraftCost, Drafting, row_share
 from fastdecode.perfmodel.equations import largest, tokens_per_verification
 from fastdecode.perfmodel.model_shape import ModelShape

@@ -10,7 +10,7 @@ from fastdecode.core.step import ScheduledStep
 from fastdecode.cycle import Companion, Cycle
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.simulate.clock import Clock
-from fastdecode.perfmodel.simulate.events import DRAIN, JOIN, LOSE, Event
+from fastdecode.perfmodel.simulate.events import DRAIN, JOIN, LOSE, WorkerEvent
 
 
 class PrefillFleet:
@@ -79,9 +79,9 @@ class SimulatedPrefills(Companion):
         self.fleet = fleet
         self._clock = clock
         self._present = set(range(fleet.num_workers))
-        self._due: list[Event] = []
+        self._due: list[WorkerEvent] = []
 
-    def happen(self, event: Event) -> bool:
+    def happen(self, event: WorkerEvent) -> bool:
         """Something happens to a prefill worker, which the scheduler hears of before the next step; False where the
         worker is not there, or joins and is."""
         if (event.worker in self._present) == (event.kind == JOIN):
@@ -100,7 +100,7 @@ class SimulatedPrefills(Companion):
         for job_id in self.fleet.take(now):
             cycle.scheduler.prefilled(job_id, now)
 
-    def _pass_on(self, cycle: Cycle, event: Event) -> None:
+    def _pass_on(self, cycle: Cycle, event: WorkerEvent) -> None:
         policy = cycle.scheduler.remote_prompts.policy
         if event.kind == JOIN:
             self.fleet.join(event.worker, event.seconds)

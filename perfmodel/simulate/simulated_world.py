@@ -12,13 +12,13 @@ from fastdecode.core.errors import PlanError, WorkerLostError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
-from fastdecode.cycle import Newcomer
+from fastdecode.cycle import JoinedWorker
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.simulate.clock import Clock
-from fastdecode.perfmodel.simulate.events import DRAIN, JOIN, LOSE, SLOW, Event, Timeline
-from fastdecode.perfmodel.simulate.machine import Machine, StepCost
-from fastdecode.perfmodel.simulate.prefill import SimulatedPrefills
-from fastdecode.perfmodel.simulate.speculation import SimulatedDrafter
+from fastdecode.perfmodel.simulate.events import DRAIN, JOIN, LOSE, SLOW, Timeline, WorkerEvent
+from fastdecode.perfmodel.simulate.prefill_fleet import SimulatedPrefills
+from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter
+from fastdecode.perfmodel.simulate.simulated_machine import Machine, StepCost
 from fastdecode.scheduler import Limits, Transfer
 
 NO_ONE = -1
@@ -118,7 +118,7 @@ class SimulatedWorld:
             raise WorkerLostError(f"R-worker {transfer.source} or {transfer.target} was lost while a cache was copied")
         return seconds
 
-    def admit(self, vacant: Sequence[int]) -> dict[int, Newcomer]:
+    def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
         """Return those that have joined, each with the memory that it had at first, or that the first R-worker has."""
         self._happen()
         found, left = {}, list(vacant)
@@ -159,12 +159,12 @@ class SimulatedWorld:
             num_starts=step.num_starts,
         )
 
-    def _newcomer(self, worker: int) -> Newcomer:
+    def _newcomer(self, worker: int) -> JoinedWorker:
         limits = self._limits
         if worker >= len(limits.num_blocks):
-            return Newcomer(limits.num_blocks[0], name=f"R-worker {worker}")
+            return JoinedWorker(limits.num_blocks[0], name=f"R-worker {worker}")
         host = limits.hosts[worker] if limits.hosts else ""
-        return Newcomer(limits.num_blocks[worker], limits.bandwidths[worker], host, f"R-worker {worker}")
+        return JoinedWorker(limits.num_blocks[worker], limits.bandwidths[worker], host, f"R-worker {worker}")
 
     def _happen(self) -> None:
         """All that is due by now."""
@@ -174,10 +174,10 @@ class SimulatedWorld:
             else:
                 self.num_ignored += 1
 
-    def _happens_to_prefill(self, event: Event) -> bool:
+    def _happens_to_prefill(self, event: WorkerEvent) -> bool:
         return self._prefills is not None and self._prefills.happen(event)
 
-    def _happens(self, event: Event) -> bool:
+    def _happens(self, event: WorkerEvent) -> bool:
         """To an R-worker; False where that is not there, or joins and is."""
         worker = event.worker
         is_here = worker in self._places
