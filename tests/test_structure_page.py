@@ -1,0 +1,39 @@
+"""``docs/structure.md`` names files, classes and functions that are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "structure.md").read_text("utf-8")
+DOORS = re.findall(r"`([\w.]+)` (?:in |\()`([\w/]+\.py)`", PAGE)
+FOLDERS = ("", "fastdecode", "fastdecode/scheduler", "fastdecode/scheduler/policy", "cluster", "rworker_cpp")
+
+
+def place(path: str) -> Path | None:
+    """The file that the page means, of which it may leave the first folders out."""
+    return next((ROOT / folder / path for folder in FOLDERS if (ROOT / folder / path).is_file()), None)
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|cpp|hpp|md))`", PAGE))))
+def test_files_are_there(path: str) -> None:
+    assert "NAME" in path or place(path)
+
+
+@pytest.mark.parametrize(("name", "path"), sorted(set(DOORS)))
+def test_doors_are_there(name: str, path: str) -> None:
+    file = place(path)
+    assert file, path
+    *owner, last = name.split(".")
+    text = file.read_text("utf-8")
+    assert re.search(rf"^\s*(class|def|async def) {last}\b|^{last}\b.* = ", text, re.MULTILINE), name
+    assert not owner or re.search(rf"^class {owner[0]}\b", text, re.MULTILINE), name
+
+
+def test_the_glossary_is_short() -> None:
+    """A newcomer reads it whole."""
+    glossary = PAGE.split("## Glossary\n")[1].split("\n## ")[0]
+    assert len(re.findall(r"^\| ", glossary, re.MULTILINE)) - 1 <= 40
