@@ -92,9 +92,12 @@ def run(args: argparse.Namespace) -> int:
     rate = capacity or inputs.rate
     simulation = simulate(inputs, rate)
     report = simulation_report(simulation, inputs)
-    if report["events"] and not simulation.interrupted:
-        undisturbed = replace(inputs, events=None)
-        report["events"] = compared(report["events"], report, simulation_report(simulate(undisturbed, rate), inputs))
+    interrupted = simulation.interrupted
+    if report["events"] and not interrupted:
+        undisturbed = simulate(replace(inputs, events=None), rate)
+        interrupted = undisturbed.interrupted
+        if not interrupted:
+            report["events"] = compared(report["events"], report, simulation_report(undisturbed, inputs))
     known = {} if capacity is None else {"requests_per_second": json_number(capacity)}
     report["capacity"] = {**vars(slo), **known} if slo else None
     report["config"] = {name: value for name, value in vars(args).items() if name != "run"}
@@ -107,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
 
         plot_steps(simulation.steps, simulation.kv_load_limit, args.plot_steps)
         print(f"KV load and seconds of every step: {args.plot_steps}")
-    if simulation.interrupted:
-        raise simulation.interrupted
+    if interrupted:
+        raise interrupted
     return 0
 
 
@@ -245,7 +248,7 @@ def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
     )
     if report["copies_made"]:
         yield f"Second copies made between steps: {report['copies_made']}"
-    if report["events"] and "kept_share" in report["events"]:
+    if report["events"]:
         yield from event_lines(report["events"])
     yield from summary_lines(report)
 

@@ -101,7 +101,8 @@ def event_lines(events: dict[str, Any]) -> Iterator[str]:
     )
     if events["given_up_requests"]:
         yield f"Given up, since no R-worker that was left had room: {events['given_up_requests']} requests"
-    yield (
-        f"Output tokens/s: {events['output_tokens_per_second']:.2f} with the events, "
-        f"{events['output_tokens_per_second_without']:.2f} without ({events['kept_share']:.3f})"
-    )
+    if "kept_share" in events:  # both runs came to their ends
+        yield (
+            f"Output tokens/s: {events['output_tokens_per_second']:.2f} with the events, "
+            f"{events['output_tokens_per_second_without']:.2f} without ({events['kept_share']:.3f})"
+        )
