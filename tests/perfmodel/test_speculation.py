@@ -17,11 +17,13 @@ from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import DraftPolicy
 from fastdecode.perfmodel.draft_times import DraftCost, Drafting, row_share
 from fastdecode.perfmodel.equations import tokens_per_verification
+from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.simulate import SimulatedDrafter, SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
+from fastdecode.perfmodel.storage_costs import StorageCosts
 from fastdecode.scheduler import SCHEDULES, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
 
@@ -117,6 +119,18 @@ def test_fewer_r_workers_suffice() -> None:
         assert found[rate].gain >= 1.0
     dear = plan_speculation(each, plan, Drafting(4, 0.8, DraftCost(1.0), 0.04))
     assert (dear.num_draft_tokens, dear.saved_r_workers) == (0, 0)
+
+
+def test_drafts_over_ranges_and_copies_cost_what_these_cost() -> None:
+    """Without a draft that is accepted a plan with drafts is the plan itself."""
+    costs = StorageCosts.of(BUILT_IN["llama-7b"], RPart(1e-6))
+    each = replace(planner(1e-6), range_tokens=512, kv_replicas=2, storage=costs)
+    plan = each.plan(64)
+    found = plan_speculation(each, plan, Drafting(4, 0.0, DraftCost(), 0.04))
+    assert found.num_draft_tokens == 0
+    same = each.candidate(64, found.num_r_workers)
+    assert found.output_tokens_per_second == pytest.approx(same.output_tokens_per_second, rel=1e-12)
+    assert same.step_seconds > planner(1e-6).candidate(64, found.num_r_workers).step_seconds
 
 
 def test_rows_of_grouped_queries_cost_more() -> None:
