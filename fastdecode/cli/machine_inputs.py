@@ -6,15 +6,14 @@ import argparse
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
-from fastdecode.api.config import KV_CACHE_DTYPES, EngineConfig
+from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import parse_bytes
-from fastdecode.cli.flags import auto_int
+from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.gpu_only import GpuServer
-from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS, CpuHost, Figure, Gpu, find_cpu_host, find_gpu, parse_link
+from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu, find_cpu_host, find_gpu, parse_link
 from fastdecode.perfmodel.model_shape import ModelShape, find_shape
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
@@ -33,9 +32,6 @@ from fastdecode.perfmodel.storage_costs import StorageCosts
 
 HOST_MEMORY_FRACTION = 0.8
 """The part of a preset host's memory that KV caches take where --kv-cache-memory is not given."""
-
-BARE_FLAGS = ("s_part_seconds", "r_part_seconds_per_token", "num_layers")
-DEFAULT_LINK = "100Gb"
 
 
 @dataclass(frozen=True)
@@ -85,13 +81,18 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     kv_dtype = _kv_dtype(args, shape)
     link = parse_link(args.link or DEFAULT_LINK)
     memory = parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes))
-    s_part, r_part = rank_s_part(GpuSPart(of_rank, one), shape, group), host_r_part(of_rank, kv_dtype, host)
+    rank, r_part = GpuSPart(of_rank, one), host_r_part(of_rank, kv_dtype, host)
+    s_part = RankSPart(rank, shape, group) if group.size > 1 else rank
     planner = _planner(
         args, of_rank, kv_dtype, s_part, r_part,
         (one.host_bytes_per_second, link / group.size), memory=memory, r_workers_per_host=host.r_workers_per_host,
     )  # fmt: skip
     server = _server(planner, shape, kv_dtype, gpu, group)
-    assumptions = (*_figures(gpu), *_figures(host), f"link {link / 1e9:.4g} GB/s, PCIe {_giga(gpu)} GB/s (nominal)")
+    assumptions = (
+        *_figures(gpu),
+        *_figures(host),
+        f"link {link / 1e9:.4g} GB/s, PCIe {gpu.host_bytes_per_second / 1e9:.4g} GB/s (nominal)",
+    )
     assumptions += (
         *_rank_lines(group),
         f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
@@ -188,11 +189,6 @@ def rank_group(args: argparse.Namespace, gpu: Gpu) -> RankGroup:
     return RankGroup(args.tensor_parallel_size, link)
 
 
-def rank_s_part(rank: SPart, shape: ModelShape, group: RankGroup) -> SPart:
-    """``rank``'s own work with the collectives of ``group``, where there is another rank."""
-    return RankSPart(rank, shape, group) if group.size > 1 else rank
-
-
 def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: ModelShape) -> SPart:
     """As measured under tensor parallelism, or an even part of what one rank takes with the collectives on top."""
     num_ranks = args.tensor_parallel_size
@@ -285,42 +281,3 @@ def _rank_lines(group: RankGroup) -> tuple[str, ...]:
 
 def _giga(gpu: Gpu) -> str:
     return f"{gpu.host_bytes_per_second / 1e9:.4g}"
-
-
-def add_machine_flags(group: Any) -> None:
-    """Add the flags of presets by name."""
-    group.add_argument("--model", metavar="NAME_OR_PATH", help="such as llama-7b, a model folder or a config.json")
-    group.add_argument("--gpu", metavar="NAME", help=f"of the S-worker: {', '.join(GPUS)}")
-    group.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N",
-        help="ranks of the S-worker, a GPU each, with R-workers of their own for their heads (1)",
-    )  # fmt: skip
-    group.add_argument(
-        "--rank-link", metavar="RATE", help="between them, such as 300GB (the GPU's NVLink, or else its PCIe)"
-    )
-    group.add_argument("--cpu", metavar="NAME", help=f"hosts of R-workers: {', '.join(CPU_HOSTS)}")
-    group.add_argument("--link", metavar="RATE", help=f"of the S-worker, such as 100Gb or 12.5GB ({DEFAULT_LINK})")
-    group.add_argument(
-        "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 100GiB (80%% of the host's, shared)"
-    )
-    group.add_argument("--r-workers-per-host", type=int, metavar="N", help="(the host's NUMA nodes)")
-
-
-def add_number_flags(group: Any) -> None:
-    """Add the flags of a profile and of bare numbers."""
-    group.add_argument("--profile", metavar="FILE", help="a HardwareProfile as JSON, from any machine")
-    group.add_argument("--s-part-seconds", type=float, metavar="SECONDS", help="T(B): one layer of one mini-batch")
-    group.add_argument(
-        "--r-part-seconds-per-token", type=float, metavar="SECONDS", help="R: of one R-worker, one layer"
-    )
-    group.add_argument("--num-layers", type=int, metavar="N", help="beside those two")
-
-
-def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
-    """Add how S-worker and R-workers work together. ``automatic``: the number of mini-batches may be "auto"."""
-    group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
-    group.add_argument(
-        "--num-mini-batches", type=auto_int if automatic else int, default=2, metavar="K",
-        help="that take turns (2)" + ("; auto: 2 or 3, whichever takes less time" if automatic else ""),
-    )  # fmt: skip
-    group.add_argument("--exposed-transport", action="store_true", help="both sides wait for transfers (off)")

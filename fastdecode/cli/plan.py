@@ -9,7 +9,7 @@ from typing import Any
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.flags import add_common_flags, add_flags
-from fastdecode.cli.machine_inputs import add_machine_flags, add_number_flags, add_pipeline_flags
+from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, write_json
 from fastdecode.cli.plan_emit import FORMATS, emit
 from fastdecode.cli.plan_text import plan_text

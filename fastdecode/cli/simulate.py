@@ -17,12 +17,13 @@ from tqdm import tqdm
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags
-from fastdecode.cli.machine_inputs import add_machine_flags, add_number_flags, add_pipeline_flags
+from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.cli.simulate_events import add_event_flags, compared, event_lines, event_report
-from fastdecode.cli.simulate_inputs import DATASETS, SimulationInputs, read_simulation
+from fastdecode.cli.simulate_inputs import SimulationInputs, read_simulation
 from fastdecode.cli.variants.prefill_workers import add_prefill_flags
 from fastdecode.cli.variants.speculative_decoding import add_speculation_flags
+from fastdecode.cli.workload_inputs import DATASETS
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec

@@ -1,4 +1,4 @@
-"""The machine, the scheduler's limits and the requests that the flags of ``fastdecode simulate`` describe."""
+"""The machine and the scheduler's limits that the flags of ``fastdecode simulate`` describe."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.cli.machine_inputs import BARE_FLAGS, PlanInputs, named_shape, rank_group, read_inputs
+from fastdecode.cli.machine_flags import BARE_FLAGS
+from fastdecode.cli.machine_inputs import PlanInputs, named_shape, rank_group, read_inputs
 from fastdecode.cli.simulate_events import read_timeline
 from fastdecode.cli.variants.prefill_workers import prefill_forecast
 from fastdecode.cli.variants.speculative_decoding import read_drafting
+from fastdecode.cli.workload_inputs import UNBOUNDED_TOKENS, read_workload
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE
 from fastdecode.core.metrics import StepRecord
-from fastdecode.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.perfmodel.draft_times import Drafting
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.hardware import find_gpu
@@ -35,20 +35,12 @@ from fastdecode.perfmodel.simulate import (
     SplitMachine,
     Timeline,
 )
-from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 from fastdecode.scheduler.policy.range_sizes import choose_range_tokens
 from fastdecode.scheduler.store.place import UNLIMITED
-
-DATASETS = ("random", "trace", *SARATHI)
-UNBOUNDED_TOKENS = 1 << 40
-"""Room where nothing says how much there is."""
-
-VOCABULARY = 32000
-"""Size of the vocabulary of random prompts where no model is given; it has no effect on lengths."""
 
 CHOICES = (2, 3)
 """Numbers of mini-batches that ``auto`` compares."""
@@ -139,7 +131,7 @@ def read_simulation(args: argparse.Namespace) -> SimulationInputs:
         raise ConfigError(f"enable_prefix_caching: dataset {args.dataset_name!r} has lengths, and no tokens to compare")
     if args.num_r_workers is not None and args.num_r_workers < 0:
         raise ConfigError(f"num_r_workers must be at least 0, not {args.num_r_workers}")
-    workload, rate = _workload(args)
+    workload, rate = read_workload(args)
     if args.max_model_len is not None and workload.longest > args.max_model_len:
         raise ConfigError(f"prompt + output reach {workload.longest} tokens, and max_model_len is {args.max_model_len}")
     chosen = argparse.Namespace(**vars(args) | {"num_mini_batches": _num_mini_batches(args, workload)})
@@ -271,41 +263,6 @@ def _limits(
         micro_batch_interval=args.micro_batch_interval,
         prefix_caching=args.enable_prefix_caching,
     )
-
-
-def _workload(args: argparse.Namespace) -> tuple[SimulatedWorkload, float]:
-    """The requests, and their rate: a trace has its own unless ``--request-rate`` gives another."""
-    spec = _spec(args)
-    if spec.dataset_name in SARATHI:
-        return drawn_workload(SARATHI[spec.dataset_name], spec.num_prompts, spec.seed), spec.request_rate
-    if spec.dataset_name == "trace":
-        path = Path(str(spec.dataset_path))
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read dataset {path}: {error}") from None
-        traced = traced_workload(read_trace(text, str(path))[: args.num_prompts])
-        return traced, traced.own_rate if args.request_rate is None else spec.request_rate
-    vocabulary = named_shape(args.model).vocab_size if args.model else VOCABULARY
-    at_one = WorkloadSpec(**vars(spec) | {"request_rate": 1.0})
-    items = make_workload(at_one, vocabulary, UNBOUNDED_TOKENS, None)
-    prompts, outputs = [item.prompt_token_ids for item in items], [item.output_len for item in items]
-    arrivals = np.array([item.arrival_seconds for item in items])
-    return SimulatedWorkload(prompts, outputs, arrivals), spec.request_rate
-
-
-def _spec(args: argparse.Namespace) -> WorkloadSpec:
-    """The workload flags, checked as ``bench throughput`` checks them."""
-    given = {name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__}
-    if args.dataset_path and args.dataset_name != "trace":
-        raise ConfigError(f"dataset_path: dataset {args.dataset_name!r} reads no file; it is for --dataset-name trace")
-    if args.dataset_name in SARATHI:
-        given["dataset_path"] = "built in"
-    if args.request_rate is None:
-        given["request_rate"] = math.inf
-    if args.num_prompts is None:
-        given["num_prompts"] = 512 if args.dataset_name in SARATHI else WorkloadSpec().num_prompts
-    return WorkloadSpec(**given)
 
 
 def _plan_words(args: argparse.Namespace, workload: SimulatedWorkload) -> dict[str, float | None]:
