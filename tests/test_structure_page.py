@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "structure.md").read_text("utf-8")
 DOORS = re.findall(r"`([\w.]+)` (?:in |\()`([\w/]+\.py)`", PAGE)
-FOLDERS = ("", "fastdecode", "fastdecode/scheduler", "fastdecode/scheduler/policy", "cluster", "rworker_cpp")
+FOLDERS = ("", "fastdecode", "fastdecode/scheduler", "fastdecode/scheduler/policy")
+FOLDERS += ("fastdecode/cli", "cluster", "rworker_cpp")
 
 
 def place(path: str) -> Path | None:
