@@ -104,7 +104,7 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     num_workers = rng.randint(2, 2 if is_small else 3 if kind in ("ranks", "mpi", "ray") else 4)
     settings = _draw_settings(rng, kind, has_ranges, longest, architecture)
     asks = _draw_asks(rng, kind, has_ranges, architecture, longest, is_small)
-    memory = rng.choice([0, 0, longest + 64, longest + 400, 2 * longest])
+    memory = rng.choice([0, longest + 64, longest + 64, longest + 400, 2 * longest])
     if has_ranges and memory and rng.random() < 0.5:  # then a longest sequence needs several R-workers
         length = settings["kv_shard_tokens"]
         memory = length * -(-(longest // length + 1) // num_workers) + 256
