@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
-from helpers.processes import TESTS
+from chaos.configuration import KINDS, REMOVES, draw
+from helpers.processes import TESTS, script
 
 FIRST_SEED = 100
 
@@ -20,3 +23,50 @@ def test_ten_rounds_are_clean() -> None:
     command = [sys.executable, "-m", "chaos", "--small", "--rounds", "10", "--seed", str(FIRST_SEED)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_events_can_befall_their_rounds() -> None:
+    """What takes R-workers comes only where others stand, and all kinds of rounds and events are drawn."""
+    seen = Counter[str]()
+    for seed in range(300):
+        drawn = draw(seed)
+        standing = drawn.num_workers
+        for event in drawn.events:
+            standing += (event.action == "join") - REMOVES.get(event.action, 0)
+            assert standing >= 1 or event.action == "kill rank", seed
+            seen[event.action] += 1
+        seen[drawn.kind] += 1
+    assert set(seen) >= {*KINDS, "kill", "kill two", "kill rank", "kill prefill", "drain", "terminate", "join", "reset"}
+
+
+def test_what_a_round_leaves_behind_is_found(tmp_path: Path) -> None:
+    """A process whose parent is dead, memory without a name, shared memory and a file; and nothing where nothing is."""
+    code = f"""
+        import mmap, os, subprocess, sys
+        from pathlib import Path
+        from chaos import processes
+        processes.END_SECONDS = 0.3
+        left = processes.Leftovers(Path({str(tmp_path / "temporary")!r}))
+        left.begin()
+        assert left.faults() == [], left.faults()
+        descriptor = os.memfd_create("forgotten")
+        segment = Path("/dev/shm") / f"fastdecode-test-{{os.getpid()}}"
+        segment.write_bytes(bytes(4096))
+        try:
+            with segment.open("r+b") as file:
+                mapped = mmap.mmap(file.fileno(), 4096)
+            (Path({str(tmp_path / "temporary")!r}) / "forgotten.txt").touch()
+            orphan = "import subprocess; subprocess.Popen(['sleep', '100'])"
+            subprocess.run([sys.executable, "-c", orphan], check=True)
+            left.look()
+            mapped.close()
+            for fault in left.faults():
+                print(fault)
+        finally:
+            segment.unlink()
+    """
+    done = subprocess.run(script(code), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kinds = [line.split()[1:3] for line in done.stdout.splitlines()]
+    assert [kind[0] for kind in kinds] == ["process", "shared", "1", "file"], done.stdout
+    assert "sleep 100" in done.stdout and "/memfd:forgotten" in done.stdout
