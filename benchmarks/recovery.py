@@ -102,7 +102,7 @@ def main() -> None:
             ranks = {"tensor_parallel_size": args.tensor_parallel_size}
             engine = stack.enter_context(small_engine(folder, spec, **ranks))
             own_pool = getattr(engine.backend, "pool", engine.backend)  # that of rank 0
-            groups = [processes or [worker._link._process.pid for worker in own_pool.workers]]
+            groups = [processes or [worker.link.process.pid for worker in own_pool.workers]]
             groups += [_spawned(rank) for rank in psutil.Process().children() if rank.pid not in groups[0]]
             blow = Blow(rng.choice(groups)[victim], victim, moment, args.stop)
             engine.on_step = lambda record, blow=blow, engine=engine: blow.watch(engine, record)

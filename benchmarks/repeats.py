@@ -116,7 +116,7 @@ def _run(
     memory = {"kv_cache_memory": _small_bytes(settings), "schedule": "stall-free"} if small else {}
     sizes = {"max_model_len": 400, "max_num_seqs": 48, "s_threads": 1}
     with small_engine(folder, r_workers, **sizes, **memory, **settings) as engine:
-        victims = processes or [worker._link._process.pid for worker in engine.backend.workers if moments]
+        victims = processes or [worker.link.process.pid for worker in engine.backend.workers if moments]
         for number, (prompt, params) in enumerate(requests):
             engine.add_request(str(number), prompt, params)
         while engine.has_unfinished_requests():

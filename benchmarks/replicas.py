@@ -172,7 +172,7 @@ def _lose(args: argparse.Namespace, dtype: str) -> None:
         with contextlib.ExitStack() as stack:
             spec, processes = stack.enter_context(three_workers(args.transport))
             engine = stack.enter_context(small_engine(folder, spec, dtype=dtype, kv_replicas=args.kv_replicas))
-            processes = processes or [worker._link._process.pid for worker in engine.backend.workers]
+            processes = processes or [worker.link.process.pid for worker in engine.backend.workers]
             losses = Losses(engine, processes, rng.sample(range(3), 2), moment, args.silence)
             engine.on_step = losses.watch
             outputs = run_requests(engine, prompts, params)

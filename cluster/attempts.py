@@ -22,29 +22,29 @@ class _Failures:
 
 
 class Attempts:
-    """Addresses at which an attempt failed; those that failed last are remembered. For any thread."""
+    """Addresses at which an attempt failed; those that failed last are ``remembered``. For any thread."""
 
     def __init__(self) -> None:
-        self._failed: OrderedDict[str, _Failures] = OrderedDict()
+        self.remembered: OrderedDict[str, _Failures] = OrderedDict()
 
     def may_try(self, address: str) -> bool:
         """False for a while after a failure."""
-        failures = self._failed.get(address)
+        failures = self.remembered.get(address)
         return failures is None or time.monotonic() >= failures.next_time
 
     def failed(self, address: str, reason: str) -> bool:
         """Note a failure; True where ``reason`` is new for this address, and so worth a line in the log."""
-        failures = self._failed.pop(address, None) or _Failures()
+        failures = self.remembered.pop(address, None) or _Failures()
         failures.seconds = min(max(FIRST_SECONDS, 2 * failures.seconds), MOST_SECONDS)
         failures.next_time = time.monotonic() + failures.seconds
         is_new = reason not in failures.reasons and len(failures.reasons) < MOST_REASONS
         if is_new:
             failures.reasons.add(reason)
-        self._failed[address] = failures
-        if len(self._failed) > MOST_ADDRESSES:
-            self._failed.popitem(last=False)
+        self.remembered[address] = failures
+        if len(self.remembered) > MOST_ADDRESSES:
+            self.remembered.popitem(last=False)
         return is_new
 
     def succeeded(self, address: str) -> None:
         """Forget what failed there."""
-        self._failed.pop(address, None)
+        self.remembered.pop(address, None)

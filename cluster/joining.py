@@ -51,16 +51,16 @@ class JoinListener:
     """Reads the addresses that R-workers send, and connects to each in a thread of its own, so that no step waits.
 
     An R-worker that is in the pool is not connected to again, nor is one that was dismissed, as long as it goes on
-    asking; one that was lost is. Addresses of prefill workers go to ``invite_prefill_worker``, None where they are not
-    wanted.
+    asking; one that was lost is. ``dismissed_at``: when each of the former was dismissed, or asked last, in seconds.
+    Addresses of prefill workers go to ``invite_prefill_worker``, None where they are not wanted.
     """
 
     def __init__(self, listener: ZmqListener, connect: Callable[[str], Link], block_size: int) -> None:
         """``connect`` returns the link to the R-worker at "host:port"."""
         self._listener, self._connect, self._block_size = listener, connect, block_size
         self._known: set[str] = set()
-        self._dismissed: dict[str, float] = {}
-        self._attempts = Attempts()
+        self.dismissed_at: dict[str, float] = {}
+        self.attempts = Attempts()
         self._refused: set[str] = set()
         self._opened: queue.SimpleQueue[Joined] = queue.SimpleQueue()
         self._layout: KVLayout | None = None
@@ -99,7 +99,7 @@ class JoinListener:
     def dismissed(self, address: str) -> None:
         """The R-worker at ``address`` was let go and has not ended: it will go on asking, and is not wanted."""
         self._known.discard(address)
-        self._dismissed[address] = time.monotonic()
+        self.dismissed_at[address] = time.monotonic()
 
     def close(self) -> None:
         """Also closes R-workers that ``joined`` has not returned yet; may be called twice."""
@@ -115,14 +115,14 @@ class JoinListener:
 
     def _forget_silent(self) -> None:
         ended = time.monotonic() - DISMISSED_SECONDS
-        for address in [each for each, asked in self._dismissed.items() if asked < ended]:
-            del self._dismissed[address]
+        for address in [each for each, asked in self.dismissed_at.items() if asked < ended]:
+            del self.dismissed_at[address]
 
     def _connect_to(self, address: str, role: str, layout: KVLayout) -> None:
-        if address in self._dismissed:
-            self._dismissed[address] = time.monotonic()
+        if address in self.dismissed_at:
+            self.dismissed_at[address] = time.monotonic()
             return
-        if address in self._known or not self._attempts.may_try(address):
+        if address in self._known or not self.attempts.may_try(address):
             return
         if not self._listener.is_guarded and not is_loopback(split_address("JOIN", address)[0]):
             raise FrameError(f"it listens at {address}, beyond this machine, and this pool has no key file")
@@ -141,10 +141,10 @@ class JoinListener:
         try:
             worker.open(layout)
             self._opened.put(Joined(worker, worker.opened()))
-            self._attempts.succeeded(address)
+            self.attempts.succeeded(address)
         except FastDecodeError as error:
             worker.close()
-            if self._attempts.failed(address, str(error)):
+            if self.attempts.failed(address, str(error)):
                 log.warning("an R-worker asked to join and cannot: %s", error)
             self._known.discard(address)
 

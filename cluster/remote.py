@@ -53,14 +53,14 @@ class RemoteWorker:
     """``PoolWorker`` over a link to another process. Once the link is lost every call raises WorkerLostError.
 
     Ctrl-C waits until a request is answered, since half an answer would garble the next. Between layers it need not
-    wait: ``abandon_step`` drops what is under way.
+    wait: ``abandon_step`` drops what is under way. ``link``: None before ``open`` and once it is lost.
     """
 
     def __init__(self, name: str, connect: Callable[[], Link], block_size: int) -> None:
         """``connect`` starts the process or the connection; it is called by ``open``, and fails with BackendError."""
         self.name = name
         self._connect, self._block_size = connect, block_size
-        self._link: Link | None = None
+        self.link: Link | None = None
         self._lost = ""
         self._losses = _Losses(self)
         self._spin = Spin()
@@ -71,15 +71,17 @@ class RemoteWorker:
 
     def open(self, layout: KVLayout) -> None:
         self._layout = layout
-        self._link = self._connect()
+        self.link = self._connect()
         self._send(Kind.HELLO, encode_hello(Hello(process_name(), layout, self._block_size)))
 
     def opened(self) -> RWorkerInfo:
         welcome = decode_welcome(self._body(self._answer(Kind.WELCOME, OPEN_SECONDS), MAX_JSON_BYTES))
         if welcome.fingerprint != fingerprint(self._layout, self._block_size):
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
+        if bool(welcome.kv_address) != bool(self._layout.kv_port):
+            raise self._lose("it opened a KV port that was not asked for, or none")
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.kv_bytes_per_token
-        self._offset_seconds = self._measure_offset()
+        self._offset_seconds = _clock_offset(self._ping)
         return RWorkerInfo(
             name=self.name,
             num_blocks=welcome.num_blocks,
@@ -88,7 +90,7 @@ class RemoteWorker:
             isa=welcome.isa,
             own_cores=_has_own_cores(welcome),
             read_gb_per_s=welcome.read_gb_per_s,
-            kv_address=self._kv_address(welcome.kv_address),
+            kv_address=_kv_address(self.name, self._layout.kv_port, welcome.kv_address),
             kv_epoch=welcome.kv_epoch,
             host=welcome.host_id,
         )
@@ -189,7 +191,7 @@ class RemoteWorker:
         self._answer(Kind.IMPORTED)
 
     def close(self) -> None:
-        link, self._link = self._link, None
+        link, self.link = self.link, None
         if link is None:
             return
         try:
@@ -229,17 +231,15 @@ class RemoteWorker:
         with self._losses as link:
             frame = link.receive(timeout_seconds)
         if frame is not None and frame.kind is Kind.REFUSED and not discard:
-            self._raise_refusal(frame)
+            with self._losses:
+                error, message = decode_refusal(self._body(frame, MAX_JSON_BYTES))
+            raise _refusal(self.name, error, message)
         return frame
 
-    def _raise_refusal(self, frame: Frame) -> None:
-        with self._losses:
-            error, message = decode_refusal(self._body(frame, MAX_JSON_BYTES))
-        if error == "capacity":
-            raise CapacityError(f"R-worker {self.name}: {message}")
-        if error == "refused":
-            raise ValueError(message)
-        raise BackendError(f"R-worker {self.name} refused: {message}")
+    def _ping(self) -> float:
+        """The worker's clock, in seconds."""
+        self._send(Kind.PING)
+        return float(self._number(self._answer(Kind.PONG), CLOCK))
 
     def _send(self, kind: Kind, *parts: bytes | np.ndarray) -> None:
         with self._losses as link:
@@ -259,30 +259,9 @@ class RemoteWorker:
             raise self._lose(f"it sent a {frame.kind.name} frame with {number}")
         return number
 
-    def _kv_address(self, address: str) -> str:
-        """Where prefill workers find the KV port; its host may be the one at which this R-worker itself is found."""
-        if bool(address) != bool(self._layout.kv_port):
-            raise self._lose("it opened a KV port that was not asked for, or none")
-        if not address.startswith(":"):
-            return address
-        host = self.name.rpartition(":")[0]
-        return f"{host if self._layout.kv_port == 'loopback' or not is_loopback(host) else own_address()}{address}"
-
     def _lose(self, reason: str) -> WorkerLostError:
         self._lost = f"R-worker {self.name} is lost: {reason}"
         return WorkerLostError(self._lost)
-
-    def _measure_offset(self) -> float:
-        """The worker's clock minus ours in seconds, by the quickest of NUM_PINGS; 0 where both may be the same."""
-        rounds = []
-        for _ in range(NUM_PINGS):
-            asked = time.perf_counter()
-            self._send(Kind.PING)
-            theirs = self._number(self._answer(Kind.PONG), CLOCK)
-            answered = time.perf_counter()
-            rounds.append((answered - asked, theirs - (asked + answered) / 2))
-        round_seconds, offset = min(rounds)
-        return 0.0 if abs(offset) <= round_seconds / 2 else offset
 
 
 class _Losses:
@@ -298,9 +277,9 @@ class _Losses:
         worker = self._worker
         if worker._lost:
             raise WorkerLostError(worker._lost)
-        if worker._link is None:
+        if worker.link is None:
             raise BackendError(f"R-worker {worker.name} is closed")
-        return worker._link
+        return worker.link
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -312,3 +291,33 @@ class _Losses:
 def _has_own_cores(welcome: Welcome) -> bool:
     """True for another machine, and for cores of this one that the S-worker keeps off."""
     return welcome.host_id != host_id() or not set(welcome.cores) & os.sched_getaffinity(0)
+
+
+def _refusal(name: str, error: str, message: str) -> Exception:
+    """The error that R-worker ``name`` means by refusing a request with ``error``."""
+    if error == "capacity":
+        return CapacityError(f"R-worker {name}: {message}")
+    if error == "refused":
+        return ValueError(message)
+    return BackendError(f"R-worker {name} refused: {message}")
+
+
+def _kv_address(name: str, kv_port: str, address: str) -> str:
+    """Where prefill workers find the KV port; its host may be the one at which R-worker ``name`` itself is found."""
+    if not address.startswith(":"):
+        return address
+    host = name.rpartition(":")[0]
+    return f"{host if kv_port == 'loopback' or not is_loopback(host) else own_address()}{address}"
+
+
+def _clock_offset(ping: Callable[[], float]) -> float:
+    """The worker's clock, which ``ping`` tells, minus ours in seconds, by the quickest of NUM_PINGS; 0 where both may be
+    the same."""
+    rounds = []
+    for _ in range(NUM_PINGS):
+        asked = time.perf_counter()
+        theirs = ping()
+        answered = time.perf_counter()
+        rounds.append((answered - asked, theirs - (asked + answered) / 2))
+    round_seconds, offset = min(rounds)
+    return 0.0 if abs(offset) <= round_seconds / 2 else offset

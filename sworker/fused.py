@@ -79,7 +79,7 @@ class FusedRows:
         key = own, head_dim
         if key not in self._rotations:
             rotary = Rotary(own)
-            self._rotations[key] = rotary if _rotates_alike(rotary, head_dim, dtype) else None
+            self._rotations[key] = rotary if rotates_alike(rotary, head_dim, dtype) else None
         rotary_or_none = self._rotations[key]
         if rotary_or_none is not None:
             self._attach(module, types.MethodType(_with_global(forward, ROTARY, rotary_or_none), module))
@@ -164,7 +164,7 @@ def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
     return forward
 
 
-def _rotates_alike(rotary: Rotary, head_dim: int, dtype: torch.dtype) -> bool:
+def rotates_alike(rotary: Rotary, head_dim: int, dtype: torch.dtype) -> bool:
     """Say whether ``rotary`` gives what the model's own gives, for random q, k, cos and sin."""
     generator = torch.Generator()
     shapes = ((1, 4, PROOF_ROWS, head_dim), (1, 2, PROOF_ROWS, head_dim), *[(1, PROOF_ROWS, head_dim)] * 2)

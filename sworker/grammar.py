@@ -86,7 +86,7 @@ class Grammars:
         self._eos_token_ids = sorted(eos_token_ids)
         self._known: LLTokenizer | None = None
         self._reading = threading.Lock()
-        self._compiled = lru_cache(KEPT_GRAMMARS)(self._compile)
+        self.compiled = lru_cache(KEPT_GRAMMARS)(self._compile)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
         """Return the position at the beginning of a text of this form.
@@ -95,7 +95,7 @@ class Grammars:
             RequestError: the schema, expression or grammar is not understood, or the tokenizer is not.
             ConfigError: llguidance is not installed.
         """
-        return Matcher(self._compiled(params).deep_copy())
+        return Matcher(self.compiled(params).deep_copy())
 
     def prepare(self, params: StructuredOutputsParams) -> None:
         """Compile what ``params`` ask for, unless it is known; while it is compiled other threads go on.
@@ -103,7 +103,7 @@ class Grammars:
         Raises:
             RequestError, ConfigError: as ``matcher``.
         """
-        self._compiled(params)
+        self.compiled(params)
 
     def read_vocabulary(self) -> LLTokenizer:
         """Return the tokenizer as llguidance reads it, once. Reading holds up every thread for some tenths of a second.

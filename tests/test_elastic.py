@@ -120,7 +120,7 @@ def test_a_spawned_one_that_stands_still_is_killed(folder: Path) -> None:
     with make_llm(folder, r_workers="spawn:2", pool_listen=None) as llm:
         job = Job(llm.engine)
         job.step_until(lambda: num_on(llm.engine, 1) > 3)
-        process = llm.engine.backend.workers[1]._link._process  # type: ignore[attr-defined]
+        process = llm.engine.backend.workers[1].link.process  # type: ignore[attr-defined]
         process.send_signal(signal.SIGSTOP)
         job.finish()
         assert process.poll() == -signal.SIGKILL
@@ -153,7 +153,7 @@ def test_one_let_go_stays_away_until_it_ends(folder: Path, monkeypatch: pytest.M
             deadline = time.monotonic() + 6.5
             job.step_until(lambda: time.monotonic() > deadline, pause_seconds=0.1)
             assert engine.scheduler.snapshot().present == [0]
-        job.step_until(lambda: not listener._dismissed, pause_seconds=0.1)
+        job.step_until(lambda: not listener.dismissed_at, pause_seconds=0.1)
         with r_workers.joining(pool_address(engine), "--listen", f"tcp://{address}"):
             job.step_until(lambda: len(engine.scheduler.snapshot().present) == 2, pause_seconds=0.1)
         job.finish()
@@ -177,9 +177,9 @@ def test_one_that_ended_at_its_own_wish_is_forgotten_at_once(folder: Path) -> No
 def test_who_is_refused_again_and_again_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And asked ever less often, as it asks every second."""
     with make_llm(folder) as llm:
-        job, attempts = Job(llm.engine), llm.engine.backend.join_listener._attempts  # type: ignore[attr-defined]
+        job, attempts = Job(llm.engine), llm.engine.backend.join_listener.attempts  # type: ignore[attr-defined]
         with r_workers.joining(pool_address(llm.engine), "--kv-cache-memory", "1000") as (_, address):
-            job.step_until(lambda: address in attempts._failed and attempts._failed[address].seconds > 2, 0.1)
+            job.step_until(lambda: address in attempts.remembered and attempts.failed[address].seconds > 2, 0.1)
             job.finish()
         assert caplog.text.count("an R-worker asked to join and cannot") == 1
 
@@ -207,15 +207,15 @@ def test_attempts_are_spaced_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("fastdecode.cluster.attempts.time.monotonic", lambda: now[0])
     waits = []
     for _ in range(7):
-        assert attempts.failed("a:1", "its version") == (not waits)
+        assert attempts.remembered("a:1", "its version") == (not waits)
         waits.append(next(seconds for seconds in range(100) if _may_try_after(attempts, now, seconds)))
     assert waits == [1, 2, 4, 8, 16, 30, 30]
-    assert attempts.failed("a:1", "another reason") and attempts.failed("b:1", "its version")
+    assert attempts.remembered("a:1", "another reason") and attempts.failed("b:1", "its version")
     attempts.succeeded("a:1")
-    assert attempts.may_try("a:1") and attempts.failed("a:1", "its version")
+    assert attempts.may_try("a:1") and attempts.remembered("a:1", "its version")
     for number in range(2000):
-        attempts.failed(f"c:{number}", "")
-    assert len(attempts._failed) == MOST_ADDRESSES and attempts.may_try("a:1")
+        attempts.remembered(f"c:{number}", "")
+    assert len(attempts.remembered) == MOST_ADDRESSES and attempts.may_try("a:1")
 
 
 def _may_try_after(attempts: Attempts, now: list[float], seconds: int) -> bool:

@@ -98,7 +98,7 @@ def test_frames_are_numbered_and_belong_to_one_session() -> None:
         with pytest.raises(FrameError, match=f"came before: number {number}, not 3"):
             receiver.receive(0)
     assert receiver.receive(0) is None
-    sender._next_sent = 1 << 40
+    sender.next_sent = 1 << 40
     sender.send(Kind.PING)
     with pytest.raises(FrameError, match="from far ahead: number 1099511627776, not 3"):
         receiver.receive(0)

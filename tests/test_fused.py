@@ -133,9 +133,9 @@ def test_a_rotation_of_another_form_is_left_out() -> None:
     def backwards(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         return apply_rotary_pos_emb(q, k, cos, -sin)
 
-    assert fused._rotates_alike(Rotary(apply_rotary_pos_emb), 64, torch.float32)
-    assert not fused._rotates_alike(Rotary(backwards), 64, torch.float32)
-    assert not fused._rotates_alike(Rotary(lambda q: q), 64, torch.float32)
+    assert fused.rotates_alike(Rotary(apply_rotary_pos_emb), 64, torch.float32)
+    assert not fused.rotates_alike(Rotary(backwards), 64, torch.float32)
+    assert not fused.rotates_alike(Rotary(lambda q: q), 64, torch.float32)
 
 
 def test_what_a_rotation_does_not_know_goes_to_the_models_own() -> None:

@@ -53,7 +53,7 @@ class Attack:
 
     def __init__(self, llm: LLM, stranger: Stranger) -> None:
         self.backend: Any = llm.engine.backend
-        self.conversation: Conversation = self.backend.workers[0]._link
+        self.conversation: Conversation = self.backend.workers[0].link
         self.stranger, self.submits, self.reasons = stranger, 0, list[str]()
         self._submit, self.backend.submit = self.backend.submit, self.submit
 
@@ -70,7 +70,7 @@ class Attack:
     def bad(self, layer: int, q: Any, k: Any, v: Any) -> list[Callable[[], None]]:
         """Of the wrong shape, length, place, number or session."""
         conversation, send = self.conversation, self.conversation.send
-        header = frame(Kind.END, epoch=conversation.epoch, sequence=conversation._next_sent)[0]
+        header = frame(Kind.END, epoch=conversation.epoch, sequence=conversation.next_sent)[0]
         old = {"epoch": conversation.epoch, "sequence": 0}
         return [
             lambda: send(Kind.PAYLOAD, q, k, v[..., :-1].copy(), layer=layer),
@@ -87,7 +87,7 @@ class Attack:
 
     def foreign(self, layer: int) -> list[list[bytes]]:
         """With all that the served one's frames have, but on another connection."""
-        numbers = {"epoch": self.conversation.epoch, "sequence": self.conversation._next_sent, "layer": layer}
+        numbers = {"epoch": self.conversation.epoch, "sequence": self.conversation.next_sent, "layer": layer}
         return [
             frame(Kind.ABANDON, **numbers),
             frame(Kind.PAYLOAD, b"q", b"k", b"v", **numbers),

@@ -89,11 +89,11 @@ def test_time_is_in_exactly_one_state(tiny: Tiny) -> None:
     clock = StateClock(recording=True)
     forwards = forwards_of(tiny, backend, 2)
     clock.restart()
-    start = clock._since
+    start = clock.since
     with torch.inference_mode():
         Pipeline(backend, clock).run(forwards)
     seconds = clock.snapshot()
-    assert sum(seconds.values()) == pytest.approx(clock._since - start, abs=1e-9)
+    assert sum(seconds.values()) == pytest.approx(clock.since - start, abs=1e-9)
     assert seconds[WAIT] >= 2 * NUM_LAYERS * 0.004
     assert seconds[MODEL] > 0
     spans = [span for span in clock.intervals if span.start_seconds >= start]
@@ -110,7 +110,7 @@ def test_results_at_once_are_not_waited_for(tiny: Tiny) -> None:
     clock, backend = StateClock(), Recorder()
     with torch.inference_mode():
         Pipeline(backend, clock).run(forwards_of(tiny, backend, 2))
-    assert backend.polled == 2 * NUM_LAYERS and clock._state == HOST
+    assert backend.polled == 2 * NUM_LAYERS and clock.state == HOST
     late = Recorder(polls={0: 3, 1: 3})
     run_order(tiny, late, 2)
     assert late.polled > backend.polled

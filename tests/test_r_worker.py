@@ -340,7 +340,7 @@ def test_bad_frames_of_the_served_one_change_nothing() -> None:
     """A replayed frame, payloads that lie about their shape or place: each is refused, and then the step ends."""
     with r_workers.listening() as (_, address):
         backend = opened(address)
-        conversation = backend.workers[0]._link  # type: ignore[attr-defined]
+        conversation = backend.workers[0].link  # type: ignore[attr-defined]
         mini_batch = ([(1, 0, 4, 1)], [])
         backend.begin_step(alone(contract.plan([mini_batch])))
         q, k, v = contract.rows(mini_batch, 0, 0)
@@ -365,7 +365,7 @@ def test_bad_frames_of_the_served_one_change_nothing() -> None:
         large = [np.array([(9, 0, 1 << 20, 1)], SPAN)] * 4
         plan = encode_plan(WorkerPlan(contract.plan([]).workers[0].controls, tuple(large)))
         assert "2,147,483,648 and" in refusal(lambda: conversation.send(Kind.PLAN, plan))
-        conversation._next_sent -= 1
+        conversation.next_sent -= 1
         assert "came before" in refusal(lambda: conversation.send(Kind.END))
         assert "another session" in refusal(lambda: conversation.send(Kind.END), epoch_offset=1)
         for layer in range(len(contract.LAYERS)):

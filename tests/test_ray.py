@@ -184,7 +184,7 @@ from fastdecode.cluster.ray.ray_backend import RayJob
 import time
 job = RayJob(2, 1, 64 << 20)
 job.start("127.0.0.1:9")
-print(job._process.pid, flush=True)
+print(job.process.pid, flush=True)
 time.sleep(600)
 """
     engine = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -204,7 +204,7 @@ def test_a_cluster_started_here_ends_with_its_job(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RAY_ADDRESS", "local")
     before = set(Path(tempfile.gettempdir()).glob("fd-ray-*"))
     job = RayJob(1, None, 64 << 20)
-    started = psutil.Process(job._process.pid).children(recursive=True)
+    started = psutil.Process(job.process.pid).children(recursive=True)
     try:
         assert (job.host, job.is_alone, job.security.encrypts) == ("127.0.0.1", True, False)
         assert len(started) > 1 and set(Path(tempfile.gettempdir()).glob("fd-ray-*")) > before

@@ -31,7 +31,7 @@ HOLD = """
     backend = contract.spawn()
     backend.open(contract.LAYOUT)
     contract.run(backend, contract.FIRST)
-    print(*(worker._link._process.pid for worker in backend.workers), flush=True)
+    print(*(worker.link.process.pid for worker in backend.workers), flush=True)
     if {busy}:
         backend.begin_step(contract.plan([([(9, 0, 50, 1)], [])]))
     time.sleep(1000)
@@ -62,7 +62,7 @@ def test_a_killed_worker_leaves_the_others_going(caplog: pytest.LogCaptureFixtur
         each.open(contract.LAYOUT)
         each.begin_step(contract.plan([mini_batch]))
         if each is backend:
-            backend.workers[1]._link._process.kill()  # type: ignore[attr-defined]
+            backend.workers[1].link.process.kill()  # type: ignore[attr-defined]
         for layer in range(len(contract.LAYERS)):
             each.submit(0, layer, *contract.rows(mini_batch, 0, layer))
             outputs.append(each.collect(0).copy())
@@ -95,7 +95,7 @@ def test_a_stopped_worker_is_waited_for() -> None:
     """SIGSTOP for half a second is no loss."""
     backend = contract.spawn()
     backend.open(contract.LAYOUT)
-    process = backend.workers[0]._link._process  # type: ignore[attr-defined]
+    process = backend.workers[0].link.process  # type: ignore[attr-defined]
     process.send_signal(signal.SIGSTOP)
     threading.Timer(0.5, process.send_signal, [signal.SIGCONT]).start()
     contract.run(backend, contract.FIRST)
@@ -108,7 +108,7 @@ def test_they_outlive_the_thread_that_started_them() -> None:
     thread.start()
     thread.join()
     contract.run(backend, contract.FIRST)
-    processes = [worker._link._process for worker in backend.workers]  # type: ignore[attr-defined]
+    processes = [worker.link.process for worker in backend.workers]  # type: ignore[attr-defined]
     backend.close()
     assert [process.returncode for process in processes] == [0, 0]
 
@@ -126,7 +126,7 @@ def test_each_has_its_cores() -> None:
     core = max(os.sched_getaffinity(0))
     backend = SpawnBackend([RWorkerSize(1 << 20, 1, (core,))], 16)
     (info,) = backend.open(contract.LAYOUT)
-    assert os.sched_getaffinity(backend.workers[0]._link._process.pid) == {core}  # type: ignore[attr-defined]
+    assert os.sched_getaffinity(backend.workers[0].link.process.pid) == {core}  # type: ignore[attr-defined]
     assert not info.own_cores and info.name == "spawn-0"
     backend.close()
 

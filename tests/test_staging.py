@@ -288,11 +288,11 @@ def test_model_time_is_the_compute_streams(tiny: Tiny, gpu: FakeGpu, scale: floa
     engine = Engine(tiny, FakeBackend())
     for step in range(2):
         engine.worker.clock.restart()
-        since = engine.worker.clock._since
+        since = engine.worker.clock.since
         engine.step([prompt(2 * step, [5, 6], 2)], [prompt(2 * step + 1, [7], 1)])
         seconds = engine.worker.clock.snapshot()
         assert gpu.synchronised == step + 1
-        assert sum(seconds.values()) == pytest.approx(engine.worker.clock._since - since, abs=1e-6)
+        assert sum(seconds.values()) == pytest.approx(engine.worker.clock.since - since, abs=1e-6)
         segments = 2 * (NUM_LAYERS + 1) + 1
         events_within = 2 * 2 * NUM_LAYERS + segments  # a send in all segments but the last of each mini-batch
         if clamped:
@@ -300,7 +300,7 @@ def test_model_time_is_the_compute_streams(tiny: Tiny, gpu: FakeGpu, scale: floa
         else:
             assert seconds[MODEL] == pytest.approx(events_within * 1e-3 * scale)
             assert seconds[WAIT] > seconds[MODEL]
-    assert engine.worker.clock._state == HOST
+    assert engine.worker.clock.state == HOST
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

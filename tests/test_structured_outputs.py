@@ -61,9 +61,9 @@ def test_grammars_are_prepared_in_any_thread(llm: LLM) -> None:
         threads.submit(found.prepare, form).result()
         with pytest.raises(RequestError, match="cannot be followed"):
             threads.submit(found.prepare, StructuredOutputsParams(regex="(")).result()
-    compiled = found._compiled.cache_info()
+    compiled = found.compiled.cache_info()
     assert found.matcher(form).logit_bias(256).max() == 0
-    assert found._compiled.cache_info().misses == compiled.misses
+    assert found.compiled.cache_info().misses == compiled.misses
 
 
 def params(form: StructuredOutputsParams, **options: Any) -> SamplingParams:

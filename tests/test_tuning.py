@@ -36,9 +36,9 @@ def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("FASTDECODE_ISA", raising=False)
     monkeypatch.delenv("FASTDECODE_READ_AHEAD", raising=False)
-    tuning._fastest.cache_clear()
+    tuning.measured_tuning.cache_clear()
     yield
-    tuning._fastest.cache_clear()
+    tuning.measured_tuning.cache_clear()
 
 
 def kept_file(folder: Path) -> Path:
@@ -54,8 +54,8 @@ def test_a_choice_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
     first = tuning.tuning()
     assert first.isa in SUPPORTED and first.read_ahead in READ_AHEAD
     assert json.loads(kept_file(tmp_path).read_text()) == {"isa": first.isa, "read_ahead": first.read_ahead}
-    tuning._fastest.cache_clear()
-    monkeypatch.setattr(tuning, "_fastest_isa", lambda: pytest.fail("measured again"))
+    tuning.measured_tuning.cache_clear()
+    monkeypatch.setattr(tuning, "fastest_isa", lambda: pytest.fail("measured again"))
     assert tuning.tuning() == first
 
 
@@ -65,7 +65,7 @@ def test_a_choice_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_kept_is_checked(kept: str, tmp_path: Path) -> None:
     first = tuning.tuning()
     kept_file(tmp_path).write_text(kept)
-    tuning._fastest.cache_clear()
+    tuning.measured_tuning.cache_clear()
     assert tuning.tuning().isa == first.isa
     assert json.loads(kept_file(tmp_path).read_text())["isa"] == first.isa
 
@@ -98,7 +98,7 @@ def test_the_faster_arithmetic_is_chosen_by_a_margin(
 
     monkeypatch.setattr(tuning, "_Trial", Trial)
     monkeypatch.setattr(tuning._rworker, "supported_isas", lambda: list(ISAS[:5]))
-    assert tuning._fastest_isa() == isa
+    assert tuning.fastest_isa() == isa
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_the_fastest_way_to_read_ahead_is_chosen_by_a_margin(
             return dict(zip(READ_AHEAD, rates, strict=True))[read_ahead]
 
     monkeypatch.setattr(tuning._rworker, "Peaks", Peaks)
-    assert tuning._fastest_read_ahead() == chosen
+    assert tuning.fastest_read_ahead() == chosen
 
 
 def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "_fastest_isa", lambda: pytest.fail("measured"))
+    monkeypatch.setattr(tuning, "fastest_isa", lambda: pytest.fail("measured"))
     monkeypatch.setenv("FASTDECODE_ISA", "scalar")
     monkeypatch.setenv("FASTDECODE_READ_AHEAD", "pages")
     assert tuning.tuning() == tuning.Tuning("scalar", "pages")

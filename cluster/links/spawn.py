@@ -53,7 +53,7 @@ class SpawnBackend(PoolBackend):
 
 
 class _SpawnedLink(SharedMemoryLink):
-    """The link to a process that it starts and ends."""
+    """The link to a ``process`` that it starts and ends."""
 
     def __init__(self, size: RWorkerSize, flags: Sequence[str] = ()) -> None:
         """``flags``: further ones of its command line."""
@@ -61,7 +61,7 @@ class _SpawnedLink(SharedMemoryLink):
         memory = make_memory()
         super().__init__(mine, memory, is_s_worker=True)
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*_command(size, theirs.fileno(), memory), *flags],
                 pass_fds=(theirs.fileno(), memory),
                 stdin=subprocess.DEVNULL,
@@ -88,19 +88,19 @@ class _SpawnedLink(SharedMemoryLink):
         """See ``Link.close``; the process ends when it sees its socket close."""
         super().close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
+            self.process.wait(END_SECONDS)
             return
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def _gone(self, error: ConnectionError) -> ConnectionError:
         how_it_ended = "" if isinstance(error, SilenceError) else self._how_it_ended()
-        self._process.kill()
+        self.process.kill()
         return ConnectionError(how_it_ended or str(error))
 
     def _how_it_ended(self) -> str:
         try:
-            status = self._process.wait(EXIT_SECONDS)
+            status = self.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return ""
         return f"its process was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with {status}"

@@ -50,7 +50,7 @@ def tuning() -> Tuning:
     isa, read_ahead = forced_isa(), forced_read_ahead()
     if "auto" not in (isa, read_ahead):
         return Tuning(isa, read_ahead)
-    fastest = _fastest()
+    fastest = measured_tuning()
     return Tuning(fastest.isa if isa == "auto" else isa, fastest.read_ahead if read_ahead == "auto" else read_ahead)
 
 
@@ -71,7 +71,7 @@ def forced_read_ahead() -> str:
 
 
 @functools.cache
-def _fastest() -> Tuning:
+def measured_tuning() -> Tuning:
     """From the cache folder, or measured and stored there."""
     path = _cache_path()
     try:
@@ -80,12 +80,12 @@ def _fastest() -> Tuning:
             return kept
     except (OSError, ValueError, TypeError):
         pass
-    measured = Tuning(_fastest_isa(), _fastest_read_ahead())
+    measured = Tuning(fastest_isa(), fastest_read_ahead())
     _keep(path, measured)
     return measured
 
 
-def _fastest_isa() -> str:
+def fastest_isa() -> str:
     """The newest here, or the one before: a product of bfloat16 pairs takes two cycles on some processors, one of
     float32 half."""
     best = _rworker.supported_isas()[-1]
@@ -96,7 +96,7 @@ def _fastest_isa() -> str:
     return "avx512_vnni" if seconds["avx512_vnni"] < MARGIN * seconds[best] else best
 
 
-def _fastest_read_ahead() -> str:
+def fastest_read_ahead() -> str:
     """One ascending run starts the hardware's own streams on some processors, and some have more buffers for lines on
     their way into the second-level cache; others read eight pages faster."""
     peaks = _rworker.Peaks(num_threads=1, num_bytes=READ_BYTES)

@@ -66,7 +66,7 @@ class RayJob:
         secret = read_secret(key_file) if key_file else secrets.token_hex(32).encode()
         self.count = count
         self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-c", CODE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -98,28 +98,28 @@ class RayJob:
 
     def end(self) -> None:
         """End the actors; may be called twice."""
-        if self._process.stdin:
+        if self.process.stdin:
             with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+                self.process.stdin.close()
         try:
-            self._process.wait(END_SECONDS)
+            self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
     def _tell(self, what: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # ``_next`` says why it ended
-            print(json.dumps(what), file=self._process.stdin, flush=True)
+            print(json.dumps(what), file=self.process.stdin, flush=True)
 
     def _listen(self) -> None:
-        for line in self._process.stdout or ():
+        for line in self.process.stdout or ():
             self._said.put(json.loads(line))
         self._said.put(None)
 
     def _next(self, timeout_seconds: float | None) -> dict[str, Any]:
         said = self._said.get(timeout=timeout_seconds)
         if said is None:
-            raise BackendError(f"the process that speaks with Ray has ended with status {self._process.wait()}")
+            raise BackendError(f"the process that speaks with Ray has ended with status {self.process.wait()}")
         if "refused" in said:
             raise ERRORS.get(said["refused"], BackendError)(said["message"])
         return said

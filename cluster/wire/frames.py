@@ -104,13 +104,14 @@ class Channel(Protocol):
 
 
 class Conversation:
-    """Numbered frames over one channel; a frame of another session, or one out of order, is refused."""
+    """Numbered frames over one channel; a frame of another session, or one out of order, is refused. ``next_sent`` is
+    the number of the next frame to send."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.read_into = channel.read_into
         self.epoch = 0
-        self._next_sent = self._least_received = 0
+        self.next_sent = self._least_received = 0
 
     def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
         """Send one frame; the parts are C-contiguous buffers."""
@@ -118,7 +119,7 @@ class Conversation:
         if max(lengths, default=0) > FRAME_LIMIT:
             raise FrameError(f"a part of {max(lengths):,} bytes is more than a frame may hold ({FRAME_LIMIT:,})")
         header = self._header(kind, mini_batch, layer, lengths)
-        self._next_sent += 1
+        self.next_sent += 1
         self.channel.send([header, *parts])
 
     def receive(self, timeout_seconds: float) -> Frame | None:
@@ -156,7 +157,7 @@ class Conversation:
 
     def _header(self, kind: Kind, mini_batch: int, layer: int, lengths: Sequence[int]) -> bytes:
         padded = (*lengths, *(0,) * (MAX_PARTS - len(lengths)))
-        return HEADER.pack(MAGIC, VERSION, kind, self.epoch, self._next_sent, mini_batch, layer, *padded)
+        return HEADER.pack(MAGIC, VERSION, kind, self.epoch, self.next_sent, mini_batch, layer, *padded)
 
 
 def decode(header: bytes) -> Frame:

@@ -40,33 +40,34 @@ class Interval(NamedTuple):
 
 @dataclass
 class StateClock:
-    """Accumulates seconds per state; keeps every interval while ``recording``."""
+    """Accumulates seconds per state; keeps every interval while ``recording``. It has been in ``state`` since the
+    moment ``since``, in seconds."""
 
     recording: bool = False
     seconds: dict[str, float] = field(default_factory=lambda: {MODEL: 0.0, WAIT: 0.0, HOST: 0.0})
     intervals: list[Interval] = field(default_factory=list)
-    _state: str = HOST
+    state: str = HOST
     _mini_batch: int = -1
     _layer: int = -1
-    _since: float = field(default_factory=time.perf_counter)
+    since: float = field(default_factory=time.perf_counter)
 
     def enter(self, state: str, mini_batch: int = -1, layer: int = -1) -> float:
         """Leave the present state for ``state`` and return the moment of change, in seconds."""
         now = time.perf_counter()
-        self.seconds[self._state] += now - self._since
+        self.seconds[self.state] += now - self.since
         if self.recording:
-            self.intervals.append(Interval(self._state, self._mini_batch, self._layer, self._since, now))
-        self._state, self._mini_batch, self._layer, self._since = state, mini_batch, layer, now
+            self.intervals.append(Interval(self.state, self._mini_batch, self._layer, self.since, now))
+        self.state, self._mini_batch, self._layer, self.since = state, mini_batch, layer, now
         return now
 
     def restart(self) -> None:
         """Begin counting anew, in the host state, from now."""
         self.seconds = {MODEL: 0.0, WAIT: 0.0, HOST: 0.0}
-        self._state, self._mini_batch, self._layer, self._since = HOST, -1, -1, time.perf_counter()
+        self.state, self._mini_batch, self._layer, self.since = HOST, -1, -1, time.perf_counter()
 
     def snapshot(self) -> dict[str, float]:
         """Seconds per state up to now."""
-        self.enter(self._state, self._mini_batch, self._layer)
+        self.enter(self.state, self._mini_batch, self._layer)
         return dict(self.seconds)
 
 

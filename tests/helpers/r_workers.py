@@ -53,4 +53,4 @@ def pool_of(engine: LLMEngine) -> Any:
 def spawned_pids(llm: LLM) -> list[int]:
     """Process ids of the R-workers that ``llm`` has started."""
     workers = [worker for worker in pool_of(llm.engine).workers if isinstance(worker, RemoteWorker)]
-    return [worker._link._process.pid for worker in workers]
+    return [worker.link.process.pid for worker in workers]
