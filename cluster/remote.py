@@ -311,8 +311,8 @@ def _kv_address(name: str, kv_port: str, address: str) -> str:
 
 
 def _clock_offset(ping: Callable[[], float]) -> float:
-    """The worker's clock, which ``ping`` tells, minus ours in seconds, by the quickest of NUM_PINGS; 0 where both may be
-    the same."""
+    """The worker's clock, which ``ping`` tells, minus ours in seconds, by the quickest of NUM_PINGS; 0 where both may
+    be the same."""
     rounds = []
     for _ in range(NUM_PINGS):
         asked = time.perf_counter()

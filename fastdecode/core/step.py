@@ -109,7 +109,7 @@ class MiniBatch:
         tokens = [token for chunk in listed for token in chunk.token_ids]
         reads = [(index, *read) for index, chunk in enumerate(listed) for read in chunk.reads]
         records = np.array([chunk.record for chunk in listed], CHUNK)
-        return MiniBatch(records, np.array(tokens, np.int64), np.array(reads, READ) if reads else NO_READS)
+        return MiniBatch(records, np.array(tokens, np.int64), np.array(reads, READ))
 
     @staticmethod
     def sorted(parts: Sequence[MiniBatch]) -> MiniBatch:
@@ -154,7 +154,7 @@ class MiniBatch:
             end += num_rows
             if fields["cache_id"] == fields["sequence_id"]:
                 fields["cache_id"] = None
-            mine = self.reads[self.reads["chunk"] == index] if len(self.reads) else NO_READS
+            mine = self.reads[self.reads["chunk"] == index]
             reads = tuple(mine[["worker", "range_id", "start"]].tolist())
             yield Chunk(token_ids=tokens[end - num_rows : end], reads=reads, **fields)
 

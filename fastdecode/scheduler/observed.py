@@ -10,7 +10,8 @@ from typing import Protocol
 from fastdecode.core.step import ScheduledStep
 
 MOST_PROMPT_ROWS = 0.05
-"""Of the KV tokens attended: more rows of prompts, which R-workers store, would count as slowness."""
+"""The most rows of prompts, as a part of the KV tokens attended: more rows of prompts, which R-workers store, would
+count as slowness."""
 
 
 @dataclass(frozen=True)

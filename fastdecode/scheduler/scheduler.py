@@ -37,7 +37,7 @@ class SchedulerStatistics:
     drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def since(self, before: SchedulerStatistics) -> SchedulerStatistics:
-        """What was counted after ``before``."""
+        """Return what was counted after ``before``."""
         return SchedulerStatistics(
             self.prefix_queries - before.prefix_queries,
             self.prefix_hit_tokens - before.prefix_hit_tokens,
@@ -94,19 +94,20 @@ class Scheduler:
         return bool(len(self.queue) or len(self._residents))
 
     def snapshot(self, with_sequences: bool = True) -> Snapshot:
-        """What is known at this moment, as a value; ``with_sequences``: thousands of these take milliseconds."""
+        """Return what is known at this moment, as a value; ``with_sequences``: thousands of these take milliseconds."""
         return take_snapshot(self.store, self.queue, with_sequences)
 
     @property
     def statistics(self) -> SchedulerStatistics:
-        """What was counted since the start."""
+        """The counts since the start."""
         cache = self.store.prefixes
         return SchedulerStatistics(
             cache.num_queries, cache.num_hit_tokens, self.lifecycle.num_preemptions, self.drafts.counts.copy()
         )
 
     def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
-        """How long ``step`` took: each R-worker's part of the load, moves, and the limit where none is given, follow.
+        """Learn from how long ``step`` took: each R-worker's part of the load, moves and, where none is given, the
+        limit.
 
         ``wait_seconds``: the S-worker's for R-workers. ``r_seconds``: busy, of each R-worker.
         """
@@ -198,7 +199,7 @@ class Scheduler:
             self.queue.discard(sequence)
 
     def _most_rows(self) -> int:
-        """Of this step, prompts' included."""
+        """Return the most rows of this step, prompts' included."""
         seats, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
         control = self.admission.load_control
         if not control.bounds_rows:

@@ -94,7 +94,7 @@ class ChunkCutter:
         self._budget = budget
 
     def rows_for(self, num_left: int) -> int:
-        """How many of a prompt's ``num_left`` tokens would go into this step."""
+        """Return how many of a prompt's ``num_left`` tokens would go into this step."""
         if self._prefill is Prefill.UNBOUNDED:
             return num_left
         if self._prefill is not Prefill.CHUNKED and num_left > self._budget and self.chunks:

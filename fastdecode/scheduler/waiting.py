@@ -18,7 +18,7 @@ class WaitingQueue:
         self._following: dict[int, list[Sequence]] = {}
 
     def __len__(self) -> int:
-        """Those who wait, followers included."""
+        """Return how many wait, followers included."""
         return len(self._waiting) + sum(map(len, self._following.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -27,7 +27,7 @@ class WaitingQueue:
 
     @property
     def all(self) -> list[Sequence]:
-        """Those who wait, followers included, in no order."""
+        """All that wait, followers included, in no order."""
         return [*self._waiting, *(follower for group in self._following.values() for follower in group)]
 
     def push(self, sequence: Sequence) -> None:

@@ -55,8 +55,11 @@ class Attendance:
 
 
 class _Choice:
-    """What two R-workers hold, ``homes`` and ``copies``, int64 [n]; ``tokens``: float64 [n], what each attends;
-    ``on_second``: bool [n], where."""
+    """Chooses the R-worker that attends each of n things, tails or closed segments, which two R-workers hold.
+
+    ``homes`` and ``seconds``, int64 [n], hold them; ``tokens``, float64 [n], are what each attends; ``on_second``, bool
+    [n], says which of the two attends.
+    """
 
     def __init__(self, homes: np.ndarray, seconds: np.ndarray, tokens: np.ndarray, on_second: np.ndarray) -> None:
         self._holders = np.column_stack([homes, seconds])
@@ -88,8 +91,11 @@ class _Choice:
         return self._holders[np.arange(len(self.on_second)), 1 - self.on_second.astype(np.int64)]
 
     def _best_change(self, busiest: int, seconds: np.ndarray, speeds: np.ndarray) -> tuple[int, ...] | None:
-        """Of a row of the busiest R-worker that goes to its other holder, alone or with one from there that goes on to
-        its own other holder, what leaves the least to the busiest of those it touches; None where nothing helps."""
+        """Return the change that leaves the least to the busiest of the R-workers it touches; None where nothing helps.
+
+        One thing of the busiest R-worker goes to its other holder, alone or with one from there that goes on to its own
+        other holder.
+        """
         attending, others, tokens = self._attending, self._others, self._tokens
         mine = np.flatnonzero(attending == busiest)
         if not len(mine):

@@ -12,7 +12,7 @@ LEVEL_RATE = 1 / 16
 """Weight of the last step in what a step takes now: noise falls to a fifth, and drift is followed in seconds."""
 
 MOST_JUMP = 0.5
-"""Of a step's time, above what was expected at most: more is a pause of the machine, and counts as this."""
+"""The most of a step's time above what was expected: more is a pause of the machine, and counts as this."""
 
 SLOPE_MEMORY = 2.0
 """Squared relative changes of the rows that a slope rests on: two doublings, or 32 trials of a quarter. Steps with the
@@ -38,7 +38,7 @@ SAME_LOAD = 0.02
 
 
 class RowCost:
-    """What a step of so many rows takes, in any unit: level + slope · (x - rows).
+    """The time that a step of so many rows takes, in any unit: level + slope · (x - rows).
 
     Level and rows are means of the last steps. The slope is fitted to the changes from step to step, and lies between
     0, the same for any number of rows, and level / rows, in proportion to them. Beyond the most rows that were seen

@@ -32,7 +32,7 @@ LEAST_GAIN = 0.02
 """Below it no drafts: the forecast is no better, and drafts cost the host a little."""
 
 TRIAL_COST = 0.005
-"""Of all time, what trials take: they come as often as they are cheap."""
+"""The part of all time that trials take: they come as often as they are cheap."""
 
 LEAST_TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
 """From one trial to the next: text that begins to repeat is to be noticed soon, and where no drafts would pay, a change
@@ -88,7 +88,8 @@ class BalancedDrafts:
         self._wanted, self._filled = 0, 1.0
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """Of each sequence, from its own drafts and, as long as those are few, from all sequences'."""
+        """Return the acceptance of each sequence, from its own drafts and, as long as those are few, from all
+        sequences'."""
         self._pooled = (float(kept.sum()) + POOL_WEIGHT * PRIOR) / (float(tried.sum()) + POOL_WEIGHT)
         return (kept + PRIOR_WEIGHT * self._pooled) / (tried + PRIOR_WEIGHT)
 
@@ -134,7 +135,8 @@ class BalancedDrafts:
             self._drafting.observe(num_sequences, seconds / num_passes)
 
     def _trial(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
-        """As if nothing were known of sequences with low acceptance, and slopes were small; sets the next trial."""
+        """Choose as if nothing were known of sequences with low acceptance, and slopes were small; sets the next
+        trial."""
         low = acceptance < PRIOR
         hopeful, few = np.where(low, PRIOR, acceptance), np.where(low, np.minimum(most, 1), most)
         usual = int(self._best(acceptance, most, num_tokens, kv_loads).sum())
@@ -158,7 +160,7 @@ class BalancedDrafts:
         optimism: float = 0.0,
         budget: int | None = None,
     ) -> np.ndarray:
-        """Of draft tokens in falling order of their chances, as many as give the most tokens per second."""
+        """Choose, of draft tokens in falling order of their chances, as many as give the most tokens per second."""
         num_sequences, width = len(acceptance), self._most_drafts
         chances = np.empty((num_sequences, width))
         chances[:] = np.minimum(acceptance, 1.0)[:, None]
@@ -185,7 +187,7 @@ class BalancedDrafts:
     def _seconds(
         self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray, optimism: float = 0.0
     ) -> np.ndarray:
-        """Of a step with ``more`` rows than ``num_tokens``, float64 [...], none above ``most_more``."""
+        """Return the time of a step with ``more`` rows than ``num_tokens``, float64 [...], none above ``most_more``."""
         if self._given:
             return self._given.at(num_tokens, more, most_more, kv_loads)
         s_part = self._s_part.at(num_tokens + more, optimism)

@@ -17,7 +17,8 @@ from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.store import Store
 
 KEPT = 0.9
-"""Of what was counted, after each verification: the last ten or so say how likely a sequence's drafts are accepted."""
+"""The part of earlier counts that counts after another verification: the last ten or so say how likely a sequence's
+drafts are accepted."""
 
 
 @dataclass
@@ -35,7 +36,8 @@ class DraftCounts:
         return sum(self.num_accepted_tokens_per_pos)
 
     def figures(self) -> dict[str, Any]:
-        """As ``bench throughput`` and ``simulate`` write them; ``mean_accepted_length``: of one verification."""
+        """Return the figures as ``bench throughput`` and ``simulate`` write them; ``mean_accepted_length``: of one
+        verification."""
         accepted = self.num_accepted_tokens
         return {
             "drafts": self.num_drafts,
@@ -54,7 +56,7 @@ class DraftCounts:
             self.num_accepted_tokens_per_pos[place] += 1
 
     def since(self, before: DraftCounts) -> DraftCounts:
-        """What was counted after ``before``."""
+        """Return what was counted after ``before``."""
         return DraftCounts(
             list(map(int.__sub__, self.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos)),
             self.num_drafts - before.num_drafts,
@@ -62,7 +64,7 @@ class DraftCounts:
         )
 
     def copy(self) -> DraftCounts:
-        """As it is now."""
+        """Return the counts as they are now."""
         return DraftCounts(list(self.num_accepted_tokens_per_pos), self.num_drafts, self.num_draft_tokens)
 
 
@@ -91,7 +93,7 @@ class Drafts:
             self.policy.observe(step.num_tokens, num_sequences, step.kv_loads, *seconds)
 
     def wanted(self) -> dict[int, int]:
-        """How many draft tokens each sequence is to get, of those that decode and are to get any.
+        """Return how many draft tokens each sequence is to get, of those that decode and are to get any.
 
         Their blocks are granted, until the step that verifies them has ended.
         """

@@ -31,11 +31,11 @@ class Future:
         self._forecast = None
 
     def learn_lengths(self) -> None:
-        """Those that run now say how long outputs are at least."""
+        """Learn from those that run now how long outputs are at least."""
         self.output_lengths.running(self._table.num_outputs(self._table.rows))
 
     def forecast(self) -> LoadForecast:
-        """The load of the coming steps, made once a step, with all that started since."""
+        """Return the load of the coming steps, made once a step, with all that started since."""
         if self._forecast is None:
             table, rows = self._table, self._table.rows
             left = self.steps_left(rows)
@@ -54,35 +54,36 @@ class Future:
         return self._forecast
 
     def forecast_anew(self) -> LoadForecast:
-        """The load of the coming steps as it is now, between two steps."""
+        """Return the load of the coming steps as it is now, between two steps."""
         self._table.refresh()
         self._forecast = None
         return self.forecast()
 
     def steps_left(self, rows: np.ndarray) -> np.ndarray:
-        """Steps that each of these rows of the table is expected to decode yet: int64 [n]."""
+        """Return the steps that each of these rows of the table is expected to decode yet: int64 [n]."""
         num_outputs = self._table.num_outputs(rows)
         return self.output_lengths.expected(num_outputs, self._table.max_tokens[rows]) - num_outputs
 
     def going_on(self, sequence: Sequence) -> Newcomer:
-        """``sequence`` for the steps that it has to go, from now on."""
+        """Return ``sequence`` as a newcomer for the steps that it has to go, from now on."""
         outputs = len(sequence.output_token_ids)  # of one that lost segments fewer are cached
         expected = int(self.output_lengths.expected(np.array([outputs]), np.array([sequence.max_tokens]))[0])
         return Newcomer(0, sequence.num_tokens - 1, 0, expected - outputs)
 
     def newcomer(self, sequence: Sequence, worker: int = 0, taken_over: int = -1) -> Newcomer:
-        """``sequence`` as it would start on ``worker``, after a cached prefix of ``taken_over`` tokens; -1: without."""
+        """Return ``sequence`` as it would start on ``worker``, after a cached prefix of ``taken_over`` tokens; -1:
+        without."""
         attends = taken_over >= 0 or sequence.num_prefill > self._residents.scratch_free
         return self._newcomer(sequence, worker, attends, max(taken_over, 0))
 
     def in_segments(self, newcomer: Newcomer, segments: list[Segment]) -> Newcomer:
-        """``newcomer`` with all its ``segments``; those that are lost have no load."""
+        """Return ``newcomer`` with all its ``segments``; those that are lost have no load."""
         *others, last = segments
         reads = tuple((each.home, self._table.segment_tokens) for each in others if each.copies)
         return replace(newcomer, worker=last.home, base=last.start, reads=reads)
 
     def outlook(self, load_limit: int) -> Outlook:
-        """The rest of the run, as far as those that wait by now go. ``load_limit``: KV tokens of a step."""
+        """Return the rest of the run, as far as those that wait by now go. ``load_limit``: KV tokens of a step."""
         weight = 1
         while len(self._queue) > weight * SAMPLE:
             weight *= 2

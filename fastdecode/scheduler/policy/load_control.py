@@ -15,13 +15,13 @@ SLACK = 1.04
 """A user's limit over the schedule's peak: with less, chance keeps newcomers back, and they come as a wave later."""
 
 KEPT_PART = 1 / 16
-"""Of a sequence's life, what it earns in which is kept while newcomers wait for room: more would start as a wave."""
+"""The part of a sequence's life whose earnings are kept while newcomers wait for room: more would start as a wave."""
 
 TOLERANCE = 0.015
 """Spreading the starts may take this part longer and still counts as worth it: its steps are even."""
 
 KEPT_PER_NEWCOMER = 0.999
-"""What of newcomers counts after another one: about the last 1,000 do."""
+"""The part of earlier newcomers that counts after another one: about the last 1,000 do."""
 
 FILLING = 1 / 8
 """Part of all seats that are free where prompts have all of the token budget."""
@@ -105,8 +105,8 @@ class LoadControl:
         return not limit.is_strict and not self._is_paced and limit.tokens is not None and knows_newcomers
 
     def most_rows(self, kv_loads: np.ndarray, free_seats: float, num_seats: int, token_budget: int) -> int:
-        """Of a step that attends ``kv_loads``, float64 [num_workers], prompts' included; ``free_seats``: the part
-        of all seats that no sequence decodes in."""
+        """Return the most rows of a step that attends ``kv_loads``, float64 [num_workers], prompts' included;
+        ``free_seats``: the part of all seats that no sequence decodes in."""
         if not self.bounds_rows:
             return token_budget
         present = self._limit.shares > 0
@@ -155,7 +155,7 @@ class LoadControl:
         self._steps_paced += 1
 
     def _interval(self, head: Newcomer) -> float:
-        """F."""
+        """Return F, the steps from one micro-batch to the next."""
         if self._interval_steps is not None:
             return self._interval_steps
         steps, prompt_rows = head.kv_area / (self._limit.tokens or 1), head.num_prefill * (1 + head.num_siblings)

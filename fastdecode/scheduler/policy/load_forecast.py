@@ -151,7 +151,7 @@ class LoadForecast:
         return float(self._peaks_with(newcomer, self.loads[worker]))
 
     def peaks_with(self, newcomer: Newcomer) -> np.ndarray:
-        """The same for every R-worker, were the newcomer there: float64 [num_workers]."""
+        """Return the same for every R-worker, were the newcomer there: float64 [num_workers]."""
         return self._peaks_with(newcomer, self.loads)
 
     def _peaks_with(self, newcomer: Newcomer, loads: np.ndarray) -> np.ndarray:
@@ -168,7 +168,7 @@ class LoadForecast:
         return peaks
 
     def met_by(self, newcomer: Newcomer) -> Meeting:
-        """What the new sequence would meet on each R-worker, in sampled steps that stand for all of its own."""
+        """Return what the new sequence would meet on each R-worker, in sampled steps that stand for all of its own."""
         start = self.first_decode(newcomer)
         first, last = -(-start // self._stride), -(-(start + newcomer.decode_steps) // self._stride)
         steps = np.arange(first, max(last, first + 1)) * self._stride - start
@@ -235,7 +235,8 @@ def placement_costs(
     hit_tokens: Mapping[int, int],
     row_kv_tokens: float,
 ) -> np.ndarray:
-    """What ``newcomer`` costs on each R-worker, as KV tokens that one of mean speed would attend more in each step.
+    """Return what ``newcomer`` costs on each R-worker, as KV tokens that one of mean speed would attend more in each
+    step.
 
     The load that is coming counts, not the one that is here: what a placement does to an R-worker shows a whole output
     later. So an R-worker costs the time of those steps in which the newcomer will be there, each weighted by what the

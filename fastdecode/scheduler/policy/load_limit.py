@@ -18,7 +18,7 @@ NUM_STEPS = 20
 """Decode steps that are measured."""
 
 ROUNDING = 1 + 1e-12
-"""What is shared adds up to all of it: else a sequence that just fits would not."""
+"""Shares add up to all of it by this: else a sequence that just fits would not."""
 
 
 class LoadLimit:
@@ -97,7 +97,7 @@ class LoadLimit:
         return all(forecast().peak_with(newcomer, each) <= limits[each] for each in holders)
 
     def fits_where(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> np.ndarray:
-        """The same for every R-worker, were ``newcomer`` there: bool [num_workers]."""
+        """Return the same for every R-worker, were ``newcomer`` there: bool [num_workers]."""
         if not self.is_strict:
             return np.ones(len(self.shares), bool)
         return forecast().peaks_with(newcomer) <= self.of_workers

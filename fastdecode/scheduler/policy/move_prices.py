@@ -14,13 +14,13 @@ KEPT_OF_RARE = 0.995
 """The part of the past that counts of starts after another step; they are rare."""
 
 NEVER = 1 << 30
-"""Steps, where nothing starts."""
+"""The steps until newcomers come, where nothing starts."""
 
 UNEVEN = 0.02
 """Part of a step that the busiest R-worker must cost above the mean one: less is not worth a look."""
 
 SHARE = 0.05
-"""Of the steps' time, what corrections may take."""
+"""The part of the steps' time that corrections may take."""
 
 MOST_STEPS = 8.0
 """Steps in whose time one correction must be done: decodes wait for it, each as much longer for its next token."""
@@ -64,7 +64,7 @@ class MovePrices:
         self._pause = max(0, self._pause - 1)
 
     def note_newcomers(self, num_starts: int, num_prompt_rows: int) -> None:
-        """What began in this step."""
+        """Count what began in this step."""
         self._begun.add(num_starts, num_prompt_rows, 1.0)
 
     def steps_to_bring(self, kv_tokens: float) -> int:
@@ -92,13 +92,14 @@ class MovePrices:
 
     @property
     def seconds_per_token(self) -> float:
-        """What a step takes an R-worker of mean speed per KV token that it attends; 1 before enough was seen."""
+        """The seconds that a step takes an R-worker of mean speed per KV token that it attends; 1 before enough was
+        seen."""
         known = self._seen.sums[0] >= LEAST_SECONDS and self._seen.sums[1] > 0
         return self._seen.ratio(0, 1) if known else 1.0
 
     @property
     def most_tokens(self) -> float:
-        """That a correction may move."""
+        """The most tokens that a correction may move."""
         return MOST_STEPS * self._seen.ratio(4, 3) / max(self._price.per_token, 1e-300)
 
     def looked(self, found: bool) -> None:
@@ -150,7 +151,8 @@ class SharedPeak:
         self._paid_by_one_more = np.pad(np.cumsum(slices / (num_above + 1), axis=1), ((0, 0), (1, 0)))
 
     def excess(self) -> np.ndarray:
-        """What each R-worker pays above the mean one, seconds over all steps looked at: float64 [num_workers]."""
+        """Return what each R-worker pays above the mean one, seconds over all steps looked at: float64
+        [num_workers]."""
         means = self.times.mean(axis=0)
         own = [
             np.interp(times, heights, paid) - np.interp(mean, heights, paid)

@@ -109,7 +109,7 @@ class OutputLengths:
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """What is known of the rest of a run, in steps and KV tokens.
+    """All that is known of the rest of a run, in steps and KV tokens.
 
     ``loads``: of those that run, float64 [steps]. ``ends``: in how many steps each of them ends, int64 [n].
     ``num_prefill`` and ``decode_steps``: of waiting requests in their order, int64 [m], each standing for ``weight``;
@@ -134,7 +134,7 @@ class Outlook:
 
     @property
     def spread(self) -> float:
-        """The same if starts are paid for by the limit, step by step."""
+        """Return the same if starts are paid for by the limit, step by step."""
         areas = self.weight * (self.num_prefill * self.decode_steps + self.decode_steps * (self.decode_steps + 1) // 2)
         return self._seconds((np.cumsum(areas) - areas) / self.limit)
 

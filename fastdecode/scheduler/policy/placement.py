@@ -32,14 +32,14 @@ class HomePlacement:
         self._speeds, self._num_present = np.zeros(0), 1
 
     def begin_step(self) -> None:
-        """What is compared over all R-workers is made once a step."""
+        """Make once a step what is compared over all R-workers."""
         self.available = self._workers.available
         self.capacities = self._room.capacities()
         self._speeds, self._num_present = self._workers.speeds.lasting, max(1, len(self._workers.present))
 
     def costs(self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
-        """What ``sequence``, that is ``newcomer``, costs on each R-worker: float64 [num_workers]; infinite on those
-        that drain if it could run elsewhere."""
+        """Return what ``sequence``, that is ``newcomer``, costs on each R-worker: float64 [num_workers]; infinite on
+        those that drain if it could run elsewhere."""
         hit_tokens = {worker: hit[0] * self._workers.block_size for worker, hit in hits.items()}
         forecast = self._future.forecast()
         row_kv_tokens = self._row_kv_tokens(forecast)
@@ -51,7 +51,7 @@ class HomePlacement:
     def best_first(
         self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, Hit], costs: np.ndarray
     ) -> Iterator[int]:
-        """Where ``sequence`` may start, best first: by ``costs``, and only where these are finite.
+        """Yield where ``sequence`` may start, best first: by ``costs``, and only where these are finite.
 
         Among equals the one with most blocks available comes first. After the best only those that have room.
         """
@@ -64,7 +64,7 @@ class HomePlacement:
         yield from order[(able & np.isfinite(costs))[order]].tolist()
 
     def cheapest(self, workers: list[int], sequence: Sequence) -> int:
-        """Of ``workers`` where ``sequence``, which runs, will meet least, as if it started there."""
+        """Return that one of ``workers`` where ``sequence``, which runs, will meet least, as if it started there."""
         forecast, newcomer = self._future.forecast_anew(), self._future.going_on(sequence)
         costs = placement_costs(forecast, newcomer, self._workers.speeds.lasting, self._room.capacities(), {}, 1.0)
         return min(workers, key=lambda worker: costs[worker])
@@ -92,7 +92,8 @@ class CopyPlacement:
         self._needs, self._room, self._future = needs, room, future
 
     def beside(self, sequence: Sequence, home: int, hit: Hit | None, costs: np.ndarray) -> int | None:
-        """Where the second copy of ``sequence`` begins with it; -1: it gets none now, None: it has to wait for room.
+        """Return where the second copy of ``sequence`` begins with it; -1: it gets none now, None: it has to wait for
+        room.
 
         What goes on from a cached prefix begins with two copies where the prefix has two; else it gets its second one
         once it decodes.
@@ -107,7 +108,7 @@ class CopyPlacement:
         return self._choose(home, self._room.could_hold(sequence), self._needs.at_start(sequence), costs)
 
     def later(self, sequence: Sequence, segment: Segment) -> int:
-        """Where the second copy of ``segment``, of ``sequence``, which decodes, can go now; -1: nowhere."""
+        """Return where the second copy of ``segment``, of ``sequence``, which decodes, can go now; -1: nowhere."""
         met = self._future.forecast_anew().met_by(self._future.going_on(sequence))
         costs = met.means / np.maximum(self._workers.speeds.lasting, 1e-300)
         num_blocks = segment.num_blocks + (segment is sequence.tail)
@@ -193,7 +194,8 @@ class SegmentPlacement:
         return [Segment(cache_id, start, blocks, [Copy(worker)]) for cache_id, start, blocks, worker in each]
 
     def next_tail(self, sequence: Sequence) -> tuple[int, bool]:
-        """Where ``sequence``, which decodes and whose tail is whole, goes on, and whether there is a block for it."""
+        """Return where ``sequence``, which decodes and whose tail is whole, goes on, and whether there is a block for
+        it."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         most = self._needs.sizes_at_end(sequence)[sequence.num_closed + 1]
         capacities = self._room.left_for(sequence)

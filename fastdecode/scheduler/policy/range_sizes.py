@@ -24,8 +24,8 @@ def pool_holds(sizes: Sequence[Size], capacities: np.ndarray) -> bool:
 
 
 def slots_beside(other: np.ndarray, whole: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """How many ranges of size ``whole`` the pool holds beside one of size ``other`` on each R-worker: [num_workers], -1
-    where that one does not fit.
+    """Return how many ranges of size ``whole`` the pool holds beside one of size ``other`` on each R-worker:
+    [num_workers], -1 where that one does not fit.
 
     They do wherever they are put one after the other: what is left beside as many as fit is always the same. ``left``:
     [num_workers, as many as a size has].
@@ -75,7 +75,7 @@ def place_ranges(
 
 
 def sizes_of(num_tokens: int, range_tokens: int, block_size: int) -> list[Size]:
-    """Of each range of a sequence of ``num_tokens``."""
+    """Return the size of each range of a sequence of ``num_tokens``."""
     tokens = [min(range_tokens, num_tokens - start) for start in starts(num_tokens, range_tokens)]
     return [(-(-each // block_size), each) for each in tokens]
 

@@ -16,8 +16,8 @@ from fastdecode.scheduler.store.store import Store
 
 
 class Room:
-    """What R-workers have room for. A sequence has no more segments on one than it could fill there were it alone, so
-    that the oldest can always go on."""
+    """Says what R-workers have room for. A sequence has no more segments on one than it could fill there were it alone,
+    so that the oldest can always go on."""
 
     def __init__(self, needs: Needs, limits: Limits, store: Store, load_limit: LoadLimit) -> None:
         self._needs, self._max_num_seqs = needs, limits.max_num_seqs
@@ -66,8 +66,8 @@ class Room:
         return bool(enough and self.could_hold(sequence, worker))
 
     def to_begin_where(self, sequence: Sequence, available: np.ndarray) -> np.ndarray:
-        """The same of every R-worker without a hit, but for the load limit: bool [num_workers]. ``available``: blocks,
-        int64 [num_workers]."""
+        """Return the same of every R-worker without a hit, but for the load limit: bool [num_workers]. ``available``:
+        blocks, int64 [num_workers]."""
         able = self._leaves_a_block(self._needs.at_start(sequence), self._workers.num_sequences, available)
         return able & (self._needs.at_most(sequence) <= self._workers.num_blocks)
 
@@ -97,7 +97,7 @@ class Room:
         return np.minimum(self.capacities(), self._load_limit.ceilings)
 
     def left_for(self, sequence: Sequence) -> np.ndarray:
-        """What the segments of ``sequence`` leave to it of :meth:`alone`: int64 [num_workers, 2]."""
+        """Return what the segments of ``sequence`` leave to it of :meth:`alone`: int64 [num_workers, 2]."""
         capacities = self.alone(sequence)
         for segment, size in zip(sequence.segments, self._needs.sizes_at_end(sequence), strict=False):
             if segment.copies:

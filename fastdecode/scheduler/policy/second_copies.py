@@ -12,13 +12,13 @@ from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.store.transfer import Transfer
 
 SHARE = 0.1
-"""Of the steps' time, what making second copies may take: decodes wait meanwhile."""
+"""The part of the steps' time that making second copies may take: decodes wait meanwhile."""
 
 LEAST_SECONDS = 0.01
 """A piece of a copy may take so long though steps are short: each has fixed costs."""
 
 MOST_BLOCKS = 1 << 20
-"""Of a piece."""
+"""The most blocks of a piece."""
 
 MOST_TRIED = 4
 """Sequences that are looked at before the next step; there may be room for none of thousands."""

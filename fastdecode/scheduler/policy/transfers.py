@@ -57,7 +57,7 @@ class Moves:
         self.prices.note_newcomers(step.num_starts, step.num_prompt_rows)
 
     def next(self) -> Transfer | None:
-        """What to move next; the blocks for it are free, once the target has heard its controls."""
+        """Return what to move next; the blocks for it are free, once the target has heard its controls."""
         for sequence, held in self._leaving():
             if able := self._able(sequence, held):
                 return self._move(sequence, held, self._admission.homes.cheapest(able, sequence))
@@ -79,7 +79,7 @@ class Moves:
             self.prices.corrected(seconds)
 
     def homeless(self) -> list[Sequence]:
-        """Those on R-workers that drain that could run elsewhere, but for which no R-worker has room now."""
+        """Return those on R-workers that drain that could run elsewhere, but for which no R-worker has room now."""
         found = {
             sequence.sequence_id: sequence
             for sequence, held in self._leaving()
@@ -88,7 +88,7 @@ class Moves:
         return list(found.values())
 
     def _leaving(self) -> Iterator[tuple[Sequence, Segment]]:
-        """What is to leave the R-workers that drain, and whose it is."""
+        """Yield what is to leave the R-workers that drain, and whose it is."""
         for worker in self._workers.draining:
             decoding = (each for each in self._residents.on(worker) if each.sequence_id in self._residents.decoding)
             yield from (
@@ -102,7 +102,8 @@ class Moves:
         return [each for each in self._workers.accepting if self._room.to_move(sequence, held, each)]
 
     def _evening_move(self, targets: list[int], prices: MovePrices | None) -> Transfer | None:
-        """What wins most above its price, if anything does; over all that is known to come where it has no price."""
+        """Return what wins most above its price, if anything does; over all that is known to come where it has no
+        price."""
         forecast = self._future.forecast_anew()
         per_token = self.prices.seconds_per_token * self._workers.speeds.relative_times
         peak = SharedPeak(forecast.loads, per_token, 0.0)
@@ -130,7 +131,8 @@ class Moves:
     def _options(
         self, source: int, targets: np.ndarray, forecast: LoadForecast, peak: SharedPeak, prices: MovePrices | None
     ) -> Iterator[tuple[float, int, int]]:
-        """Of each move from ``source`` that is worth it: seconds above its price, place in ``table.rows``, target."""
+        """Yield of each move from ``source`` that is worth it: seconds above its price, place in ``table.rows``,
+        target."""
         table = self._table
         places = self._movable(source, prices.most_tokens if prices else np.inf)
         rows = table.rows[places]
@@ -144,7 +146,8 @@ class Moves:
             yield float(net[each, target]), int(places[each]), int(targets[target])
 
     def _movable(self, source: int, most_tokens: float) -> np.ndarray:
-        """Places in ``table.rows`` of the sequences on ``source`` that have not just moved, longest first."""
+        """Return the places in ``table.rows`` of the sequences on ``source`` that have not just moved, longest
+        first."""
         table = self._table
         self._moved_at = {each: at for each, at in self._moved_at.items() if each in self._residents.decoding}
         on_source, num_tokens = table.homes[table.rows] == source, table.tail_lens(table.rows)
@@ -175,8 +178,8 @@ class Transfers:
         self._copies = SecondCopies(store, admission, self._price) if has_two else None
 
     def next(self) -> Transfer | None:
-        """What to copy next, if anything, between two steps and once the R-workers have heard their controls; then
-        comes :meth:`done`, or the next is asked for.
+        """Return what to copy next, if anything, between two steps and once the R-workers have heard their controls;
+        then comes :meth:`done`, or the next is asked for.
 
         R-workers that drain keep nothing that others hold too; sequences that must leave one, but for which no other
         has room, are preempted.

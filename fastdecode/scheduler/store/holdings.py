@@ -28,7 +28,8 @@ class Holdings:
             worker.release(segment.cache_id)
 
     def fork(self, source: Segment, cache_id: int) -> Segment:
-        """The same tokens in the same places: full blocks are shared, and for a partial one there is room already."""
+        """Return a segment of the same tokens in the same places: full blocks are shared, and for a partial one there
+        is room already."""
         num_full, rest = divmod(source.num_tokens, self._workers.block_size)
         segment = Segment(cache_id, source.start, num_full + (rest > 0))
         segment.num_tokens = source.num_tokens

@@ -11,8 +11,8 @@ from fastdecode.scheduler.store.store import Store
 
 
 class Damage(NamedTuple):
-    """Sequences that hold nothing any more; those of several segments of which some are to be computed again; and those
-    for which an R-worker has no block to go on with what is left."""
+    """What a loss leaves: sequences that hold nothing any more; those of several segments of which some are to be
+    computed again; and those for which an R-worker has no block to go on with what is left."""
 
     whole: list[Sequence]
     broken: list[Sequence]

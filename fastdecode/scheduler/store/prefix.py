@@ -153,7 +153,8 @@ class PrefixCache:
         return next(self._ids)
 
     def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
-        """What ``hit`` has of each range of ``sequence``: the number of its blocks, and a prefix that has them."""
+        """Return what ``hit`` has of each range of ``sequence``: the number of its blocks, and a prefix that has
+        them."""
         depth, last = hit
         whole = self.segment_tokens // self._workers.block_size
         found = [self._index.holder(sequence.block_hashes[end - 1]) for end in range(whole, depth, whole)]
@@ -177,7 +178,7 @@ class PrefixCache:
         worker.fork(segment.cache_id, prefix.prefix_id, segment.num_tokens)
 
     def twin(self, hit: Hit) -> Hit | None:
-        """The same beginning on another R-worker, bit for bit."""
+        """Return the same beginning on another R-worker, bit for bit, if there is one."""
         twin = self._index.twin(hit[1], hit[0])
         return (hit[0], twin) if twin else None
 
@@ -221,7 +222,7 @@ class PrefixCache:
         copy.prefix_id = prefix.prefix_id
 
     def forget_beyond(self, copy: Copy, num_tokens: int) -> None:
-        """What was kept of ``copy`` beyond its first ``num_tokens`` tokens is wrong."""
+        """Forget what was kept of ``copy`` beyond its first ``num_tokens`` tokens: it is wrong."""
         prefix = self._workers[copy.worker].prefixes.get(copy.prefix_id or 0)
         if prefix and len(prefix.blocks) > num_tokens // self._workers.block_size:
             self._index.shorten(prefix, num_tokens // self._workers.block_size)

@@ -27,7 +27,7 @@ class Residents:
 
     @property
     def all(self) -> list[Sequence]:
-        """Those that hold a cache."""
+        """The sequences that hold a cache."""
         return [*self.prompts.values(), *self.decoding.values()]
 
     @property
@@ -80,7 +80,7 @@ class Residents:
         return False
 
     def leave_scratch(self, sequence: Sequence) -> None:
-        """What ``sequence`` holds of the scratch is free again."""
+        """Free what ``sequence`` holds of the scratch."""
         if sequence.uses_scratch:
             sequence.uses_scratch = False
             self.scratch_free += sequence.num_prefill

@@ -9,7 +9,7 @@ import numpy as np
 from fastdecode.core.decayed import Decayed
 
 KEPT = 0.95
-"""What of the past counts after another step: about the last 20 steps do."""
+"""The part of the past that counts after another step: about the last 20 steps do."""
 
 AT_WORK = 0.25
 """An R-worker busy for less than this part of the busiest one's time, over less than this part of the most loaded one's
@@ -59,7 +59,7 @@ class Speeds:
 
     @property
     def relative_times(self) -> np.ndarray:
-        """What attending takes each beside one of mean speed; float64 [num_workers]."""
+        """The time that attending takes each beside one of mean speed; float64 [num_workers]."""
         speeds = self.lasting
         return float(speeds.mean()) / np.maximum(speeds, 1e-300)
 

@@ -48,7 +48,7 @@ class Store:
         self.residents.enter(sequence, may_use_scratch=hit is None)
 
     def go_on(self, sequence: Sequence) -> None:
-        """Where the tail of ``sequence`` is whole, and a segment is ahead, that is its tail from now on."""
+        """Make the segment ahead the tail of ``sequence`` where its tail is whole."""
         while sequence.ahead and sequence.tail.num_tokens == self.table.segment_tokens:
             self.set_tail(sequence, sequence.num_closed + 1)
 

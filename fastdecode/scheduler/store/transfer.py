@@ -33,7 +33,7 @@ class Transfer:
 
     @property
     def cache_id(self) -> int:
-        """What both R-workers call the segment."""
+        """The id by which both R-workers know the segment."""
         return self.segment.cache_id
 
     @property
@@ -50,7 +50,7 @@ class TransfersUnderWay:
         self._all: list[Transfer] = []
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many copies are under way."""
         return len(self._all)
 
     def __iter__(self) -> Iterator[Transfer]:
@@ -103,7 +103,7 @@ class TransfersUnderWay:
         return True
 
     def drop(self, transfer: Transfer) -> None:
-        """What was copied so far is given up."""
+        """Give up what was copied so far."""
         worker = self._store.workers[transfer.target]
         worker.give_back(transfer.num_blocks, ())
         if transfer.num_copied:

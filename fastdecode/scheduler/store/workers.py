@@ -80,7 +80,7 @@ class WorkerState:
         self.num_copies -= 1
 
     def grow(self, num_blocks: int) -> None:
-        """What is there takes ``num_blocks`` more blocks; fewer than none give some back."""
+        """Have what is there take ``num_blocks`` more blocks; fewer than none give some back."""
         if num_blocks > self.free:
             raise RoomError(
                 f"R-worker {self.index} has {self.free} free blocks, and {num_blocks} were promised (a bug)"
@@ -161,7 +161,7 @@ class Workers:
 
     @property
     def present(self) -> list[int]:
-        """Those that are not gone."""
+        """The R-workers that are not gone."""
         return [worker.index for worker in self._states if not worker.is_gone]
 
     @property
@@ -171,12 +171,12 @@ class Workers:
 
     @property
     def draining(self) -> list[int]:
-        """Those that give up what they hold and then go."""
+        """The R-workers that give up what they hold and then go."""
         return [worker.index for worker in self._states if worker.is_draining]
 
     @property
     def accepting(self) -> list[int]:
-        """Those that take sequences."""
+        """The R-workers that take sequences."""
         return [worker.index for worker in self._states if not worker.is_gone and not worker.is_draining]
 
     @property
@@ -200,7 +200,7 @@ class Workers:
         return any(worker.controls for worker in self._states)
 
     def take_controls(self) -> tuple[tuple[Control, ...], ...]:
-        """What the R-workers have to be told, handed over once."""
+        """Return what the R-workers have to be told, once."""
         controls = tuple(tuple(worker.controls) for worker in self._states)
         for worker in self._states:
             worker.controls.clear()
