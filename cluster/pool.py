@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdecode.cluster.newcomers import Arithmetic, Newcomers
+from fastdecode.cluster.pool_workers import InprocWorker, LostWorker, PoolWorker, transfer_seconds
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.cluster.routes import RoutedRows
+from fastdecode.cluster.routed_rows import RoutedRows
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.cluster.workers import InprocWorker, LostWorker, PoolWorker, transfer_seconds
 from fastdecode.core.errors import BackendError, WorkerLostError
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport

@@ -10,7 +10,7 @@ import pytest
 from doubles.labelling_worker import Kept, LabellingWorker
 
 from fastdecode.cluster.pool import PoolBackend
-from fastdecode.cluster.workers import LostWorker
+from fastdecode.cluster.pool_workers import LostWorker
 from fastdecode.core.errors import BackendError, WorkerLostError
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep

@@ -37,7 +37,7 @@ class PrefillForecast(Protocol):
 
 
 @dataclass(frozen=True)
-class _Job:
+class _PredictedPrompt:
     """A prompt under way: ``seconds`` until each part is done, as predicted at ``paces``."""
 
     parts: tuple[PrefillPart, ...]
@@ -81,7 +81,7 @@ class LeastWaiting:
     ) -> None:
         self._forecast, self._s_seconds = forecast, s_seconds
         self._pace = dict.fromkeys(workers, 1.0)
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _PredictedPrompt] = {}
         self._known: dict[tuple[int, int, tuple[float, ...]], tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._idle_since: dict[int, float] = {}
         self._now = 0.0
@@ -102,7 +102,7 @@ class LeastWaiting:
         paces = tuple(self._pace.get(part.worker, 1.0) for part in parts)
         rows = [part.end - part.start for part in parts]
         seconds = self._forecast.seconds(rows, [_speed(pace) for pace in paces], parts[0].start)
-        self._jobs[job_id] = _Job(parts, seconds, paces, self._now)
+        self._jobs[job_id] = _PredictedPrompt(parts, seconds, paces, self._now)
         self._num_waiting = max(self._num_waiting - 1, 0)
 
     def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
