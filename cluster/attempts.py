@@ -1,4 +1,4 @@
-"""What became of attempts to open workers that ask to join: they ask every second, and some can never be opened."""
+"""Attempts to open workers that ask to join: they ask every second, and some can never be opened."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES,
 from fastdecode.core.errors import FrameError
 
 PIECE_BYTES = 1 << 19
-"""Of keys and values in one frame, about: an R-worker stores or reads it in a fraction of a millisecond."""
+"""Bytes of keys and values in one frame, about: an R-worker stores or reads it in a fraction of a millisecond."""
 
 MOST_IN_FLIGHT = 16
 """Frames that wait for their answers: with more, calls wait. This bounds the memory that a slow R-worker costs."""
@@ -39,7 +39,7 @@ class Stored:
 
 @dataclass
 class _Call:
-    """Of ``store`` or ``read``; ``pieces_left`` of its frames have answers to come."""
+    """A call of ``store`` or ``read``; ``pieces_left`` of its frames have answers to come."""
 
     kind: Kind
     job_id: int
@@ -60,7 +60,7 @@ class _Piece:
 
     @property
     def rows(self) -> bytes:
-        """What a KV frame of it begins with."""
+        """Return the bytes that a KV frame of it begins with: job, first row, number of rows."""
         return KV_ROWS.pack(self.call.job_id, self.start, len(self.arrays[0]))
 
     @property

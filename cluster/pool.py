@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.joining import JoinListener
 
 FAILURES = (ValueError, KeyError, WorkerLostError)
-"""What a ``PoolWorker`` raises: a refusal, or that it is lost."""
+"""Errors that a ``PoolWorker`` raises: a refusal, or that it is lost."""
 
 MOST_NAMES = 1000
 
@@ -202,7 +202,7 @@ class PoolBackend:
         return gone.name
 
     def _report(self, index: int) -> WorkerReport:
-        """What worker ``index`` did in the step, or nothing where it is lost."""
+        """Return the report of worker ``index`` on the step, an empty one where it is lost."""
         try:
             times = self.workers[index].ended()
         except FAILURES as error:

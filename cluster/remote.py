@@ -303,7 +303,7 @@ def _refusal(name: str, error: str, message: str) -> Exception:
 
 
 def _kv_address(name: str, kv_port: str, address: str) -> str:
-    """Where prefill workers find the KV port; its host may be the one at which R-worker ``name`` itself is found."""
+    """Return the KV port's address for prefill workers; its host may be the one at which R-worker ``name`` is found."""
     if not address.startswith(":"):
         return address
     host = name.rpartition(":")[0]

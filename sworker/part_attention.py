@@ -21,14 +21,14 @@ from fastdecode.sworker.prompts import causal_mask, prompt_attention
 from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 TIMED_ROWS = 512
-"""Of the attention that is timed: as many rows, over as many keys before them."""
+"""Rows of the attention that is timed, over as many keys before them."""
 
 SEQUENCE_ID = 0
-"""Of the one sequence that a layer's cache holds at a time."""
+"""Number of the one sequence that a layer's cache holds at a time."""
 
 
 class LayerCache(Protocol):
-    """What is used of ``_rworker.RWorker``, which says more, for one layer."""
+    """The part of ``_rworker.RWorker``, which says more, that one layer uses."""
 
     def begin_step(self, controls: np.ndarray, mini_batches: list[np.ndarray]) -> None:
         """Begin a step: int64 CONTROL [n, 4], and SPAN [m, 4] of each mini-batch."""

@@ -152,7 +152,7 @@ def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores:
 
 
 def attends_in(isa: str) -> bool:
-    """Whether this process attends in the arithmetic of ``isa``, one of ``ISAS`` or "auto", if it is asked to."""
+    """Say whether this process attends in the arithmetic of ``isa``, one of ``ISAS`` or "auto", if it is asked to."""
     return isa == "auto" or (has_isa(isa) and forced_isa() in ("auto", isa))
 
 

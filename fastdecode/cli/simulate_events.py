@@ -1,4 +1,4 @@
-"""What happens to workers in ``fastdecode simulate``: its flags, and what came of it."""
+"""The events of workers in ``fastdecode simulate``: their flags, and what came of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_event_flags(group: Any) -> None:
 
 
 def read_timeline(args: argparse.Namespace, num_r_workers: int) -> Callable[[], Timeline] | None:
-    """What makes the events of one run after another, the same each time; None where nothing is to happen.
+    """Return what makes the events of one run after another, the same each time; None where nothing is to happen.
 
     ConfigError names the flag, or the line of the file, that cannot be.
     """
@@ -64,7 +64,7 @@ def _listed(args: argparse.Namespace, num_r_workers: int) -> list[WorkerEvent]:
 
 
 def event_report(simulator: Simulator) -> dict[str, Any] | None:
-    """What happened in a run, and what it cost; None where nothing could."""
+    """Return what happened in a run and what it cost; None where nothing could."""
     if simulator.interruptions is None:
         return None
     world, pauses = simulator.world, simulator.interruptions.pauses()
@@ -91,7 +91,7 @@ def compared(events: dict[str, Any], report: dict[str, Any], without: dict[str, 
 
 
 def event_lines(events: dict[str, Any]) -> Iterator[str]:
-    """The same for people."""
+    """Yield the report as lines of text."""
     ignored = f"; {events['ignored']} ignored, of workers that were not there then" if events["ignored"] else ""
     yield f"Events: {', '.join(f'{events[name]} {name}' for name in ('lost', 'joined', 'drained', 'slowed'))}{ignored}"
     pauses = events["pause_seconds"]

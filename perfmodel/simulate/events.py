@@ -1,4 +1,4 @@
-"""What happens to the workers of a simulated machine: read from a file, or drawn at random."""
+"""The events of a simulated machine's workers: read from a file, or drawn at random."""
 
 from __future__ import annotations
 

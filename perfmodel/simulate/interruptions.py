@@ -1,4 +1,4 @@
-"""What lost R-workers cost the sequences that they held: tokens computed again, and pauses."""
+"""The cost of lost R-workers for the sequences that they held: tokens computed again, and pauses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs on the machine that is simulated, and which side of it is busy for how long."""
+"""The cost of a step on the machine that is simulated, and how long each side of it is busy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepCost:
 
 
 class Machine(Protocol):
-    """What a step costs. ``kv_bytes_per_token``: of the cache over all layers, 0 where it is not known.
+    """A machine tells what a step costs. ``kv_bytes_per_token``, over all layers, is 0 where it is not known.
     ``seconds_per_moved_token``: of the cache, from one R-worker to another."""
 
     @property
@@ -100,7 +100,7 @@ class GpuMachine:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of the cache over all layers."""
+        """Return the bytes of a cached token over all layers."""
         return self.step_time.kv_bytes_per_token
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:

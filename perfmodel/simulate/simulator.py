@@ -121,7 +121,7 @@ MOST_DOUBLINGS = 12
 
 @dataclass(frozen=True)
 class Slo:
-    """What makes a load sustainable: 99 in 100 times between tokens within ``tbt_p99_seconds``, and half of the
+    """A load is sustainable with 99 in 100 times between tokens within ``tbt_p99_seconds``, and half of the
     requests started within ``delay_p50_seconds`` (Sarathi-Serve's 2 s: a queue that does not grow)."""
 
     tbt_p99_seconds: float

@@ -137,7 +137,7 @@ def _trace_item(line: str, where: str) -> TraceItem:
 
 @dataclass(frozen=True)
 class SimulatedWorkload:
-    """What arrives, in order. ``arrivals``: seconds at one request per second, float64 [n]; rates stretch them.
+    """The requests in the order in which they arrive, ``arrivals`` at one a second, float64 [n]; rates stretch them.
 
     ``own_rate``: requests per second as recorded; infinite where all come at once. ``max_tokens``: what the scheduler
     is told of every output, that it stops by itself before so many; None: how long each is.
