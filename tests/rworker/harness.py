@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdecode import _rworker
 
-from .oracle import attention, from_bits, rounded, to_bits
+from .oracle import attended, attention, from_bits, rounded, to_bits
 from .rounding import Roundings
 
 FORK, TRUNCATE, RELEASE = 0, 1, 2
@@ -123,13 +123,13 @@ class Harness:
 
     def check(self, sequence_id: int, q: np.ndarray, output: np.ndarray) -> None:
         """AssertionError where ``output`` of the last ``len(q)`` tokens is farther off than roundings explain."""
-        seen = self._seen(sequence_id, q)
-        error = np.linalg.norm(output - attention(*seen, **self._scoring), axis=-1)
-        bounds = Roundings(self.model_dtype, self.kv_dtype, self.worker.isa).bounds(*seen, **self._scoring)
-        far = np.unravel_index(np.argmax(error / bounds), error.shape)
-        assert (error <= bounds).all(), (
-            f"sequence {sequence_id}, row and head {far}: off by {error[far]:.3e}, roundings by {bounds[far]:.3e}"
-        )
+        roundings = Roundings(self.model_dtype, self.kv_dtype, self.worker.isa)
+        for at in attended(*self._seen(sequence_id, q), **self._scoring):
+            error = np.linalg.norm(output[at.row, at.head] - at.weights @ at.values)
+            bound = roundings.bound(at, self.layer.scale)
+            assert error <= bound, (
+                f"sequence {sequence_id}, row {at.row}, head {at.head}: off by {error:.3e}, roundings by {bound:.3e}"
+            )
 
     def _seen(self, sequence_id: int, q: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """q as the payload has it, and the keys and values that the cache holds."""

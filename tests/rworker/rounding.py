@@ -8,11 +8,10 @@ deviates by at most 1/sqrt(3) of its bound, so these are five standard deviation
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from .oracle import Attended, attended
+from .oracle import Attended
 
 DEVIATIONS = 3.0
 
@@ -43,14 +42,8 @@ class Roundings:
     kv_dtype: str
     isa: str
 
-    def bounds(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, **scoring: Any) -> np.ndarray:
-        """The largest norm of the error of each row and head, float64 [q_len, num_heads]; arguments as of attended."""
-        found = np.empty(q.shape[:2])
-        for each in attended(q, k, v, **scoring):
-            found[each.row, each.head] = self._bound(each, scoring["scale"])
-        return found
-
-    def _bound(self, at: Attended, scale: float) -> float:
+    def bound(self, at: Attended, scale: float) -> float:
+        """The largest norm of the error of what one row and head gets; ``scale``: of its scores."""
         output = np.linalg.norm(at.weights @ at.values)
         reach = np.linalg.norm(at.values, axis=1) + output  # a weight is in the sum of products and in that of weights
         steps = at.weights * reach * self._weight_errors(at, scale)
