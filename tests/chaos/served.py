@@ -22,7 +22,7 @@ from helpers.servers import RunningServer, serving, total, wait_until_idle
 
 from chaos.configuration import Ask, Configuration, Event
 from chaos.processes import Leftovers
-from chaos.reference import Reference
+from chaos.reference import Reference, model_folder
 from chaos.round import Result, cache_bytes, free_port
 
 STEP_SECONDS = 0.02
@@ -77,7 +77,10 @@ class ServedRound:
                 flags += ["--" + name.replace("_", "-"), str(drawn.settings[name])]
         flags += ["--enable-prefix-caching"] * drawn.settings["enable_prefix_caching"]
         if "speculative_config" in drawn.settings:
-            flags += ["--speculative-config", json.dumps(drawn.settings["speculative_config"])]
+            drafts = dict(drawn.settings["speculative_config"])
+            if "model" in drafts:
+                drafts["model"] = model_folder(drafts["model"], drawn, self._folder)
+            flags += ["--speculative-config", json.dumps(drafts)]
         self._joins = (f"127.0.0.1:{free_port()}", memory)
         flags += ["--pool-listen", self._joins[0], "--shutdown-timeout", "60"]
         self.result.settings = f"{drawn.pool}:{drawn.num_workers} {' '.join(flags)}"
