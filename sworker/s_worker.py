@@ -29,7 +29,7 @@ Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
 
 
 class SWorker:
-    """Owns the model, the prompt scratch and the pipeline."""
+    """Owns the model, the prompt scratch, the staging buffers and the pipeline; ``graphs`` too, once captured."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class SWorker:
         self.clock = clock
         self.prompts = prompts or PromptScratch(layout)
         self.device = next(model.parameters()).device
-        self._staging = make_staging(backend, self.device)
+        self.staging = make_staging(backend, self.device)
         self._cores = (cores or SharedCores()) if self.device.type == "cpu" else None
-        self._pipeline = Pipeline(backend, clock, self._staging, self._cores, in_order)
+        self.pipeline = Pipeline(backend, clock, self.staging, self._cores, in_order)
         self._lead = lead
         self._sampler = Sampler()
-        self._graphs: ModelGraphs | None = None
+        self.graphs: ModelGraphs | None = None
 
     def beside(self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend) -> SWorker:
         """An S-worker that computes another model between this one's steps, in the same threads and on its clock."""
@@ -67,7 +67,7 @@ class SWorker:
         recorder = make_recorder(self.device)
         if recorder is not None:
             max_rows = -(-max_num_seqs // num_mini_batches)
-            self._graphs = ModelGraphs(self.model, recorder, num_mini_batches, max_rows)
+            self.graphs = ModelGraphs(self.model, recorder, num_mini_batches, max_rows)
 
     def run(
         self,
@@ -85,15 +85,15 @@ class SWorker:
         """
         before = dict(self.clock.seconds)
         with torch.inference_mode():
-            forwards = self._forwards(step)
+            forwards = self.forwards(step)
             logits = self._run(step, forwards, overlap)
             self.clock.enter(MODEL)
-            self._staging.mark()
+            self.staging.mark()
             counts = {each: n for part in step.mini_batches for each, n in part.num_logits.items()}
             counts |= dict.fromkeys(arrived, 1)
             tokens = self._sample(counts, [*logits, *map(self._own, arrived.values())], sampling)
-            self._staging.mark()
-            device_seconds = self._staging.device_seconds()
+            self.staging.mark()
+            device_seconds = self.staging.device_seconds()
         self.clock.enter(HOST)
         if device_seconds is not None:
             self._count_device_time(before, device_seconds)
@@ -103,14 +103,14 @@ class SWorker:
     def follow(self, step: ScheduledStep, overlap: bool) -> None:
         """Compute this rank's part of a step whose logits another one takes."""
         with torch.inference_mode():
-            self._run_here(step, self._forwards(step), overlap)
+            self._run_here(step, self.forwards(step), overlap)
         self._forget_finished_prompts(step)
 
     def score(self, step: ScheduledStep) -> torch.Tensor:
         """Log-probability of each next token within the step's one scored chunk: float32 [num_tokens - 1]."""
         (mini_batch,) = step.mini_batches
         with torch.inference_mode():
-            (logits,) = self._run(step, self._forwards(step))
+            (logits,) = self._run(step, self.forwards(step))
             targets = to_device(mini_batch.token_ids[1:], self.device)
             return logits[:-1].float().log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu()
 
@@ -126,21 +126,22 @@ class SWorker:
     def _run_here(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool) -> list[torch.Tensor]:
         try:
             self.prompts.begin_step(step.mini_batches)
-            logits = self._pipeline.run(forwards, overlap)
+            logits = self.pipeline.run(forwards, overlap)
         except BaseException:
             self.prompts.abandon_step()
             raise
         self.prompts.end_step()
         return logits
 
-    def _forwards(self, step: ScheduledStep) -> list[Forward]:
+    def forwards(self, step: ScheduledStep) -> list[Forward]:
+        """Return what computes ``step``, one for each mini-batch that has rows."""
         mini_batches = enumerate(step.mini_batches)
         return [self._forward(mini_batch, pack(chunks, self.device)) for mini_batch, chunks in mini_batches if chunks]
 
     def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:
         """From CUDA graphs where they fit, else by the model's own code."""
-        captured = self._graphs and self._graphs.forward(mini_batch, packed, self._staging)
-        return captured or MiniBatchForward(mini_batch, packed, self.model, self.backend, self.prompts, self._staging)
+        captured = self.graphs and self.graphs.forward(mini_batch, packed, self.staging)
+        return captured or MiniBatchForward(mini_batch, packed, self.model, self.backend, self.prompts, self.staging)
 
     def _sample(
         self,

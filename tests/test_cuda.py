@@ -43,8 +43,8 @@ def generate(llm: LLM, name: str) -> list[list[int]]:
 
 def check_nothing_left(llm: LLM) -> None:
     s_worker = llm.engine.world.s_worker
-    assert s_worker.device.type == "cuda" and isinstance(s_worker._staging, CudaStaging)
-    assert all(transfer.phase is Phase.IDLE for transfer in s_worker._staging._transfers.values())
+    assert s_worker.device.type == "cuda" and isinstance(s_worker.staging, CudaStaging)
+    assert all(transfer.phase is Phase.IDLE for transfer in s_worker.staging._transfers.values())
     assert s_worker.prompts.sequence_ids == ()
     assert isinstance(llm.engine.backend, InprocBackend)
     assert_nothing_held(llm.engine)
@@ -61,10 +61,10 @@ def test_greedy_float32_equals_the_cpu(name: str, num_mini_batches: int, enforce
     ) as llm:
         assert generate(llm, name) == expected
         check_nothing_left(llm)
-        graphs = llm.engine.world.s_worker._graphs
+        graphs = llm.engine.world.s_worker.graphs
         assert (graphs is None) == enforce_eager
         assert graphs is None or graphs.row_counts == [16] or name in model_zoo.SPARSE
-        assert llm.engine.world.s_worker._pipeline.cores is None
+        assert llm.engine.world.s_worker.pipeline.cores is None
 
 
 @needs_gpu
@@ -76,7 +76,7 @@ def test_graphs_of_every_row_count_give_what_eager_code_gives(num_mini_batches: 
 
     def tokens(**settings: Any) -> list[list[int]]:
         with llm_on_gpu("llama-gqa", tmp_path, num_mini_batches=num_mini_batches, max_num_seqs=80, **settings) as llm:
-            graphs = llm.engine.world.s_worker._graphs
+            graphs = llm.engine.world.s_worker.graphs
             assert graphs is None or graphs.row_counts == [16, 32, 64, 128][: 4 - num_mini_batches + 1]
             return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
@@ -94,7 +94,7 @@ def test_a_model_that_reads_back_runs_eagerly(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(LlamaMLP, "forward", reading_back)
     with llm_on_gpu("llama-gqa", tmp_path, num_mini_batches=2) as llm:
-        graphs = llm.engine.world.s_worker._graphs
+        graphs = llm.engine.world.s_worker.graphs
         assert graphs is not None and graphs.row_counts == []
         assert generate(llm, "llama-gqa") == expected
 
@@ -114,7 +114,7 @@ def test_the_lanes_never_wait_for_the_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     """torch raises when an operation between the first layer and the last would synchronise."""
     with llm_on_gpu("llama-gqa", tmp_path, num_mini_batches=2) as llm:
         generate(llm, "llama-gqa")  # what is set up once may wait
-        run = llm.engine.world.s_worker._pipeline.run
+        run = llm.engine.world.s_worker.pipeline.run
 
         def watched(*args: Any) -> list[torch.Tensor]:
             torch.cuda.set_sync_debug_mode("error")
@@ -123,7 +123,7 @@ def test_the_lanes_never_wait_for_the_gpu(tmp_path: Path, monkeypatch: pytest.Mo
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        monkeypatch.setattr(llm.engine.world.s_worker._pipeline, "run", watched)
+        monkeypatch.setattr(llm.engine.world.s_worker.pipeline, "run", watched)
         generate(llm, "llama-gqa")
 
 

@@ -51,7 +51,7 @@ class GraphEngine(Engine):
         """Of one step that is computed and then abandoned."""
         step = self.begin(*mini_batches)
         with torch.inference_mode():
-            found = [each.clone() for each in self.worker._pipeline.run(self.worker._forwards(step))]
+            found = [each.clone() for each in self.worker.pipeline.run(self.worker.forwards(step))]
         self.backend.abandon_step()
         return found
 
@@ -91,7 +91,7 @@ def test_replayed_logits_equal_the_models_own(
 
 def test_the_smallest_count_that_fits_is_taken(engine: GraphEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.captured(monkeypatch, 100)
-    graphs, staging = engine.worker._graphs, engine.worker._staging
+    graphs, staging = engine.worker.graphs, engine.worker.staging
     assert graphs is not None and graphs.row_counts == [16, 32, 64, 128]
     for count, expected in ((1, 16), (16, 16), (17, 32), (65, 128), (128, 128), (129, None)):
         forward = graphs.forward(0, pack(MiniBatch.of(decodes(count)), torch.device("cpu")), staging)
@@ -104,7 +104,7 @@ def test_prompts_run_the_models_own_code(engine: GraphEngine, monkeypatch: pytes
 
     def kinds(*chunks: Chunk) -> list[type]:
         step = ScheduledStep((MiniBatch.of(chunks),), ((),))
-        return [type(forward) for forward in engine.worker._forwards(step)]
+        return [type(forward) for forward in engine.worker.forwards(step)]
 
     assert kinds(*decodes(2)) == [CudaGraphForward]
     assert kinds(prompt(1, tokens, 3)) == [MiniBatchForward]
@@ -119,9 +119,9 @@ def test_padding_does_no_harm(engine: GraphEngine, monkeypatch: pytest.MonkeyPat
     engine.captured(monkeypatch, 16)
     (alone,) = engine.logits(decodes(3))
     engine.logits(decodes(16)[::-1])
-    assert engine.worker._graphs is not None
+    assert engine.worker.graphs is not None
     with torch.inference_mode():
-        for rows in engine.worker._graphs._captured[0][16].attention:
+        for rows in engine.worker.graphs._captured[0][16].attention:
             rows.o[3:] = 1e4
     (again,) = engine.logits(decodes(3))
     assert torch.equal(alone, again)
@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_captured_runs_eagerly(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     reason = "not permitted when stream is capturing" if reads_back else "do not give what its own code gives"
     assert reason in caplog.text and "without CUDA graphs" in caplog.text
-    assert engine.worker._graphs is not None and engine.worker._graphs.row_counts == []
+    assert engine.worker.graphs is not None and engine.worker.graphs.row_counts == []
     assert_alike(engine.logits(decodes(2)), wanted)
 
 
@@ -171,7 +171,7 @@ def test_an_abandoned_step_leaves_the_graphs_usable(engine: GraphEngine, monkeyp
     wanted = engine.logits(*mini_batches)
     engine.captured(monkeypatch, 32, 2)
     step = engine.begin(*mini_batches)
-    forwards = engine.worker._forwards(step)
+    forwards = engine.worker.forwards(step)
     with torch.inference_mode():
         forwards[0].own_greenlet.switch()
     for forward in forwards:
@@ -182,7 +182,7 @@ def test_an_abandoned_step_leaves_the_graphs_usable(engine: GraphEngine, monkeyp
 
 
 def test_threads_are_watched_where_the_model_uses_them(engine: GraphEngine) -> None:
-    assert isinstance(engine.worker._pipeline.cores, SharedCores)
+    assert isinstance(engine.worker.pipeline.cores, SharedCores)
     assert s_worker.make_recorder(torch.device("cpu")) is None
 
 

@@ -78,9 +78,9 @@ def assert_idle(engine: LLMEngine) -> None:
     assert_nothing_held(engine)
     if engine.speculation:
         drafter = drafter_of(engine)
-        assert isinstance(drafter._s_worker.backend, PoolBackend) and drafter._s_worker.backend.blocks_used == 0
+        assert isinstance(drafter.s_worker.backend, PoolBackend) and drafter.s_worker.backend.blocks_used == 0
         if isinstance(drafter, DraftModelDrafter):
-            assert len(drafter._cache) == 0 and not drafter._cache.controls
+            assert len(drafter.cache) == 0 and not drafter.cache.controls
 
 
 def run(
@@ -187,8 +187,8 @@ def test_a_draft_cache_that_is_too_small(num_blocks: int, folder: Any) -> None:
     prompts = model_zoo.prompts(NAME)
     with make_llm(folder(NAME), draft_model(4, folder(NAME)), max_num_batched_tokens=64, max_num_seqs=8) as llm:
         drafter = drafter_of(llm.engine)
-        assert isinstance(drafter, DraftModelDrafter) and isinstance(drafter._s_worker.backend, PoolBackend)
-        backend, drafter._cache = drafter._s_worker.backend, DraftCache(num_blocks, 16)
+        assert isinstance(drafter, DraftModelDrafter) and isinstance(drafter.s_worker.backend, PoolBackend)
+        backend, drafter.cache = drafter.s_worker.backend, DraftCache(num_blocks, 16)
         used = []
         llm.engine.on_step = lambda record: used.append(backend.blocks_used)
         assert finish(llm.engine, prompts) == expected(NAME)
@@ -216,7 +216,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Has ``action`` happen as the ``number``-th pass of a drafter begins, its step being open."""
 
     def interrupt(engine: LLMEngine, number: int, action: Any) -> list[int]:
-        worker, calls = drafter_of(engine)._s_worker, []
+        worker, calls = drafter_of(engine).s_worker, []
         original = worker.run
 
         def run(*arguments: Any) -> Any:

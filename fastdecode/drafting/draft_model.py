@@ -109,13 +109,13 @@ class DraftModelDrafter:
     """Runs a draft model, whose R-worker is in this process, over the texts so far and then over its own drafts.
 
     Prompts are new to it: it computes at most ``most_rows`` of them in a step, and drafts for a sequence once it has
-    all of its text.
+    all of its text. ``cache``: what it counts of that R-worker's blocks.
     """
 
     def __init__(self, s_worker: SWorker, num_blocks: int, block_size: int, most_rows: int) -> None:
         """``s_worker``: of the draft model, over its one R-worker, which has ``num_blocks`` blocks."""
-        self._s_worker = s_worker
-        self._cache = DraftCache(num_blocks, block_size)
+        self.s_worker = s_worker
+        self.cache = DraftCache(num_blocks, block_size)
         self._most_rows = most_rows
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
@@ -127,21 +127,21 @@ class DraftModelDrafter:
 
     def forget(self, sequence_id: int) -> None:
         """See ``Drafter``. When nothing is held any more, the R-worker hears of it at once."""
-        self._cache.drop(sequence_id)
-        if not len(self._cache) and self._cache.controls:
+        self.cache.drop(sequence_id)
+        if not len(self.cache) and self.cache.controls:
             self._pass([], [])
 
     def _read(self, drafts: Sequence[Draft]) -> list[Draft]:
         """Compute what is missing of the texts, the shortest rest first; those that have a first token then."""
-        missing = {each.sequence_id: each.num_tokens - self._cache.use(each).num_cached for each in drafts}
+        missing = {each.sequence_id: each.num_tokens - self.cache.use(each).num_cached for each in drafts}
         in_order = sorted(drafts, key=lambda each: (missing[each.sequence_id], each.sequence_id))
         ids = [each.sequence_id for each in in_order]
         parts, whole, budget = [], [], self._most_rows
         for place, each in enumerate(in_order):
-            start = self._cache.use(each).num_cached
+            start = self.cache.use(each).num_cached
             tokens = each.tokens(start, min(budget, each.num_tokens - start))
             most = each.num_tokens + each.request.num_drafts - 1
-            if tokens and self._cache.reserve(each.sequence_id, most, missing, ids[place + 1 :]):
+            if tokens and self.cache.reserve(each.sequence_id, most, missing, ids[place + 1 :]):
                 budget -= len(tokens)
                 parts.append((each, tokens))
                 whole += [each] if start + len(tokens) == each.num_tokens else []
@@ -151,7 +151,7 @@ class DraftModelDrafter:
 
     def _pass(self, parts: Sequence[tuple[Draft, list[int]]], growing: Sequence[Draft]) -> None:
         """One step of the draft model: the tokens of ``parts`` are cached then, and each of ``growing`` grows."""
-        cache, backend = self._cache, self._s_worker.backend
+        cache, backend = self.cache, self.s_worker.backend
         sampled = {each.sequence_id for each in growing}
         chunks = [cache.chunk(each, tokens, each.sequence_id in sampled) for each, tokens in parts]
         step = ScheduledStep((MiniBatch.of(chunks),), (tuple(cache.controls),))
@@ -160,7 +160,7 @@ class DraftModelDrafter:
                 backend.begin_step(step.to_step_plan())
                 cache.controls.clear()
             if parts:
-                draw(self._s_worker, step, growing)
+                draw(self.s_worker, step, growing)
             with interrupts_deferred():
                 backend.end_step()
                 for each, tokens in parts:

@@ -80,7 +80,7 @@ class EarlyExitDrafter:
 
     def __init__(self, s_worker: SWorker, num_mini_batches: int) -> None:
         """``s_worker``: of the first layers, over the model's R-workers."""
-        self._s_worker = s_worker
+        self.s_worker = s_worker
         self._num_mini_batches = num_mini_batches
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
@@ -90,9 +90,9 @@ class EarlyExitDrafter:
         while growing := [each for each in drafts if each.wants_more]:
             step = self._begin(growing, pending)
             try:
-                draw(self._s_worker, step, growing)
+                draw(self.s_worker, step, growing)
             finally:
-                self._s_worker.backend.abandon_step()
+                self.s_worker.backend.abandon_step()
         return {each.sequence_id: each.token_ids for each in drafts}
 
     def forget(self, sequence_id: int) -> None:
@@ -105,7 +105,7 @@ class EarlyExitDrafter:
             told = pending.controls_alone()
             step = replace(told, mini_batches=deal(decodes, (), self._num_mini_batches))
             try:
-                self._s_worker.backend.begin_step(step.to_step_plan())
+                self.s_worker.backend.begin_step(step.to_step_plan())
             except BaseException:
                 pending.take_back(told)
                 raise

@@ -155,8 +155,8 @@ def check_a_failing_layer(tiny: Tiny, failing_call: int) -> None:
         if calls[-1] == failing_call:
             raise ArithmeticError("a layer failed")
 
-    original = engine.worker._forwards
-    engine.worker._forwards = lambda step: [greenlets.append(f.own_greenlet) or f for f in original(step)]  # type: ignore[method-assign, func-returns-value]
+    original = engine.worker.forwards
+    engine.worker.forwards = lambda step: [greenlets.append(f.own_greenlet) or f for f in original(step)]  # type: ignore[method-assign, func-returns-value]
     step = engine.begin(*chunks)
     hook = tiny.model.model.layers[1].register_forward_pre_hook(fail)
     try:
