@@ -151,7 +151,7 @@ def _checked_answer(path: str, number: int, text: bytes, custom_ids: set[str], m
 
 
 def _same_model(one: Any, other: str) -> bool:
-    """Whether both name the same model, where folders may be written in several ways."""
+    """Say whether both name the same model, where folders may be written in several ways."""
     return one == other or (isinstance(one, str) and Path(one).resolve() == Path(other).resolve())
 
 

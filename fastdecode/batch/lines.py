@@ -63,7 +63,7 @@ def read_request(line: BatchLine) -> CompletionRequest | ChatRequest:
 def read_prompts(
     request: CompletionRequest | ChatRequest, tokenizer: Tokenizer | None, max_model_len: int
 ) -> Sequence[PromptType]:
-    """What the engine is to go on with, one or several of a completion; RequestError."""
+    """Return the prompts of the engine, one or several of a completion; RequestError for what is no prompt."""
     if isinstance(request, CompletionRequest):
         return prompts(request)
     if tokenizer is None:

@@ -189,7 +189,7 @@ class RowPrinter:
             self._write(json.dumps(row, allow_nan=False))
 
     def close(self) -> None:
-        """What comes after the last row."""
+        """Write what comes after the last row."""
         if self.output_format == "json":
             self._write(to_json(self._rows))
 

@@ -1,4 +1,4 @@
-"""What one row of ``bench attention`` measures: heads, lengths, dtype, threads."""
+"""The shape that one row of ``bench attention`` measures: heads, lengths, dtype, threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark asks of an engine: prompts, output lengths and arrival times."""
+"""The requests of a benchmark: prompts, output lengths and arrival times."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _simulated(scheduler: Scheduler, model: StepModel, items: Sequence[WorkItem]
 
 
 def _decisions(steps: Sequence[StepRecord]) -> list[tuple[Any, ...]]:
-    """What the scheduler chose, step by step."""
+    """Return the scheduler's decisions, step by step."""
     return [(step.num_tokens, step.num_output_tokens, step.kv_loads) for step in steps]
 
 

@@ -128,7 +128,7 @@ def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str
 
 
 LINE_KEYS = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
-"""What, with the group, makes rows a line of their own."""
+"""Keys that, with the group, make rows a line of their own."""
 
 NAMES = {"head_dim": "head dim {}", "threads": "{} thread(s)", "q_len": "q_len {}", "shared_prefix_len": "{} shared"}
 

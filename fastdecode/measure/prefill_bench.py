@@ -45,7 +45,7 @@ class PrefillRow:
 
     @property
     def prediction_error(self) -> float:
-        """Of the measured time."""
+        """Return the prediction's error as a part of the measured time."""
         return self.predicted_ttft_seconds / self.ttft_seconds_p50 - 1.0
 
 
@@ -62,7 +62,7 @@ class PrefillBench:
     def rows(
         self, lengths: Sequence[int], worker_counts: Sequence[int], advance: Callable[[], object] = lambda: None
     ) -> Iterator[PrefillRow]:
-        """Of every number of workers and length in turn; methods take turns too, so that all meet the same machine."""
+        """Yield rows of every number of workers and length; methods take turns, so that all meet the same machine."""
         for count in worker_counts:
             entries = self._searched(lengths, count, advance) if count > 1 else {}
             for num_tokens in lengths:
@@ -127,7 +127,7 @@ class PrefillBench:
 
 
 def searches(methods: Sequence[str], lengths: Sequence[int]) -> bool:
-    """Whether parts are searched: kvr-p needs those of another length."""
+    """Say whether parts are searched: kvr-p needs those of another length."""
     return "kvr-s" in methods or ("kvr-p" in methods and len(lengths) > 1)
 
 
@@ -164,7 +164,7 @@ def table_lines(rows: Sequence[PrefillRow]) -> Iterator[str]:
 
 
 def _ratios(row: PrefillRow, rows: Sequence[PrefillRow]) -> dict[str, float | None]:
-    """Of its median to that of one worker, and of TSP on as many; None where these were not measured."""
+    """Return the ratios of its median to that of one worker and of TSP on as many; None where not measured."""
     alike = {(each.method, each.num_workers): each for each in rows if each.prefill_len == row.prefill_len}
     alone, tsp = alike.get((ALONE, 1)), alike.get(("tsp", row.num_workers))
     return {

@@ -14,7 +14,7 @@ from fastdecode.perfmodel.prefill_rates import measured_prefill_model
 from fastdecode.perfmodel.profile import HardwareProfile, PrefillPoint
 
 FIRST_STRIDE, LEAST_STRIDE = 32, 128
-"""Of a prompt, the parts of it by which a search moves its cuts at first and at last: the model has found the start."""
+"""Parts of a prompt by which a search moves its cuts at first and at last: the model has found the start."""
 
 LEAST_ROWS = 16
 """A search moves by no fewer tokens: what that changes is lost in the noise."""

@@ -62,7 +62,7 @@ class RankSeconds:
 
 
 def rank_threads(num_ranks: int) -> int:
-    """Of each rank's S-worker and R-worker, where ``num_ranks`` share this machine's cores."""
+    """Return the threads of each rank's S-worker and R-worker, where ``num_ranks`` share this machine's cores."""
     return max(1, len(usable_cores()) // num_ranks)
 
 

@@ -1,4 +1,4 @@
-"""What calibration and validation time: rows of seconds from a rig, and the anchors they are held against."""
+"""The samples of calibration and validation: rows of seconds from a rig, and the anchors they are held against."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def measuring(config: EngineConfig) -> EngineConfig:
 
 
 def with_layers(config: EngineConfig, num_layers: int) -> EngineConfig:
-    """The same model with another number of layers."""
+    """Return this configuration's model with another number of layers."""
     return replace(config, hf_overrides={**config.hf_overrides, "num_hidden_layers": num_layers})
 
 

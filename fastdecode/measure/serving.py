@@ -30,10 +30,10 @@ LONGEST_ERROR = 300
 """Characters of a server's error that are kept."""
 
 _FAILURES = (aiohttp.ClientError, aiohttp.http_exceptions.HttpProcessingError, asyncio.TimeoutError, OSError)
-"""What a connection raises."""
+"""Errors that a connection raises."""
 
 _LINE_BYTES = 1 << 20
-"""Of the read buffer; a line of a stream may be twice as long."""
+"""Bytes of the read buffer; a line of a stream may be twice as long."""
 
 
 class ServerError(FastDecodeError):
@@ -42,7 +42,7 @@ class ServerError(FastDecodeError):
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go and what is the same in all of them.
+    """The server that requests go to, and what is the same in all of them.
 
     ``chat``: a chat with one message of the user, else a completion. ``body``: more fields of every request.
     """
@@ -56,7 +56,7 @@ class Target:
 
 @dataclass
 class ServedRequest:
-    """What became of one request; moments in seconds of ``time.perf_counter``.
+    """The outcome of one request; moments in seconds of ``time.perf_counter``.
 
     ``token_seconds``: when each chunk with new text arrived. ``error``: "" once it has ended well. ``queue_seconds``:
     how long the client held it back for ``max_concurrency``. Lengths in tokens are the server's own count where it
@@ -222,7 +222,7 @@ def _take(chunk: _Chunk, request: ServedRequest) -> bool:
 
 
 async def served_model(base_url: str, headers: Mapping[str, str]) -> Mapping[str, Any]:
-    """What the server says of its first model: ``id``, and where it says so ``root`` and ``max_model_len``.
+    """Return the server's words on its first model: ``id``, and where it says so ``root`` and ``max_model_len``.
 
     ServerError when it cannot be asked.
     """

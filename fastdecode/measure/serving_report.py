@@ -16,7 +16,7 @@ METRICS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
-"""What percentiles are given of: name in keys → name in the table, and its heading."""
+"""Times whose percentiles are given: name in keys → name in the table, and its heading."""
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 """Metrics that a request has one value of, which a service level objective may bound."""
@@ -106,7 +106,7 @@ def serving_report(
 
 
 def _meets(request: ServedRequest, goodput: Mapping[str, float]) -> bool:
-    """Whether it kept to every objective, in milliseconds."""
+    """Say whether it kept to every objective, in milliseconds."""
     found = {"ttft": request.ttft, "tpot": request.tpot, "e2el": request.latency}
     return all(found[name] * 1e3 <= milliseconds for name, milliseconds in goodput.items())
 

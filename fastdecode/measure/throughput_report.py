@@ -83,7 +83,7 @@ def decode_figures(steps: Sequence[StepRecord]) -> dict[str, Any]:
 
 
 def breakdown(steps: Sequence[StepRecord], separate_cores: bool) -> dict[str, Any]:
-    """Where the decode steps' time went. s + wait + host = wall; r and transfer are of the busiest R-worker.
+    """Return where the decode steps' time went. s + wait + host = wall; r and transfer are of the busiest R-worker.
 
     ``overlap_efficiency`` = max(s, r) / wall, only where S and R share no core. ``overlap_gain`` = median step time
     without overlap / with it, only where both were run.
@@ -205,7 +205,7 @@ def _joined_workers(steps: Sequence[StepRecord]) -> int:
 
 
 def _two_copies_share(steps: Sequence[StepRecord]) -> float | None:
-    """Of the sequences of all steps, those that two R-workers held; None where none ever was."""
+    """Return the part of all steps' sequences that two R-workers held; None where none ever was."""
     one, two = (sum(step.num_copies[i] for step in steps) for i in range(2))
     return two / (one + two) if two else None
 

@@ -48,7 +48,7 @@ RANGE_SIZES = (
     (2, 16384, 2048), (2, 32768, 4096), (4, 8192, 1024), (8, 4096, 512), (16, 4096, 2048), (32, 2048, 1024),
     (64, 1024, 512),
 )  # fmt: skip
-"""The same with the tokens of a range, of sequences that have several."""
+"""Grid of sequences in several ranges, with the tokens of a range."""
 
 KV_DTYPES = ("float32", "bfloat16", "int8")
 GROUPS = (1, 4)
@@ -70,7 +70,7 @@ class Configuration:
 
     @property
     def ranges(self) -> RangeParts:
-        """What a step's sequences in ranges ask and are answered."""
+        """Return the reads and partial results of a step's sequences in ranges."""
         if self.kv_shard_tokens is None:
             return NO_RANGES
         closed, tail = divmod(self.context_len - 1, self.kv_shard_tokens)
@@ -104,7 +104,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class ValidatedRow:
-    """What a configuration was predicted to take and took; ``…_seconds`` are of one decode step, medians."""
+    """The predicted and the measured times of a configuration; ``…_seconds`` are of one decode step, medians."""
 
     configuration: Configuration
     predicted_step_seconds: float
@@ -146,7 +146,7 @@ def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuratio
 
 
 def kv_head_counts(shape: ModelShape) -> list[int]:
-    """Of GROUPS, where they divide the heads of ``shape``."""
+    """Return the numbers of KV heads of GROUPS, where these divide the heads of ``shape``."""
     return [shape.num_heads // group for group in GROUPS if shape.num_heads % group == 0]
 
 
@@ -242,7 +242,7 @@ class Validation:
 
 
 def validated_row(profile: HardwareProfile, configuration: Configuration, steadied: Sequence[Steadied]) -> ValidatedRow:
-    """What ``profile`` predicts beside what was measured: ``steadied`` by the anchor of S and by that of R, its samples
+    """Return what ``profile`` predicts beside what was measured: ``steadied`` by the anchors of S and of R, its samples
     float [steps, 5]: seconds of the step, of S, of R and of the host, and the KV load."""
     shape, deployment = _shape(profile, configuration), configuration.deployment
     drift = Drift(steadied[0].drift, steadied[1].drift)

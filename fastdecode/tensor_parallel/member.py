@@ -1,4 +1,4 @@
-"""What all ranks do alike between layers: each for its own R-workers, and then they compare."""
+"""The work that all ranks do alike between layers: each for its own R-workers, and then they compare."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Member:
         return np.zeros(0, np.uint8) if self._exported is None else self._exported
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, start: int) -> None:
-        """What ``export`` took last."""
+        """Give the pool what ``export`` took last."""
 
         def give() -> dict[str, Any]:
             if self._exported is None:
@@ -116,7 +116,7 @@ class Member:
         self.pool.dismiss(worker)
 
     def _compare(self, do: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What ``do`` returns on each rank; the first one's error where it fails on any."""
+        """Return what ``do`` returns on each rank; raises the first one's error where it fails on any."""
         try:
             answer = Message("done", do())
         except FastDecodeError as error:

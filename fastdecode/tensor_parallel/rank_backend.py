@@ -129,7 +129,7 @@ class TensorParallelBackend:
             self.pool.close()
 
     def _tell_controls(self) -> None:
-        """Of a step that had no layers, if one has begun."""
+        """Tell the controls of a step that had no layers, if one has begun."""
         if self._pending is not None:
             controls = tuple(tuple(map(tuple, part.controls.tolist())) for part in self._pending.workers)
             step = ScheduledStep((MiniBatch.of([]),), controls)

@@ -1,4 +1,4 @@
-"""What the ranks tell each other between layers, as bytes: a header in JSON, then arrays."""
+"""The messages of the ranks between layers, as bytes: a header in JSON, then arrays."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_step(message: Message) -> ScheduledStep:
 
 
 def report_message(report: StepReport, now: float) -> Message:
-    """What a rank's R-workers say of a step; ``now``: this rank's clock."""
+    """Return the report of a rank's R-workers on a step; ``now`` is this rank's clock."""
     told = {
         "now": now,
         "lost": report.lost,

@@ -24,7 +24,7 @@ STARTERS = {
     "mpirun of MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "srun of Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 }
-"""What starts ranks, and the variables in which it tells a process its rank, their number, and both on its machine."""
+"""Launchers of ranks, and the variables in which each tells a process its rank, their number, and both here."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPl
 
 
 def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> EngineConfig:
-    """What rank ``index`` of ``size`` gets of ``config``: ``num_here`` ranks share this machine's memory and cores.
+    """Return the part of ``config`` for rank ``index`` of ``size``; ``num_here`` ranks share this machine.
 
     Of R-workers at host:port each rank gets as many, in order; at the port of ``pool_listen`` rank 0 listens, at the
     next one rank 1, and so on.
@@ -99,7 +99,7 @@ def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> E
 
 
 def cores_of(config: EngineConfig, index: int, size: int) -> EngineConfig:
-    """Of ranks that are started here: each gets its share of the S-worker's cores, and of the R-workers'."""
+    """Return the cores of ranks that are started here: each gets its share of the S-worker's and of the R-workers'."""
     changes: dict[str, Any] = {}
     s_cores, r_cores = config.s_core_list or usable_cores(), config.r_core_list or usable_cores()
     changes["s_threads"] = config.s_threads or max(1, len(s_cores) // size)

@@ -125,7 +125,7 @@ def begin_ranks(config: EngineConfig) -> Ranks | None:
 
 
 def serve(config: EngineConfig, place: RankPlace) -> None:
-    """What a rank after the first does; raises SystemExit at its end."""
+    """Serve as a rank after the first; raises SystemExit at its end."""
     ending = contextlib.ExitStack()
     try:
         meeting = Rendezvous(place.index, place.size, place.host, place.port, False)
@@ -207,5 +207,5 @@ class Follower:
 
 
 def layout_for(config: EngineConfig, model: SModel) -> KVLayout:
-    """What this rank's R-workers are told."""
+    """Return the layout that this rank's R-workers are told."""
     return replace(model.layout, isa=config.uniform_arithmetic)
