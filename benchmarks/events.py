@@ -1,9 +1,9 @@
 """Losses, joins, drains and slow R-workers, live and simulated: python benchmarks/events.py
 
 An engine decodes on one core over eight stand-ins, which use no core and take a set time per cached token. With one
-mini-batch S time, host time and R time add up to the step. The first two, and how late the engine wakes up for the
-third, are measured in the live run itself, since other processes of this machine change them from one minute to the
-next; copies are left out of the host time. The simulator with those figures is to say what the run with the same events
+mini-batch S time, host time and R time add up to the step. The first two, how late the engine wakes up for the
+third and for copies are measured in the live run itself, since other processes of this machine change them from one
+minute to the next. The simulator with those figures is to say what the run with the same events
 gave: output tokens per second within 5 %, with one copy of each sequence and with two; tokens computed again stand
 beside it. Live runs with and without events take turns.
 
@@ -101,7 +101,8 @@ class Rig:
         return Outcome(_rate(steps, simulator.now_seconds), _recomputed(steps, self.items), pauses)
 
     def measured_machine(self, steps: Sequence[StepRecord]) -> SplitMachine:
-        """S time by rows, host time and the delay of each call as ``steps`` show them, R-workers as they are set."""
+        """S time by rows, host time, the delay of each call and what copies took, as the last run shows them in
+        ``steps``; R-workers as they are set."""
         rows = np.array([step.num_tokens for step in steps])
         s_seconds, host = (np.array([getattr(step, name) for step in steps]) for name in ("s_seconds", "host_seconds"))
         few = rows <= np.median(rows)
@@ -117,7 +118,8 @@ class Rig:
             NUM_LAYERS, s_part, r_part, NUM_WORKERS, 1,
             step_overhead_seconds=float(np.sum(host) - self.stand_ins.moving_seconds) / len(steps),
         )  # fmt: skip
-        return SplitMachine(model, seconds_per_moved_token=MOVED)
+        moved = self.stand_ins.moving_seconds / self.stand_ins.moved_tokens if self.stand_ins.moved_tokens else MOVED
+        return SplitMachine(model, seconds_per_moved_token=moved)
 
 
 def _rate(steps: Sequence[StepRecord], seconds: float) -> float:

@@ -79,8 +79,8 @@ def _attended(spans: np.ndarray) -> int:
 class MortalStandIns(StandInBackend):
     """Stand-ins that are lost, join, drain and become slow when ``events`` say, from ``begin`` on.
 
-    A cached token goes from one to another in ``seconds_per_moved_token``; all that was moved took ``moving_seconds``.
-    Machines have numbers; the one that joins
+    A cached token goes from one to another in ``seconds_per_moved_token``; ``moved_tokens`` took
+    ``moving_seconds``. Machines have numbers; the one that joins
     takes whatever place is vacant.
     """
 
@@ -93,7 +93,7 @@ class MortalStandIns(StandInBackend):
     def begin(self, events: list[WorkerEvent]) -> None:
         """Events happen from now on, in seconds from now; all that are there are as fast as at first."""
         self._timeline, self._began = Timeline(events), time.perf_counter()
-        self.moving_seconds = 0.0
+        self.moving_seconds, self.moved_tokens = 0.0, 0
         self._slowness: dict[int, float] = {}
         self._joining: list[int] = []
         self._lost: list[int] = []
@@ -123,6 +123,7 @@ class MortalStandIns(StandInBackend):
         start = time.perf_counter()
         time.sleep(num_tokens * self.seconds_per_moved_token)
         self.moving_seconds += time.perf_counter() - start
+        self.moved_tokens += num_tokens
         self._check(worker)
 
     def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
