@@ -2,7 +2,7 @@
 # make model  install, then fetch a chat model once (make demo does, too) and print its folder
 # make test   install, then lint, types, sanitizers and tests
 # make test-all   the same with all examples of properties and all recorded runs of the scheduler
-# make test-quick   for work in progress: the tests that are not marked slow (tests/conftest.py), nothing else
+# make test-quick   for work in progress: the tests that are not marked slow, nothing else
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo model test test-all test-quick lint sanitize sanitize-quick emulated compilers fuzz fuzz-api chaos clean
+.PHONY: demo model test test-all test-quick pytest lint sanitize sanitize-quick emulated compilers fuzz fuzz-api chaos clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -36,17 +36,20 @@ demo: $(STAMP)
 model: $(STAMP)
 	@$(BIN)/python scripts/get_model.py
 
-# The first three side by side: of two cores mypy takes one, and the last file of a build too.
+# Side by side: many tests wait for other processes, compilers and mypy never do; so two tests more than there are cores.
+WORKERS ?= $(shell expr $$(nproc) + 2)
 test: $(STAMP)
-	$(MAKE) -j2 --output-sync=target lint sanitize-quick emulated
-	$(BIN)/pytest -q -n 2
+	$(MAKE) -j4 lint sanitize-quick emulated pytest
+
+pytest: $(STAMP)
+	$(BIN)/pytest -q -n $(WORKERS)
 
 # All that is drawn at random; `make test` looks at a quarter of the properties' examples, and an eighth of the traces.
 test-all: export FASTDECODE_TEST_ALL = 1
 test-all: test
 
 test-quick: $(STAMP)
-	$(BIN)/pytest -q -n 2 -m "not slow"
+	$(BIN)/pytest -q -n $$(nproc) -m "not slow"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -61,20 +64,21 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	touch $@
 
 # `$(call build,FOLDER,FLAGS)` compiles only where the content differs: a hash of sources, flags, tools and CPU, since
-# the dates that CMake goes by change with every checkout.
+# the dates that CMake goes by change with every checkout. What compilers say is shown where they fail.
 CONTENT = $(shell { cat Makefile CMakeLists.txt $(sort $(SOURCES)); c++ --version; $(BIN)/cmake --version; \
   $(BIN)/python -m pybind11 --version; grep -m1 ^flags /proc/cpuinfo; } | sha256sum | cut -c 1-32)
-build = test "$$(cat $1/.content 2>/dev/null)" = "$(CONTENT)" || { $(BIN)/cmake -S . -B $1 $2 && \
-  $(BIN)/cmake --build $1 -j$$(nproc) && echo $(CONTENT) > $1/.content; }
+build = test "$$(cat $1/.content 2>/dev/null)" = "$(CONTENT)" || { mkdir -p $1 && { $(BIN)/cmake -S . -B $1 $2 && \
+  nice $(BIN)/cmake --build $1 -j$$(nproc); } > $1/build.log 2>&1 && echo $(CONTENT) > $1/.content || \
+  { cat $1/build.log; exit 1; }; }
 
 # AVX-512 in plain C++ (rworker_cpp/emulation): what this CPU cannot run by itself is tested so, and what it can is held
 # against it bit for bit.
 emulated: $(STAMP)
-	$(call build,out/emulated,-DFASTDECODE_EMULATION=ON -DFASTDECODE_KERNEL_OPTIMIZATION=-O2 \
-	  -DFASTDECODE_BUILD_TESTS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	$(call build,out/emulated,-DFASTDECODE_EMULATION=ON -DFASTDECODE_KERNEL_OPTIMIZATION=-O1 \
+	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 -DCMAKE_UNITY_BUILD=ON -DFASTDECODE_BUILD_TESTS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir))
 	out/emulated/rworker_cpp/rworker_tests
-	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q -n 2 tests/rworker
+	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q tests/rworker
 
 # The kernels with every g++, clang and zig that is found, at -O2 and -O3: minutes for each.
 compilers: $(STAMP)

@@ -106,6 +106,7 @@ def expected(name: str, count: int = 24) -> list[list[int]]:
     return [list(tokens[:count]) for tokens in model_zoo.reference(name).tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
 def test_the_first_layer_drafts_as_a_model_of_one_layer(name: str, folder: Any) -> None:
     """Both methods draft the same, on every architecture, and change no token."""
@@ -120,6 +121,7 @@ def test_the_first_layer_drafts_as_a_model_of_one_layer(name: str, folder: Any) 
     assert counts == same and counts.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("num_drafts", [1, 8])
 def test_a_draft_model_like_the_target_is_always_right(num_drafts: int, sampling: str, folder: Any) -> None:

@@ -41,6 +41,7 @@ def finish(engine: LLMEngine) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_found_between_two_steps_is_counted(tmp_path: Path) -> None:
     """A drain's moves tell R-workers of releases, and so find out first that one of them is dead."""
     folder = model_zoo.save_model(NAME, tmp_path)
@@ -58,6 +59,7 @@ def test_a_loss_that_is_found_between_two_steps_is_counted(tmp_path: Path) -> No
         assert sum(record.lost_workers for record in records) == 1
 
 
+@pytest.mark.slow
 def test_the_holder_of_a_sequence_whose_second_copy_is_being_made_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +86,7 @@ def test_the_holder_of_a_sequence_whose_second_copy_is_being_made_drains(
         assert set(finish(engine)) == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_every_golden_run_comes_to_its_end() -> None:
     """Seeds whose run ends in an error have no digest."""
     traces = json.loads((TESTS / "golden_traces.json").read_text())

@@ -52,6 +52,7 @@ def test_every_shape_and_length(shape: str, dtype: str, kv_dtype: str, isa: str)
     check(SHAPES[shape], [n - 1 for n in LENGTHS], [1] * len(LENGTHS), model_dtype=dtype, kv_dtype=kv_dtype, isa=isa)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
 @pytest.mark.parametrize("window", [0, 1, 16, 100, 600])
@@ -65,6 +66,7 @@ def test_scoring_rules(
     check(layer, lengths, [3, 1, 20, 2, 1], model_dtype=dtype, kv_dtype=kv_dtype, isa=isa)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
 @pytest.mark.parametrize(("window", "soft_cap", "sinks"), [(0, 0.0, ()), (100, 2.0, (0.5, -1.0, 3.0, -20.0, 0.0, 1.0))])
