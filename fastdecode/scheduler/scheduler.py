@@ -77,7 +77,7 @@ class Scheduler:
         self.drafts = Drafts(self.store, limits, draft_policy)
         self.transfers = Transfers(self.store, self.admission, limits, self.lifecycle)
         self.members = Members(self.store, self.queue, self.admission, self.transfers, self.lifecycle)
-        attendance = Attendance(self.store)
+        attendance = Attendance(self.store, limits.kv_replicas)
         self._decodes = Decodes(self.store, self.admission, attendance, self.transfers, self.lifecycle)
         self._observers: list[Observer] = [self.store.workers, self.load_limit, self.transfers, self.drafts]
         self._schedule = schedule

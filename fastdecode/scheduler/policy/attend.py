@@ -18,16 +18,18 @@ MOST_SWAPS = 64
 class Attendance:
     """Evens the load of R-workers anew in each step, without a move."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, num_copies: int) -> None:
+        """``num_copies``: of each sequence, one or two."""
+        self._has_choice = num_copies > 1
         self._store, self._table, self._workers = store, store.table, store.workers
 
     def choose(self) -> None:
         """Have each tail and each closed segment of what decodes attend on that one of its holders that makes all
         R-workers take as long. A closed segment attends on its home, which is then the other one."""
         table = self._table
-        rows, closed = table.rows[:0], self._closed()
-        if (table.seconds >= 0).any():
-            rows = table.rows[table.seconds[table.rows] >= 0]
+        if not self._has_choice:
+            return
+        rows, closed = table.rows[table.seconds[table.rows] >= 0], self._closed()
         if not len(rows) and not closed:
             return
         speeds = self._workers.speeds.latest(self._workers.present)
