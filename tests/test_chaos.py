@@ -12,7 +12,8 @@ import pytest
 from chaos.configuration import KINDS, REMOVES, draw
 from helpers.processes import TESTS, script
 
-FIRST_SEED = 100
+FIRST_SEED = 4210
+"""Of ten rounds over all pools, with ranges and two copies, that take about 25 seconds of CPU time."""
 
 
 @pytest.mark.slow

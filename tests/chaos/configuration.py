@@ -103,6 +103,8 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     pool = rng.choice(pools.get(kind, ["inproc", "spawn", "spawn", "tcp", "tcp"][: 4 if is_small else 5]))
     num_workers = rng.randint(2, 2 if is_small else 3 if kind in ("ranks", "mpi", "ray") else 4)
     settings = _draw_settings(rng, kind, has_ranges, longest, architecture)
+    if is_small and "model" in settings.get("speculative_config", {}):  # loads another model
+        del settings["speculative_config"]
     asks = _draw_asks(rng, kind, has_ranges, architecture, longest, is_small)
     memory = rng.choice([0, longest + 64, longest + 64, longest + 400, 2 * longest])
     if has_ranges and memory and rng.random() < 0.5:  # then a longest sequence needs several R-workers
