@@ -165,6 +165,7 @@ SHORT_OF_ROOM: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["early_exit", "draft_model"])
 @pytest.mark.parametrize("variation", SHORT_OF_ROOM)
 def test_same_tokens_however_little_room_there_is(variation: str, method: str, folder: Any) -> None:

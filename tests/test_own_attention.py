@@ -50,6 +50,7 @@ def expected(name: str, num_tokens: int) -> list[list[int]]:
     return [list(tokens[:num_tokens]) for tokens in model_zoo.reference(name).tokens]
 
 
+@pytest.mark.slow
 def test_chunks_of_prompts_on_three_r_workers_and_prefixes_that_are_found(name: str, folder: Path) -> None:
     settings = {"r_workers": "inproc:3", "max_num_batched_tokens": 24, "max_num_seqs": 8}
     with make_llm(folder, **settings) as llm:
@@ -59,6 +60,7 @@ def test_chunks_of_prompts_on_three_r_workers_and_prefixes_that_are_found(name: 
         assert_nothing_held(llm.engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["falcon-40b", "bloom"], indirect=True)
 def test_preempted_sequences(name: str, folder: Path) -> None:
     """Prompts attend on the S-worker, in chunks; one longest sequence and a little more have room."""

@@ -100,6 +100,7 @@ def test_tokens_are_those_of_transformers(folder: Path, settings: dict[str, Any]
         assert_nothing_held(llm.engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caching", [True, False])
 def test_siblings_and_prefixes_share_closed_ranges(folder: Path, caching: bool) -> None:
     """n = 4 samples of a prompt of three ranges, and a prompt that goes on from all of it."""
@@ -135,6 +136,7 @@ class Counted:
         llm.engine.scheduler.schedule = counted  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["closed", "tail"])
 def test_only_the_lost_range_is_computed_again(folder: Path, victim: str) -> None:
     """``kill -9`` of one of three R-workers, which holds a closed range, or the tail, of the only sequence."""
@@ -266,6 +268,7 @@ def has_two_copies(llm: LLM) -> bool:
     return not known.prompts and bool(segments) and all(len(each.workers) == 2 for each in segments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_range_that_another_has_is_not_computed_again(
     folder: Path, victim: int, monkeypatch: pytest.MonkeyPatch

@@ -132,6 +132,7 @@ def test_same_as_one_rank(tmp_path: Path) -> None:
         assert result["held"] == 0
 
 
+@pytest.mark.slow
 def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
     """One R-worker of either group is killed: no token changes. A rank is killed: the job ends, and names it."""
     job = job_of("llama-gqa", tmp_path)

@@ -58,6 +58,7 @@ class Watched:
         os.kill(r_workers.spawned_pids(self.llm)[victim], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_two_losses_one_after_the_other_cost_no_token_and_no_prefill(folder: Path) -> None:
     """The second comes once all have two copies again; no step after the prompts has any row of a prompt."""
     prompts, wanted = model_zoo.prompts(NAME)[:6], [list(each) for each in model_zoo.reference(NAME).tokens[:6]]
@@ -80,6 +81,7 @@ def test_two_losses_one_after_the_other_cost_no_token_and_no_prefill(folder: Pat
         assert_nothing_held(llm.engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype"), [("bfloat16", "auto"), ("float32", "int4")])
 def test_prefix_hits_siblings_and_seeds_go_on_from_the_other_copy(
     folder: Path, dtype: str, kv_cache_dtype: str

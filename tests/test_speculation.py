@@ -52,6 +52,7 @@ def seen(outputs: list[RequestOutput]) -> list[list[dict[str, Any]]]:
     return [[each.to_dict() for each in output.outputs] for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_every_kind_of_sampling_gives_the_same(name: str) -> None:
     """Tokens, texts, log-probabilities and reasons, in float32."""

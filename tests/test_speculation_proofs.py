@@ -68,6 +68,7 @@ class RandomDrafter:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_k=5, repetition_penalty=1.3, min_p=0.02)],
@@ -167,6 +168,7 @@ def test_any_pattern_of_right_and_wrong_drafts(patterns_llm: LLM, pattern: list[
     assert_nothing_held(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [30, 200, 500])
 def test_an_r_worker_killed_while_it_verifies(folder: Path, moment: int) -> None:
     prompts, wanted, drafter = clairvoyant(0.3)
@@ -185,6 +187,7 @@ def test_an_r_worker_killed_while_it_verifies(folder: Path, moment: int) -> None
         assert_nothing_held(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["sls", "stall-free", "prefill-first", "request-level"])
 def test_preemption_moves_and_kept_prefixes(folder: Path, schedule: str) -> None:
     """A cache that is too small, budgets that leave few rows for drafts, and the same prompts twice."""
@@ -202,6 +205,7 @@ def test_preemption_moves_and_kept_prefixes(folder: Path, schedule: str) -> None
         assert_nothing_held(llm.engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["float16", "int8", "int4"])
 def test_other_cache_dtypes_give_what_they_give_without_drafts(folder: Path, kv_dtype: str) -> None:
     """Tokens are stored one by one: what was rejected leaves nothing behind."""
