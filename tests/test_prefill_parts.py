@@ -63,8 +63,8 @@ SIXTEEN_BITS = [
 
 def prompt_of(method: str, part: int, bounds: tuple[int, ...], next_place: Place | None = None) -> Prompt:
     """One R-worker stores all of it, and has the prefix if there is one."""
-    prefix = (PlacedRange(PLACE, 0, bounds[0]),) if bounds[0] else ()
-    return Prompt(1, method, part, bounds, next_place, (PlacedRange(PLACE, 0, bounds[-1]),), prefix)
+    prefix = (PlacedRange(PLACE, 0, bounds[0], 1),) if bounds[0] else ()
+    return Prompt(1, method, part, bounds, next_place, (PlacedRange(PLACE, 0, bounds[-1], 1),), prefix)
 
 
 class Chain:

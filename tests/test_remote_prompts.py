@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.scheduler_harness import AMPLE
 
-from fastdecode.core.remote_prefill import PrefillPart
+from fastdecode.core.remote_prefill import PrefillPart, RemotePrefill
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import Verb
 from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
@@ -214,3 +214,59 @@ def test_the_policy_hears_of_starts_and_ends() -> None:
     assert isinstance(policy, TwoWorkers)
     told = [call for call in policy.calls if call[0] != "step"]
     assert told == [("started", 1), ("started", 2), ("ended", 1, True), ("ended", 2, False)]
+
+
+def places(prefill: RemotePrefill) -> list[tuple[int, int, int, int]]:
+    """R-worker, tokens and whether it has the job's own number, of each store."""
+    return [(each.r_worker, each.start, each.end, each.ticket == prefill.job_id) for each in prefill.stores]
+
+
+def test_a_prompt_goes_to_both_copies() -> None:
+    scheduler = make((100, 100), kv_replicas=2)
+    sequence = Sequence(1, list(range(100)), 10)
+    scheduler.add(sequence)
+    planned = step(scheduler)
+    (prefill,) = planned.prefills
+    home, second = sequence.holders
+    assert places(prefill) == [(home, 0, 100, True), (second, 0, 100, False)]
+    tickets = [each.ticket for each in prefill.stores]
+    assert verbs(planned) == [("RESERVE", 1, tickets[each != home], 100) for each in (0, 1)]
+    assert scheduler.prefilled(prefill.job_id)
+    assert verbs(step(scheduler)) == [("COMMIT", 1, tickets[each != home], 100) for each in (0, 1)]
+    assert scheduler.store.residents.num_copies == (0, 1)
+
+
+def test_a_prompt_goes_to_each_of_its_ranges_and_after_a_prefix_to_those_left() -> None:
+    """A closed range that was cached stores nothing, and serves its prefix."""
+    scheduler = make((100, 100, 100), range_tokens=32)
+    first = Sequence(1, list(range(100)), 10)
+    scheduler.add(first)
+    (prefill,) = step(scheduler).prefills
+    assert [place[1:3] for place in places(prefill)] == [(0, 32), (32, 64), (64, 96), (96, 100)]
+    assert not prefill.prefix and len({each.ticket for each in prefill.stores}) == 4
+    scheduler.prefilled(prefill.job_id)
+    step(scheduler)
+    assert [each.num_tokens for each in first.segments] == [32, 32, 32, 4] and first.num_closed == 3
+    assert sum(len(part.chunks) for part in step(scheduler).mini_batches) == 1  # it decodes
+    scheduler.finish(first)
+    second = Sequence(2, [*range(100), *range(200, 270)], 10)
+    scheduler.add(second)
+    planned = step(scheduler)
+    (prefill,) = planned.prefills
+    assert [(each.start, each.end) for each in prefill.prefix] == [(0, 32), (32, 64), (64, 96)]
+    assert [place[1:3] for place in places(prefill)] == [(96, 128), (128, 160), (160, 170)]
+    reserved = [rest for name, *rest in verbs(planned) if name == "RESERVE"]
+    assert sorted(rest[2] for rest in reserved) == [10, 32, 32, 32, 32, 32]
+    assert {rest[1] for rest in reserved} == {each.ticket for each in (*prefill.prefix, *prefill.stores)}
+
+
+def test_a_lost_r_worker_ends_the_jobs_that_store_there() -> None:
+    scheduler = make((100, 100, 100), kv_replicas=2)
+    sequence = Sequence(1, list(range(100)), 10)
+    scheduler.add(sequence)
+    (prefill,) = step(scheduler).prefills
+    assert scheduler.members.lost(prefill.stores[1].r_worker) == []
+    (again,) = step(scheduler).prefills
+    assert prefill.job_id not in scheduler.remote_prompts and again.job_id in scheduler.remote_prompts
+    assert prefill.stores[1].r_worker not in {each.r_worker for each in again.stores}
+    assert not {each.ticket for each in again.stores} & {each.ticket for each in prefill.stores}

@@ -62,7 +62,8 @@ def runs(draw: st.DrawFn) -> Run:
     slowness = draw(
         st.none() | st.lists(st.sampled_from([0.1, 0.3]), min_size=len(bandwidths), max_size=len(bandwidths))
     )
-    return Run(schedule, limits, jobs, seconds_per_token=tuple(slowness or ()), drafts_seed=draw(st.integers(0, 99)))
+    seeds = {"drafts_seed": draw(st.integers(0, 99)), "prefills_seed": draw(st.none() | st.integers(0, 99))}
+    return Run(schedule, limits, jobs, seconds_per_token=tuple(slowness or ()), **seeds)
 
 
 def range_lengths(schedule: str, block_size: int) -> st.SearchStrategy[int]:
@@ -145,10 +146,41 @@ def test_every_promise_with_two_copies(
         kv_load_limit=None if limit is None else 8 * limit,
         seconds_per_moved_token=0.1,
     )
-    two = Run(run.schedule, limits, run.jobs, True, (0.1, 0.3, 0.1) * bool(run.seconds_per_token), run.drafts_seed)
+    slowness = (0.1, 0.3, 0.1) * bool(run.seconds_per_token)
+    two = Run(run.schedule, limits, run.jobs, True, slowness, run.drafts_seed, run.prefills_seed)
     lost = list(dict.fromkeys(losses.values()))
     changes = {step: change for step, change in changes.items() if isinstance(change, Join) or change == Drain(0)}
     two.to_the_end(losses=dict(zip(losses, lost, strict=False)), changes=changes, moves_per_step=2)
+
+
+@given(
+    runs(),
+    st.dictionaries(st.integers(0, 15), st.integers(0, 1), max_size=2),
+    st.dictionaries(st.integers(0, 15), st.just(Drain(0)), max_size=1),
+    st.sampled_from([(1, 2), (2, 2), (1, 8), (2, 8), (2, UNLIMITED)]),
+)
+@settings(max_examples=examples(200))
+def test_every_promise_of_prompts_that_prefill_workers_compute(
+    run: Run, losses: dict[int, int], drains: dict[int, Drain], places: tuple[int, int]
+) -> None:
+    """In ranges of two blocks or eight, on one R-worker or two, after kept prefixes; R-workers are lost meanwhile."""
+    copies, blocks = places
+    reserves = SCHEDULES[run.schedule].reserves_longest
+    block_size, largest = min(4, run.limits.block_size), 4 * max(run.limits.num_blocks)
+    limits = replace(
+        run.limits,
+        block_size=block_size,
+        prefix_caching=True,
+        kv_replicas=copies,
+        hosts=("a", "b", "a"),
+        range_tokens=UNLIMITED if reserves else min(UNLIMITED, blocks * block_size),
+        num_blocks=(largest, largest, largest),
+        bandwidths=(1.0, 2.0, 1.0),
+        kv_load_limit=None,
+    )
+    there = Run(run.schedule, limits, run.jobs, drafts_seed=run.drafts_seed, prefills_seed=run.drafts_seed)
+    lost = list(dict.fromkeys(losses.values()))
+    there.to_the_end(losses=dict(zip(losses, lost, strict=False)), changes=dict(drains), moves_per_step=2)
 
 
 def limits_of(**changes: Any) -> Limits:

@@ -41,11 +41,15 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlacedRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The R-worker at ``place`` has tokens ``start`` to ``end`` of a prompt; its positions count from ``start``."""
+    """The R-worker at ``place`` has tokens ``start`` to ``end`` of a prompt; its positions count from ``start``.
+
+    It knows them as job ``ticket``.
+    """
 
     place: Place
     start: Position
     end: Position
+    ticket: Annotated[int, Meta(ge=1, lt=1 << 62)]
 
 
 class PrefillHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,8 +168,8 @@ def _check_places(prompt: Prompt) -> None:
     ranges = (*prompt.stores, *prompt.prefix)
     if any(each.start >= each.end for each in ranges):
         raise FrameError("PROMPT: a range of a place is empty")
-    if len({(each.place.address, each.place.epoch) for each in prompt.stores}) < len(prompt.stores):
-        raise FrameError("PROMPT: a place stores two ranges")
+    if len({(each.place.address, each.place.epoch, each.ticket) for each in prompt.stores}) < len(prompt.stores):
+        raise FrameError("PROMPT: two ranges are stored under one ticket")
     ends = [0, *(each.end for each in prompt.prefix)]
     if [each.start for each in prompt.prefix] != ends[:-1] or ends[-1] != prompt.context_len:
         raise FrameError(f"PROMPT: the prefix of {prompt.context_len} tokens has gaps")

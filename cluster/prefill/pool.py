@@ -332,7 +332,7 @@ class PrefillPool:
 def _range(stored: StoredAt, r_workers: Sequence[RWorkerInfo]) -> PlacedRange:
     """The port that takes the tokens which ``stored`` names."""
     info = r_workers[stored.r_worker]
-    return PlacedRange(Place(info.kv_address, info.kv_epoch), stored.start, stored.end)
+    return PlacedRange(Place(info.kv_address, info.kv_epoch), stored.start, stored.end, stored.ticket)
 
 
 def _refusal(link: Link, frame: Frame) -> str:

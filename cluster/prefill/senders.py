@@ -26,12 +26,15 @@ MOST_REMEMBERED = 64
 """Jobs that are taken for lost with the next prefill worker: the last to have sent there."""
 
 OnFailure = Callable[[list[int], Place, str, bool], None]
-"""Called with the jobs that cannot send there, the place, why, and whether no job can any more."""
+"""Called with the numbers of what cannot be sent there, the place, why, and whether nothing can any more."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a layer that are to be sent: (k, v), or (stored,) of a prefix; ``start`` is the first one's position."""
+    """Rows of a layer that are to be sent: (k, v), or (stored,) of a prefix; ``start`` is the first one's position.
+
+    ``job_id``: by which the receiver knows them, the job's number or an R-worker's ticket; so below.
+    """
 
     job_id: int
     layer: int

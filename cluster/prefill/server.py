@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from fastdecode.cluster.prefill.messages import (
     PREFILLED,
     Failure,
     Place,
+    PlacedRange,
     PrefillWelcome,
     Prompt,
     decode_prefill_hello,
@@ -102,10 +103,10 @@ class PrefillServer:
         counts = PREFILLED.pack(job.prompt.job_id, seconds, job.sent_bytes, job.stored_bytes, job.read_bytes)
         parts = (counts, b"" if logits is None else logits)
         prompt = job.prompt
-        places = [each.place for each in prompt.stores if each.start < prompt.end and prompt.start < each.end]
-        tell = _after(len(places), partial(self._report, job, Kind.PREFILLED, *parts))
-        for place in places:
-            self._sender(StoreSender, place).when_stored(prompt.job_id, tell)
+        stores = [each for each in prompt.stores if each.start < prompt.end and prompt.start < each.end]
+        tell = _after(len(stores), partial(self._report, job, Kind.PREFILLED, *parts))
+        for each in stores:
+            self._sender(StoreSender, each.place).when_stored(each.ticket, tell)
 
     def fail(self, job: PromptJob, reason: str) -> None:
         """The part cannot be computed: tell the S-worker, unless it has given the job up itself."""
@@ -190,9 +191,7 @@ class PrefillServer:
     def _stores(self, prompt: Prompt) -> tuple[StoreRange, ...]:
         """The ways to the R-workers that store rows of the part."""
         return tuple(
-            StoreRange(
-                each.start, each.end, _counted_from(each.start, self._sender(StoreSender, each.place).send, prompt)
-            )
+            StoreRange(each.start, each.end, _counted_from(each, self._sender(StoreSender, each.place).send))
             for each in prompt.stores
             if each.start < prompt.end and prompt.start < each.end
         )
@@ -200,7 +199,7 @@ class PrefillServer:
     def _prefix(self, prompt: Prompt) -> tuple[ReadRange, ...]:
         """The ways from the R-workers that have the prefix."""
         return tuple(
-            ReadRange(each.start, each.end, partial(self._sender(PrefixReader, each.place).read, prompt.job_id))
+            ReadRange(each.start, each.end, partial(self._sender(PrefixReader, each.place).read, each.ticket))
             for each in prompt.prefix
         )
 
@@ -271,17 +270,26 @@ class PrefillServer:
             self._senders[key] = kind(place, self._security, self._cannot_send)
         return self._senders[key]
 
-    def _cannot_send(self, job_ids: list[int], place: Place, reason: str, is_lost: bool) -> None:
-        """These jobs cannot send to ``place``, or read from there; where it ``is_lost``, a later job tries anew."""
+    def _cannot_send(self, numbers: list[int], place: Place, reason: str, is_lost: bool) -> None:
+        """What ``place`` knows by these numbers, of jobs or tickets, cannot be sent there, or read from there; where it
+        ``is_lost``, a later job tries anew."""
         for key in [key for key, sender in list(self._senders.items()) if is_lost and sender.has_ended]:
             self._senders.pop(key, None)
-        for job in [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]:
+        known = set(numbers)
+        for job in [each for each in list(self._jobs.values()) if _depends_on(each.prompt, place, known)]:
             self.fail(job, f"{place.address}: {reason}")
 
 
-def _counted_from(first: int, send: Callable[[int, int, int, Arrays], None], prompt: Prompt) -> Send:
-    """``send`` for rows by position in the prompt, at an R-worker that counts from ``first``."""
-    return lambda layer, start, arrays: send(prompt.job_id, layer, start - first, arrays)
+def _counted_from(store: PlacedRange, send: Callable[[int, int, int, Arrays], None]) -> Send:
+    """``send`` for rows by position in the prompt, at an R-worker that counts from the first token that it stores."""
+    return lambda layer, start, arrays: send(store.ticket, layer, start - store.start, arrays)
+
+
+def _depends_on(prompt: Prompt, place: Place, numbers: Collection[int]) -> bool:
+    """Whether ``prompt`` is to send to ``place``, or read from there, what that knows by one of ``numbers``."""
+    if prompt.next == place and prompt.job_id in numbers:
+        return True
+    return any(each.place == place and each.ticket in numbers for each in (*prompt.stores, *prompt.prefix))
 
 
 def _after(count: int, tell: Callable[[], None]) -> Callable[[], None]:

@@ -34,24 +34,25 @@ class PrefillPart:
 class StoredAt:
     """R-worker ``r_worker`` stores tokens ``start`` to ``end`` of a prompt as its sequence ``cache_id``.
 
-    Positions in that sequence count from ``start``.
+    Positions in that sequence count from ``start``. ``ticket``: the number under which it has reserved blocks for them;
+    no other place has it.
     """
 
     r_worker: int
     cache_id: int
     start: int
     end: int
+    ticket: int
 
 
 @dataclass(frozen=True)
 class RemotePrefill:
     """A prompt that prefill workers compute: its tokens, cut into consecutive ``parts``, but for a cached prefix.
 
-    ``job_id`` is new for every attempt: each R-worker of ``stores`` has reserved blocks under it, and refuses rows of
-    any other. ``stores`` cover all tokens of ``parts``; two that overlap are two copies. ``prefix``: who has tokens 0
-    to ``context_len``, in order, one holder each, which has reserved under ``job_id`` too. ``method``: one of
-    ``PREFILL_METHODS``. ValueError for stores or a prefix with gaps, and for two sequences of one R-worker, which
-    knows a job by its number alone.
+    ``job_id`` and the tickets of places are new for every attempt: an R-worker refuses rows of any other. ``stores``
+    cover all tokens of ``parts``; two that overlap are two copies. ``prefix``: who has tokens 0 to ``context_len``, in
+    order, one holder each; one that stores nothing has a reservation, too. ``method``: one of ``PREFILL_METHODS``.
+    ValueError for stores or a prefix with gaps, and for two places with one ticket.
     """
 
     job_id: int
@@ -63,12 +64,13 @@ class RemotePrefill:
     method: str = "kvr"
 
     def __post_init__(self) -> None:
-        cache_ids: dict[int, int] = {}
+        places: dict[int, tuple[int, int]] = {}
         for each in (*self.stores, *self.prefix):
-            if cache_ids.setdefault(each.r_worker, each.cache_id) != each.cache_id:
-                raise ValueError(f"job {self.job_id}: R-worker {each.r_worker} has two sequences of it")
-        if len({each.r_worker for each in self.stores}) < len(self.stores):
-            raise ValueError(f"job {self.job_id}: an R-worker stores two ranges of it")
+            place = each.r_worker, each.cache_id
+            if places.setdefault(each.ticket, place) != place:
+                raise ValueError(f"job {self.job_id}: two of its places have ticket {each.ticket}")
+        if len({each.ticket for each in self.stores}) < len(self.stores):
+            raise ValueError(f"job {self.job_id}: a place stores two ranges of it")
         if _covered(self.prefix, 0) != self.context_len:
             raise ValueError(f"job {self.job_id}: a prefix of {self.context_len} tokens is at {self.prefix}")
         if _covered(self.stores, self.context_len) < self.parts[-1].end:

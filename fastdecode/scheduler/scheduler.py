@@ -156,7 +156,7 @@ class Scheduler:
 
         ``accepted``: how many draft tokens of each sequence are its next output tokens; none of those not listed.
         """
-        self.members.committed(step.mini_batches)
+        self.members.committed(step.mini_batches, step.arrived)
         self._table.advance(self._rows)
         self._rows = self._rows[:0]
         self.drafts.settle(step.drafts, accepted)
@@ -169,7 +169,7 @@ class Scheduler:
                     self.lifecycle.finish_prompt(sequence)
         for sequence_id in step.arrived:
             sequence = self._residents.prompts[sequence_id]
-            self._table.num_cached[sequence.row] = sequence.num_prefill
+            self.store.fill_prompt(sequence)
             self.lifecycle.finish_prompt(sequence)
 
     def prefilled(self, job_id: int, now_seconds: float = 0.0) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from fastdecode.core.remote_prefill import RemotePrefill
 from fastdecode.core.step import Chunk, ScheduledStep
 from fastdecode.core.types import Verb
 
@@ -14,10 +15,16 @@ SPOILT = -1
 
 @dataclass
 class Held:
-    """What a naive R-worker knows of a sequence: its tokens, and the physical blocks they lie in."""
+    """What a naive R-worker knows of a sequence: its tokens, and the physical blocks they lie in.
+
+    ``ticket``: under which prefill workers store ``incoming`` ones after them, until ``num_reserved`` are there.
+    """
 
     tokens: list[int]
     blocks: list[object]
+    ticket: int | None = None
+    num_reserved: int = 0
+    incoming: list[int] = field(default_factory=list)
 
 
 def name(chunk: Chunk) -> int:
@@ -62,6 +69,7 @@ class NaiveWorkers:
         """Append the tokens of ``chunks``."""
         for place, chunk in _places_of(chunks):
             held = self.held.setdefault(place, Held([], []))
+            assert held.ticket is None
             held.tokens += chunk.token_ids
             held.blocks += [object() for _ in range(self._blocks_for(len(held.tokens)) - len(held.blocks))]
 
@@ -81,11 +89,30 @@ class NaiveWorkers:
 
     def copy(self, sequence_id: int, source: int, target: int, start: int, num_tokens: int) -> None:
         """Tokens of a sequence go to ``target`` too, after the first ``start``, which are there in whole blocks."""
+        assert self.held[source, sequence_id].ticket is None
         tokens = self.held[source, sequence_id].tokens[start : start + num_tokens]
         held = self.held.setdefault((target, sequence_id), Held([], []))
         assert len(held.tokens) == start and start % self.block_size == 0
         held.tokens += tokens
         held.blocks += [object() for _ in range(self._blocks_for(len(held.tokens)) - len(held.blocks))]
+
+    def store(self, prefill: RemotePrefill) -> bool:
+        """Read the prefix of a prompt, and store the rest in all its places; False where one of these is gone.
+
+        What is read must be the prompt's first tokens, and what is stored must be reserved.
+        """
+        for place in (*prefill.prefix, *prefill.stores):
+            held = self.held.get((place.r_worker, place.cache_id))
+            if held is None or held.ticket != place.ticket:
+                return False
+        for place in prefill.prefix:
+            there = self.held[place.r_worker, place.cache_id].tokens
+            assert there == list(prefill.token_ids[place.start : place.end])
+        for place in prefill.stores:
+            held = self.held[place.r_worker, place.cache_id]
+            assert place.start + len(held.tokens) == max(place.start, prefill.context_len)
+            held.incoming = list(prefill.token_ids[place.start + len(held.tokens) : place.end])
+        return True
 
     def lose(self, worker: int) -> None:
         """All that ``worker`` held is gone."""
@@ -98,13 +125,24 @@ class NaiveWorkers:
         """One control, on what ``worker`` holds."""
         full, rest = divmod(num_tokens, self.block_size)
         place = worker, sequence_id
-        if verb == Verb.FORK:
+        if verb == Verb.RESERVE:
+            held = self.held.setdefault(place, Held([], []))
+            assert held.ticket is None and num_tokens >= max(1, len(held.tokens))
+            held.ticket, held.num_reserved = source_id, num_tokens
+            held.blocks += [object() for _ in range(self._blocks_for(num_tokens) - len(held.blocks))]
+        elif verb == Verb.COMMIT:
+            held = self.held[place]
+            assert held.ticket == source_id and held.num_reserved == num_tokens
+            held.tokens, held.ticket, held.incoming = held.tokens + held.incoming, None, []
+            assert len(held.tokens) == num_tokens, "some were not stored"
+        elif verb == Verb.FORK:
             source = self.held[worker, source_id]  # a KeyError here: released before it was forked
             assert len(source.tokens) >= num_tokens and place not in self.held
+            assert source.ticket is None or not rest
             self.held[place] = Held(source.tokens[:num_tokens], source.blocks[:full] + [object()] * (rest > 0))
         elif verb == Verb.TRUNCATE:
             held = self.held[place]
-            assert len(held.tokens) >= num_tokens
+            assert len(held.tokens) >= num_tokens and held.ticket is None
             del held.tokens[num_tokens:], held.blocks[full:]
             held.blocks += [object()] * (rest > 0)  # its own from here on, if it was shared
         else:

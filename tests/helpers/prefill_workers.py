@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.wire.handshake import Security
@@ -24,9 +25,10 @@ class _End(Exception):
 
 
 @contextlib.contextmanager
-def threads(folder: Path, count: int, security: Security = NO_KEY, dtype: str = "auto") -> Iterator[str]:
+def threads(folder: Path, count: int, security: Security = NO_KEY, **settings: Any) -> Iterator[str]:
     """``count`` workers with models of their own; their addresses as ``--prefill-workers`` takes them."""
-    config = EngineConfig(model=str(folder), device="cpu", max_model_len=512, dtype=dtype)
+    defaults: dict[str, Any] = {"device": "cpu", "max_model_len": 512}
+    config = EngineConfig(model=str(folder), **{**defaults, **settings})
     workers = [PrefillWorker(config, 1, (0,), security) for _ in range(count)]
     ended = threading.Event()
 

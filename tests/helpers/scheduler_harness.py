@@ -15,6 +15,7 @@ from fastdecode.core.step import Chunk, ScheduledStep
 from fastdecode.cycle import Companion, Cycle, Membership
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler, Sequence
 from helpers.drafting import AlwaysMost
+from helpers.naive_prefills import NaivePrefills, SomePrompts
 from helpers.naive_world import NaiveWorld, StepFailedError
 
 OUTPUT_TOKEN, WRONG_TOKEN = 7, 8
@@ -78,7 +79,8 @@ class Run(Companion):
     """One workload through one scheduler; without ``recounts`` only loads and starts are noted, for long runs.
 
     ``seconds_per_token``: what the scheduler is told that each R-worker was busy; none: it is told nothing. Where
-    ``limits`` have drafts, some of those wanted are proposed, right ones and wrong ones, by ``drafts_seed``.
+    ``limits`` have drafts, some of those wanted are proposed, right ones and wrong ones, by ``drafts_seed``. With
+    ``prefills_seed`` prefill workers compute some of the prompts.
     """
 
     schedule: str
@@ -87,6 +89,7 @@ class Run(Companion):
     recounts: bool = True
     seconds_per_token: tuple[float, ...] = ()
     drafts_seed: int = 0
+    prefills_seed: int | None = None
     step_number: int = field(default=0, init=False, repr=False)
     members: list[list[Sequence]] = field(default_factory=list, init=False, repr=False)
     alive: dict[int, Sequence] = field(default_factory=dict, init=False, repr=False)
@@ -98,13 +101,16 @@ class Run(Companion):
 
     def __post_init__(self) -> None:
         policy = AlwaysMost() if self.limits.num_speculative_tokens else None
-        self.scheduler = RunScheduler(SCHEDULES[self.schedule], self.limits, draft_policy=policy)
+        prompts = None if self.prefills_seed is None else SomePrompts()
+        self.scheduler = RunScheduler(SCHEDULES[self.schedule], self.limits, prompts, policy)
         self.scheduler.run = self
         self._rng = np.random.default_rng(self.drafts_seed)
         self.world = NaiveWorld(self.scheduler, self.recounts, self._look_at)
         self.naive = self.world.naive
         self.membership = Membership()
-        self.cycle = Cycle(self.scheduler, self.world, self, [self])
+        self.prefills = NaivePrefills(self.naive, self.prefills_seed or 0)
+        self._arrived: tuple[int, ...] = ()
+        self.cycle = Cycle(self.scheduler, self.world, self, [self, self.prefills])
         self._hopeless: list[Sequence] = []
         for number, job in enumerate(self.jobs):
             group = [Sequence(100 * number + i, job.prompt, job.max_tokens) for i in range(len(job.lengths))]
@@ -196,7 +202,8 @@ class Run(Companion):
         self.scheduler.drafts.propose(tokens)
 
     def begun(self, step: ScheduledStep, now_seconds: float = 0.0) -> None:
-        """As a companion and as the requests: nothing is to be done."""
+        """As a companion and as the requests."""
+        self._arrived = step.arrived
 
     def accepted(self, step: ScheduledStep, computed: list[Chunk]) -> dict[int, int]:
         """Drafts that are right, from the first on."""
@@ -304,8 +311,8 @@ class Run(Companion):
         head, schedule = next(iter(self.scheduler.queue), None), SCHEDULES[self.schedule]
         if head is None or schedule.stabilizes_load or schedule.waves or self.limits.prefix_caching:
             return
-        if self.limits.kv_replicas > 1:
-            return  # it waits for blocks on two R-workers
+        if self.limits.kv_replicas > 1 or self.prefills_seed is not None:
+            return  # it waits for blocks on two R-workers, or goes to prefill workers another time
         if schedule.prefill is Prefill.FIRST and self.has_preempted:
             return  # its blocks came free after the prompts were looked at
         if head.max_cached > self.limits.range_tokens or self.scheduler.snapshot().draining:
@@ -361,10 +368,8 @@ class Run(Companion):
 
     def take(self, cycle: Cycle, computed: list[Chunk], accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
         """Fork, append a token each, or those accepted and one more, end what is done."""
-        for chunk in computed:
-            if not chunk.samples or chunk.sequence_id in spoilt:
-                continue
-            parent = self.alive[chunk.sequence_id]
+        sampled = [*self._arrived, *(chunk.sequence_id for chunk in computed if chunk.samples)]
+        for parent in [self.alive[sequence_id] for sequence_id in sampled if sequence_id not in spoilt]:
             grown = [parent, *parent.siblings]
             self.scheduler.store.fork_siblings(parent)
             for member in grown:

@@ -262,7 +262,7 @@ def test_a_fleet_counts_the_prefix_of_a_prompt() -> None:
     model = PrefillTimes(2, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttentionTimes(1e-3), 1.0)
     fleet = PrefillFleet(Forecast(model), 2)
     parts = (PrefillPart(0, 100, 130), PrefillPart(1, 130, 150))
-    stores, prefix = (StoredAt(0, 1, 0, 150),), (StoredAt(0, 1, 0, 100),)
+    stores, prefix = (StoredAt(0, 1, 0, 150, 1),), (StoredAt(0, 1, 0, 100, 1),)
     fleet.submit(RemotePrefill(1, 1, stores, tuple(range(150)), parts, prefix), 5.0)
     assert fleet.next_seconds == pytest.approx(5.0 + model.chain_seconds((30, 20), (), 100)[-1])
     assert fleet.next_seconds > 5.0 + 2 * 50 * 100 * 1e-3 / 2

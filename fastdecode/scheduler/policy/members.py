@@ -49,10 +49,11 @@ class Members:
             and all(map(self._room.fits_elsewhere, [*self._queue.all, *growing]))
         ]
 
-    def committed(self, mini_batches: tuple[MiniBatch, ...]) -> None:
-        """The rows of ``mini_batches`` are about to count as cached; there are none where R-workers heard controls
-        alone. Which R-workers attended them says what a loss spoils, until the next call."""
-        self._losses.committed(mini_batches)
+    def committed(self, mini_batches: tuple[MiniBatch, ...], arrived: PySequence[int] = ()) -> None:
+        """The rows of ``mini_batches``, and the prompts ``arrived`` of prefill workers, are about to count as cached;
+        there are none where R-workers heard controls alone. Which R-workers attended them says what a loss spoils,
+        until the next call."""
+        self._losses.committed(mini_batches, arrived)
 
     def spoilt(self, workers: PySequence[int]) -> list[int]:
         """The sequences that lost something with R-workers ``workers``, which are gone. Discard their tokens of the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from fastdecode.core.protocols import PrefillPolicy
 from fastdecode.core.remote_prefill import RemotePrefill, StoredAt
@@ -22,6 +23,7 @@ class RemotePrompts:
         self._store, self._residents = store, store.residents
         self._job_ids = itertools.count(1)
         self._under_way: dict[int, Sequence] = {}
+        self._places: dict[int, tuple[StoredAt, ...]] = {}
         self._started: list[RemotePrefill] = []
         self._arrived: list[tuple[int, Sequence]] = []
         self._now_seconds = 0.0
@@ -50,31 +52,46 @@ class RemotePrompts:
     def start(self, sequence: Sequence) -> bool:
         """Have prefill workers compute the prompt of ``sequence``, which has just started; False: the S-worker is to.
 
-        Of one that goes on from a kept prefix, which they read from the R-worker, they compute the rest; a prompt of
-        several ranges is never theirs.
+        Of one that goes on from a kept prefix, which they read from its R-workers, they compute the rest. What they
+        compute goes to each copy of each segment.
         """
-        if self.policy is None or sequence.is_sharded:
+        if self.policy is None:
             return False
         parts = self.policy.assign(sequence.num_prefill - sequence.num_cached, sequence.num_cached)
         if not parts:
             return False
-        job_id = next(self._job_ids)
-        self._store.send_away(sequence, job_id)
+        job_id, context_len = next(self._job_ids), parts[0].start
+        places = self._places_of(sequence, job_id, context_len)
+        self._store.send_away(sequence, job_id, places)
         self.policy.started(job_id, parts)
-        self._under_way[job_id] = sequence
+        self._under_way[job_id], self._places[job_id] = sequence, places
         tokens = tuple(sequence.tokens(0, sequence.num_prefill))
-        start, worker, sequence_id = parts[0].start, sequence.worker, sequence.sequence_id
-        stores = (StoredAt(worker, sequence_id, 0, len(tokens)),)
-        prefix = (StoredAt(worker, sequence_id, 0, start),) if start else ()
-        self._started.append(RemotePrefill(job_id, sequence_id, stores, tokens, parts, prefix))
+        stores = tuple(each for each in places if each.end > context_len)
+        homes = {each.start: each for each in reversed(places) if each.start < context_len}
+        prefix = tuple(replace(homes[start], end=min(homes[start].end, context_len)) for start in sorted(homes))
+        self._started.append(RemotePrefill(job_id, sequence.sequence_id, stores, tokens, parts, prefix))
         return True
+
+    def _places_of(self, sequence: Sequence, job_id: int, context_len: int) -> tuple[StoredAt, ...]:
+        """Who stores the prompt of ``sequence``, or has its first ``context_len`` tokens; the home of a segment before
+        its other copy. The first one's ticket is the job's number."""
+        tickets = itertools.chain([job_id], self._job_ids)
+        places = []
+        for segment in sequence.segments:
+            end = min(segment.start + self._store.table.segment_tokens, sequence.num_prefill)
+            workers = segment.workers if end > context_len else segment.workers[:1]
+            for worker in workers if segment.start < end else ():
+                places.append(StoredAt(worker, segment.cache_id, segment.start, end, next(tickets)))
+        return tuple(places)
 
     def computed(self, job_id: int, now_seconds: float) -> bool:
         """See :meth:`Scheduler.prefilled`."""
+        places = self._places.get(job_id, ())
         sequence = self._end(job_id, now_seconds, computed=True)
         if sequence is None:
             return False
-        self._store.arrive(sequence)
+        held = {(worker, each.cache_id) for each in sequence.segments for worker in each.workers}
+        self._store.arrive([each for each in places if (each.r_worker, each.cache_id) in held])
         self._arrived.append((job_id, sequence))
         return True
 
@@ -99,6 +116,7 @@ class RemotePrompts:
     def _end(self, job_id: int, now_seconds: float, computed: bool = False) -> Sequence | None:
         """Forget a job; its sequence if that still waits for it."""
         sequence = self._under_way.pop(job_id, None)
+        self._places.pop(job_id, None)
         if sequence is not None and self.policy:
             self.policy.ended(job_id, now_seconds, computed)
         return sequence if sequence is not None and sequence.job_id == job_id else None

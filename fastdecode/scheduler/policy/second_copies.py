@@ -69,7 +69,7 @@ class SecondCopies:
         for worker in self._workers.draining:
             self.give_up(worker)
             for sequence in self._residents.on(worker):
-                for segment in sequence.segments:
+                for segment in sequence.segments if not sequence.job_id else ():
                     if segment.on(worker) and len(segment.copies) > 1:
                         self._store.drop_copy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:

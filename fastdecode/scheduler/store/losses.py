@@ -29,10 +29,12 @@ class Losses:
         self._committed: tuple[MiniBatch, ...] = ()
         self._sound: dict[int, int] = {}
 
-    def committed(self, mini_batches: tuple[MiniBatch, ...]) -> None:
-        """The rows of ``mini_batches`` are about to count as cached."""
+    def committed(self, mini_batches: tuple[MiniBatch, ...], arrived: PySequence[int]) -> None:
+        """The rows of ``mini_batches`` are about to count as cached, and the prompts ``arrived`` of prefill workers. Of
+        these the last row is computed again where something else is, for the token that follows it."""
         self._committed = mini_batches
         self._sound = self._store.table.cached_of_sharded() if mini_batches else {}
+        self._sound |= {each: self._residents.prompts[each].num_prefill - 1 for each in arrived}
 
     def spoilt(self, workers: PySequence[int]) -> list[int]:
         """The sequences that lost something with R-workers ``workers``: tokens that they alone had, or their last ones,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
+from fastdecode.core.remote_prefill import StoredAt
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.holdings import Holdings
@@ -80,19 +83,25 @@ class Store:
         surplus = tail.num_blocks - self.workers.blocks_for(tail.num_tokens)
         self.grow(np.array([sequence.row]), -surplus)
 
-    def send_away(self, sequence: Sequence, job_id: int) -> None:
-        """Prefill workers compute the prompt of ``sequence``, just started, as job ``job_id``, on its home."""
-        tail = sequence.tail
-        for worker in tail.workers[1:]:
-            self.drop_copy(sequence, tail, worker)
+    def send_away(self, sequence: Sequence, job_id: int, places: Iterable[StoredAt]) -> None:
+        """Prefill workers compute the prompt of ``sequence``, just started, as job ``job_id``, and store it at
+        ``places``, or read there what was cached."""
         self.residents.leave_scratch(sequence)
         sequence.job_id = job_id
-        self.workers[tail.home].reserve(tail.cache_id, job_id, sequence.num_prefill)
+        for each in places:
+            self.workers[each.r_worker].reserve(each.cache_id, each.ticket, each.end - each.start)
 
-    def arrive(self, sequence: Sequence) -> None:
-        """The R-worker has all keys and values of ``sequence``'s prompt, which prefill workers computed."""
-        tail = sequence.tail
-        self.workers[tail.home].commit(tail.cache_id, sequence.job_id, sequence.num_prefill)
+    def arrive(self, places: Iterable[StoredAt]) -> None:
+        """Prefill workers have stored all keys and values of a prompt at ``places``, which a sequence still holds."""
+        for each in places:
+            self.workers[each.r_worker].commit(each.cache_id, each.ticket, each.end - each.start)
+
+    def fill_prompt(self, sequence: Sequence) -> None:
+        """All of ``sequence``'s prompt is cached at once, since prefill workers stored it."""
+        while sequence.in_prompt:
+            end = sequence.tail.start + self.table.segment_tokens
+            self.table.num_cached[sequence.row] = min(end, sequence.num_prefill)
+            self.go_on(sequence)
 
     def finish_prompt(self, sequence: Sequence) -> None:
         """All of ``sequence``'s prompt is cached: it decodes from here on."""
@@ -171,11 +180,12 @@ class Store:
     def forget_copies(self, sequence: Sequence, worker: int) -> None:
         """R-worker ``worker`` is lost with its copies of segments of ``sequence``; those without another are empty."""
         self._count_tail(sequence, -1)
-        for segment in [each for each in sequence.segments if each.workers == [worker]]:
-            segment.cache_id, segment.num_tokens = self.prefixes.new_id(), 0
         for segment in sequence.segments:
+            was_here = segment.on(worker) is not None
             segment.copies = [copy for copy in segment.copies if copy.worker != worker]
-            self.transfers.redirect(segment, worker)
+            self.transfers.redirect(segment, worker)  # which ends one that has no source, by the name it had
+            if was_here and not segment.copies:
+                segment.cache_id, segment.num_tokens = self.prefixes.new_id(), 0
         self.table.put(sequence)
         self._count_tail(sequence, 1)
 

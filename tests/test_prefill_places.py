@@ -1,0 +1,110 @@
+"""Prompts of prefill workers that are stored in ranges, or twice, over real sockets: the tokens of one R-worker."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import model_zoo, prefill_workers, r_workers
+from helpers.engine_checks import assert_nothing_held
+from helpers.prefill_workers import AnyParts
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.remote_prefill import RemotePrefill
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True, detokenize=False, n=3)
+MODEL: dict[str, Any] = {"max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 4096}, "dtype": "bfloat16"}
+SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "kv_cache_memory": "16MiB", **MODEL}
+SETTINGS |= {"s_threads": 1, "r_threads": 1, "block_size": 16}
+LENGTHS = (1500, 30, 505, 1010, 1024, 700)
+PAIRS = {
+    "two copies": {"kv_replicas": 2},
+    "ranges": {"kv_shard_tokens": 512},
+    "both": {"kv_replicas": 2, "kv_shard_tokens": 512},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module")
+def addresses(folder: Path) -> Iterator[str]:
+    with prefill_workers.threads(folder, 3, **MODEL) as found:
+        yield found
+
+
+def batches() -> list[list[list[int]]]:
+    """Texts, and texts of which some go on from these."""
+    rng = random.Random(0)
+    first = [[rng.randrange(500) for _ in range(length)] for length in LENGTHS]
+    return [first, [[*text[: 32 * (len(text) // 50)], *range(100 + 10 * i)] for i, text in enumerate(first)]]
+
+
+class Watched:
+    """An engine whose prompts prefill workers compute, and what was handed out to them."""
+
+    def __init__(self, llm: LLM, seed: int = 0) -> None:
+        self.llm, self.engine = llm, llm.engine
+        self.handed: list[RemotePrefill] = []
+        if prefills := llm.engine.prefills:
+            llm.engine.scheduler.remote_prompts.policy = AnyParts([0, 1, 2], seed)
+            submit = prefills.backend.submit
+            prefills.backend.submit = lambda prefill, infos: (self.handed.append(prefill), submit(prefill, infos))
+
+    def run(self, texts: list[list[int]], kill_at: int = 0) -> list[list[list[int]]]:
+        """Tokens of all; before step ``kill_at``, if any, an R-worker is killed."""
+        for number, text in enumerate(texts):
+            self.engine.add_request(str(number), text, SAMPLED if number % 3 == 0 else GREEDY)
+        found: dict[int, list[list[int]]] = {}
+        steps = 0
+        while self.engine.has_unfinished_requests():
+            steps += 1
+            if steps == kill_at:
+                os.kill(r_workers.spawned_pids(self.llm)[1], signal.SIGKILL)
+            for output in self.engine.step():
+                found[int(output.request_id)] = [list(each.token_ids) for each in output.outputs]
+        return [found[number] for number in range(len(texts))]
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> list[list[list[list[int]]]]:
+    """Of one R-worker, without prefill workers."""
+    with LLM(str(folder), r_workers="inproc:1", kv_shard_tokens=2048, **SETTINGS) as llm:
+        return [Watched(llm).run(texts) for texts in batches()]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_tokens_are_those_of_one_r_worker(
+    folder: Path, addresses: str, wanted: list[list[list[list[int]]]], pair: str
+) -> None:
+    """And those that go on from kept prefixes read these from all their R-workers; then one is killed."""
+    with LLM(str(folder), r_workers="spawn:3", prefill_workers=addresses, **SETTINGS, **PAIRS[pair]) as llm:
+        there = Watched(llm)
+        assert [there.run(texts) for texts in batches()] == wanted
+        assert any(each.prefix for each in there.handed)
+        assert_stored_as(pair, there.handed)
+        assert_nothing_held(llm.engine)
+        there.handed.clear()
+        assert there.run(batches()[0], kill_at=random.Random(pair).randrange(2, 12)) == wanted[0]
+        assert_stored_as(pair, there.handed)
+        assert_nothing_held(llm.engine)
+
+
+def assert_stored_as(pair: str, handed: list[RemotePrefill]) -> None:
+    """Each prompt had as many places as its ranges and copies ask for."""
+    assert handed
+    for each in handed:
+        ranges, places = {store.start for store in each.stores}, len(each.stores)
+        long = len(each.token_ids) > 512
+        assert (len(ranges) > 1) <= (long and pair != "two copies")
+        assert places == len(ranges) or (places == 2 and len(ranges) == 1 and pair != "ranges")
+    assert any(len(each.stores) > 1 for each in handed)
+    assert pair == "two copies" or any(len({store.start for store in each.stores}) > 2 for each in handed)
