@@ -179,7 +179,7 @@ def test_who_is_refused_again_and_again_is_said_once(folder: Path, caplog: pytes
     with make_llm(folder) as llm:
         job, attempts = Job(llm.engine), llm.engine.backend.join_listener.attempts  # type: ignore[attr-defined]
         with r_workers.joining(pool_address(llm.engine), "--kv-cache-memory", "1000") as (_, address):
-            job.step_until(lambda: address in attempts.remembered and attempts.failed[address].seconds > 2, 0.1)
+            job.step_until(lambda: address in attempts.remembered and attempts.remembered[address].seconds > 2, 0.1)
             job.finish()
         assert caplog.text.count("an R-worker asked to join and cannot") == 1
 
@@ -207,14 +207,14 @@ def test_attempts_are_spaced_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("fastdecode.cluster.attempts.time.monotonic", lambda: now[0])
     waits = []
     for _ in range(7):
-        assert attempts.remembered("a:1", "its version") == (not waits)
+        assert attempts.failed("a:1", "its version") == (not waits)
         waits.append(next(seconds for seconds in range(100) if _may_try_after(attempts, now, seconds)))
     assert waits == [1, 2, 4, 8, 16, 30, 30]
-    assert attempts.remembered("a:1", "another reason") and attempts.failed("b:1", "its version")
+    assert attempts.failed("a:1", "another reason") and attempts.failed("b:1", "its version")
     attempts.succeeded("a:1")
-    assert attempts.may_try("a:1") and attempts.remembered("a:1", "its version")
+    assert attempts.may_try("a:1") and attempts.failed("a:1", "its version")
     for number in range(2000):
-        attempts.remembered(f"c:{number}", "")
+        attempts.failed(f"c:{number}", "")
     assert len(attempts.remembered) == MOST_ADDRESSES and attempts.may_try("a:1")
 
 
