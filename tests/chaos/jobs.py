@@ -16,9 +16,9 @@ from typing import Any
 
 from helpers import mpi_jobs
 
-from chaos.configuration import Configuration, draw
+from chaos.configuration import Configuration, accepted_settings, draw
 from chaos.processes import Leftovers
-from chaos.reference import Reference, compute_reference
+from chaos.reference import Reference, compute_reference, engine_config
 from chaos.round import Result, Round, cache_bytes
 from chaos.served import ServedRound
 
@@ -52,7 +52,8 @@ def run_mpi(drawn: Configuration, folder: Path, wanted: Reference) -> Result:
     for name in ("mpi.json", "told-to-end.txt"):
         (folder / name).unlink(missing_ok=True)
     wanted.write(folder / "wanted.json")
-    memory = str(cache_bytes(drawn, wanted.block_bytes, "kv_shard_tokens" in drawn.settings))
+    settings = accepted_settings(drawn, lambda given: engine_config(drawn, folder, **given, r_workers="mpi"))
+    memory = str(cache_bytes(drawn, wanted.block_bytes, "kv_shard_tokens" in settings))
     r_worker = [mpi_jobs.r_workers.FASTDECODE, "r-worker", "--transport", "mpi", "--threads", "1"]
     r_worker += ["--kv-cache-memory", memory]
     engine = [sys.executable, "-m", "chaos.jobs", str(drawn.seed), drawn.kind, str(folder)]
