@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -92,6 +93,28 @@ def test_every_kind_of_r_worker(kind: str, kv_cache_dtype: str, folder: Any) -> 
             wanted = generate(llm, prompts)
         with LLM(str(folder()), r_workers=spec, prefill_workers=addresses, **settings) as llm:
             assert generate(llm, prompts, AnyParts([0, 1], seed=3)) == wanted
+
+
+def test_ctrl_c_as_a_prompt_arrives(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that samples the first token is interrupted: the next one samples it, from the same logits."""
+    with prefill_workers.threads(folder(), 2) as addresses, make_llm(folder(), addresses) as llm:
+        engine = llm.engine
+        engine.scheduler.remote_prompts.policy = AnyParts([0, 1])
+        run, interrupted = engine.world.s_worker.run, []
+
+        def run_or_interrupt(*arguments: Any) -> Any:
+            if arguments[-1] and len(interrupted) < 2:
+                interrupted.append(list(arguments[-1]))
+                raise KeyboardInterrupt
+            return run(*arguments)
+
+        monkeypatch.setattr(engine.world.s_worker, "run", run_or_interrupt)
+        engine.add_request("0", model_zoo.prompts(NAME)[0], GREEDY)
+        while engine.has_unfinished_requests():
+            with contextlib.suppress(KeyboardInterrupt):
+                outputs = engine.step()
+        assert len(interrupted) == 2 and interrupted[0] == interrupted[1]
+        assert list(outputs[0].outputs[0].token_ids) == expected()[0]
 
 
 def test_spawned_workers_are_killed_again_and_again(folder: Any) -> None:

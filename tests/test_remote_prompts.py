@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from helpers.scheduler_harness import AMPLE
+from helpers.scheduler_harness import AMPLE, Job, Run
 
 from fastdecode.core.remote_prefill import PrefillPart, RemotePrefill
 from fastdecode.core.step import ScheduledStep
@@ -270,3 +270,13 @@ def test_a_lost_r_worker_ends_the_jobs_that_store_there() -> None:
     assert prefill.job_id not in scheduler.remote_prompts and again.job_id in scheduler.remote_prompts
     assert prefill.stores[1].r_worker not in {each.r_worker for each in again.stores}
     assert not {each.ticket for each in again.stores} & {each.ticket for each in prefill.stores}
+
+
+def test_a_prompt_that_arrives_in_a_step_that_fails_arrives_again() -> None:
+    """The R-workers have heard the step, and it was not computed: the prompt is sampled in the next one."""
+    jobs = [Job([1] * (20 + number), 8, [8]) for number in range(6)]
+    limits = replace(AMPLE, num_blocks=(64, 64), bandwidths=(1.0, 1.0))
+    for seed in range(3):
+        run = Run("stall-free", limits, jobs, prefills_seed=seed)
+        run.to_the_end(frozenset(range(0, 40, 2)))
+        assert run.prefills.num_stored

@@ -125,3 +125,14 @@ def test_one_that_joins_in_the_place_of_another_is_unknown_again() -> None:
     assert relative(found) == pytest.approx(np.array([2, 2, 4, 1]) / 9)
     found.join(2, 1.0)
     assert found.latest(range(4)).tolist() == found.lasting.tolist()
+
+
+def test_one_that_was_busy_for_no_token_is_compared_with_none() -> None:
+    """Only its appends took time: what it takes for tokens is not known yet, and no other's is compared with that."""
+    found = Speeds([1.0, 1.0, 1.0])
+    with np.errstate(all="raise"):
+        for _ in range(NUM_STEPS):
+            found.observe([1000, 1000, 0], USUAL)
+        for _ in range(2 * NUM_STEPS):
+            found.observe(LOADS, USUAL)
+    assert np.isfinite(found.lasting).all() and relative(found)[2] > relative(found)[0]

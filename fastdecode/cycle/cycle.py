@@ -159,7 +159,7 @@ class Cycle(Generic[T]):
             for companion in self.companions:
                 companion.prepare(self)
             step = self._begin()
-            computed = self.world.compute(step)
+            computed = self._compute(step)
             with interrupts_deferred():
                 self._end(step, computed)
         except BaseException:
@@ -226,10 +226,17 @@ class Cycle(Generic[T]):
             if not step.num_tokens and not step.arrived and not len(self.scheduler.remote_prompts):
                 raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
             self._tell_world(step)
-        for companion in self.companions:
-            companion.begun(step)
-        self.requests.begun(step, self.world.now())
+            for companion in self.companions:
+                companion.begun(step)
+            self.requests.begun(step, self.world.now())
         return step
+
+    def _compute(self, step: ScheduledStep) -> T:
+        try:
+            return self.world.compute(step)
+        except BaseException:
+            self.scheduler.abandon(step)
+            raise
 
     def _tell_world(self, step: ScheduledStep) -> None:
         try:

@@ -11,7 +11,7 @@ import numpy as np
 from fastdecode.core.protocols import PrefillBackend
 from fastdecode.core.remote_prefill import Prefilled
 from fastdecode.core.step import ScheduledStep
-from fastdecode.core.types import RWorkerInfo
+from fastdecode.core.types import RWorkerInfo, StepReport
 from fastdecode.cycle import Companion, Cycle
 from fastdecode.scheduler import Scheduler
 
@@ -68,11 +68,13 @@ class RemotePrefills(Companion):
             if job_id not in scheduler.remote_prompts:
                 self.backend.cancel(job_id)
 
-    def logits(self, sequence_ids: Sequence[int]) -> dict[int, np.ndarray]:
-        """Of prompts that have arrived; all others that were kept are dropped."""
-        found = {sequence_id: self._logits[sequence_id] for sequence_id in sequence_ids}
+    def ended(self, cycle: Cycle, report: StepReport) -> None:
+        """The prompts that had arrived are sampled: their logits are dropped."""
         self._logits.clear()
-        return found
+
+    def logits(self, sequence_ids: Sequence[int]) -> dict[int, np.ndarray]:
+        """The logits of prompts that have arrived: [vocab_size] each, in the model's dtype; kept until a step ends."""
+        return {sequence_id: self._logits[sequence_id] for sequence_id in sequence_ids}
 
     def wait(self, timeout_seconds: float) -> None:
         """Until something has become of a prompt."""

@@ -151,6 +151,10 @@ class Scheduler:
         self.store.workers.put_back(step.controls)
         self.remote_prompts.put_back(step)
 
+    def abandon(self, step: ScheduledStep) -> None:
+        """The R-workers heard ``step``, but it was not computed: prompts that arrived with it arrive with the next."""
+        self.remote_prompts.arrive_again(step)
+
     def commit(self, step: ScheduledStep, accepted: Mapping[int, int] = MappingProxyType({})) -> None:
         """The step's rows, those of the last ``schedule``, are in the caches now.
 

@@ -56,7 +56,7 @@ class NaiveWorld:
     def compute(self, step: ScheduledStep) -> list[Chunk]:
         waits = step.arrived or len(self._scheduler.remote_prompts)
         assert self._open or waits, "nothing runs although a sequence waits"
-        if self.fails and not step.arrived:
+        if self.fails:
             raise StepFailedError
         return self._open
 

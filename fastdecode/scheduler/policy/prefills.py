@@ -110,6 +110,10 @@ class RemotePrompts:
     def put_back(self, step: ScheduledStep) -> None:
         """The R-workers refused ``step``."""
         self._started[:0] = step.prefills
+        self.arrive_again(step)
+
+    def arrive_again(self, step: ScheduledStep) -> None:
+        """The prompts that arrived with ``step`` were not sampled: they arrive with the next one."""
         sequences = [self._residents.prompts[each] for each in step.arrived]
         self._arrived[:0] = [(sequence.job_id, sequence) for sequence in sequences]
 

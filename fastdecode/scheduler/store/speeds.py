@@ -97,7 +97,8 @@ class Speeds:
     def _note_changes(self, step: np.ndarray, seen: np.ndarray) -> None:
         """Count for how many steps each R-worker has been faster (above 0) or slower (below) than usual, and sum these
         up. What slows all alike is no change."""
-        compared = seen & (self._usual.sums[1] >= LEAST_SECONDS)
+        tokens, seconds = self._usual.sums
+        compared = seen & (seconds >= LEAST_SECONDS) & (tokens > 0)
         if not compared.any():
             return
         ratios = np.ones(len(seen))
