@@ -25,8 +25,11 @@ from fastdecode.cluster.wire.handshake import BOTH_SIDES, R_WORKER, Gate, Securi
 from fastdecode.cluster.wire.messages import encode_refusal
 from fastdecode.core.errors import CapacityError, FrameError
 
-LIMITS = SocketLimits(part_bytes=1 << 23, received=8)
-"""One row of keys of the largest layer fits; a peer that sends faster than its frames are handled takes 0.1 GiB."""
+LIMITS = SocketLimits(part_bytes=1 << 23, received=64)
+"""One row of keys of the largest layer fits; a peer that sends faster than its frames are handled takes 0.5 GiB.
+
+With fewer, reading from a peer stops often, and libzmq 4.3.5 aborts the process where such a peer is killed meanwhile.
+"""
 
 MOST_PEERS = 1024
 """Peers whose frames are numbered, and that have proven to hold the key; of more, the oldest are forgotten."""
