@@ -70,7 +70,7 @@ class SimulatedWorld:
         return self._events.next_seconds
 
     def tell(self, step: ScheduledStep) -> None:
-        """Nobody is there to hear the controls; PlanError where prompts are sent to prefill workers without any."""
+        """No R-worker is there to hear the controls; PlanError where prompts are sent to prefill workers without any."""
         if step.prefills and self._prefills is None:
             raise PlanError("the scheduler sends prompts to prefill workers, and the simulator was given none")
 
@@ -91,7 +91,7 @@ class SimulatedWorld:
         return self.machine.cost(Load.of(step, num_scored_rows, sum(kv_loads)), kv_loads)
 
     def end_step(self) -> StepReport:
-        """Tell who was lost until now; WorkerLostError where nobody is left."""
+        """Tell which R-workers were lost until now; WorkerLostError where none is left."""
         self._happen()
         lost, self._lost = tuple(self._lost), []
         if lost and max(self._places) == NO_ONE:
