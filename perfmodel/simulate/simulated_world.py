@@ -70,7 +70,7 @@ class SimulatedWorld:
         return self._events.next_seconds
 
     def tell(self, step: ScheduledStep) -> None:
-        """No R-worker is there to hear the controls; PlanError where prompts are sent to prefill workers without any."""
+        """No R-worker hears the controls; PlanError where prompts are sent to prefill workers without any."""
         if step.prefills and self._prefills is None:
             raise PlanError("the scheduler sends prompts to prefill workers, and the simulator was given none")
 
