@@ -9,16 +9,16 @@ import os
 import signal
 import time
 import traceback
-import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 from helpers import r_workers
 from helpers.processes import alive
-from helpers.servers import RunningServer, serving, total, wait_until_idle
+from helpers.servers import RunningServer, read_stream, serving, total, wait_until_idle
 
 from chaos.configuration import Ask, Configuration, Event
 from chaos.processes import Leftovers
@@ -118,30 +118,8 @@ class ServedRound:
         await asyncio.sleep(ask.step * STEP_SECONDS)
         body = {"prompt": ask.prompt, "stream": True} | ask.params
         body.pop("detokenize", None)
-        return await self._read(body, ask.abort)
-
-    async def _read(self, body: dict[str, Any], leave_after: int | None) -> Stream:
-        """A stream over a plain socket, which is closed after ``leave_after`` events."""
-        address = urllib.parse.urlsplit(self._server.url)
         found = Stream()
-        reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)
-        try:
-            data = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\nconnection: close"
-            writer.write(f"{head}\r\n\r\n".encode() + data)
-            found.status = int((await reader.readline()).split()[1])
-            num_events = 0
-            while line := await reader.readline():
-                if line.startswith(b"data: {"):
-                    self._take(found, json.loads(line[6:]))
-                    num_events += 1
-                    if num_events == leave_after:
-                        found.has_left = True
-                        return found
-                elif line.startswith(b'{"error"'):
-                    found.error = json.loads(line)["error"]["message"]
-        finally:
-            writer.transport.abort()
+        found.has_left = await read_stream(self._server, body, found, partial(self._take, found), ask.abort)
         return found
 
     def _take(self, found: Stream, event: dict[str, Any]) -> None:

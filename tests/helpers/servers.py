@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,30 +119,48 @@ class Streamed:
 async def stream(
     server: RunningServer, body: dict[str, Any], leave_after: int | None = None, started: asyncio.Event | None = None
 ) -> Streamed:
-    """Ask for a streamed completion over a plain socket, which is closed after ``leave_after`` events.
+    """Ask for a streamed completion, see ``read_stream``. ``started`` is set with the first event."""
+    found = Streamed()
 
-    ``started`` is set with the first event.
+    def take(event: dict[str, Any]) -> None:
+        _take(found, event)
+        if started:
+            started.set()
+
+    await read_stream(server, {"stream": True, **body}, found, take, leave_after)
+    return found
+
+
+async def read_stream(
+    server: RunningServer,
+    body: dict[str, Any],
+    found: Any,
+    take: Callable[[dict[str, Any]], None],
+    leave_after: int | None,
+) -> bool:
+    """POST ``body`` as a completion over a plain socket, which is closed after ``leave_after`` events: True then.
+
+    ``take`` gets each event; ``found`` the status, and the message of a refusal as its error.
     """
     address = urllib.parse.urlsplit(server.url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    found = Streamed()
+    reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)
+    num_events = 0
     try:
-        data = json.dumps({"stream": True, **body}).encode()
+        data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
         writer.write(head.encode() + data)
         found.status = int((await reader.readline()).split()[1])
         while line := await reader.readline():
             if line.startswith(b"data: {"):
-                _take(found, json.loads(line[6:]))
-                if started:
-                    started.set()
-                if found.num_events == leave_after:
-                    return found
+                take(json.loads(line[6:]))
+                num_events += 1
+                if num_events == leave_after:
+                    return True
             elif line.startswith(b'{"error"'):
                 found.error = json.loads(line)["error"]["message"]
     finally:
         writer.transport.abort()
-    return found
+    return False
 
 
 def _take(found: Streamed, event: dict[str, Any]) -> None:
