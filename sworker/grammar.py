@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode.api.structured_outputs import StructuredOutputsParams
+from fastdecode.api.structured_outputs import UNFOLLOWED, StructuredOutputsParams
 from fastdecode.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -69,8 +68,8 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        """Why the grammar cannot go on, such as a limit of llguidance; "" while it can."""
-        return str(self._matcher.get_error()) if self._matcher.is_error() else ""
+        """Why the grammar cannot go on, such as a limit of llguidance, on one line; "" while it can."""
+        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
 class Grammars:
@@ -125,7 +124,7 @@ class Grammars:
         except ValueError as error:
             problem = str(error)
         if problem:
-            raise RequestError(f"structured_outputs cannot be followed: {' '.join(problem.split())}")
+            raise RequestError(f"{UNFOLLOWED}: {' '.join(problem.split()):.500}")
         return compiled
 
     def _read_vocabulary(self) -> LLTokenizer:
@@ -148,7 +147,17 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         spaces = not params.disable_any_whitespace
         return LLMatcher.grammar_from_json_schema(params.schema, overrides={"whitespace_flexible": spaces})
     if params.choice is not None:
-        return grammar_from("choice", json.dumps(params.choice))
+        return grammar_from("regex", "|".join(map(_literal, params.choice)))  # "choice" has a limit of 2,000
     if params.regex is not None:
         return grammar_from("regex", params.regex)
     return grammar_from("grammar", str(params.grammar))
+
+
+def _literal(text: str) -> str:
+    """The regular expression that only ``text`` matches."""
+    return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
+
+
+def _first_line(problem: str) -> str:
+    """Of what llguidance says; the whole grammar may follow."""
+    return problem.partition("\n")[0].strip()

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.slow
 
 MOST_BYTES = 100_000
 CUT_OFF_SECONDS = 2
+LONG_GRAMMAR = "start: " + " | ".join(f'"word{number}"' for number in range(2500))
+"""More alternatives than llguidance follows, which it says at the first token."""
+
 POST = b"POST /v1/completions HTTP/1.1\r\n"
 
 
@@ -30,7 +33,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
         assert running.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
         wait_until_idle(running)
-        assert "Traceback" not in running.log.read_text()
+        log = running.log.read_text()
+        assert "Traceback" not in log and "word2499" not in log
 
 
 def completion(**body: Any) -> bytes:
@@ -70,6 +74,7 @@ def completion(**body: Any) -> bytes:
         (completion(stream_options={"include_usage": True}), "stream_options belong to a stream"),
         (completion(echo=True, logprobs=1), "logprobs of an echoed prompt"),
         (completion(response_format={"type": "poem"}), "response_format.type"),
+        (completion(structured_outputs={"grammar": LONG_GRAMMAR}), "cannot be followed: Parser Error: Current row has"),
     ],
 )
 def test_a_bad_body_is_answered_with_what_is_wrong(server: RunningServer, body: bytes, message: str) -> None:

@@ -107,6 +107,8 @@ def test_regex_choice_grammar_and_any_object(llm: LLM) -> None:
     ends = {257: 50.0}  # the end of text, likelier than what goes on
     short = params(StructuredOutputsParams(choice=choice[:2]), logit_bias=ends)
     assert texts(llm.generate("def f():", short, use_tqdm=False)) == ["Pa"]
+    many = [f"{number} (a|b).*\n" for number in range(2500)]
+    assert set(answers(StructuredOutputsParams(choice=many))) <= set(many)
     for grammar in ('start: "a" tail\ntail: "b" | "c" tail', 'root ::= "a" tail\ntail ::= "b" | "c" tail'):
         assert all(re.fullmatch("ac*b", text) for text in answers(StructuredOutputsParams(grammar=grammar)))
     (text,) = texts(

@@ -71,7 +71,7 @@ class CompletionOutput(_Snapshot):
     """One of a request's ``n`` texts, so far or finished; it does not change as the text grows.
 
     ``finish_reason``: "stop" (``stop_reason`` says which string or token id, None for end of text), "length",
-    "abort", "error" (the model gave no finite logits), or None while it runs. ``tokens``, ``all_logprobs``: what
+    "abort", "error" (``stop_reason`` says why), or None while it runs. ``tokens``, ``all_logprobs``: what
     ``token_ids`` and ``logprobs`` are made of when they are first read.
     """
 

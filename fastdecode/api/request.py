@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass, field
 
 from fastdecode.api.outputs import CompletionOutput, Grown, Logprob, RequestMetrics, RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.api.structured_outputs import UNFOLLOWED
 from fastdecode.api.text import TextStream, Tokenizer
 from fastdecode.scheduler import Sequence
 from fastdecode.sworker import SModel
 from fastdecode.sworker.grammar import Matcher
 from fastdecode.sworker.sampling import SampledToken, SamplingRow, sample_seed
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -41,7 +39,7 @@ class Completion:
     def append(self, sampled: SampledToken, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
         """Take the next token and decide whether it was the last."""
         if sampled.failed:
-            self.finish_reason = "error"
+            self.finish_reason, self.stop_reason = "error", "the model gave no finite logits"
             return
         token = sampled.token_id
         tokens = self.sequence.output_token_ids
@@ -69,8 +67,7 @@ class Completion:
         if grammar.finished:
             self.finish_reason = "stop"
         elif grammar.error:
-            logger.error("the grammar of structured_outputs gave up: %s", grammar.error)
-            self.finish_reason = "error"
+            self.finish_reason, self.stop_reason = "error", f"{UNFOLLOWED}: {grammar.error}"
 
     def output(self) -> CompletionOutput:
         """A snapshot for the user."""

@@ -12,6 +12,9 @@ from fastdecode.core.errors import ConfigError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
+UNFOLLOWED = "structured_outputs cannot be followed"
+"""What the reason begins with where a grammar is refused, or gives up at some token."""
+
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:

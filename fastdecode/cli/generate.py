@@ -105,11 +105,11 @@ def _print_all(engine: Any, printer: _JsonPrinter | _TextPrinter) -> int:
 
 
 def _report_failures(outputs: list[RequestOutput]) -> int:
-    failed = [out.request_id for out in outputs if any(each.finish_reason == "error" for each in out.outputs)]
-    if failed:
-        print(
-            f"fastdecode: error: the model's logits were not finite in prompt(s) {', '.join(failed)}", file=sys.stderr
-        )
+    failed = {
+        out.request_id: each.stop_reason for out in outputs for each in out.outputs if each.finish_reason == "error"
+    }
+    for request_id, reason in failed.items():
+        print(f"fastdecode: error: prompt {request_id}: {reason}", file=sys.stderr)
     return int(bool(failed))
 
 

@@ -66,6 +66,7 @@ class LiveRequests:
         """See ``Requests``."""
         request, completions = self.in_flight.family(sequence.sequence_id)
         for completion in completions:
+            completion.stop_reason = "no R-worker that is left has room for it"
             self._finish(cycle, completion, "error")
         logger.error("request %s: no R-worker that is left has room for it", request.request_id)
         if request.finished:

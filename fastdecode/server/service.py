@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.api.structured_outputs import UNFOLLOWED
 from fastdecode.api.text import check_token_ids, encode_text, read_prompt
 from fastdecode.api.text_limits import LONG_TEXT_BYTES
 from fastdecode.core.errors import ConfigError, RequestError
@@ -245,8 +246,9 @@ def _read_vocabulary(grammars: Grammars) -> None:
 
 
 def check_finished(outputs: Sequence[RequestOutput | None]) -> list[RequestOutput]:
-    """The outputs of a finished exchange; ApiError 500 where the model failed."""
+    """The outputs of a finished exchange; ApiError 500 where the model failed, 400 where the grammar did."""
     found = [output for output in outputs if output is not None]
-    if any(each.finish_reason == "error" for output in found for each in output.outputs):
-        raise ApiError(500, "the model gave no finite logits, or no R-worker has room any more", "server_error")
+    for each in (each for output in found for each in output.outputs if each.finish_reason == "error"):
+        reason = str(each.stop_reason)
+        raise ApiError(400, reason) if reason.startswith(UNFOLLOWED) else ApiError(500, reason, "server_error")
     return found
