@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastdecode.api.settings import is_loopback, split_address
-from fastdecode.cluster.attempts import Attempts
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import MOST_LOGGED, ZmqChannel, ZmqListener
+from fastdecode.cluster.newcomers import Attempts
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind
 from fastdecode.cluster.wire.handshake import R_WORKER

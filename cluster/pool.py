@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdecode.cluster.newcomers import Arithmetic, Newcomers
-from fastdecode.cluster.pool_workers import InprocWorker, LostWorker, PoolWorker, transfer_seconds
+from fastdecode.cluster.pool_workers import InprocWorker, LostWorker, PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.cluster.routed_rows import RoutedRows
+from fastdecode.cluster.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, WorkerLostError
 from fastdecode.core.routes import routes_of_spans

@@ -1,4 +1,4 @@
-"""One R-worker as the pool sees it: its protocol, one in this process, one that is lost, and its transfer time."""
+"""One R-worker as the pool sees it: its protocol, one in this process, and one that is lost."""
 
 from __future__ import annotations
 
@@ -253,23 +253,3 @@ class LostWorker:
 
     def close(self) -> None:
         """Nothing to do."""
-
-
-def transfer_seconds(
-    submitted: np.ndarray, busy_start: np.ndarray, busy_end: np.ndarray, arrived: np.ndarray | None = None
-) -> float:
-    """Σ (busy start − the later of submit and the worker's previous call's end), plus the ways back, in seconds.
-
-    All arrays are float64 [num_mini_batches, num_layers] on one clock, and 0 where nothing ran. A worker serves its
-    calls one after another, so a call waits for the one before it, which is not transfer. ``arrived`` is when o came
-    where the S-worker was waiting for it, else 0: other ways back are not counted, since they cost no time.
-    """
-    ran = busy_end > 0
-    order = np.argsort(busy_start[ran])
-    starts, ends, asked = busy_start[ran][order], busy_end[ran][order], submitted[ran][order]
-    could_start = np.maximum(asked, np.concatenate([[0.0], ends[:-1]]))
-    there = float(np.maximum(starts - could_start, 0.0).sum())
-    if arrived is None:
-        return there
-    seen = ran & (arrived > 0)
-    return there + float(np.maximum(arrived[seen] - busy_end[seen], 0.0).sum())

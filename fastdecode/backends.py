@@ -14,7 +14,7 @@ from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.types import SPLIT_TOKENS, KVLayout, RWorkerInfo
-from fastdecode.scheduler.policy.range_sizes import fits_pool
+from fastdecode.scheduler.policy.needs import fits_pool
 
 if TYPE_CHECKING:
     from fastdecode.cluster.joining import JoinListener

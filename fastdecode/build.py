@@ -25,8 +25,7 @@ from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.types import KVLayout, RWorkerInfo
 from fastdecode.cycle import Companion, Membership
-from fastdecode.drafting.drafters import make_drafter
-from fastdecode.drafting.speculation import Speculation
+from fastdecode.drafting.speculation import Speculation, make_drafter
 from fastdecode.engine_setup import make_scheduler, pin_s_worker, prompt_tokens
 from fastdecode.live import LiveRequests, LiveWorld
 from fastdecode.prefills.policy import make_prefill_policy

@@ -19,7 +19,7 @@ from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.cycle import Cycle
-from fastdecode.live.requests import Sampled
+from fastdecode.live import Sampled
 from fastdecode.scheduler import Scheduler
 
 

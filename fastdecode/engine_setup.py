@@ -20,7 +20,7 @@ from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
-from fastdecode.scheduler.policy.range_sizes import choose_range_tokens
+from fastdecode.scheduler.policy.needs import choose_range_tokens
 from fastdecode.scheduler.store.place import UNLIMITED
 from fastdecode.sworker import SModel, SWorker
 

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from greenlet import greenlet
 
-from fastdecode.sworker.greenlets import ModelGreenlet
-from fastdecode.sworker.packing import PackedRows
+from fastdecode.sworker.pipeline import ModelGreenlet
 from fastdecode.sworker.prepack import equal_within_rounding
-from fastdecode.sworker.staging import Staging, rows_of
+from fastdecode.sworker.staging import PackedRows, Staging, rows_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModel
 from fastdecode.perfmodel.model_shape import ModelShape, read_shape
 from fastdecode.sworker import gguf, sharding
 from fastdecode.sworker.experts import use_padded_experts
-from fastdecode.sworker.greenlets import ATTENTION_NAME, register_attention
+from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.sharding import Rank
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import OWN_ATTENTION, check_config, refuse

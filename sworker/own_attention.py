@@ -16,7 +16,7 @@ from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # u
 from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.mpt import modeling_mpt as mpt
 
-from fastdecode.sworker.greenlets import ATTENTION_NAME, attend
+from fastdecode.sworker.pipeline import ATTENTION_NAME, attend
 
 Slopes = tuple[float, ...]
 

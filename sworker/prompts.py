@@ -18,8 +18,7 @@ from fastdecode.core.errors import interrupts_deferred
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch
 from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, SpanMode, StepPlan, Verb, WorkerPlan
-from fastdecode.sworker.packing import PromptRows
-from fastdecode.sworker.staging import from_numpy, to_numpy
+from fastdecode.sworker.staging import PromptRows, from_numpy, to_numpy
 
 TILE_ROWS = 256
 """Rows of a later chunk that attend together: to the keys before them and, masked, to each other's."""

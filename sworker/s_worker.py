@@ -16,12 +16,10 @@ from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import KVLayout
 from fastdecode.sworker.cuda_graphs import GraphRecorder, ModelGraphs
 from fastdecode.sworker.cuda_staging import CudaDevice, CudaStaging
-from fastdecode.sworker.forward import MiniBatchForward
-from fastdecode.sworker.packing import PackedRows, pack, to_device
-from fastdecode.sworker.pipeline import Forward, Pipeline
+from fastdecode.sworker.pipeline import Forward, MiniBatchForward, Pipeline
 from fastdecode.sworker.prompts import PromptAttention, PromptScratch
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
-from fastdecode.sworker.staging import TORCH_DTYPE, HostStaging, Staging, from_numpy
+from fastdecode.sworker.staging import TORCH_DTYPE, HostStaging, PackedRows, Staging, from_numpy, pack, to_device
 from fastdecode.sworker.threads import SharedCores
 
 Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]

@@ -1,14 +1,106 @@
-"""Staging: q, k, v from the model's tensors to the numpy buffers of the seam, and o back."""
+"""The rows of a mini-batch on their way: packed for the model, staged as q, k, v for the seam, and o back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.step import MiniBatch
+
+MIN_ROWS = 16
+"""Smaller forwards are padded: torch's CPU matrix product gives a row the same bits only from 8 rows on."""
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """The place, in the packed rows, of a prompt chunk that attends on the S-worker."""
+
+    sequence_id: int
+    rows: slice
+    context_len: int
+    last_of_prompt: bool
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """One mini-batch, ready for the model.
+
+    ``input_ids``, ``position_ids``: int64 [1, T], T ≥ MIN_ROWS, padding last. ``logits_rows``: int64, the rows whose
+    logits are wanted, padded to MIN_ROWS unless empty; the first ``num_sampled`` count. ``attending_rows`` selects
+    the rows that attend on an R-worker among the first ``num_rows``.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logits_rows: torch.Tensor
+    num_rows: int
+    num_sampled: int
+    attending_rows: slice | torch.Tensor
+    prompt_rows: tuple[PromptRows, ...]
+
+
+def pack(mini_batch: MiniBatch, device: torch.device) -> PackedRows:
+    """Lay the chunks one after the other; their order is the order of the rows at the seam."""
+    chunks, tokens = mini_batch.chunks, mini_batch.token_ids
+    counts = chunks["num_rows"]
+    ends = np.cumsum(counts)
+    positions = np.arange(len(tokens)) + np.repeat(chunks["context_len"] - (ends - counts), counts)
+    sampled = _logits_rows(chunks, ends)
+    padding = np.zeros(max(0, MIN_ROWS - len(tokens)), np.int64)
+    kept = np.concatenate([sampled, np.repeat(sampled[-1:], max(0, MIN_ROWS - len(sampled)))])
+    attending = _attending_rows(chunks)
+    parts = [tokens, padding, positions, padding, kept, attending if isinstance(attending, np.ndarray) else padding[:0]]
+    on_device = to_device(np.concatenate(parts), device)
+    num_padded = len(tokens) + len(padding)
+    input_ids, position_ids, logits_rows, attending_rows = on_device.split(
+        [num_padded, num_padded, len(kept), len(parts[-1])]
+    )
+    return PackedRows(
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        logits_rows=logits_rows,
+        num_rows=len(tokens),
+        num_sampled=len(sampled),
+        attending_rows=attending if isinstance(attending, slice) else attending_rows,
+        prompt_rows=tuple(
+            PromptRows(
+                int(chunk["sequence_id"]),
+                slice(int(end - chunk["num_rows"]), int(end)),
+                int(chunk["context_len"]),
+                bool(chunk["last_of_prompt"]),
+            )
+            for chunk, end in zip(chunks[~chunks["attends"]], ends[~chunks["attends"]], strict=True)
+        ),
+    )
+
+
+def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    """int64 [len(numbers)] on ``device``, in one copy that runs beside the host's work."""
+    on_host = torch.as_tensor(numbers, dtype=torch.int64)
+    if device.type == "cpu":
+        return on_host
+    # torch keeps the pinned memory until its copy has ended, though nothing else refers to it.
+    return on_host.pin_memory().to(device, non_blocking=True)
+
+
+def _logits_rows(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The rows whose logits are wanted: the last of a chunk that samples, every one of a scored chunk."""
+    wanted = np.repeat(chunks["scored"], chunks["num_rows"])
+    wanted[ends[chunks["samples"]] - 1] = True
+    return np.flatnonzero(wanted)
+
+
+def _attending_rows(chunks: np.ndarray) -> slice | np.ndarray:
+    """A slice where the attending rows lead (always so with one R-worker), else their indices."""
+    attends = np.repeat(chunks["attends"], chunks["num_rows"])
+    count = int(attends.sum())
+    return slice(0, count) if attends[:count].all() else np.flatnonzero(attends)
+
 
 TORCH_DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}

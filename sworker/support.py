@@ -13,7 +13,7 @@ import torch
 
 from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import KVLayout, LayerLayout
-from fastdecode.sworker.greenlets import ModelGreenlet
+from fastdecode.sworker.pipeline import ModelGreenlet
 from fastdecode.sworker.staging import DTYPE_NAME
 
 OWN_ATTENTION = ("bloom", "falcon", "gptj", "mpt")
@@ -181,7 +181,7 @@ class _Recorder:
         alibi_slopes: tuple[float, ...] = (),
         **kwargs: Any,
     ) -> torch.Tensor:
-        """One layer's call; see :func:`fastdecode.sworker.greenlets.attend` for shapes."""
+        """One layer's call; see :func:`fastdecode.sworker.pipeline.attend` for shapes."""
         self._check(module, query, key, attention_mask, kwargs)
         layer = self.num_calls
         self.num_calls += 1

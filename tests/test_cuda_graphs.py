@@ -21,8 +21,8 @@ from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import model as model_module
 from fastdecode.sworker import s_worker
 from fastdecode.sworker.cuda_graphs import CudaGraphForward, ModelGraphs
-from fastdecode.sworker.forward import MiniBatchForward
-from fastdecode.sworker.packing import pack
+from fastdecode.sworker.pipeline import MiniBatchForward
+from fastdecode.sworker.staging import pack
 from fastdecode.sworker.threads import SharedCores
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from helpers import model_zoo, r_workers
 from helpers.elastic import NAME, Job, make_llm
 from helpers.engine_checks import assert_nothing_held
 
-from fastdecode.cluster.attempts import MOST_ADDRESSES, Attempts
+from fastdecode.cluster.newcomers import MOST_ADDRESSES, Attempts
 from fastdecode.core.errors import ConfigError
 from fastdecode.engine import LLMEngine
 from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
@@ -204,7 +204,7 @@ def test_an_engine_begins_with_those_that_join(folder: Path, key: str) -> None:
 
 def test_attempts_are_spaced_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts, now = Attempts(), [0.0]
-    monkeypatch.setattr("fastdecode.cluster.attempts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fastdecode.cluster.newcomers.time.monotonic", lambda: now[0])
     waits = []
     for _ in range(7):
         assert attempts.failed("a:1", "its version") == (not waits)

@@ -23,10 +23,9 @@ from helpers.tiny import (
 
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.step import Chunk, MiniBatch
-from fastdecode.sworker.forward import MiniBatchForward
-from fastdecode.sworker.packing import pack
-from fastdecode.sworker.pipeline import Pipeline
+from fastdecode.sworker.pipeline import MiniBatchForward, Pipeline
 from fastdecode.sworker.prompts import PromptScratch
+from fastdecode.sworker.staging import pack
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.sworker import prompts
-from fastdecode.sworker.packing import pack
 from fastdecode.sworker.prompts import PromptCache, PromptScratch, prompt_attention, reference_attention
+from fastdecode.sworker.staging import pack
 
 LAYER = LayerLayout(num_heads=4, num_kv_heads=4, key_head_dim=16, value_head_dim=16, scale=0.3)
 LAYOUT = KVLayout((LAYER,), "float32", "float32")

@@ -18,8 +18,8 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.sworker import prepack
 from fastdecode.sworker.model import SModel
 from fastdecode.sworker.packed_weight import FileMaps, PackedWeight
-from fastdecode.sworker.packing import MIN_ROWS
 from fastdecode.sworker.prepack import PackedLinears, equal_within_rounding
+from fastdecode.sworker.staging import MIN_ROWS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -20,7 +20,7 @@ from helpers.scheduler_harness import AMPLE, Job, Run
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import RequestError
 from fastdecode.core.step import ScheduledStep
-from fastdecode.scheduler.policy.range_sizes import choose_range_tokens, place_ranges, pool_holds
+from fastdecode.scheduler.policy.needs import choose_range_tokens, place_ranges, pool_holds
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)

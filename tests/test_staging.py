@@ -33,11 +33,9 @@ from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.sworker import cuda_staging, s_worker
 from fastdecode.sworker.cuda_staging import CudaStaging
-from fastdecode.sworker.forward import MiniBatchForward
-from fastdecode.sworker.packing import pack
-from fastdecode.sworker.pipeline import Pipeline
+from fastdecode.sworker.pipeline import MiniBatchForward, Pipeline
 from fastdecode.sworker.prompts import PromptScratch
-from fastdecode.sworker.staging import HostStaging, to_numpy
+from fastdecode.sworker.staging import HostStaging, pack, to_numpy
 
 
 @pytest.fixture(scope="module")

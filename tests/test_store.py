@@ -9,8 +9,7 @@ import pytest
 from helpers.scheduler_harness import AMPLE
 
 from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
-from fastdecode.scheduler.policy.move_prices import MovePrices
-from fastdecode.scheduler.policy.transfer_price import TransferPrice
+from fastdecode.scheduler.policy.move_prices import MovePrices, TransferPrice
 
 BLOCK, NUM_BLOCKS = 4, 10
 

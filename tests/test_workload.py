@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fastdecode.cluster.pool_workers import transfer_seconds
+from fastdecode.cluster.routed_rows import transfer_seconds
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.measure.dataset import WorkloadSpec, make_workload

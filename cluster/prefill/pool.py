@@ -12,9 +12,9 @@ from functools import partial
 
 import numpy as np
 
-from fastdecode.cluster.attempts import Attempts
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import ZmqChannel
+from fastdecode.cluster.newcomers import Attempts
 from fastdecode.cluster.prefill.messages import (
     JOB,
     PREFILLED,

@@ -38,8 +38,8 @@ from fastdecode.perfmodel.simulate import (
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
+from fastdecode.scheduler.policy.needs import choose_range_tokens
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
-from fastdecode.scheduler.policy.range_sizes import choose_range_tokens
 from fastdecode.scheduler.store.place import UNLIMITED
 
 CHOICES = (2, 3)

@@ -1,6 +1,6 @@
 """The one loop over a scheduler's steps, in any world."""
 
-from fastdecode.cycle.cycle import Companion, Cycle, JoinedWorker, Requests, World
-from fastdecode.cycle.membership import Membership
+from fastdecode.cycle.contracts import JoinedWorker, Requests, World
+from fastdecode.cycle.cycle import Companion, Cycle, Membership
 
 __all__ = ["Companion", "Cycle", "JoinedWorker", "Membership", "Requests", "World"]

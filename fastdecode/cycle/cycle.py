@@ -2,106 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as PySequence
-from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import Generic, TypeVar
 
-from fastdecode.core.errors import BackendError, interrupts_deferred
+from fastdecode.core.errors import BackendError, ConfigError, WorkerLostError, interrupts_deferred
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
-from fastdecode.scheduler import Scheduler, Sequence, Transfer
+from fastdecode.cycle.contracts import JoinedWorker, Requests, World
+from fastdecode.scheduler import Scheduler, Sequence
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 """What a world's steps compute: sampled tokens, or what stands for them."""
-T_co = TypeVar("T_co", covariant=True)
-T_contra = TypeVar("T_contra", contravariant=True)
-
-
-@dataclass(frozen=True)
-class JoinedWorker:
-    """An R-worker that has joined. ``bandwidth``: in the unit of the others; None: their mean."""
-
-    num_blocks: int
-    bandwidth: float | None = None
-    host: str = ""
-    name: str = ""
-
-
-class World(Protocol[T_co]):
-    """The machine that the steps run on: real, simulated, or the naive one of the tests."""
-
-    @property
-    def kept_prompts(self) -> PySequence[int]:
-        """Sequences of which the S-worker keeps keys and values of a prompt."""
-        ...
-
-    def now(self) -> float:
-        """Seconds of this world's clock."""
-        ...
-
-    def tell(self, step: ScheduledStep) -> None:
-        """Have the R-workers hear the controls of ``step`` and prepare its rows; errors leave all as it was."""
-        ...
-
-    def compute(self, step: ScheduledStep) -> T_co:
-        """Compute the rows of ``step``, and what follows from them."""
-        ...
-
-    def end_step(self) -> StepReport:
-        """Commit what was told; which R-workers are gone, and which ask to go."""
-        ...
-
-    def abandon_step(self) -> None:
-        """Forget the rows of the step that is open, if one is."""
-        ...
-
-    def wait(self) -> None:
-        """Let time pass, since a step had no rows: until a prompt was computed elsewhere, or a while."""
-        ...
-
-    def transfer(self, transfer: Transfer) -> float:
-        """Copy cached tokens from one R-worker to another; returns the seconds. WorkerLostError if one is gone."""
-        ...
-
-    def admit(self, vacant: PySequence[int]) -> dict[int, JoinedWorker]:
-        """R-workers that have joined since, by index: the ``vacant`` places first, then new ones. Never waits."""
-        ...
-
-    def dismiss(self, worker: int) -> None:
-        """Let R-worker ``worker`` go."""
-        ...
-
-    def forget(self, sequence_id: int) -> None:
-        """Keep nothing of a sequence on the S-worker's side; unknown ones are ignored."""
-        ...
-
-    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> StepRecord:
-        """Put together how long each side worked on the step that has just ended."""
-        ...
-
-
-class Requests(Protocol[T_contra]):
-    """Those that the tokens are for."""
-
-    def begun(self, step: ScheduledStep, now_seconds: float) -> None:
-        """The R-workers have heard ``step``; it is computed next."""
-        ...
-
-    def accepted(self, step: ScheduledStep, computed: T_contra) -> Mapping[int, int]:
-        """How many draft tokens of each sequence are its next output tokens."""
-        ...
-
-    def take(self, cycle: Cycle, computed: T_contra, accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
-        """Append the tokens of all sequences but ``spoilt``, fork with the scheduler and finish with ``cycle``; returns
-        how many tokens were appended."""
-        ...
-
-    def give_up(self, cycle: Cycle, sequence: Sequence) -> None:
-        """No R-worker that is left has room for ``sequence``: finish all of its request with ``cycle``. The scheduler
-        has forgotten it."""
-        ...
 
 
 class Companion:
@@ -275,3 +192,86 @@ class Cycle(Generic[T]):
         for sequence_id in self.world.kept_prompts:
             if sequence_id not in prompts or not prompts[sequence_id].uses_scratch:
                 self.forget(sequence_id)
+
+
+class Membership(Companion):
+    """Between steps: R-workers that join are counted in, sequences move, and drained R-workers go.
+
+    Sequences move as bytes, one by one, for at most as long as the step before took: so that the others wait at most
+    twice as long for a token. ``num_moves`` and ``num_copies_made``: sequences, or ranges of them, that went elsewhere,
+    and those that got a second copy.
+    """
+
+    def __init__(self, now_seconds: float = 0.0, names: Iterable[str] = ()) -> None:
+        """``now_seconds``: of the world's clock; ``names``: of the R-workers that are there, by index."""
+        self.num_moves = self.num_copies_made = 0
+        self._updated = now_seconds
+        self._names = dict(enumerate(names))
+
+    def before(self, cycle: Cycle) -> None:
+        """Count newcomers in, move, and let drained R-workers go."""
+        now = cycle.world.now()
+        for index, newcomer in cycle.world.admit(cycle.scheduler.store.workers.vacant).items():
+            self._join(cycle.scheduler, index, newcomer)
+        self._move_until(cycle, now + (now - self._updated))
+        self.let_go(cycle)
+        self._updated = cycle.world.now()
+
+    def ended(self, cycle: Cycle, report: StepReport) -> None:
+        """R-workers that ask to leave are drained."""
+        self._leaving(cycle.scheduler, report.leaving)
+
+    def drain(self, scheduler: Scheduler, worker: int) -> None:
+        """R-worker ``worker`` is to go; ConfigError where it is not there."""
+        if worker not in scheduler.store.workers.present:
+            raise ConfigError(f"there is no R-worker {worker}; there are {scheduler.store.workers.present}")
+        scheduler.members.drain(worker)
+
+    def _leaving(self, scheduler: Scheduler, workers: Iterable[int]) -> None:
+        for worker in sorted(set(workers) - set(scheduler.store.workers.draining)):
+            logger.info("R-worker %s asks to leave: its sequences move", self._name(worker))
+            scheduler.members.drain(worker)
+            if not scheduler.store.workers.accepting:
+                logger.warning("no other R-worker is there: %s is needed", self._name(worker))
+
+    def _join(self, scheduler: Scheduler, index: int, newcomer: JoinedWorker) -> None:
+        bandwidth = newcomer.bandwidth
+        if bandwidth is None:
+            known = [scheduler.store.workers.speeds.bandwidths[worker] for worker in scheduler.store.workers.present]
+            bandwidth = sum(known) / len(known) if known else 1.0
+        scheduler.members.join(newcomer.num_blocks, bandwidth, index, newcomer.host)
+        self._names[index] = newcomer.name
+        logger.info("R-worker %s has joined, with %d KV blocks", self._name(index), newcomer.num_blocks)
+
+    def _name(self, worker: int) -> str:
+        return self._names.get(worker) or str(worker)
+
+    def _move_until(self, cycle: Cycle, deadline: float) -> None:
+        """At least one sequence, if any is to move. One that was chosen before a loss came to light is not moved: its
+        room, its source or itself may be gone, so the scheduler is asked anew."""
+        scheduler = cycle.scheduler
+        while transfer := scheduler.transfers.next():
+            if scheduler.store.workers.has_controls:
+                cycle.tell()
+            if not scheduler.transfers.stands(transfer):
+                continue
+            try:
+                seconds = cycle.world.transfer(transfer)
+            except WorkerLostError:
+                return  # the next step finds out which one, and goes on without it
+            scheduler.transfers.done(transfer, seconds)
+            ends = not scheduler.transfers.stands(transfer)  # of several pieces perhaps
+            self.num_moves += transfer.is_move and ends
+            self.num_copies_made += not transfer.is_move and ends
+            if cycle.world.now() > deadline:
+                return
+
+    def let_go(self, cycle: Cycle) -> None:
+        """R-workers that drain, and have nothing to do any more, go."""
+        scheduler = cycle.scheduler
+        if scheduler.members.drained() and scheduler.store.workers.has_controls:
+            cycle.tell()
+        for worker in scheduler.members.drained():
+            logger.info("R-worker %s is let go", self._name(worker))
+            cycle.world.dismiss(worker)
+            cycle.lose([worker])

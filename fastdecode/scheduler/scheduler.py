@@ -11,11 +11,8 @@ import numpy as np
 
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
-from fastdecode.scheduler.lifecycle import Lifecycle
-from fastdecode.scheduler.observed import Observed, Observer
 from fastdecode.scheduler.policy.admission import Admission
-from fastdecode.scheduler.policy.attend import Attendance
-from fastdecode.scheduler.policy.decodes import Decodes
+from fastdecode.scheduler.policy.decodes import Attendance, Decodes
 from fastdecode.scheduler.policy.drafts import DraftCounts, Drafts
 from fastdecode.scheduler.policy.members import Members
 from fastdecode.scheduler.policy.prefills import RemotePrompts
@@ -23,8 +20,9 @@ from fastdecode.scheduler.policy.transfers import Transfers
 from fastdecode.scheduler.schedules import ChunkCutter, Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.snapshot import Snapshot, take_snapshot
+from fastdecode.scheduler.store.speeds import Observed, Observer
 from fastdecode.scheduler.store.store import Store
-from fastdecode.scheduler.waiting import WaitingQueue
+from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
 
 @dataclass(frozen=True)

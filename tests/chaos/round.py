@@ -22,7 +22,7 @@ from chaos.processes import Leftovers, Processes
 from chaos.reference import Answers, Reference, engine_config, params_of, prompt_of, take
 from fastdecode.core.errors import RequestError
 from fastdecode.engine import LLMEngine
-from fastdecode.scheduler.policy.range_sizes import fits_pool
+from fastdecode.scheduler.policy.needs import fits_pool
 
 MOST_STEPS = 4000
 AMPLE_TOKENS = 40_000

@@ -15,7 +15,7 @@ from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import KVLayout, StepPlan, StepReport
-from fastdecode.sworker.greenlets import ATTENTION_NAME, ModelGreenlet, register_attention
+from fastdecode.sworker.pipeline import ATTENTION_NAME, ModelGreenlet, register_attention
 from fastdecode.sworker.s_worker import SWorker
 from fastdecode.sworker.sampling import SamplingRow
 from fastdecode.sworker.staging import rows_of

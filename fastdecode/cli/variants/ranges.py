@@ -10,7 +10,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.planner import Planner
-from fastdecode.scheduler.policy.range_sizes import choose_range_tokens
+from fastdecode.scheduler.policy.needs import choose_range_tokens
 
 UNBOUNDED_BLOCKS = 1 << 40
 """KV blocks of an R-worker where nothing says how many it has."""

@@ -1,14 +1,15 @@
-"""Which sequences decode in a step, and who makes way where blocks run out."""
+"""Which sequences decode in a step, with the blocks they need, and who attends where two R-workers hold one."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fastdecode.scheduler.lifecycle import Lifecycle
 from fastdecode.scheduler.policy.admission import Admission
-from fastdecode.scheduler.policy.attend import Attendance
 from fastdecode.scheduler.policy.transfers import Transfers
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.waiting import Lifecycle
 
 
 class Decodes:
@@ -72,3 +73,118 @@ class Decodes:
             beyond = np.cumsum(loads[by_age]) > limits[worker]
             rows = rows[~np.isin(rows, here[by_age[beyond]])]
         return rows
+
+
+EVEN = 1.002
+"""The busiest R-worker's time over the mean, from which on nothing is swapped."""
+
+MOST_SWAPS = 64
+"""In one step; what is uneven beyond them is evened in the next."""
+
+
+class Attendance:
+    """Evens the load of R-workers anew in each step, without a move."""
+
+    def __init__(self, store: Store, num_copies: int) -> None:
+        """``num_copies``: of each sequence, one or two."""
+        self._has_choice = num_copies > 1
+        self._store, self._table, self._workers = store, store.table, store.workers
+
+    def choose(self) -> None:
+        """Have each tail and each closed segment of what decodes attend on that one of its holders that makes all
+        R-workers take as long. A closed segment attends on its home, which is then the other one."""
+        table = self._table
+        if not self._has_choice:
+            return
+        rows, closed = table.rows[table.seconds[table.rows] >= 0], self._closed()
+        if not len(rows) and not closed:
+            return
+        speeds = self._workers.speeds.latest(self._workers.present)
+        seconds = table.kv_loads(len(self._workers)) / speeds
+        present = np.array(self._workers.present)
+        mean = float((seconds[present] * speeds[present]).sum() / speeds[present].sum())
+        holders = np.array([segment.workers for _, segment in closed], np.int64).reshape(-1, 2)
+        choice = _Choice(
+            np.append(table.homes[rows], holders[:, 0]),
+            np.append(table.seconds[rows], holders[:, 1]),
+            np.append(table.tail_lens(rows) + 1.0, np.full(len(closed), float(table.segment_tokens))),
+            np.append(table.on_second[rows], np.zeros(len(closed), bool)),
+        )
+        choice.even_out(seconds, speeds, mean)
+        table.on_second[rows] = choice.on_second[: len(rows)]
+        for place in np.flatnonzero(choice.on_second[len(rows) :]).tolist():
+            self._store.change_home(*closed[place])
+        table.sort()
+
+    def _closed(self) -> list[tuple[Sequence, Segment]]:
+        """Closed segments with two copies of sequences that decode."""
+        decoding = self._store.residents.decoding
+        sharded = [each for each in self._table.sharded() if each.sequence_id in decoding]
+        return [(each, segment) for each in sharded for segment in each.closed if len(segment.copies) > 1]
+
+
+class _Choice:
+    """Chooses the R-worker that attends each of n things, tails or closed segments, which two R-workers hold.
+
+    ``homes`` and ``seconds``, int64 [n], hold them; ``tokens``, float64 [n], are what each attends; ``on_second``, bool
+    [n], says which of the two attends.
+    """
+
+    def __init__(self, homes: np.ndarray, seconds: np.ndarray, tokens: np.ndarray, on_second: np.ndarray) -> None:
+        self._holders = np.column_stack([homes, seconds])
+        self._tokens = tokens
+        self.on_second = on_second
+
+    def even_out(self, seconds: np.ndarray, speeds: np.ndarray, mean: float) -> None:
+        """Change ``on_second`` until no R-worker of ``seconds``, float64 [num_workers], takes much above ``mean``, or
+        nothing that is tried helps the busiest one. ``seconds`` follow; ``speeds``: tokens a second."""
+        for _ in range(MOST_SWAPS + len(self._tokens) // 8):
+            busiest = int(np.argmax(seconds))
+            if seconds[busiest] <= EVEN * mean:
+                return
+            changed = self._best_change(busiest, seconds, speeds)
+            if changed is None:
+                return
+            for row in changed:
+                source, target = self._attending[row], self._others[row]
+                seconds[source] -= self._tokens[row] / speeds[source]
+                seconds[target] += self._tokens[row] / speeds[target]
+                self.on_second[row] = not self.on_second[row]
+
+    @property
+    def _attending(self) -> np.ndarray:
+        return self._holders[np.arange(len(self.on_second)), self.on_second.astype(np.int64)]
+
+    @property
+    def _others(self) -> np.ndarray:
+        return self._holders[np.arange(len(self.on_second)), 1 - self.on_second.astype(np.int64)]
+
+    def _best_change(self, busiest: int, seconds: np.ndarray, speeds: np.ndarray) -> tuple[int, ...] | None:
+        """Return the change that leaves the least to the busiest of the R-workers it touches; None where nothing helps.
+
+        One thing of the busiest R-worker goes to its other holder, alone or with one from there that goes on to its own
+        other holder.
+        """
+        attending, others, tokens = self._attending, self._others, self._tokens
+        mine = np.flatnonzero(attending == busiest)
+        if not len(mine):
+            return None
+        via = others[mine]
+        left = seconds[busiest] - tokens[mine] / speeds[busiest]
+        there = seconds[via] + tokens[mine] / speeds[via]
+        alone = np.maximum(left, there)
+        best = int(np.argmin(alone))
+        lowest = float(alone[best])
+        found: tuple[int, ...] = (int(mine[best]),)
+        onward = np.flatnonzero((attending != busiest) & np.isin(attending, via))
+        if lowest >= seconds[busiest] and len(onward):
+            to_busiest = others[onward] == busiest
+            follows = attending[onward][None, :] == via[:, None]
+            goes_down = there[:, None] - (tokens[onward] / speeds[attending[onward]])[None, :]
+            own = left[:, None] + (to_busiest * tokens[onward] / speeds[busiest])[None, :]
+            ends = np.where(to_busiest, 0.0, seconds[others[onward]] + tokens[onward] / speeds[others[onward]])
+            most = np.where(follows, np.maximum(np.maximum(goes_down, own), ends[None, :]), np.inf)
+            first, second = np.unravel_index(int(np.argmin(most)), most.shape)
+            if most[first, second] < lowest:
+                found, lowest = (int(mine[first]), int(onward[second])), float(most[first, second])
+        return found if lowest < seconds[busiest] * (1 - 1e-9) else None

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.protocols import DraftPolicy
-from fastdecode.scheduler.observed import Observed
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Segment
+from fastdecode.scheduler.store.speeds import Observed
 from fastdecode.scheduler.store.store import Store
 
 KEPT = 0.9

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as PySequence
 
 from fastdecode.core.step import MiniBatch
-from fastdecode.scheduler.lifecycle import Lifecycle
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.transfers import Transfers
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.losses import Losses
 from fastdecode.scheduler.store.store import Store
-from fastdecode.scheduler.waiting import WaitingQueue
+from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
 
 class Members:

@@ -1,4 +1,4 @@
-"""What a move of a sequence wins in the coming steps, and what it costs."""
+"""What copying cached tokens takes, and what a move of a sequence wins in the coming steps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import math
 
 import numpy as np
 
-from fastdecode.core.decayed import Decayed
-from fastdecode.scheduler.policy.transfer_price import TransferPrice
-from fastdecode.scheduler.store.speeds import KEPT, LEAST_SECONDS
+from fastdecode.scheduler.store.speeds import KEPT, LEAST_SECONDS, Decayed
+
+
+class TransferPrice:
+    """Seconds per token, as all transfers so far took: moves that must be, corrections, and second copies alike."""
+
+    def __init__(self, per_token: float) -> None:
+        """``per_token``: seconds, before any token was copied; it may be infinite."""
+        self.per_token = per_token
+        self._seen = Decayed(KEPT, 2)  # seconds, tokens
+
+    def paid(self, num_tokens: int, seconds: float) -> None:
+        """A transfer of ``num_tokens`` cached tokens took ``seconds``."""
+        self._seen.add(seconds, num_tokens)
+        self.per_token = self._seen.ratio(0, 1, 1.0)
+
 
 KEPT_OF_RARE = 0.995
 """The part of the past that counts of starts after another step; they are rare."""

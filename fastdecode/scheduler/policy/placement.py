@@ -9,8 +9,7 @@ import numpy as np
 from fastdecode.scheduler.policy.future import Future
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer, placement_costs
 from fastdecode.scheduler.policy.load_limit import LoadLimit
-from fastdecode.scheduler.policy.needs import Needs
-from fastdecode.scheduler.policy.range_sizes import Size, place_ranges
+from fastdecode.scheduler.policy.needs import Needs, Size, place_ranges
 from fastdecode.scheduler.policy.room import Room
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence

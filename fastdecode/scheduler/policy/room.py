@@ -6,8 +6,7 @@ import numpy as np
 
 from fastdecode.core.errors import RequestError
 from fastdecode.scheduler.policy.load_limit import LoadLimit
-from fastdecode.scheduler.policy.needs import Needs
-from fastdecode.scheduler.policy.range_sizes import pool_holds
+from fastdecode.scheduler.policy.needs import Needs, pool_holds
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import UNLIMITED, Segment

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from fastdecode.scheduler.policy.admission import Admission
-from fastdecode.scheduler.policy.transfer_price import TransferPrice
+from fastdecode.scheduler.policy.move_prices import TransferPrice
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.copies import Transfer
 from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.store import Store
-from fastdecode.scheduler.store.transfer import Transfer
 
 SHARE = 0.1
 """The part of the steps' time that making second copies may take: decodes wait meanwhile."""

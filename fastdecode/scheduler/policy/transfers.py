@@ -7,18 +7,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fastdecode.scheduler.lifecycle import Lifecycle
-from fastdecode.scheduler.observed import Observed
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.load_forecast import LoadForecast
-from fastdecode.scheduler.policy.move_prices import MovePrices, SharedPeak, attended_in
+from fastdecode.scheduler.policy.move_prices import MovePrices, SharedPeak, TransferPrice, attended_in
 from fastdecode.scheduler.policy.second_copies import SecondCopies
-from fastdecode.scheduler.policy.transfer_price import TransferPrice
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.copies import Transfer
 from fastdecode.scheduler.store.place import Segment
+from fastdecode.scheduler.store.speeds import Observed
 from fastdecode.scheduler.store.store import Store
-from fastdecode.scheduler.store.transfer import Transfer
+from fastdecode.scheduler.waiting import Lifecycle
 
 SOURCES, TARGETS, COMPARED = 3, 8, 64
 """R-workers with most to lose, R-workers with least to do, and sequences of a source that are compared: larger pools

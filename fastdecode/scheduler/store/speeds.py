@@ -1,12 +1,80 @@
-"""How fast each R-worker attends: at first as its memory was measured, then as steps showed."""
+"""How long steps took, sums that forget, and how fast each R-worker attends by both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
-from fastdecode.core.decayed import Decayed
+from fastdecode.core.step import ScheduledStep
+
+MOST_PROMPT_ROWS = 0.05
+"""The most rows of prompts, as a part of the KV tokens attended: more rows of prompts, which R-workers store, would
+count as slowness."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Seconds of one step: the S-worker's own, those it waited for R-workers, and busy ones of each R-worker."""
+
+    step: ScheduledStep
+    s_seconds: float
+    wait_seconds: float
+    r_seconds: Sequence[float]
+
+    @cached_property
+    def shows_speeds(self) -> bool:
+        """True where the R-workers did little else than attend for decodes."""
+        few = self.step.num_prompt_rows <= MOST_PROMPT_ROWS * sum(self.step.kv_loads)
+        return self.step.only_decodes_attend and few
+
+    @cached_property
+    def decodes(self) -> bool:
+        """True where the step had rows, all of them decodes; a step may only sample first tokens of arrived prompts."""
+        return self.step.is_decode and self.step.num_tokens > 0
+
+
+class Observer(Protocol):
+    """A part of the scheduler that learns from how long steps take."""
+
+    def observe(self, observed: Observed) -> None:
+        """One more step has ended."""
+        ...
+
+
+class Decayed:
+    """Sums of observed values, float64 [num_sums], or [num_sums, n] of n things that are observed one by one.
+
+    ``kept``: the part of a sum that counts after one more observation. About the last 1 / (1 - kept) observations
+    count, and the ratio of two sums is a mean over them.
+    """
+
+    def __init__(self, kept: float, *shape: int) -> None:
+        self.kept = kept
+        self.sums = np.zeros(shape)
+
+    def add(self, *values: Any, where: np.ndarray | None = None) -> None:
+        """Observe a value of each sum; ``where``, bool [n], says which of n things were observed, else all of them."""
+        if where is None:
+            self.sums = self.kept * self.sums + values
+        else:
+            self.sums[:, where] = self.kept * self.sums[:, where] + np.array(values, np.float64)[:, where]
+
+    def ratio(self, top: int, bottom: int, least: float = 1e-300) -> float:
+        """Return one sum over another, or over ``least`` where that is more."""
+        return float(self.sums[top] / max(self.sums[bottom], least))
+
+    def resize(self, num_things: int) -> None:
+        """Make room for ``num_things`` things, of which new ones were not observed yet."""
+        self.sums = np.pad(self.sums, ((0, 0), (0, num_things - self.sums.shape[1])))
+
+    def forget(self, thing: int) -> None:
+        """Count nothing that was observed of ``thing``."""
+        self.sums[:, thing] = 0.0
+
 
 KEPT = 0.95
 """The part of the past that counts after another step: about the last 20 steps do."""

@@ -9,12 +9,11 @@ import numpy as np
 from fastdecode.core.remote_prefill import StoredAt
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.holdings import Holdings
+from fastdecode.scheduler.store.copies import Holdings, TransfersUnderWay
 from fastdecode.scheduler.store.place import Copy, Segment
 from fastdecode.scheduler.store.prefix import Hit, PrefixCache
 from fastdecode.scheduler.store.residents import Residents
 from fastdecode.scheduler.store.table import SequenceTable
-from fastdecode.scheduler.store.transfer import TransfersUnderWay
 from fastdecode.scheduler.store.workers import Workers
 
 

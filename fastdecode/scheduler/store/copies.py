@@ -1,4 +1,4 @@
-"""Copies under way from one R-worker to another."""
+"""Copies of segments: those that R-workers hold, which come, are forked, are cut and go, and those under way."""
 
 from __future__ import annotations
 
@@ -8,9 +8,74 @@ from typing import TYPE_CHECKING
 
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Copy, Segment
+from fastdecode.scheduler.store.prefix import PrefixCache
+from fastdecode.scheduler.store.workers import Workers
 
 if TYPE_CHECKING:
     from fastdecode.scheduler.store.store import Store
+
+
+class Holdings:
+    """Counts the blocks of each copy, and tells its R-worker what becomes of it."""
+
+    def __init__(self, workers: Workers, prefixes: PrefixCache) -> None:
+        self._workers, self._prefixes = workers, prefixes
+
+    def take(self, segment: Segment, copy: Copy) -> None:
+        """``copy`` of ``segment`` is on its R-worker now, which counts its blocks."""
+        num_own = segment.num_blocks - len(copy.shared)
+        self._prefixes.make_room(copy.worker, num_own)
+        self._workers[copy.worker].take(num_own)
+
+    def give_up(self, segment: Segment, copy: Copy, is_known: bool) -> None:
+        """The blocks of ``copy`` are free again; its R-worker is told where something of it is there, or where the
+        R-worker knows of it (``is_known``)."""
+        worker = self._workers[copy.worker]
+        worker.give_back(segment.num_blocks - len(copy.shared), copy.shared)
+        if segment.num_tokens > 0 or is_known:
+            worker.release(segment.cache_id)
+
+    def fork(self, source: Segment, cache_id: int) -> Segment:
+        """Return a segment of the same tokens in the same places: full blocks are shared, and for a partial one there
+        is room already."""
+        num_full, rest = divmod(source.num_tokens, self._workers.block_size)
+        segment = Segment(cache_id, source.start, num_full + (rest > 0))
+        segment.num_tokens = source.num_tokens
+        for copy in source.copies:
+            worker, shared = self._workers[copy.worker], self._prefixes.share(copy, num_full)
+            worker.hold(shared)
+            worker.num_copies += 1
+            worker.fork(cache_id, source.cache_id, source.num_tokens)
+            segment.copies.append(Copy(copy.worker, shared))
+        return segment
+
+    def cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
+        """What ``segment`` has beyond ``num_tokens`` tokens is wrong: it is forgotten, and ``num_blocks`` are kept.
+
+        Blocks that were shared have to be replaced by own ones: where these are not to be had only the full blocks of
+        what is right are kept, and False is returned.
+        """
+        num_full = num_tokens // self._workers.block_size
+        for copy in segment.copies:
+            self._prefixes.forget_beyond(copy, num_tokens)
+        has_room = all(self._replaces(copy, num_full, num_blocks - segment.num_blocks) for copy in segment.copies)
+        if not has_room:
+            num_tokens, num_blocks = num_full * self._workers.block_size, num_full
+        for copy in segment.copies:
+            worker = self._workers[copy.worker]
+            wrong = copy.shared[num_full:]
+            del copy.shared[num_full:]
+            worker.drop(wrong)
+            worker.grow(num_blocks + len(wrong) - segment.num_blocks)
+            worker.truncate(segment.cache_id, num_tokens)
+        segment.num_tokens, segment.num_blocks = num_tokens, num_blocks
+        return has_room
+
+    def _replaces(self, copy: Copy, num_full: int, more: int) -> bool:
+        """Whether the R-worker of ``copy`` can replace all but ``num_full`` shared blocks, and give ``more``."""
+        wrong = copy.shared[num_full:]
+        freed = sum(block.num_sequences == 1 and block.num_prefixes == 0 for block in wrong)
+        return self._prefixes.make_room(copy.worker, len(wrong) - freed + more)
 
 
 @dataclass(eq=False)
