@@ -40,9 +40,9 @@ class HFTokenizer:
         """The most text per token; None where there is no bound. Read from the vocabulary once."""
         return text_bound(self.backend)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
-        return list(self.hf(text, verbose=False)["input_ids"])
+        return list(self.hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def encode_chat(
         self,
@@ -53,12 +53,14 @@ class HFTokenizer:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation, [{"role": …, "content": …}], up to where the answer begins.
 
         ``chat_template`` takes the place of the model's; ``tools`` (JSON schemas of functions) and ``template_kwargs``
-        go to it. With ``continue_final_message`` the answer goes on where the last message ends.
+        go to it. Templates write special tokens themselves; ``add_special_tokens`` has the tokenizer add its own too.
+        With ``continue_final_message`` the answer goes on where the last message ends.
 
         RequestError without a chat template, for messages that it does not take, and, before they are rendered or at
         least before they are tokenised, for those that cannot fit ``max_model_len`` tokens.
@@ -85,7 +87,7 @@ class HFTokenizer:
             raise RequestError(f"messages: the chat template does not take them: {error}") from None
         if max_model_len is not None:
             check_can_fit(text, self.text_bound, max_model_len)
-        return list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self.encode(text, add_special_tokens)
 
 
 def chat_messages(messages: Any) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
 
 from fastdecode import LLM, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from fastdecode.api.outputs import CompletionOutput, Logprob, RequestMetrics
+from fastdecode.server.foreign_fields import IGNORED, REFUSED
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text("utf-8")
 
@@ -64,6 +65,13 @@ def test_fields_of_outputs_are_those_of_the_page() -> None:
         *(f"outputs[i].logprobs[t][id].{each.name}" for each in fields(Logprob)),
         *(f"metrics.{name}" for name in RequestMetrics.SEEN),
     ]
+
+
+def test_fields_of_requests_that_are_not_taken_are_those_of_the_page() -> None:
+    section = PAGE.split("\n## Coming from vLLM\n")[1]
+    rows = dict(re.findall(r"^\| `([^`]*)` \| (.*) \|$", section, re.MULTILINE))
+    assert {name: rows.get(name) for name in REFUSED} == REFUSED
+    assert f"here: {', '.join(f'`{name}`' for name in sorted(IGNORED))}.\n" in section
 
 
 def test_every_example_of_the_page_is_python() -> None:

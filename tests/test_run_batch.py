@@ -131,7 +131,9 @@ def test_requests_that_cannot_run_are_answered_with_the_reason(
         line("ids", prompt=[1, 2, 3], max_tokens=2),
         line("long", prompt="x" * 1000),
         line("chat", CHAT, messages=[{"role": "user", "content": "hi"}]),
-        line("unknown", prompt="x", best_of=2),
+        line("unknown", prompt="x", unheard_of=2),
+        line("refused", prompt="x", best_of=2),
+        line("no room", prompt="x", max_tokens=255),
         line("wrong", prompt="x", temperature=-1),
         line("stream", prompt="x", stream=True),
         line("bias", prompt="x", logit_bias={"²": 1}),
@@ -149,7 +151,9 @@ def test_requests_that_cannot_run_are_answered_with_the_reason(
     for name, message in {
         "long": "prompt has 1001 tokens, and max_model_len is 256",
         "chat": "the model's tokenizer has no chat template",
-        "unknown": "best_of is not understood; known are bad_words",
+        "unknown": "unheard_of is not understood; known are add_special_tokens",
+        "refused": "best_of is not supported: give n",
+        "no room": "max_tokens is too large: 255; max_model_len is 256 tokens, and the prompt has 2",
         "wrong": "temperature",
         "stream": "a batch is not streamed",
         "bias": "logit_bias",
@@ -158,7 +162,7 @@ def test_requests_that_cannot_run_are_answered_with_the_reason(
     }.items():
         assert found[name]["status_code"] == 400 and message in found[name]["body"]["error"]["message"]
     assert main(arguments) == 1
-    assert "10 of 10 requests are answered, 8 of them with an error" in capsys.readouterr().out
+    assert "12 of 12 requests are answered, 10 of them with an error" in capsys.readouterr().out
 
 
 def test_failures_are_asked_again_when_told_so(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"logit_bias": {7: 20.0, 42: -20.0, 8: 15.0}, "repetition_penalty": 1.7, "frequency_penalty": 0.3},
     {"repetition_penalty": 1.7, "frequency_penalty": 2.0, "presence_penalty": 2.0, "logit_bias": {7: 5.0}},
     {"temperature": 2.0, "min_p": 0.05, "top_p": 0.8},
+    {"allowed_token_ids": [7, 42, 8, 499], "logit_bias": {7: 20.0, 9: 90.0}, "repetition_penalty": 1.7},
     {"temperature": 2.0, "top_k": 30, "top_p": 0.8, "min_p": 0.01},
     {"bad_words_token_ids": ((5,), (42, 11, 77), (11, 78), (9, 79), (7, 42, 11, 80))},
 ]
@@ -74,6 +75,7 @@ rows_with_options = st.builds(
     min_tokens=st.integers(0, 10),
     stop_token_ids=st.frozensets(st.integers(0, 30), min_size=1, max_size=3),
     logit_bias=st.none() | st.dictionaries(st.integers(0, 30), st.floats(-9, 9), min_size=1, max_size=3),
+    allowed_token_ids=st.none() | st.lists(st.integers(31, 90), min_size=9, max_size=20),
     bad_words_token_ids=st.lists(bad_words, max_size=4).map(tuple),
     generator_seed=st.integers(0, 2**64 - 1),
     logprobs=st.sampled_from([None, 0, 3]),

@@ -30,6 +30,7 @@ VLLM_DEFAULTS = {
     "logprobs": None,
     "prompt_logprobs": None,
     "logit_bias": None,
+    "allowed_token_ids": (),
     "bad_words": (),
     "skip_special_tokens": True,
     "include_stop_str_in_output": False,
@@ -55,6 +56,8 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("min_tokens", [-1, None, *NOT_INTEGERS], "an integer of at least 0"),
     ("stop", ["", [""], ["a", ""], [1], 5, {"a": 1}, [["a"]]], "a non-empty string or a list of them"),
     ("stop_token_ids", [5, "5", [-1], [1.0], [True], ["a"]], "a list of token ids (integers of at least 0)"),
+    ("allowed_token_ids", [[]], "a list of token ids (integers of at least 0), not an empty one, or None"),
+    ("allowed_token_ids", [5, "5", [-1], [1.0], [True]], "a list of token ids (integers of at least 0)"),
     ("logprobs", [-2, *NOT_INTEGERS], "an integer of at least 0, -1 for the whole vocabulary, or None"),
     (
         "logit_bias",
@@ -184,3 +187,5 @@ def test_token_ids_against_a_vocabulary() -> None:
         params.check_token_ids(99)
     with pytest.raises(RequestError, match=r"^stop_token_ids must hold token ids from 0 to 6, got \[7\]$"):
         SamplingParams(stop_token_ids=[7]).check_token_ids(7)
+    with pytest.raises(RequestError, match=r"^allowed_token_ids must hold token ids from 0 to 6, got \[7\]$"):
+        SamplingParams(allowed_token_ids=[7]).check_token_ids(7)

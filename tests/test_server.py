@@ -114,6 +114,12 @@ def test_answers_have_the_form_that_is_asked(server: RunningServer) -> None:
             model=MODEL, prompt="x", max_tokens=20, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
         )
         assert text.choices[0].text in ("yes", "no")
+        asked: dict[str, Any] = {"guided_choice": ["yes", "no"], "add_special_tokens": False}  # vLLM's older name
+        text = api.completions.create(model=MODEL, prompt="x", max_tokens=20, extra_body=asked)
+        assert text.choices[0].text in ("yes", "no") and text.usage and text.usage.prompt_tokens == 1
+        only = {"allowed_token_ids": [ord("a"), ord("b")]}
+        text = api.completions.create(model=MODEL, prompt="x", max_tokens=20, temperature=2, extra_body=only)
+        assert len(text.choices[0].text) == 20 and set(text.choices[0].text) <= {"a", "b"}
         for wrong in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}):
             with pytest.raises(openai.BadRequestError):
                 api.chat.completions.create(model=MODEL, messages=messages, response_format=wrong)  # type: ignore[call-overload]

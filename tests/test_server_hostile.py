@@ -15,10 +15,15 @@ from helpers.servers import CHAT_TEMPLATE, PATIENCE_SECONDS, RunningServer, serv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fastdecode.server.foreign_fields import REFUSED
+from fastdecode.server.protocol import CompletionRequest
+
 pytestmark = pytest.mark.slow
 
 MOST_BYTES = 100_000
 CUT_OFF_SECONDS = 2
+NOT_TAKEN = sorted(REFUSED.keys() - set(CompletionRequest.__struct_fields__))
+
 LONG_GRAMMAR = "start: " + " | ".join(f'"word{number}"' for number in range(2500))
 """More alternatives than llguidance follows, which it says at the first token."""
 
@@ -74,6 +79,10 @@ def completion(**body: Any) -> bytes:
         (completion(stream_options={"include_usage": True}), "stream_options belong to a stream"),
         (completion(echo=True, logprobs=1), "logprobs of an echoed prompt"),
         (completion(response_format={"type": "poem"}), "response_format.type"),
+        (completion(max_tokens=63), "max_tokens is too large: 63; max_model_len is 64 tokens, and the prompt has 2"),
+        (completion(guided_regex="a", structured_outputs={"regex": "a"}), "exclude each other"),
+        (completion(allowed_token_ids=[99999]), "allowed_token_ids must hold token ids"),
+        *((completion(**{name: 0 if name != "priority" else 1}), f"{name} is not supported: ") for name in NOT_TAKEN),
         (completion(structured_outputs={"grammar": LONG_GRAMMAR}), "cannot be followed: Parser Error: Current row has"),
     ],
 )
@@ -93,6 +102,7 @@ def test_a_bad_body_is_answered_with_what_is_wrong(server: RunningServer, body: 
         completion(min_tokens=2, stop_token_ids=[1, 2, 3]),
         completion(logit_bias={str(token): -100 for token in range(200)}),
         completion(unheard_of={"a": ["b\r\n"]}),
+        completion(best_of=2, n=2, suffix="", functions=[], priority=0, prompt_logprobs=None, modalities=["text"]),
     ],
 )
 def test_large_values_are_no_harm(server: RunningServer, body: bytes) -> None:
@@ -110,6 +120,11 @@ def test_large_values_are_no_harm(server: RunningServer, body: bytes) -> None:
         ({"messages": [{"role": "user", "content": "hi"}], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"tokenize": True}}, "tokenize"),
         ({"messages": [{"role": "user", "content": "hi"}], "top_logprobs": 2}, "logprobs must be true"),
+        ({"messages": [{"role": "user", "content": "hi"}], "echo": True}, "echo is not supported: only completions"),
+        (
+            {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 60},
+            "max_completion_tokens is too",
+        ),
     ],
 )
 def test_a_bad_chat_is_answered_with_what_is_wrong(server: RunningServer, body: Any, message: str) -> None:

@@ -33,7 +33,7 @@ class Counted:
     def __init__(self, backend: Tokenizer) -> None:
         self.backend, self.text_bound, self.num_texts = backend, text_bound(backend), 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.num_texts += 1
         return self.backend.encode(text).ids
 

@@ -26,8 +26,9 @@ MAX_MAGNITUDE = 1e6
 class SamplingParams:
     """One request's sampling options, checked when built; build a variant with ``dataclasses.replace``.
 
-    After construction ``stop``, ``stop_token_ids`` and ``bad_words`` are tuples without duplicates (empty when
-    absent), ``logit_bias`` is a private dict or None, and numbers are plain ``int`` and ``float``.
+    After construction ``stop``, ``stop_token_ids``, ``allowed_token_ids`` and ``bad_words`` are tuples without
+    duplicates (empty when absent), ``logit_bias`` is a private dict or None, and numbers are plain ``int`` and
+    ``float``.
 
     Raises:
         ConfigError: one line that names the field, the value given and what would be right.
@@ -67,6 +68,8 @@ class SamplingParams:
     """Refused: not supported."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     """Added to the logits of the given token ids."""
+    allowed_token_ids: Collection[int] | None = None
+    """The only tokens that may be chosen; None allows all."""
     bad_words: Sequence[str] | None = None
     """Words that must not appear in the output."""
     skip_special_tokens: bool = True
@@ -94,16 +97,16 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether bias or penalties change logits at every step (``min_tokens`` and bad words depend on the step)."""
         neutral = self.repetition_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
-        return bool(self.logit_bias) or not neutral
+        return bool(self.logit_bias or self.allowed_token_ids) or not neutral
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Check against a model what could not be checked without one.
 
         Raises:
-            RequestError: ``logit_bias`` or ``stop_token_ids`` names a token that the model does not have.
+            RequestError: a list of token ids, or ``logit_bias``, names a token that the model does not have.
         """
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
-            outside = [token_id for token_id in ids or () if token_id >= vocab_size]
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            outside = [token_id for token_id in getattr(self, name) or () if token_id >= vocab_size]
             if outside:
                 wanted = f"token ids from 0 to {vocab_size - 1}"
                 raise RequestError(f"{name} must hold {wanted}, got {reprlib.repr(outside)}")
@@ -141,6 +144,9 @@ class SamplingParams:
         self._set("bad_words", _words("bad_words", self.bad_words, "a list of non-empty words"))
         wanted = "a list of token ids (integers of at least 0)"
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, wanted))
+        if self.allowed_token_ids in ([], set()):  # () is None, normalised
+            raise _refusal("allowed_token_ids", self.allowed_token_ids, f"{wanted}, not an empty one, or None")
+        self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, wanted))
         self._set("logit_bias", _bias(self.logit_bias))
 
     def _check_flags(self) -> None:

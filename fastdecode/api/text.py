@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
         """The most text per token; None where there is no bound."""
         ...
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
         ...
 
@@ -108,7 +108,11 @@ PromptType = str | Sequence[int] | Mapping[str, Any]
 
 
 def read_prompt(
-    prompt: PromptType, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int
+    prompt: PromptType,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    max_model_len: int,
+    add_special_tokens: bool = True,
 ) -> tuple[str | None, list[int]]:
     """The text (None when token ids were given) and its token ids; RequestError names what is wrong."""
     if isinstance(prompt, Mapping):
@@ -119,7 +123,7 @@ def read_prompt(
     else:
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
     if ids is None:
-        ids = encode_text(text, tokenizer, max_model_len)
+        ids = encode_text(text, tokenizer, max_model_len, add_special_tokens)
     ids = check_token_ids(ids, vocab_size)
     if not ids:
         raise RequestError("prompt is empty: give at least one token")
@@ -131,7 +135,9 @@ def read_prompt(
     return text, ids
 
 
-def encode_text(text: Any, tokenizer: Tokenizer | None, max_model_len: int) -> list[int]:
+def encode_text(
+    text: Any, tokenizer: Tokenizer | None, max_model_len: int, add_special_tokens: bool = True
+) -> list[int]:
     """Token ids of ``text``; RequestError where it is none, cannot fit the model, or there is no tokenizer."""
     if not isinstance(text, str):
         raise RequestError(f"prompt must be text or token ids, not {type(text).__name__}")
@@ -142,7 +148,7 @@ def encode_text(text: Any, tokenizer: Tokenizer | None, max_model_len: int) -> l
     except UnicodeEncodeError as error:
         raise RequestError(f"prompt is no valid text: half of a surrogate pair at position {error.start}") from None
     check_can_fit(text, tokenizer.text_bound, max_model_len)
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, add_special_tokens)
 
 
 def check_token_ids(ids: Any, vocab_size: int) -> list[int]:

@@ -9,18 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdecode.api.outputs import RequestOutput
-from fastdecode.api.text import PromptType, Tokenizer
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.answers import answer_form, error_body, new_id, whole_answer
-from fastdecode.server.protocol import (
-    CHAT,
-    COMPLETIONS,
-    ChatRequest,
-    CompletionRequest,
-    prompts,
-    read_body,
-    template_arguments,
-)
+from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, read_body
 
 _KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 
@@ -58,17 +49,6 @@ def read_request(line: BatchLine) -> CompletionRequest | ChatRequest:
     if request.stream:
         raise RequestError("stream: a batch is not streamed")
     return request
-
-
-def read_prompts(
-    request: CompletionRequest | ChatRequest, tokenizer: Tokenizer | None, max_model_len: int
-) -> Sequence[PromptType]:
-    """Return the prompts of the engine, one or several of a completion; RequestError for what is no prompt."""
-    if isinstance(request, CompletionRequest):
-        return prompts(request)
-    if tokenizer is None:
-        raise RequestError("messages need a tokenizer, and it was not loaded (skip_tokenizer_init)")
-    return [tokenizer.encode_chat(request.messages, max_model_len, **template_arguments(request))]
 
 
 def answer(

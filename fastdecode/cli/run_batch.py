@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.batch.files import BatchInput, BatchOutput
-from fastdecode.batch.lines import BatchLine, answer, read_prompts, read_request, refusal
+from fastdecode.batch.lines import BatchLine, answer, read_request, refusal
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import progress_bar
 from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.server.prompt_reader import PromptReader
 from fastdecode.server.protocol import COMPLETIONS, ChatRequest, CompletionRequest, sampling_params
 
 if TYPE_CHECKING:
@@ -107,11 +108,15 @@ def _add(engine: LLMEngine, line: BatchLine) -> Running:
     """An engine request per prompt; where one is refused, all are."""
     request = read_request(line)
     params = sampling_params(request, engine.s_model.generation_defaults)
+    model = engine.s_model
+    reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, {})
+    found = reader.read(request)
+    reader.check_room(request, found)
     added = Running(line, request)
     try:
-        for index, prompt in enumerate(read_prompts(request, engine.s_model.tokenizer, engine.s_model.max_model_len)):
+        for index, prompt in enumerate(found):
             request_id = f"{line.custom_id}/{index}"
-            engine.add_request(request_id, prompt, _seeded(params, f"{engine.config.seed}/{request_id}"))
+            engine.add_request(request_id, prompt.for_engine(), _seeded(params, f"{engine.config.seed}/{request_id}"))
             added.outputs[request_id] = None
     except (RequestError, ConfigError):
         engine.abort_request(added.outputs)

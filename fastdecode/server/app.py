@@ -80,7 +80,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the words of OpenAI's Responses API."""
         body = await _read(service, request, ResponsesRequest)
-        exchange, form = await service.accept(chat_of(body), request.headers)
+        exchange, form = await service.accept(chat_of(body), request.headers, may_be_shorter=True)
         return ResponsesResponse(
             service, exchange, ResponseForm(body, exchange.params, form.model, form.answer_id, form.forced)
         )

@@ -140,8 +140,7 @@ class EngineThread:
         added: list[str] = []
         try:
             for request_id, prompt in zip(exchange.request_ids, exchange.prompts, strict=True):
-                given = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
-                engine.add_request(request_id, given, exchange.params, exchange.arrival_seconds)
+                engine.add_request(request_id, prompt.for_engine(), exchange.params, exchange.arrival_seconds)
                 added.append(request_id)
         except (RequestError, ConfigError) as error:
             engine.abort_request(added)

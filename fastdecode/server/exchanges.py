@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.errors import FastDecodeError
+from fastdecode.server.prompt_reader import PromptTokens
 
 
 class EngineDeadError(FastDecodeError):
@@ -22,14 +22,6 @@ class ShutdownError(FastDecodeError):
 
 class DisconnectedError(FastDecodeError):
     """The client is gone; nothing reads the answer."""
-
-
-@dataclass(frozen=True)
-class PromptTokens:
-    """Token ids, and the text that they were made of, if any."""
-
-    token_ids: list[int]
-    text: str | None = None
 
 
 class Exchange:

@@ -95,7 +95,9 @@ def _properties(model_names: Sequence[str], vocab_size: int) -> Schema:
         "min_tokens": _numbers("integer", 0),
         "stop": {"anyOf": [_TEXT, _list(_TEXT)]},
         "bad_words": _list(_TEXT),
-        **dict.fromkeys(("stop_token_ids", "tokens"), _list(_numbers("integer", 0, vocab_size - 1))),
+        **dict.fromkeys(
+            ("stop_token_ids", "allowed_token_ids", "tokens"), _list(_numbers("integer", 0, vocab_size - 1))
+        ),
         "logit_bias": {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]+$"},

@@ -11,21 +11,22 @@ import msgspec
 from fastdecode.api.sampling_params import MAX_SAMPLES, SamplingParams
 from fastdecode.api.structured_outputs import StructuredOutputsParams
 from fastdecode.core.errors import RequestError
+from fastdecode.server.foreign_fields import IGNORED, check_fields
 from fastdecode.server.tool_calls import ForcedCalls, forced_calls
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Fields of OpenAI's that say nothing about the text."""
-
 SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "bad_words", "skip_special_tokens", "logprobs",
+    "bad_words", "skip_special_tokens", "logprobs", "allowed_token_ids",
 )  # fmt: skip
 """Fields that are SamplingParams of the same name: OpenAI's, and those that vLLM adds."""
 
-_KNOWN_KWARGS = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt"})
+_KNOWN_KWARGS = frozenset({
+    "chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt", "add_special_tokens",
+    "continue_final_message",
+})  # fmt: skip
 """Arguments of a chat template that ``chat_template_kwargs`` may not replace."""
 
 
@@ -53,7 +54,8 @@ class ResponseFormat(msgspec.Struct):
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What completions and chats have in common; None is the default."""
+    """What completions and chats have in common; None is the default. ``guided_json`` and the like are vLLM's older
+    names of ``structured_outputs``."""
 
     model: str | None = None
     stream: bool | None = None
@@ -78,6 +80,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    allowed_token_ids: list[int] | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
 
 
@@ -105,6 +113,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -115,6 +124,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -139,10 +149,11 @@ def parse_json(data: bytes) -> Any:
 def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
     """The request in a parsed body, and the names of fields that are not understood.
 
-    RequestError names the field that is missing or has the wrong type.
+    RequestError names the field that is missing, has the wrong type, or is known to be not supported.
     """
     if not isinstance(body, dict):
         raise RequestError("body must be an object")
+    check_fields(body, kind.__struct_fields__)
     if kind is CompletionRequest and body.get("prompt") is None:
         raise RequestError("prompt is missing: text, token ids, or a list of either")
     try:
@@ -188,11 +199,14 @@ def template_arguments(request: ChatRequest) -> dict[str, Any]:
     taken = sorted(_KNOWN_KWARGS & set(more))
     if taken:
         raise RequestError(f"chat_template_kwargs must not name {taken[0]}")
-    given = {
+    given: dict[str, Any] = {
         "tools": None if request.tool_choice == "none" else request.tools,
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,
+        "add_special_tokens": bool(request.add_special_tokens),
     }
+    if request.reasoning_effort is not None:
+        given["reasoning_effort"] = request.reasoning_effort
     return {**more, **given}
 
 
@@ -218,10 +232,10 @@ def _structure(request: GenerationRequest) -> dict[str, Any]:
     and so says nothing of calls."""
     forced = forced_calls_of(request)
     if forced is not None:
-        if request.structured_outputs is not None:
+        if _asked_form(request) is not None:
             raise RequestError("tool_choice forces a call, and structured_outputs another form: give one")
         return {"structured_outputs": forced.form}
-    wanted, given = request.response_format, request.structured_outputs
+    wanted, given = request.response_format, _asked_form(request)
     if wanted is None or wanted.type == "text":
         if given is None:
             return {}
@@ -236,6 +250,15 @@ def _structure(request: GenerationRequest) -> dict[str, Any]:
     if wanted.json_schema is None or wanted.json_schema.schema is None:
         raise RequestError("response_format: json_schema.schema is missing")
     return {"structured_outputs": StructuredOutputsParams(json=wanted.json_schema.schema)}
+
+
+def _asked_form(request: GenerationRequest) -> dict[str, Any] | None:
+    """``structured_outputs``, by that name or by vLLM's older ones."""
+    older = {kind: getattr(request, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
+    older = {kind: value for kind, value in older.items() if value is not None}
+    if older and request.structured_outputs is not None:
+        raise RequestError(f"structured_outputs and guided_{next(iter(older))} exclude each other: give one")
+    return older or request.structured_outputs
 
 
 def _token_keys(bias: Mapping[str, float]) -> dict[Any, float]:

@@ -13,20 +13,14 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.structured_outputs import UNFOLLOWED
-from fastdecode.api.text import check_token_ids, encode_text, read_prompt
+from fastdecode.api.text import check_token_ids
 from fastdecode.api.text_limits import LONG_TEXT_BYTES
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.answers import INVALID, AnswerForm, answer_form, new_id
 from fastdecode.server.engine_thread import EngineThread
-from fastdecode.server.exchanges import Exchange, PromptTokens, ShutdownError
-from fastdecode.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    TokenizeRequest,
-    prompts,
-    sampling_params,
-    template_arguments,
-)
+from fastdecode.server.exchanges import Exchange, ShutdownError
+from fastdecode.server.prompt_reader import PromptReader
+from fastdecode.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest, prompts, sampling_params
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.tracing import RequestTracer
 
@@ -74,7 +68,8 @@ class Service:
         self.max_model_len = engine.s_model.max_model_len
         self.generation_defaults = engine.s_model.generation_defaults
         self.num_r_workers = len(engine.r_workers)
-        self._template: dict[str, Any] = {} if template is None else {"chat_template": template}
+        told = {} if template is None else {"chat_template": template}
+        self._reader = PromptReader(self.tokenizer, self.vocab_size, self.max_model_len, told)
         self._most_sequences = config.max_num_seqs + settings.max_num_queued_reqs
         self._exchanges: dict[Exchange, Any] = {}
         self._tracer = tracer
@@ -111,10 +106,13 @@ class Service:
             )
 
     async def accept(
-        self, request: CompletionRequest | ChatRequest, headers: Mapping[str, str]
+        self, request: CompletionRequest | ChatRequest, headers: Mapping[str, str], may_be_shorter: bool = False
     ) -> tuple[Exchange, AnswerForm]:
         """Read the request and queue it; it must be given to ``end``. ``headers`` say which trace it belongs to, if
-        any. ApiError, RequestError or ConfigError."""
+        any. ``may_be_shorter``: the tokens asked are a bound, which may be beyond the model's length.
+
+        ApiError, RequestError or ConfigError.
+        """
         arrival_seconds = time.perf_counter()
         self.check_open()
         self.check_model(request.model)
@@ -122,8 +120,10 @@ class Service:
         num_sequences = params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
         self._num_sequences += num_sequences
         try:
-            found = await self.off_loop(self._read_prompts, request, is_long=is_long_text(request))
-            echoes = self._echoes(found) if isinstance(request, CompletionRequest) and request.echo else ()
+            found = await self.off_loop(self._reader.read, request, is_long=is_long_text(request))
+            if not may_be_shorter:
+                self._reader.check_room(request, found)
+            echoes = self._reader.texts(found) if isinstance(request, CompletionRequest) and request.echo else ()
             await self._prepare(params)
         except BaseException:
             self._num_sequences -= num_sequences
@@ -157,12 +157,7 @@ class Service:
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         """Token ids of the text or the conversation; ApiError or RequestError."""
         self.check_model(request.model)
-        if (request.prompt is None) == (request.messages is None):
-            raise ApiError(400, "give either prompt or messages")
-        if request.messages is not None:
-            told = {"tools": request.tools, "add_generation_prompt": request.add_generation_prompt}
-            return self.encode_chat(request.messages, **told)
-        return encode_text(request.prompt, self.tokenizer, self.max_model_len)
+        return self._reader.tokenize(request)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
@@ -197,28 +192,6 @@ class Service:
         if params.structured_outputs and self._grammars:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiling, self._grammars.prepare, params.structured_outputs)
-
-    def encode(self, prompt: Any) -> PromptTokens:
-        """Text or token ids, as the engine reads them; RequestError."""
-        text, token_ids = read_prompt(prompt, self.tokenizer, self.vocab_size, self.max_model_len)
-        return PromptTokens(token_ids, text)
-
-    def encode_chat(self, messages: list[dict[str, Any]], **arguments: Any) -> list[int]:
-        """Token ids of a conversation; RequestError."""
-        if self.tokenizer is None:
-            raise RequestError("messages need a tokenizer, and it was not loaded (skip_tokenizer_init)")
-        return self.tokenizer.encode_chat(messages, self.max_model_len, **self._template, **arguments)
-
-    def _read_prompts(self, request: CompletionRequest | ChatRequest) -> Sequence[PromptTokens]:
-        if isinstance(request, ChatRequest):
-            return [self.encode(self.encode_chat(request.messages, **template_arguments(request)))]
-        return [self.encode(prompt) for prompt in prompts(request)]
-
-    def _echoes(self, found: Sequence[PromptTokens]) -> tuple[str, ...]:
-        if self.tokenizer is None:
-            return ("",) * len(found)
-        decode = self.tokenizer.backend.decode
-        return tuple(decode(each.token_ids) if each.text is None else each.text for each in found)
 
 
 def is_long_text(request: CompletionRequest | ChatRequest | Any) -> bool:

@@ -1,8 +1,8 @@
 """The rows that the sampler is given, and the edits of their logits that depend on their tokens.
 
 Bias, bans and penalties are sparse updates of the whole batch: each gathers the (row, token) cells it concerns into one
-index, so the cost follows the number of cells, not the vocabulary. Order as in vLLM: logit bias, ``min_tokens``, bad
-words, repetition, frequency and presence penalties; last of all what a grammar forbids.
+index, so the cost follows the number of cells, not the vocabulary. Order as in vLLM: allowed tokens, logit bias,
+``min_tokens``, bad words, repetition, frequency and presence penalties; last of all what a grammar forbids.
 """
 
 from __future__ import annotations
@@ -64,12 +64,23 @@ def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """
     scores = logits.to(torch.float32, copy=True).contiguous()
     if any(row.changes_logits for row in rows):
+        _keep_to_allowed(scores, rows)
         _add_bias(scores, rows)
         _ban(scores, rows)
         _penalise_repetition(scores, rows)
         _penalise_output(scores, rows)
         _keep_to_grammars(scores, rows)
     return scores
+
+
+def _keep_to_allowed(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """-inf for the tokens that a row does not allow."""
+    for index, row in enumerate(rows):
+        if row.params.allowed_token_ids:
+            allowed = _on(scores, _cells({0: _ids([*row.params.allowed_token_ids])}, scores))
+            kept = scores[index, allowed]
+            scores[index] = -math.inf
+            scores[index, allowed] = kept
 
 
 def _add_bias(scores: Tensor, rows: Sequence[SamplingRow]) -> None:

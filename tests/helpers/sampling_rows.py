@@ -42,6 +42,9 @@ def reference(logits: Tensor, row: SamplingRow) -> Tensor:
     params, scores = row.params, logits.clone()
     ids = torch.tensor([[*row.prompt_token_ids, *row.output_token_ids]])
     processors: list[Any] = []
+    if params.allowed_token_ids:
+        allowed = [token_id for token_id in params.allowed_token_ids if token_id < scores.shape[1]]
+        scores = torch.full_like(scores, -torch.inf).index_copy_(1, torch.tensor(allowed), scores[:, allowed])
     if params.logit_bias:
         processors.append(hf.SequenceBiasLogitsProcessor({(i,): b for i, b in params.logit_bias.items()}))
     if params.min_tokens:
