@@ -62,7 +62,7 @@ class GpuStepTime:
 
     shape: ModelShape
     gpu: Gpu
-    kv_bytes_per_token: int
+    kv_bytes_per_token: float
     group: RankGroup = ALONE
 
     def __call__(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> float:
@@ -103,7 +103,7 @@ class GpuServer:
 
     shape: ModelShape
     gpu: Gpu
-    kv_bytes_per_token: int
+    kv_bytes_per_token: float
     workload: Workload
     group: RankGroup = ALONE
 

@@ -37,6 +37,20 @@ _PLAIN_MLP = {
 }
 """Model types whose MLP has two matrices; all others are taken as gated."""
 
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+"""Model types whose layers attend in a window but for each second, fourth, sixth, where the file does not say."""
+
+_RECURRENT = ("mamba_", "ssm_", "linear_conv", "conv_L_cache", "state_size", "attention_hidden_size", "lru_width")
+"""Beginnings of keys that recurrent models have, and hybrids of them."""
+
+_RECURRENT_KINDS = ("rwkv", "xlstm", "recurrent_gemma")
+
+_ENCODERS = ("bert", "electra", "mpnet", "clip")
+"""Parts of the types of models that attend in both directions, unless they say that they are decoders."""
+
+_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of classes that generate text."""
+
 _TIED = {"opt", "gpt2", "gpt_bigcode", "gpt_neo", "gemma", "gemma2", "gemma3", "gemma3_text", "falcon", "bloom", "mpt"}
 """Model types that tie input and output embeddings where the file does not say."""
 
@@ -47,7 +61,8 @@ class ModelShape:
 
     ``mlp_matrices``: 3 where the MLP is gated, else 2. ``num_experts`` copies of the MLP exist, of which each token
     visits ``experts_per_token``; ``shared_intermediate_size`` is the width of a further MLP that every token visits.
-    ``dtype``: of the weights and of q, k, v, o.
+    ``dtype``: of the weights and of q, k, v, o. ``windows``: tokens that a query sees in each layer, 0 for all; empty
+    where all layers see all.
     """
 
     name: str
@@ -64,6 +79,7 @@ class ModelShape:
     experts_per_token: int = 1
     shared_intermediate_size: int = 0
     dtype: str = "bfloat16"
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -71,6 +87,8 @@ class ModelShape:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{self.name}: {field} must be a whole number of at least 1, not {value!r}")
+        if not all(isinstance(each, int) and each >= 0 for each in self.windows):
+            raise ConfigError(f"{self.name}: a window must be a whole number of tokens, not {self.windows!r:.80}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{self.name}: {self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
         if self.experts_per_token > self.num_experts:
@@ -215,10 +233,12 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
 
     ModelLoadError names a missing key; UnsupportedModelError a kind of attention or weights the equations do not know.
     """
-    config = config.get("text_config") or config
+    whole, config = config, config.get("text_config") or config
     if not isinstance(config, Mapping):
         raise ModelLoadError(f"{name}: text_config must be a JSON object, not {config!r}")
-    _refuse_unknown_kinds(config, name)
+    if unknown := _unknown_kind(whole) or _unknown_kind(config):
+        raise UnsupportedModelError(f"{name}: {unknown}")
+    _check_layer_types(config, name)
     sizes = {field: _first(config, keys, name) for field, keys in _KEYS.items()}
     num_experts = next((config[key] for key in _EXPERTS if config.get(key)), 1)
     kind = config.get("model_type", "")
@@ -235,22 +255,51 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             experts_per_token=config.get("num_experts_per_tok") or config.get("experts_per_token") or 1,
             shared_intermediate_size=_shared_intermediate_size(config),
             dtype=_dtype(config),
+            windows=_windows(config, sizes["num_layers"]),
         )
     except (TypeError, ZeroDivisionError, ConfigError) as error:
         raise ModelLoadError(f"{name}: the configuration cannot be right: {error}") from None
 
 
-def _refuse_unknown_kinds(config: Mapping[str, Any], name: str) -> None:
+def _unknown_kind(config: Mapping[str, Any]) -> str | None:
+    """Return why the equations do not know a model, None where nothing says so."""
+    kind, classes = str(config.get("model_type") or "model"), config.get("architectures") or ()
+    has_state = kind in _RECURRENT_KINDS or any(key.startswith(_RECURRENT) for key in config)
     if config.get("kv_lora_rank"):
-        raise UnsupportedModelError(f"{name}: latent attention (kv_lora_rank) is not in the equations")
+        return "latent attention (kv_lora_rank) is not in the equations"
+    if has_state and "layer_types" not in config:
+        return f"a recurrent state ({kind}) is not in the equations"
+    if config.get("is_encoder_decoder"):
+        return "encoder–decoder is not in the equations"
+    if classes and not any(str(each).endswith(_GENERATES) for each in classes):
+        return f"{classes[0]} generates no text, so it has no KV cache to plan for"
+    if not classes and any(part in kind for part in _ENCODERS) and not config.get("is_decoder"):
+        return f"{kind} generates no text, so it has no KV cache to plan for"
+    if config.get("num_kv_shared_layers"):
+        return "layers that share a cache (num_kv_shared_layers) are not in the equations"
     if config.get("quantization_config"):
-        raise UnsupportedModelError(f"{name}: quantized weights are not in the equations; plan with the plain model")
+        return "quantized weights are not in the equations; plan with the plain model"
+    return None
+
+
+def _check_layer_types(config: Mapping[str, Any], name: str) -> None:
     layer_types = config.get("layer_types") or []
     if not isinstance(layer_types, list | tuple) or not all(isinstance(each, str) for each in layer_types):
         raise ModelLoadError(f"{name}: layer_types must be a list of names, one per layer, not {layer_types!r}")
-    kinds = set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}
-    if kinds or config.get("is_encoder_decoder"):
-        raise UnsupportedModelError(f"{name}: {', '.join(sorted(kinds)) or 'encoder–decoder'} is not in the equations")
+    if kinds := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
+        raise UnsupportedModelError(f"{name}: {', '.join(sorted(kinds))} is not in the equations")
+
+
+def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the window of each layer, where one has any; a chunk counts as a window of its length."""
+    window = (config.get("use_sliding_window") is not False and config.get("sliding_window")) or 0
+    sees = {"sliding_attention": window, "chunked_attention": config.get("attention_chunk_size") or 0}
+    every = config.get("sliding_window_pattern") or _PATTERNS.get(config.get("model_type", ""), num_layers + 1)
+    first = config.get("max_window_layers") or 0
+    windows = [0 if index < first or (index + 1) % every == 0 else window for index in range(num_layers)]
+    if config.get("layer_types"):
+        windows = [sees.get(each, 0) for each in config["layer_types"]]
+    return tuple(windows) if any(windows) else ()
 
 
 def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:

@@ -36,7 +36,9 @@ class Planner:
     None. ``…_overhead_seconds``: the host's own time in a step, once, for each sequence (``row``), and for each
     R-worker that is told of it. ``kv_bytes_per_token`` over all layers is only reported. ``range_tokens``: longer
     sequences lie in ranges of so many tokens on several R-workers. ``kv_replicas``: R-workers, 1 or 2, that each
-    sequence is cached on.
+    sequence is cached on. ``read_share``: part of a context that the mean layer reads, its window counted; ``r_part``
+    has the seconds of a cached token of that layer. ``num_r_workers``: of a pool that is there; as many as keep up with
+    the S-worker when None.
     """
 
     workload: Workload
@@ -56,12 +58,14 @@ class Planner:
     num_ranks: int = 1
     range_tokens: float = math.inf
     kv_replicas: int = 1
+    read_share: float = 1.0
+    num_r_workers: int | None = None
     storage: StorageCosts = NO_STORAGE_COSTS
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_mini_batches", "r_workers_per_host", "num_ranks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("num_layers", "num_mini_batches", "r_workers_per_host", "num_ranks", "num_r_workers"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ConfigError(f"{name} must be at least 1, not {number}")
         if self.interval_steps is not None and not 1 <= self.interval_steps <= self.workload.output_len:
             raise ConfigError(
                 f"interval_steps must be from 1 to the {self.workload.output_len:g} steps of a sequence, "
@@ -75,20 +79,26 @@ class Planner:
             )
 
     def plan(self, mini_batch_size: int) -> Plan:
-        """The fewest R-workers that keep up with the S-worker, and the load-stabilizing schedule for them."""
+        """The fewest R-workers that keep up with the S-worker, or those there are, and the load-stabilizing schedule
+        for them; PlanError where those there are cannot hold the batch."""
         if mini_batch_size < 1:
             raise ConfigError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         interval = self._interval(in_flight)
         exact, for_memory = self.balanced_r_workers(mini_batch_size), self.memory_r_workers(in_flight)
-        needed = max(_round_up(exact), self.kv_replicas)
+        needed = self.num_r_workers or max(_round_up(exact), self.kv_replicas)
+        if self.num_r_workers and for_memory > needed:
+            raise PlanError(
+                f"{needed} R-worker(s) cannot hold {in_flight} sequences in flight ({self.kv_replicas} of each), "
+                f"{for_memory} could: take a smaller mini-batch, or give more --kv-cache-memory"
+            )
         chosen = self.candidate(mini_batch_size, max(needed, for_memory))
         return Plan(
             mini_batch_size=mini_batch_size,
             in_flight=in_flight,
             num_mini_batches=self.num_mini_batches,
             num_r_workers_exact=exact,
-            r_workers_set_by="memory" if for_memory > needed else "bandwidth",
+            r_workers_set_by="pool" if self.num_r_workers else "memory" if for_memory > needed else "bandwidth",
             micro_batch_size=_round_up(equations.micro_batch_size(in_flight, self.workload.output_len, interval)),
             interval_steps=interval,
             kv_load_limit=self._load_limit(in_flight),
@@ -105,15 +115,19 @@ class Planner:
         )
 
     def knee_mini_batch(self) -> int:
-        """The smallest batch whose E(B) = B/T(B) would rise by less than a tenth if it were doubled (eq. 8)."""
+        """The smallest batch whose E(B) = B/T(B) would rise by less than a tenth if it were doubled (eq. 8).
+
+        With a pool that is there, the tokens per second of all stages stand for E(B), and the pool must hold the batch.
+        """
         sizes = range(KNEE_TILE, MOST_SEQUENCES // 2, KNEE_TILE)
-        return next((size for size in sizes if self._gain_of_doubling(size) < KNEE_GAIN), sizes[-1])
+        knee = next((size for size in sizes if self._gain_of_doubling(size) < KNEE_GAIN), sizes[-1])
+        return max(1, largest(self._fits_pool, knee))
 
     def largest_mini_batch(self, latency_limit_seconds: float) -> int:
         """The largest batch whose sequences take at most that long, R-workers balanced (eq. 7, with every stage)."""
         if not latency_limit_seconds > 0:
             raise ConfigError(f"latency_limit must be above 0 seconds, not {latency_limit_seconds:g}")
-        smallest = largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1
+        smallest = 1 if self.num_r_workers else self._smallest_balanced()
         least = self._balanced_sequence_seconds(smallest)
         if least > latency_limit_seconds:
             raise PlanError(
@@ -121,7 +135,10 @@ class Planner:
                 f"{self.workload.output_len:g} steps of {least / self.workload.output_len:.3g} s take {least:.3g} s, "
                 f"{least - latency_limit_seconds:.3g} s too long"
             )
-        return largest(lambda size: size < smallest or self._balanced_sequence_seconds(size) <= latency_limit_seconds)
+        most = max(1, largest(self._fits_pool, MOST_SEQUENCES))
+        return largest(
+            lambda size: size < smallest or self._balanced_sequence_seconds(size) <= latency_limit_seconds, most
+        )
 
     def balanced_r_workers(self, mini_batch_size: int) -> float:
         """Equation 11, against the slower of the S-part and an overlapped hop, unrounded."""
@@ -203,7 +220,7 @@ class Planner:
         return rows if self.kv_replicas > 1 and num_r_workers > 1 else 0.0
 
     def _balanced_sequence_seconds(self, mini_batch_size: int) -> float:
-        workers = max(self.balanced_r_workers(mini_batch_size), 1.0)
+        workers = self.num_r_workers or max(self.balanced_r_workers(mini_batch_size), 1.0)
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         rows, kv_tokens = self.mean_step(in_flight, workers)
         load = Load(rows, in_flight, kv_tokens, copied_rows=self.copied_rows(rows))
@@ -217,6 +234,13 @@ class Planner:
         hop = self.transport.stage_seconds(rows, last_bytes=copied_bytes) if self.transport.overlapped else 0.0
         return max(self.s_part.layer_seconds(rows), hop)
 
+    def _fits_pool(self, mini_batch_size: int) -> bool:
+        in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
+        return self.num_r_workers is None or self.memory_r_workers(in_flight) <= self.num_r_workers
+
+    def _smallest_balanced(self) -> int:
+        return largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1
+
     def _can_be_balanced(self, mini_batch_size: int) -> bool:
         """Say whether some number of R-workers keeps up: the larger the batch, the less their fixed costs count."""
         indivisible = equations.indivisible_seconds(
@@ -225,6 +249,9 @@ class Planner:
         return indivisible < self._other_stages(mini_batch_size)
 
     def _gain_of_doubling(self, mini_batch_size: int) -> float:
+        if self.num_r_workers:
+            once, twice = (self.candidate(size, self.num_r_workers) for size in (mini_batch_size, 2 * mini_batch_size))
+            return twice.output_tokens_per_second / once.output_tokens_per_second - 1.0
         rows = mini_batch_size * self.workload.rows_per_output_token
         return 2.0 * self.s_part.layer_seconds(rows) / self.s_part.layer_seconds(2 * rows) - 1.0
 
@@ -250,7 +277,7 @@ class Planner:
     def _r_worker_bandwidth(self) -> float | None:
         if self.kv_bytes_per_token is None:
             return None
-        return self.kv_bytes_per_token / self.num_layers / self.r_part.seconds_per_token / 1e9
+        return self.read_share * self.kv_bytes_per_token / self.num_layers / self.r_part.seconds_per_token / 1e9
 
 
 def _round_up(number: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastdecode.core.errors import ConfigError
@@ -64,6 +65,21 @@ class Workload:
         p + E[o²]/(2·E[o]) = p + ō·(1 + cv²)/2.
         """
         return self.prompt_len + self.output_len * (1.0 + self.output_len_cv**2) / 2.0
+
+    def read_share(self, windows: Sequence[int]) -> float:
+        """Return the part of a context that the mean layer reads: a layer with a window w reads the mean of min(c, w).
+
+        ``windows``: of each layer, 0 where it has none. Contexts c are taken as spread evenly around their mean, from
+        the prompt on.
+        """
+        read = [self._seen_tokens(window) for window in windows]
+        return sum(read) / len(read) / self.mean_context if read else 1.0
+
+    def _seen_tokens(self, window: int) -> float:
+        first, last = self.prompt_len, 2.0 * self.mean_context - self.prompt_len
+        if not 0 < window < last:
+            return self.mean_context
+        return window - max(window - first, 0.0) ** 2 / (2.0 * (last - first))
 
     @property
     def rows_per_output_token(self) -> float:

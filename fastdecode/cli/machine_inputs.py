@@ -95,6 +95,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     )
     assumptions += (
         *_rank_lines(group),
+        *_window_lines(shape, planner),
         f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
     )
     return PlanInputs(planner, server, kv_dtype, f"{shape.name} on {gpu.name} and {host.name}", assumptions)
@@ -123,7 +124,7 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
         f"measured on {machine.host} with fastdecode {machine.fastdecode_version}: S-worker {machine.s_worker}, "
         f"R-worker {machine.r_worker} ({machine.isa})"
     )
-    assumptions = (whose, *(_figures(gpu) if gpu else ()), *_rank_lines(group))
+    assumptions = (whose, *(_figures(gpu) if gpu else ()), *_rank_lines(group), *_window_lines(shape, planner))
     return PlanInputs(
         planner, server, kv_dtype, f"{shape.name} on the machine of {Path(args.profile).name}", assumptions
     )
@@ -148,7 +149,8 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
         args, shape, kv_dtype, s_part, RPart(args.r_part_seconds_per_token), rates,
         memory=_memory(args), r_workers_per_host=_per_host(args, 1),
     )  # fmt: skip
-    return PlanInputs(planner, None, kv_dtype, shape.name if shape else "bare numbers", ("S and R times as given",))
+    assumptions = ("S and R times as given", *(_window_lines(shape, planner) if shape else ()))
+    return PlanInputs(planner, None, kv_dtype, shape.name if shape else "bare numbers", assumptions)
 
 
 def _planner(
@@ -164,12 +166,13 @@ def _planner(
 ) -> Planner:
     workload = _workload(args)
     kv_bytes = shape.kv_layout(kv_dtype).kv_bytes_per_token if shape else None
+    share = workload.read_share(shape.windows) if shape else 1.0
     row_bytes = _mean_row_bytes(shape, workload) if shape else 0.0
     return Planner(
         workload=workload,
         num_layers=shape.num_layers if shape else args.num_layers,
         s_part=s_part,
-        r_part=r_part,
+        r_part=replace(r_part, seconds_per_token=share * r_part.seconds_per_token),
         transport=Transport(row_bytes, hop_bytes_per_second, latency_seconds, not args.exposed_transport),
         num_mini_batches=args.num_mini_batches,
         capacity_tokens=memory / kv_bytes if memory and kv_bytes else math.inf,
@@ -179,6 +182,8 @@ def _planner(
         kv_bytes_per_token=kv_bytes,
         num_ranks=args.tensor_parallel_size,
         kv_replicas=args.kv_replicas,
+        read_share=share,
+        num_r_workers=args.num_r_workers,
         storage=StorageCosts.of(shape, r_part),
     )
 
@@ -204,8 +209,8 @@ def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: 
 
 
 def _server(planner: Planner, shape: ModelShape, kv_dtype: str, gpu: Gpu, group: RankGroup) -> GpuServer:
-    """The GPUs alone, whose memory must hold the weights, as the S-worker's must."""
-    kv_bytes = shape.kv_layout(kv_dtype).kv_bytes_per_token
+    """The GPUs alone, whose memory must hold the weights, as the S-worker's must; they free what no window sees."""
+    kv_bytes = planner.read_share * shape.kv_layout(kv_dtype).kv_bytes_per_token
     server = GpuServer(shape, gpu, kv_bytes, replace(planner.workload, remote_prompts=False), group)
     server.check_weights()
     return server
@@ -279,5 +284,13 @@ def _rank_lines(group: RankGroup) -> tuple[str, ...]:
     )
 
 
-def _giga(gpu: Gpu) -> str:
-    return f"{gpu.host_bytes_per_second / 1e9:.4g}"
+def _window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
+    """Say what sliding windows leave of the reading, and that they leave all of the memory."""
+    windows = sorted({window for window in shape.windows if window})
+    if not windows:
+        return ()
+    count, tokens = sum(map(bool, shape.windows)), " or ".join(map(str, windows))
+    return (
+        f"{count} of {len(shape.windows)} layers see {tokens} tokens: the mean layer reads {planner.read_share:.0%} of "
+        f"a context; R-workers keep all of it, the GPU alone what it reads",
+    )

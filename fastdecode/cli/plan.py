@@ -30,6 +30,9 @@ def add_command(commands: Any) -> None:
     )
     group = parser.add_argument_group("model and machine, by name")
     add_machine_flags(group)
+    group.add_argument(
+        "--num-r-workers", type=int, metavar="N", help="of a pool that is there (as many as keep up with the S-worker)"
+    )
     group.add_argument("--gpu-price", type=float, metavar="PRICE", help="of one hour of one GPU, in any currency")
     group.add_argument("--cpu-price", type=float, metavar="PRICE", help="of one hour of one host of R-workers")
     add_number_flags(parser.add_argument_group("or as measured"))

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from fastdecode.perfmodel.simulate import (
     SplitMachine,
     Timeline,
 )
+from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
@@ -174,7 +176,9 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     shape, group = named_shape(args.model), rank_group(args, find_gpu(args.gpu))
     gpu = find_gpu(args.gpu).times(group.size)
     kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
-    step_time = GpuStepTime(shape, gpu, shape.kv_layout(kv_dtype).kv_bytes_per_token, group)
+    words = _plan_words(args, workload)
+    share = Workload(words["seq_len"], words["prompt_len"], words["output_len_cv"]).read_share(shape.windows)
+    step_time = GpuStepTime(shape, gpu, share * shape.kv_layout(kv_dtype).kv_bytes_per_token, group)
     check_weights(shape, gpu, group)
     blocks = step_time.capacity_tokens // args.block_size
     if blocks == 0:
@@ -192,6 +196,8 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     inputs = read_inputs(plan_args)
     planner = inputs.planner
     workers = args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers
+    if args.kv_replicas > workers:
+        raise ConfigError("kv_replicas: two copies need two R-workers, and num_r_workers is 1: give more")
     model = planner.step_model(workers)
     capacity = planner.capacity_tokens
     blocks = UNBOUNDED_TOKENS if math.isinf(capacity) else int(capacity) // args.block_size
@@ -211,7 +217,7 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
         hosts=tuple(str(index // planner.r_workers_per_host) for index in range(workers)),
     )
     limits = replace(limits, range_tokens=_range_tokens(args, limits))
-    machine = SplitMachine(model, planner.num_ranks * kv_bytes, speeds, per_moved)
+    machine = SplitMachine(model, planner.read_share * planner.num_ranks * kv_bytes, speeds, per_moved)
     of_each = f" of each of {planner.num_ranks} ranks" if planner.num_ranks > 1 else ""
     title = f"{inputs.title}, {workers} R-worker(s){of_each}"
     prefill, num_prefill = prefill_forecast(args), args.num_prefill_workers or 0
@@ -265,7 +271,7 @@ def _limits(
     )
 
 
-def _plan_words(args: argparse.Namespace, workload: SimulatedWorkload) -> dict[str, float | None]:
+def _plan_words(args: argparse.Namespace, workload: SimulatedWorkload) -> dict[str, Any]:
     """The workload as ``plan`` describes it, by its means; what a simulation does not ask for is left out."""
     prompts, outputs = workload.prompt_lens, np.array(workload.output_lens)
     return {

@@ -27,11 +27,11 @@ class StepCost:
 
 
 class Machine(Protocol):
-    """A machine tells what a step costs. ``kv_bytes_per_token``, over all layers, is 0 where it is not known.
+    """A machine tells what a step costs. ``kv_bytes_per_token`` read, over all layers, is 0 where it is not known.
     ``seconds_per_moved_token``: of the cache, from one R-worker to another."""
 
     @property
-    def kv_bytes_per_token(self) -> int: ...
+    def kv_bytes_per_token(self) -> float: ...
 
     @property
     def seconds_per_moved_token(self) -> float: ...
@@ -55,7 +55,7 @@ class SplitMachine:
     """
 
     model: StepModel
-    kv_bytes_per_token: int = 0
+    kv_bytes_per_token: float = 0
     speeds: tuple[float, ...] | None = None
     seconds_per_moved_token: float = 0.0
     slowness: tuple[float, ...] | None = None
@@ -99,8 +99,8 @@ class GpuMachine:
     seconds_per_moved_token: float = 0.0
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """Return the bytes of a cached token over all layers."""
+    def kv_bytes_per_token(self) -> float:
+        """Return the bytes of a cached token that are read, over all layers."""
         return self.step_time.kv_bytes_per_token
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:

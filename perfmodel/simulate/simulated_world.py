@@ -154,7 +154,7 @@ class SimulatedWorld:
             host_seconds=cost.host_seconds + between,
             r_seconds=tuple(cost.r_seconds.tolist()),
             transfer_seconds=(cost.transfer_seconds,) * len(kv_loads),
-            kv_bytes_read=self.machine.kv_bytes_per_token * sum(kv_loads),
+            kv_bytes_read=round(self.machine.kv_bytes_per_token * sum(kv_loads)),
             lost_workers=len(report.lost),
             num_starts=step.num_starts,
         )

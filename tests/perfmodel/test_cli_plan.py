@@ -48,6 +48,36 @@ def test_bare_numbers_give_the_papers_plan(tmp_path: Path) -> None:
     assert found["use_fastdecode"] is None
 
 
+GEMMA = {
+    "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "intermediate_size": 21504,
+    "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 262208,
+}  # fmt: skip
+
+
+def test_windows_are_read_and_not_the_whole_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten of Gemma-3's 62 layers see all of 32,768 tokens. R-workers keep everything, and read a fifth of it."""
+    path = tmp_path / "config.json"
+    where = ["--gpu", "h100", "--cpu", "epyc-9654", "--seq-len", "32768", "--prompt-len", "30000"]
+    path.write_text(json.dumps(GEMMA))
+    whole = plan(tmp_path, "--model", str(path), *where, "--mini-batch-size", "192")
+    path.write_text(json.dumps(GEMMA | {"sliding_window": 1024}))
+    found = plan(tmp_path, "--model", str(path), *where, "--mini-batch-size", "192")
+    share = (10 + 52 * 1024 / (30000 + 2768 / 2)) / 62
+    assert found["num_r_workers_exact"] == pytest.approx(share * whole["num_r_workers_exact"])
+    for name in ("kv_bytes_per_token", "r_worker_bandwidth_gb_per_s"):
+        assert found[name] == pytest.approx(whole[name])
+    assert found["r_workers_set_by"] == "memory" and found["gpu_only"]["max_batch_size"] > 4
+    assert "52 of 62 layers see 1024 tokens: the mean layer reads 19%" in capsys.readouterr().out
+
+
+def test_a_fixed_pool_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(tmp_path, *NAMES, "--num-r-workers", "5")
+    assert (found["num_r_workers"], found["r_workers_set_by"], found["mini_batch_size"]) == (5, "pool", 256)
+    assert "5 (as given), 5.80 exactly" in capsys.readouterr().out
+    assert main(["plan", *NAMES, "--num-r-workers", "0"]) == 2
+    assert "num_r_workers must be at least 1, not 0" in capsys.readouterr().err
+
+
 def test_names_give_a_plan_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(tmp_path, *NAMES, "--mini-batch-size", "1024", "--gpu-price", "1", "--cpu-price", "0.5")
     assert set(found) >= CONTRACT and None not in found.values()

@@ -249,3 +249,24 @@ def test_random_losses_are_those_of_the_seed(tmp_path: Path) -> None:
     given = [*NAMES, "--num-r-workers", "4", "--num-prompts", "48", "--mtbf", "0.002", "--restart-seconds", "0.5"]
     first, again, other = (simulate(tmp_path, *given, "--seed", seed)["events"] for seed in ("1", "1", "2"))
     assert first == again != other and first["lost"] > 0 and first["lost"] - first["joined"] in (0, 1, 2)
+
+
+def test_two_copies_need_two_r_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the engine refuses them; as many as the plan says are two at least."""
+    assert main(["simulate", *NAMES, "--num-r-workers", "1", "--kv-replicas", "2"]) == 2
+    assert "two copies need two R-workers" in capsys.readouterr().err
+    assert main(["simulate", *NAMES, "--num-prompts", "2", "--kv-replicas", "2"]) == 0
+
+
+def test_the_gpu_alone_reads_what_its_windows_leave(tmp_path: Path) -> None:
+    """With room for all, no window is slower; a window of every layer leaves less to read and to keep."""
+    path = tmp_path / "config.json"
+    found = []
+    for window in (None, 16):
+        shape = {
+            "model_type": "mistral", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": window,
+        }  # fmt: skip
+        path.write_text(json.dumps(shape))
+        found.append(simulate(tmp_path, "--model", str(path), "--gpu", "a100", "--num-r-workers", "0"))
+    assert found[1]["elapsed_time"] < found[0]["elapsed_time"]

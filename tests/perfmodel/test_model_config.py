@@ -13,6 +13,8 @@ from fastdecode.api.config import DEMO_MODEL
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import KV_BITS
 from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape, find_shape, read_shape
+from fastdecode.sworker.greenlets import ATTENTION_NAME, register_attention
+from fastdecode.sworker.support import probe_layout
 
 BILLIONS = {
     "llama-7b": "6.7", "llama-13b": "13.0", "llama-65b": "65.3", "llama-2-70b": "69.0", "llama-3-8b": "8.0",
@@ -96,6 +98,13 @@ def test_the_demo_model_is_read() -> None:
         ({"kv_lora_rank": 512}, UnsupportedModelError, "latent attention"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized weights"),
         ({"layer_types": ["linear_attention", "full_attention"]}, UnsupportedModelError, "linear_attention"),
+        ({"model_type": "mamba2", "state_size": 128}, UnsupportedModelError, "a recurrent state .mamba2. is not"),
+        ({"model_type": "recurrent_gemma"}, UnsupportedModelError, "a recurrent state .recurrent_gemma."),
+        ({"model_type": "bert"}, UnsupportedModelError, "bert generates no text"),
+        ({"architectures": ["BertForMaskedLM"]}, UnsupportedModelError, "BertForMaskedLM generates no text"),
+        ({"is_encoder_decoder": True}, UnsupportedModelError, "encoder.decoder"),
+        ({"num_kv_shared_layers": 10}, UnsupportedModelError, "layers that share a cache"),
+        ({"sliding_window": "wide"}, ModelLoadError, "cannot be right: m: a window must be a whole number"),
         ({"layer_types": 5}, ModelLoadError, "layer_types must be a list of names, one per layer, not 5"),
         ({"layer_types": [["full_attention"]]}, ModelLoadError, "layer_types must be a list of names"),
         ({"text_config": 5}, ModelLoadError, "text_config must be a JSON object, not 5"),
@@ -104,6 +113,27 @@ def test_the_demo_model_is_read() -> None:
 def test_what_cannot_be_planned_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read_shape(LLAMA | change, "m")
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "llama-gqa"])
+def test_windows_are_those_that_the_model_asks_its_attention_for(name: str) -> None:
+    model = model_zoo.build_model(name)
+    register_attention()
+    model.set_attn_implementation(ATTENTION_NAME)
+    layers = probe_layout(model, model.config, "auto").layers
+    windows = tuple(layer.window for layer in layers)
+    assert read_shape(model.config.to_dict(), name).windows == (windows if any(windows) else ())
+
+
+def test_windows_of_published_files() -> None:
+    """Gemma-3's files name no pattern: five layers of six slide. Qwen2's name a window that they do not use."""
+    gemma = {"text_config": LLAMA | {"model_type": "gemma3_text", "sliding_window": 1024}, "model_type": "gemma3"}
+    assert read_shape(gemma, "m").windows == tuple(0 if layer % 6 == 5 else 1024 for layer in range(32))
+    qwen = LLAMA | {"sliding_window": 4096, "max_window_layers": 30}
+    assert read_shape(qwen | {"use_sliding_window": False}, "m").windows == ()
+    assert read_shape(qwen | {"use_sliding_window": True}, "m").windows == (0,) * 30 + (4096,) * 2
+    chunked = {"layer_types": ["chunked_attention", "full_attention"] * 16, "attention_chunk_size": 8192}
+    assert read_shape(LLAMA | chunked, "m").windows == (8192, 0) * 16
 
 
 def test_falcons_new_architecture_has_groups_of_queries() -> None:

@@ -55,6 +55,40 @@ def test_the_papers_eight_sockets_are_slightly_overloaded_at_1024_and_balanced_a
     assert paper(768).candidate(1024, 7).bottleneck == "s-worker"
 
 
+@given(
+    prompt=st.integers(0, 40), output=st.integers(1, 40), windows=st.lists(st.integers(0, 90), min_size=1, max_size=4)
+)
+def test_the_share_of_a_context_that_windows_leave(prompt: int, output: int, windows: list[int]) -> None:
+    """Against the mean of min(c, w) over finely spaced contexts and over layers."""
+    workload = Workload(prompt + output, prompt)
+    contexts = [prompt + output * (index + 0.5) / 2000 for index in range(2000)]
+    read = [sum(min(c, w) if w else c for c in contexts) / 2000 for w in windows]
+    assert workload.read_share(windows) * workload.mean_context == pytest.approx(sum(read) / len(read), rel=1e-3)
+    assert workload.read_share(()) == workload.read_share([0]) == 1.0
+
+
+def test_a_pool_that_is_there_gets_the_batch_at_its_own_knee() -> None:
+    """Twice the batch gives less than a tenth more with so many R-workers; the pool's memory bounds it too."""
+    for count in (2, 5, 9):
+        planner = preset(Workload(1024), num_r_workers=count)
+        size = planner.knee_mini_batch()
+        rate = {each: planner.candidate(each, count).output_tokens_per_second for each in (size, 2 * size)}
+        assert rate[2 * size] < 1.1 * rate[size]
+        if size > 64:
+            less = [planner.candidate(each, count).output_tokens_per_second for each in (size - 64, 2 * size - 128)]
+            assert less[1] >= 1.1 * less[0]
+        plan = planner.plan(size)
+        assert (plan.num_r_workers, plan.r_workers_set_by) == (count, "pool")
+    small = preset(Workload(1024), num_r_workers=3, capacity_tokens=20_000)
+    size = small.knee_mini_batch()
+    assert small.memory_r_workers(2 * size) <= 3 < small.memory_r_workers(2 * (size + 1))
+    with pytest.raises(PlanError, match=r"3 R-worker\(s\) cannot hold 2048 sequences in flight"):
+        small.plan(1024)
+    limited = preset(Workload(1024), num_r_workers=3)
+    size = limited.largest_mini_batch(200.0)
+    assert limited.plan(size).sequence_seconds <= 200.0 < limited.plan(size + 1).sequence_seconds
+
+
 def test_the_schedule_of_a_plan() -> None:
     """1024 in flight and F = 32 are the paper's second example."""
     plan = paper(1024).plan(512)
