@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from helpers.scheduler_harness import AMPLE
 
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
 from fastdecode.scheduler.policy.move_prices import MovePrices, TransferPrice
+from fastdecode.scheduler.store.speeds import Observed, Speeds
 
 BLOCK, NUM_BLOCKS = 4, 10
 
@@ -60,10 +61,12 @@ def test_a_transfer_whose_last_source_goes_is_dropped_as_it_was() -> None:
 
 def test_what_moves_took_does_not_let_corrections_in_where_none_are_wanted() -> None:
     """With two copies who attends evens the load; what drains moves all the same."""
+    chunks = [Chunk(0, 0, 8999, [1]), Chunk(1, 1, 999, [1])]
+    uneven = Observed(ScheduledStep((MiniBatch.of(chunks),), ((), ())), 0.0, 0.1, (0.1, 0.01))
     for corrects in (False, True):
         price = TransferPrice(1e-6)
-        prices = MovePrices(price, corrects)
+        prices = MovePrices(price, Speeds([1.0, 1.0]), corrects)
         for _ in range(50):
-            prices.observe(np.array([9e3, 1e3]), 0.0, 0.1, np.array([0.1, 0.01]))
+            prices.observe(uneven)
         price.paid(1000, 1e-3)
         assert prices.may_pay == corrects

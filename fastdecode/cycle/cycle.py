@@ -210,10 +210,11 @@ class Membership(Companion):
 
     def before(self, cycle: Cycle) -> None:
         """Count newcomers in, move, and let drained R-workers go."""
-        now = cycle.world.now()
-        for index, newcomer in cycle.world.admit(cycle.scheduler.store.workers.vacant).items():
+        now, workers = cycle.world.now(), cycle.scheduler.store.workers
+        for index, newcomer in cycle.world.admit(workers.vacant).items():
             self._join(cycle.scheduler, index, newcomer)
-        self._move_until(cycle, now + (now - self._updated))
+        if len(workers) > 1:
+            self._move_until(cycle, now + (now - self._updated))
         self.let_go(cycle)
         self._updated = cycle.world.now()
 
@@ -269,6 +270,8 @@ class Membership(Companion):
     def let_go(self, cycle: Cycle) -> None:
         """R-workers that drain, and have nothing to do any more, go."""
         scheduler = cycle.scheduler
+        if not scheduler.store.workers.draining:
+            return
         if scheduler.members.drained() and scheduler.store.workers.has_controls:
             cycle.tell()
         for worker in scheduler.members.drained():

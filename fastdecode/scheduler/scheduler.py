@@ -12,7 +12,7 @@ import numpy as np
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
 from fastdecode.scheduler.policy.admission import Admission
-from fastdecode.scheduler.policy.decodes import Attendance, Decodes
+from fastdecode.scheduler.policy.decodes import Decodes
 from fastdecode.scheduler.policy.drafts import DraftCounts, Drafts
 from fastdecode.scheduler.policy.members import Members
 from fastdecode.scheduler.policy.prefills import RemotePrompts
@@ -75,9 +75,11 @@ class Scheduler:
         self.drafts = Drafts(self.store, limits, draft_policy)
         self.transfers = Transfers(self.store, self.admission, limits, self.lifecycle)
         self.members = Members(self.store, self.queue, self.admission, self.transfers, self.lifecycle)
-        attendance = Attendance(self.store, limits.kv_replicas)
-        self._decodes = Decodes(self.store, self.admission, attendance, self.transfers, self.lifecycle)
-        self._observers: list[Observer] = [self.store.workers, self.load_limit, self.transfers, self.drafts]
+        self._decodes = Decodes(self.store, self.admission, limits, self.transfers, self.lifecycle)
+        self._prefills = self.remote_prompts if prefill_policy else None
+        self._drafts = self.drafts if limits.num_speculative_tokens else None
+        self._observers: list[Observer] = [self.store.workers, self.load_limit, *self.transfers.observers]
+        self._observers += [self._drafts] if self._drafts else []
         self._schedule = schedule
         self._table, self._residents = self.store.table, self.store.residents
         self._rows = np.zeros(0, np.int64)
@@ -123,25 +125,23 @@ class Scheduler:
 
         ``now_seconds``: of any clock, for the policy of prefill workers.
         """
-        self.remote_prompts.begin_step(now_seconds, len(self.queue))
-        budget = self.limits.max_num_batched_tokens
+        if self._prefills is not None:
+            self._prefills.begin_step(now_seconds, len(self.queue))
         if self._schedule.prefill is Prefill.FIRST:
             self._table.refresh()
-            chunks = self._prompt_chunks(budget)
+            chunks, num_starts = self._prompt_chunks(0)
             self._rows = np.zeros(0, np.int64) if chunks else self._decodes.rows()
         else:
             self._rows = self._decodes.rows()
-            chunks = self._prompt_chunks(self._most_rows() - len(self._rows))
-        num_rows = len(self._rows) + sum(len(chunk.token_ids) for chunk in chunks)
-        drafts = self.drafts.place(self._rows, budget - num_rows, self.load_limit.strict)
+            chunks, num_starts = self._prompt_chunks(len(self._rows))
+        drafts = self._drafts.place(self._rows, chunks, self.load_limit.strict) if self._drafts else {}
         mini_batches = deal(self._table.mini_batch(self._rows), chunks, self.limits.num_mini_batches)
-        prefills, arrived = self.remote_prompts.take()
-        controls = self.store.workers.take_controls()
-        return ScheduledStep(mini_batches, controls, self.admission.num_starts, prefills, arrived, drafts)
+        prefills, arrived = self._prefills.take() if self._prefills is not None else ((), ())
+        return ScheduledStep(mini_batches, self.store.workers.take_controls(), num_starts, prefills, arrived, drafts)
 
     def controls_alone(self) -> ScheduledStep:
         """A step without rows, which only tells the R-workers what they have yet to hear."""
-        self.members.committed(())
+        self.store.note_rows(())
         return ScheduledStep((MiniBatch.of([]),), self.store.workers.take_controls())
 
     def take_back(self, step: ScheduledStep) -> None:
@@ -158,10 +158,11 @@ class Scheduler:
 
         ``accepted``: how many draft tokens of each sequence are its next output tokens; none of those not listed.
         """
-        self.members.committed(step.mini_batches, step.arrived)
+        self.store.note_rows(step.mini_batches, step.arrived)
         self._table.advance(self._rows)
         self._rows = self._rows[:0]
-        self.drafts.settle(step.drafts, accepted)
+        if self._drafts:
+            self._drafts.settle(step.drafts, accepted)
         for mini_batch in step.mini_batches:
             for chunk in mini_batch.prompts:
                 sequence = self._residents.prompts[int(chunk["sequence_id"])]
@@ -200,24 +201,33 @@ class Scheduler:
         else:
             self.queue.discard(sequence)
 
-    def _most_rows(self) -> int:
-        """Return the most rows of this step, prompts' included."""
+    def _most_rows(self, num_decodes: int) -> int:
+        """Return the most rows of this step, prompts' and those of ``num_decodes`` sequences included."""
         seats, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
         control = self.admission.load_control
         if not control.bounds_rows:
             return budget
         kv_loads = self._table.kv_loads(len(self.store.workers))
-        return control.most_rows(kv_loads, 1 - len(self._rows) / seats, seats, budget)
+        return control.most_rows(kv_loads, 1 - num_decodes / seats, seats, budget)
 
-    def _prompt_chunks(self, budget: int) -> list[Chunk]:
-        """The next chunks of the prompts begun, then of as many new ones as the budgets allow."""
+    def _prompt_chunks(self, num_decodes: int) -> tuple[list[Chunk], int]:
+        """The next chunks of the prompts begun, then of as many new ones as the budgets allow beside ``num_decodes``
+        sequences; and how many requests begin."""
+        if not self._residents.prompts and not len(self.queue):
+            return [], 0
+        budget = self._most_rows(num_decodes) - num_decodes
         cutter = ChunkCutter(self._schedule.prefill, budget, self.limits.range_tokens)
         for sequence in self._residents.prompts.values():
             if not sequence.job_id:
                 cutter.cut(sequence)
         self.admission.begin_step()
-        takes = self.remote_prompts.takes
-        while started := self.admission.start_next(lambda rows, context: cutter.rows_for(rows) or takes(rows, context)):
-            if not self.remote_prompts.start(started):
+        prefills = self._prefills
+
+        def would_begin(num_tokens: int, context_len: int) -> bool:
+            here = cutter.rows_for(num_tokens) > 0
+            return here or (prefills is not None and prefills.takes(num_tokens, context_len))
+
+        while started := self.admission.start_next(would_begin):
+            if prefills is None or not prefills.start(started):
                 cutter.cut(started)
-        return cutter.chunks
+        return cutter.chunks, self.admission.num_starts

@@ -6,6 +6,7 @@ import numpy as np
 
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.transfers import Transfers
+from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.store import Store
@@ -16,10 +17,12 @@ class Decodes:
     """All sequences decode in every step, but where a strict load limit would be exceeded or blocks run out."""
 
     def __init__(
-        self, store: Store, admission: Admission, attendance: Attendance, transfers: Transfers, lifecycle: Lifecycle
+        self, store: Store, admission: Admission, limits: Limits, transfers: Transfers, lifecycle: Lifecycle
     ) -> None:
+        """With two copies of each sequence, who attends is chosen in each step."""
         self._store, self._table, self._workers = store, store.table, store.workers
-        self._admission, self._attendance = admission, attendance
+        self._admission, self._load_limit = admission, admission.load_limit
+        self._attendance = Attendance(store) if limits.kv_replicas > 1 else None
         self._transfers, self._lifecycle = transfers, lifecycle
 
     def rows(self) -> np.ndarray:
@@ -27,15 +30,18 @@ class Decodes:
         table = self._table
         while True:
             table.refresh()
-            self._attendance.choose()
+            if self._attendance:
+                self._attendance.choose()
             rows = self._within_load_limit()
             tail_lens = table.tail_lens(rows)
             if (tail_lens >= table.segment_tokens).any():
                 self._extend(rows[tail_lens >= table.segment_tokens])
                 continue
             growing = rows[tail_lens // self._workers.block_size >= table.num_blocks[rows]]
+            if not len(growing):
+                return rows
             needed = table.count_held(growing, 1, len(self._workers)).tolist()
-            short = [worker for worker, count in enumerate(needed) if not self._store.prefixes.make_room(worker, count)]
+            short = [worker for worker, count in enumerate(needed) if not self._store.make_room(worker, count)]
             if not short:
                 self._store.grow(growing)
                 return rows
@@ -59,7 +65,7 @@ class Decodes:
 
     def _within_load_limit(self) -> np.ndarray:
         """All rows, but for the youngest where expected lengths were exceeded and a strict limit would be."""
-        table, limits = self._table, self._admission.load_limit.strict
+        table, limits = self._table, self._load_limit.strict
         rows = table.rows
         if limits is None:
             return rows
@@ -85,17 +91,13 @@ MOST_SWAPS = 64
 class Attendance:
     """Evens the load of R-workers anew in each step, without a move."""
 
-    def __init__(self, store: Store, num_copies: int) -> None:
-        """``num_copies``: of each sequence, one or two."""
-        self._has_choice = num_copies > 1
+    def __init__(self, store: Store) -> None:
         self._store, self._table, self._workers = store, store.table, store.workers
 
     def choose(self) -> None:
         """Have each tail and each closed segment of what decodes attend on that one of its holders that makes all
         R-workers take as long. A closed segment attends on its home, which is then the other one."""
         table = self._table
-        if not self._has_choice:
-            return
         rows, closed = table.rows[table.seconds[table.rows] >= 0], self._closed()
         if not len(rows) and not closed:
             return

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.protocols import DraftPolicy
+from fastdecode.core.step import Chunk
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Segment
@@ -81,7 +82,7 @@ class Drafts:
         self.counts = DraftCounts([0] * limits.num_speculative_tokens)
         self._store, self._residents, self._table = store, store.residents, store.table
         self._workers = store.workers
-        self._most = limits.num_speculative_tokens
+        self._most, self._budget = limits.num_speculative_tokens, limits.max_num_batched_tokens
         self._proposed: dict[int, Sequence] = {}
         self._granted: list[tuple[Sequence, Segment, list[int], int]] = []
 
@@ -136,16 +137,14 @@ class Drafts:
         self._proposed.clear()
         self._granted.clear()
 
-    def place(self, rows: np.ndarray, budget: int, kv_limits: np.ndarray | None) -> dict[int, list[int]]:
-        """Cut the drafts of ``rows``, which decode in this step, to what is left, and return them by sequence.
-
-        ``budget``: rows of the step that are left; ``kv_limits``: KV tokens that each R-worker may attend, float64
-        [num_workers], where they are strict.
+    def place(self, rows: np.ndarray, prompts: PySequence[Chunk], kv_limits: np.ndarray | None) -> dict[int, list[int]]:
+        """Cut the drafts of ``rows``, which decode in this step beside ``prompts``, to what is left, and return them by
+        sequence. ``kv_limits``: KV tokens that each R-worker may attend, float64 [num_workers], where they are strict.
         """
         if not self._proposed:
             return {}
-        table = self._table
-        counts = np.minimum(table.num_drafts[rows], _cap(table.num_drafts[rows], max(0, budget)))
+        table, left = self._table, self._budget - len(rows) - sum(len(chunk.token_ids) for chunk in prompts)
+        counts = np.minimum(table.num_drafts[rows], _cap(table.num_drafts[rows], max(0, left)))
         if kv_limits is not None:
             attending = table.attending(rows)
             loads = table.kv_loads(len(kv_limits)) + np.bincount(attending, counts, len(kv_limits))

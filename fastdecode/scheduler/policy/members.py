@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as PySequence
 
-from fastdecode.core.step import MiniBatch
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.transfers import Transfers
 from fastdecode.scheduler.sequence import Sequence
@@ -37,8 +36,6 @@ class Members:
 
     def drained(self) -> list[int]:
         """R-workers that were to go, hold no sequence any more, and are not waited for: never the last."""
-        if not self._workers.draining:
-            return []
         growing = [each for each in self._residents.all if each.max_cached > self._store.table.segment_tokens]
         return [
             worker
@@ -47,12 +44,6 @@ class Members:
             and not self._workers[worker].num_copies
             and all(map(self._room.fits_elsewhere, [*self._queue.all, *growing]))
         ]
-
-    def committed(self, mini_batches: tuple[MiniBatch, ...], arrived: PySequence[int] = ()) -> None:
-        """The rows of ``mini_batches``, and the prompts ``arrived`` of prefill workers, are about to count as cached;
-        there are none where R-workers heard controls alone. Which R-workers attended them says what a loss spoils,
-        until the next call."""
-        self._losses.committed(mini_batches, arrived)
 
     def spoilt(self, workers: PySequence[int]) -> list[int]:
         """The sequences that lost something with R-workers ``workers``, which are gone. Discard their tokens of the

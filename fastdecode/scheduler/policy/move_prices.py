@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from fastdecode.scheduler.store.speeds import KEPT, LEAST_SECONDS, Decayed
+from fastdecode.scheduler.store.speeds import KEPT, LEAST_SECONDS, Decayed, Observed, Speeds
 
 
 class TransferPrice:
@@ -56,18 +56,20 @@ class MovePrices:
     earned. So wrong forecasts cost no more than that.
     """
 
-    def __init__(self, price: TransferPrice, corrects: bool = True) -> None:
+    def __init__(self, price: TransferPrice, speeds: Speeds, corrects: bool) -> None:
         """``corrects``: whether anything may be corrected."""
-        self._price, self._corrects = price, corrects
+        self._price, self._speeds, self._corrects = price, speeds, corrects
         self._seen = Decayed(KEPT, 5)  # busy seconds, KV tokens, hidden seconds, steps, their seconds
         self._begun = Decayed(KEPT_OF_RARE, 3)  # starts, rows of prompts, steps
         self._credit = 0.0
         self._pause = 0
         self._is_uneven = False
 
-    def observe(self, work: np.ndarray, s_seconds: float, wait_seconds: float, r_seconds: np.ndarray) -> None:
-        """One step. ``work``: KV tokens attended, as if at mean speed; ``r_seconds``: busy; float64 [num_workers]."""
-        busiest, step_seconds = float(r_seconds.max(initial=0.0)), s_seconds + wait_seconds
+    def observe(self, observed: Observed) -> None:
+        """One step has ended."""
+        work = np.array(observed.step.kv_loads) * self._speeds.relative_times  # KV tokens, as if at mean speed
+        r_seconds, wait_seconds = np.array(observed.r_seconds), observed.wait_seconds
+        busiest, step_seconds = float(r_seconds.max(initial=0.0)), observed.s_seconds + wait_seconds
         hidden = max(0.0, busiest - wait_seconds)
         self._seen.add(float(r_seconds.sum()), float(work.sum()), hidden, 1.0, step_seconds)
         at_work = r_seconds[work > 0]
@@ -75,10 +77,7 @@ class MovePrices:
         self._is_uneven = min(above_mean, wait_seconds) > UNEVEN * step_seconds
         self._credit = min(self._credit + SHARE * step_seconds, 0.0)
         self._pause = max(0, self._pause - 1)
-
-    def note_newcomers(self, num_starts: int, num_prompt_rows: int) -> None:
-        """Count what began in this step."""
-        self._begun.add(num_starts, num_prompt_rows, 1.0)
+        self._begun.add(observed.step.num_starts, observed.step.num_prompt_rows, 1.0)
 
     def steps_to_bring(self, kv_tokens: float) -> int:
         """Until newcomers attend ``kv_tokens`` in a step, if they come as they do; at least one.

@@ -9,6 +9,7 @@ from fastdecode.scheduler.policy.move_prices import TransferPrice
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.copies import Transfer
 from fastdecode.scheduler.store.place import Segment
+from fastdecode.scheduler.store.speeds import Observed
 from fastdecode.scheduler.store.store import Store
 
 SHARE = 0.1
@@ -48,13 +49,13 @@ class SecondCopies:
         """An R-worker is gone: those whose tokens of this step are missing get them first, however long it took."""
         self._has_lost = True
 
-    def observe(self, step_seconds: float) -> None:
-        """A step took so long: a part of that may go to copies."""
+    def observe(self, observed: Observed) -> None:
+        """One step has ended: a part of the time that it took may go to copies."""
         if self._has_lost:
             self._credit, self._has_lost = min(self._credit, 0.0), False
             return
-        self._step_seconds = step_seconds
-        self._credit = min(self._credit, 0.0) + SHARE * step_seconds
+        self._step_seconds = observed.s_seconds + observed.wait_seconds
+        self._credit = min(self._credit, 0.0) + SHARE * self._step_seconds
 
     def made(self, seconds: float) -> None:
         """A piece is there, after ``seconds``."""

@@ -15,7 +15,7 @@ from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.copies import Transfer
 from fastdecode.scheduler.store.place import Segment
-from fastdecode.scheduler.store.speeds import Observed
+from fastdecode.scheduler.store.speeds import Observer
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import Lifecycle
 
@@ -40,7 +40,7 @@ class Moves:
         self._store, self._residents, self._table = store, store.residents, store.table
         self._admission, self._room, self._future = admission, admission.room, admission.future
         self._workers = store.workers
-        self.prices = MovePrices(price, corrects)
+        self.prices = MovePrices(price, store.workers.speeds, corrects)
         self._joined: list[int] = []
         self._moved_at: dict[int, int] = {}
         self._correction: Transfer | None = None
@@ -48,12 +48,6 @@ class Moves:
     def even_out(self, worker: int) -> None:
         """From here on, until the loads are even, sequences move to ``worker``, which joined."""
         self._joined.append(worker)
-
-    def observe(self, observed: Observed) -> None:
-        """One step has ended."""
-        step, work = observed.step, np.array(observed.step.kv_loads) * self._workers.speeds.relative_times
-        self.prices.observe(work, observed.s_seconds, observed.wait_seconds, np.array(observed.r_seconds))
-        self.prices.note_newcomers(step.num_starts, step.num_prompt_rows)
 
     def next(self) -> Transfer | None:
         """Return what to move next; the blocks for it are free, once the target has heard its controls."""
@@ -219,8 +213,7 @@ class Transfers:
         if self._copies:
             self._copies.lost()
 
-    def observe(self, observed: Observed) -> None:
-        """One step has ended."""
-        self.moves.observe(observed)
-        if self._copies:
-            self._copies.observe(observed.s_seconds + observed.wait_seconds)
+    @property
+    def observers(self) -> list[Observer]:
+        """What learns from how long steps take: prices of moves, and how much time second copies may take."""
+        return [self.moves.prices, self._copies] if self._copies else [self.moves.prices]

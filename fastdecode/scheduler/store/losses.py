@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as PySequence
 from typing import NamedTuple
 
-from fastdecode.core.step import MiniBatch
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.store import Store
 
@@ -20,21 +19,11 @@ class Damage(NamedTuple):
 
 
 class Losses:
-    """Takes what a lost R-worker had out of the store. It knows the last step's rows: R-workers that were lost in it
-    may have attended wrongly."""
+    """Takes what a lost R-worker had out of the store, and the last step's rows that may have attended there."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._residents = store.residents
-        self._committed: tuple[MiniBatch, ...] = ()
-        self._sound: dict[int, int] = {}
-
-    def committed(self, mini_batches: tuple[MiniBatch, ...], arrived: PySequence[int]) -> None:
-        """The rows of ``mini_batches`` are about to count as cached, and the prompts ``arrived`` of prefill workers. Of
-        these the last row is computed again where something else is, for the token that follows it."""
-        self._committed = mini_batches
-        self._sound = self._store.table.cached_of_sharded() if mini_batches else {}
-        self._sound |= {each: self._residents.prompts[each].num_prefill - 1 for each in arrived}
 
     def spoilt(self, workers: PySequence[int]) -> list[int]:
         """The sequences that lost something with R-workers ``workers``: tokens that they alone had, or their last ones,
@@ -46,7 +35,7 @@ class Losses:
     def lose(self, worker: int) -> Damage:
         """R-worker ``worker`` is gone. The last rows that attended there are wrong, but for those of a sequence that
         has another copy of all and attended nothing there."""
-        attended, sound = self._attended_on(worker), self._sound
+        attended, sound = self._attended_on(worker), self._store.num_sound
         store, here = self._store, self._residents.on(worker)
         starved: list[Sequence] = []
         for transfer in [each for each in store.transfers if each.target == worker]:
@@ -75,7 +64,7 @@ class Losses:
     def _attended_on(self, worker: int) -> dict[int, int]:
         """Sequences whose last rows attended on ``worker``, and what they had cached before these."""
         found: dict[int, int] = {}
-        for mini_batch in self._committed:
+        for mini_batch in self._store.last_rows:
             attended = (mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]
             attended[mini_batch.reads["chunk"][mini_batch.reads["worker"] == worker]] = True
             chunks = mini_batch.chunks[attended]

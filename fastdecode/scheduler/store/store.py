@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from fastdecode.core.remote_prefill import StoredAt
+from fastdecode.core.step import MiniBatch
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.copies import Holdings, TransfersUnderWay
@@ -20,7 +21,9 @@ from fastdecode.scheduler.store.workers import Workers
 class Store:
     """The only writer of blocks, counters and controls. It decides nothing: policies read it, and say what to do.
 
-    ``transfers``: copies under way, each to an R-worker that has blocks for it.
+    ``transfers``: copies under way, each to an R-worker that has blocks for it. ``last_rows``: those committed last,
+    which say what the loss of an R-worker that attended them spoils; ``num_sound``: tokens that sequences of several
+    segments, and those whose prompts had just arrived, had cached before.
     """
 
     def __init__(self, limits: Limits, retains: bool) -> None:
@@ -31,6 +34,20 @@ class Store:
         self.residents = Residents(self.table, limits.scratch_tokens)
         self.transfers = TransfersUnderWay(self)
         self._holdings = Holdings(self.workers, self.prefixes)
+        self.last_rows: tuple[MiniBatch, ...] = ()
+        self.num_sound: dict[int, int] = {}
+
+    def note_rows(self, mini_batches: tuple[MiniBatch, ...], arrived: Iterable[int] = ()) -> None:
+        """The rows of ``mini_batches``, and the prompts ``arrived`` of prefill workers, are about to count as cached;
+        there are none where R-workers heard controls alone. Of a prompt that arrived the last row is computed again
+        where something else is, for the token that follows it."""
+        self.last_rows = mini_batches
+        self.num_sound = self.table.cached_of_sharded() if mini_batches else {}
+        self.num_sound |= {each: self.residents.prompts[each].num_prefill - 1 for each in arrived}
+
+    def make_room(self, worker: int, num_blocks: int) -> bool:
+        """Have ``num_blocks`` blocks free on R-worker ``worker``; False where not even evicted prefixes leave them."""
+        return self.workers[worker].free >= num_blocks or self.prefixes.make_room(worker, num_blocks)
 
     def begin(self, sequence: Sequence, segments: list[Segment], hit: Hit | None, second: int = -1) -> None:
         """``sequence`` begins its prompt in ``segments``, which have homes and blocks, ``hit``'s among them; with a
