@@ -1,4 +1,4 @@
-"""The way of keys and values between a prefill worker and an R-worker's cache, through the R-worker's KV port."""
+"""The way of keys and values from a prefill worker to a port, an R-worker's or another prefill worker's, and back."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import numpy as np
 from fastdecode.cluster.links.zeromq import open_channel
 from fastdecode.cluster.wire.frames import Conversation, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES, decode_refusal
+from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES, MOST_IN_FLIGHT, decode_refusal
 from fastdecode.core.errors import FrameError
 
 PIECE_BYTES = 1 << 19
 """Bytes of keys and values in one frame, about: an R-worker stores or reads it in a fraction of a millisecond."""
-
-MOST_IN_FLIGHT = 16
-"""Frames that wait for their answers: with more, calls wait. This bounds the memory that a slow R-worker costs."""
 
 ANSWER_SECONDS = 30.0
 """Most time to an answer; an R-worker whose host is gone is noticed sooner, by its heartbeats."""
@@ -70,13 +67,13 @@ class _Piece:
 
 
 class KvFeed:
-    """Stores rows at the KV port of one R-worker, and reads prefixes there; used from one thread.
+    """Stores rows at the port of one worker, and reads prefixes at an R-worker's; used from one thread.
 
-    Every method raises ConnectionError, saying why, once the R-worker is gone.
+    Every method raises ConnectionError, saying why, once the worker is gone.
     """
 
     def __init__(self, address: str, epoch: int, security: Security) -> None:
-        """``address`` and ``epoch``: of the ``RWorkerInfo``. BackendError where the two sides do not share a key."""
+        """``address`` and ``epoch``: the port's. BackendError where the two sides do not share a key."""
         self.address = address
         self._channel = open_channel(address, security)
         self._conversation = Conversation(self._channel)
@@ -90,15 +87,15 @@ class KvFeed:
         """Frames that wait for their answers."""
         return len(self._in_flight)
 
-    def store(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+    def store(self, job_id: int, layer: int, start: int, *arrays: np.ndarray) -> None:
         """Send the rows of the tokens from ``start`` on; ``poll`` tells their outcome.
 
-        ``k`` [num_rows, num_kv_heads, key_head_dim] and ``v`` [num_rows, num_kv_heads, value_head_dim]: C-contiguous,
-        as on the wire, and unchanged until then: large ones are not copied. Waits while MOST_IN_FLIGHT frames are
-        unanswered.
+        ``arrays``: k [num_rows, num_kv_heads, key_head_dim] and v [num_rows, num_kv_heads, value_head_dim], or stored
+        uint8 [num_rows, bytes] of a prefix: C-contiguous, as on the wire, and unchanged until then: large ones are not
+        copied. Waits while MOST_IN_FLIGHT frames are unanswered. ValueError for arrays of other forms.
         """
-        _check_rows(k, v)
-        self._call(Kind.KV, job_id, layer, start, (k, v))
+        _check_rows(arrays)
+        self._call(Kind.KV, job_id, layer, start, arrays)
 
     def read(self, job_id: int, layer: int, start: int, stored: np.ndarray) -> None:
         """Ask for tokens that the sequence of the job had when it was reserved, to be written to ``stored``.
@@ -189,10 +186,12 @@ def _stored(piece: _Piece) -> bytes:
     return KV_STORED.pack(piece.call.job_id, piece.call.layer, piece.start, len(piece.arrays[0]))
 
 
-def _check_rows(k: np.ndarray, v: np.ndarray) -> None:
-    """ValueError unless both are C-contiguous, of three dimensions, and as many rows, at least one."""
-    if k.ndim != 3 or v.ndim != 3 or not 0 < len(k) == len(v) or not (k.flags.c_contiguous and v.flags.c_contiguous):
+def _check_rows(arrays: tuple[np.ndarray, ...]) -> None:
+    """ValueError unless all are C-contiguous, k and v of three dimensions, and as many rows, at least one."""
+    dimensions = {1: [2], 2: [3, 3]}.get(len(arrays))
+    is_right = [each.ndim for each in arrays] == dimensions and 0 < len(arrays[0]) == len(arrays[-1])
+    if not is_right or not all(each.flags.c_contiguous for each in arrays):
         raise ValueError(
             f"k and v must be C-contiguous [num_rows, num_kv_heads, head_dim] of the same rows, not "
-            f"{k.shape} and {v.shape}"
+            f"{' and '.join(str(each.shape) for each in arrays)}"
         )

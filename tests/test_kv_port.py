@@ -19,7 +19,7 @@ from doubles.fake_backend import FakeBackend
 from helpers import contract, r_workers
 from helpers.sessions import frame, make_key
 
-from fastdecode.cluster.kv_feed import MOST_IN_FLIGHT, KvFeed, Stored
+from fastdecode.cluster.kv_feed import KvFeed, Stored
 from fastdecode.cluster.links.mpi_link import MpiBackend
 from fastdecode.cluster.links.port import Port, Reader
 from fastdecode.cluster.links.spawn import SpawnBackend
@@ -30,7 +30,7 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.r_worker.kv_port import NICENESS
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security, read_security
-from fastdecode.cluster.wire.messages import KV_ROWS, decode_refusal
+from fastdecode.cluster.wire.messages import KV_ROWS, MOST_IN_FLIGHT, decode_refusal
 from fastdecode.core.errors import BackendError
 from fastdecode.core.types import (
     CONTROL,

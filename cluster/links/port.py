@@ -22,13 +22,12 @@ from fastdecode.cluster.links.link import TICK_SECONDS
 from fastdecode.cluster.links.zeromq import MOST_LOGGED, PeerChannel, SocketLimits, ZmqListener
 from fastdecode.cluster.wire.frames import Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, R_WORKER, Gate, Security
-from fastdecode.cluster.wire.messages import encode_refusal
+from fastdecode.cluster.wire.messages import MOST_IN_FLIGHT, encode_refusal
 from fastdecode.core.errors import CapacityError, FrameError
 
-LIMITS = SocketLimits(part_bytes=1 << 23, received=64)
-"""One row of keys of the largest layer fits; a peer that sends faster than its frames are handled takes 0.5 GiB.
-
-With fewer, reading from a peer stops often, and libzmq 4.3.5 aborts the process where such a peer is killed meanwhile.
+LIMITS = SocketLimits(part_bytes=1 << 23, received=3 * MOST_IN_FLIGHT)
+"""One row of keys of the largest layer fits, and what a peer may have under way: libzmq counts up to half of the queue
+as waiting though it was read. A peer that heeds no window takes 1.1 GiB, and then waits.
 """
 
 MOST_PEERS = 1024

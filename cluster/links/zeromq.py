@@ -25,13 +25,16 @@ from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER, Security, deri
 from fastdecode.core.errors import BackendError, FrameError
 
 PATIENCE_SECONDS = 30.0
-"""How long an R-worker waits for an S-worker that answers no heartbeat: it serves no other S-worker meanwhile."""
+"""How long an R-worker waits for an S-worker that sends no heartbeat: it serves no other S-worker meanwhile."""
 
 HEARTBEAT_SECONDS = 0.1
 """A peer that falls silent is noticed up to so much later than its limit: that counts from the next heartbeat."""
 
 MAX_QUEUED = 256
-"""Messages each way that may wait for the other side, most of them parts of a few hundred KiB."""
+"""Messages to one peer, or from one to a listener, that may wait, most of them parts of a few hundred KiB.
+
+What comes to a connecting side is an answer: without a limit its queue is as long as what it has asked for.
+"""
 
 RETRY_SECONDS = 0.02  # between two attempts to send to a full queue
 
@@ -52,24 +55,27 @@ log = logging.getLogger("fastdecode.r_worker")
 
 @dataclass(frozen=True)
 class SocketLimits:
-    """The limits of what a socket takes in: bytes of one part, and messages of each peer that wait to be read."""
+    """The limits of what a socket takes in: bytes of one part, and messages of each peer that wait (0: no limit)."""
 
     part_bytes: int = FRAME_LIMIT
     received: int = MAX_QUEUED
 
 
 class _Socket:
-    """Common to both ends: limits, heartbeats, a monitor of connections, and reading a message part by part."""
+    """Common to both ends: limits, a monitor of connections, and reading a message part by part.
 
-    def __init__(self, kind: int, silence_seconds: float, limits: SocketLimits) -> None:
-        """``kind``: ZeroMQ's; a peer that sends no heartbeat for ``silence_seconds`` is disconnected."""
+    libzmq 4.3.5 stops reading from a peer whose queue is full, and aborts the process where that peer ends and the next
+    heartbeat is due (an assertion in its ``out_event``). So a socket either sends no heartbeats by itself, or
+    its queue has no limit.
+    """
+
+    def __init__(self, kind: int, limits: SocketLimits) -> None:
+        """``kind``: ZeroMQ's."""
         self.context = zmq.Context()
         self.socket: zmq.Socket = self.context.socket(kind)
         self.socket.maxmsgsize, self.socket.linger = limits.part_bytes, 200
         self.socket.sndhwm, self.socket.rcvhwm = MAX_QUEUED, limits.received
         self.socket.sndtimeo = int(PATIENCE_SECONDS * 1000)
-        self.socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
-        self.socket.heartbeat_timeout = int(silence_seconds * 1000)
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED
         self._monitor: Any = self.socket.get_monitor_socket(events)
         self._poller = zmq.Poller()
@@ -138,7 +144,10 @@ class ZmqChannel(_Socket):
 
     def __init__(self, address: str, secret: bytes | None, role: str = S_WORKER) -> None:
         """``role``: this side's."""
-        super().__init__(zmq.DEALER, SILENCE_SECONDS, SocketLimits())
+        super().__init__(zmq.DEALER, SocketLimits(received=0))
+        self.socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
+        self.socket.heartbeat_timeout = int(SILENCE_SECONDS * 1000)
+        self.socket.heartbeat_ttl = int(PATIENCE_SECONDS * 1000)
         self.diagnose: Callable[[], str] = lambda: ""
         self._next_diagnosis = time.monotonic() + HANDSHAKE_SECONDS
         self._connected = False
@@ -215,6 +224,7 @@ def open_channel(address: str, security: Security, diagnose: Callable[[], str] |
 class ZmqListener(_Socket):
     """The socket at which an R-worker accepts S-workers, one at a time, or an S-worker the JOINs of R-workers.
 
+    It answers heartbeats; one that has had some and gets no more ends the connection after the time that they name.
     While one peer is served, ``on_stranger`` is called with every other peer that sends a message.
     """
 
@@ -226,7 +236,7 @@ class ZmqListener(_Socket):
         ``role``: this side's; only peers of the other role are accepted.
         """
         self.is_guarded, self._logged = secret is not None, False
-        super().__init__(zmq.ROUTER, PATIENCE_SECONDS, limits or SocketLimits())
+        super().__init__(zmq.ROUTER, limits or SocketLimits())
         self.on_stranger: Callable[[PeerChannel], None] = lambda peer: None
         self._authenticator: Any = None
         self.socket.router_mandatory = 1

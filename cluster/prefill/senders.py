@@ -12,15 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode.cluster.kv_feed import KvFeed
-from fastdecode.cluster.links.zeromq import open_channel
 from fastdecode.cluster.prefill.messages import Place
-from fastdecode.cluster.wire.frames import Conversation, Kind
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES, decode_refusal
 from fastdecode.core.errors import BackendError
 
 POLL_SECONDS = 0.002
-"""Between two looks for the R-worker's answers."""
+"""Between two looks for answers."""
 
 MOST_REMEMBERED = 64
 """Jobs that are taken for lost with the next prefill worker: the last to have sent there."""
@@ -118,25 +115,32 @@ class Sender:
         """Send until ``close``; ``jobs`` gets the jobs that were to send."""
         raise NotImplementedError
 
+    def _next(self, is_busy: bool) -> Item | None:
+        """The next item; while answers are to come (``is_busy``), None after a moment without one."""
+        try:
+            return self._queue.get(timeout=POLL_SECONDS if is_busy else None)
+        except queue.Empty:
+            return None
+
 
 class ChainSender(Sender):
-    """To the next prefill worker, which answers nothing unless it refuses."""
+    """To the next prefill worker, which says of each piece that it has it."""
 
     def _serve(self, jobs: dict[int, None]) -> None:
-        channel = open_channel(self.place.address, self._security)
+        feed = KvFeed(self.place.address, self.place.epoch, self._security)
         try:
-            conversation = Conversation(channel)
-            conversation.epoch = self.place.epoch
-            while not self._is_closed and isinstance(item := self._queue.get(), Rows):
-                jobs[item.job_id] = None
-                while len(jobs) > MOST_REMEMBERED:
-                    del jobs[next(iter(jobs))]
-                head = KV_ROWS.pack(item.job_id, item.start, len(item.arrays[0]))
-                conversation.send(Kind.KV, head, *item.arrays, layer=item.layer)
-                if frame := conversation.receive(0.0):
-                    raise ConnectionError(decode_refusal(conversation.body(frame, MAX_JSON_BYTES))[1])
+            while not self._is_closed:
+                item = self._next(bool(feed.num_in_flight))
+                if isinstance(item, Rows):
+                    jobs[item.job_id] = None
+                    while len(jobs) > MOST_REMEMBERED:
+                        del jobs[next(iter(jobs))]
+                    feed.store(item.job_id, item.layer, item.start, *item.arrays)
+                for stored in feed.poll(0.0):
+                    if stored.refusal:
+                        self._on_failure([stored.job_id], self.place, stored.refusal, False)
         finally:
-            channel.close()
+            feed.close()
 
 
 class StoreSender(Sender):
@@ -156,8 +160,7 @@ class StoreSender(Sender):
                 if isinstance(item, Rows):
                     jobs[item.job_id] = None
                     under_way[item.job_id] += 1
-                    k, v = item.arrays
-                    feed.store(item.job_id, item.layer, item.start, k, v)
+                    feed.store(item.job_id, item.layer, item.start, *item.arrays)
                 elif isinstance(item, Telling):
                     waiting[item.job_id] = item.tell
                 for stored in feed.poll(0.0):
@@ -171,12 +174,6 @@ class StoreSender(Sender):
                     waiting.pop(job_id)()
         finally:
             feed.close()
-
-    def _next(self, is_busy: bool) -> Item | None:
-        try:
-            return self._queue.get(timeout=POLL_SECONDS if is_busy else None)
-        except queue.Empty:
-            return None
 
 
 class PrefixReader(Sender):

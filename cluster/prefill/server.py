@@ -31,7 +31,7 @@ from fastdecode.cluster.prefill.senders import ChainSender, PrefixReader, Sender
 from fastdecode.cluster.r_worker.host import host_id
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.cluster.wire.messages import KV_ROWS, MAX_JSON_BYTES
+from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES
 from fastdecode.core.errors import FrameError
 from fastdecode.core.types import KVLayout
 
@@ -205,8 +205,11 @@ class PrefillServer:
 
     def _kv(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         job_id, start, num_rows = reader.record(KV_ROWS)
-        if job_id in self._ended:
-            return
+        if job_id not in self._ended:
+            self._take_in(reader, frame, job_id, start, num_rows)
+        port.send(identity, Kind.STORED, KV_STORED.pack(job_id, frame.layer, start, num_rows))
+
+    def _take_in(self, reader: Reader, frame: Frame, job_id: int, start: int, num_rows: int) -> None:
         arrays = self._place(job_id, frame, start, num_rows)
         for each in arrays:
             reader.read_into(each)

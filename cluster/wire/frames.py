@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 8
+VERSION = 9
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -60,7 +60,7 @@ class Kind(IntEnum):
     PROOF = 23  # S: its proof
     PROVEN = 24  # R: HELLO may come
     KV = 25  # prefill worker, to a port: job, first token, rows; k and v of a layer. R: a prefix as it is stored
-    STORED = 26  # R, from its KV port: job, layer, first token, rows
+    STORED = 26  # from a port, of a KV that it has taken in: job, layer, first token, rows
     PROMPT = 27  # S, to a prefill worker: a part of a prompt (JSON), and its tokens
     PREFILLED = 28  # P (a prefill worker): its part is computed and stored; seconds, bytes sent, logits
     FAILED = 29  # P: why a part was not computed (JSON)

@@ -45,6 +45,9 @@ MAX_ERROR = 200
 MAX_NUMBER = float(np.finfo(np.float32).max)
 """R-workers compute with float32."""
 
+MOST_IN_FLIGHT = 16
+"""Frames to a port that wait for their answers, at most; so a port's queue never fills. It also bounds memory."""
+
 CHUNK_BYTES = 1 << 22
 """Bytes of a sequence in one DATA frame."""
 
