@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LLMEngine", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM", "CompletionOutput", "EngineArgs", "LLMEngine", "PromptType", "RequestOutput", "SamplingParams",
+    "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__",
+]  # fmt: skip
 
 _HOMES = {
     "LLM": "fastdecode.llm",
+    "CompletionOutput": "fastdecode.api.outputs",
+    "EngineArgs": "fastdecode.api.from_vllm",
+    "PromptType": "fastdecode.api.text",
+    "TextPrompt": "fastdecode.api.text",
+    "TokensPrompt": "fastdecode.api.text",
     "LLMEngine": "fastdecode.engine",
     "RequestOutput": "fastdecode.api.outputs",
     "SamplingParams": "fastdecode.api.sampling_params",
@@ -16,9 +24,11 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from fastdecode.api.outputs import RequestOutput
+    from fastdecode.api.from_vllm import EngineArgs
+    from fastdecode.api.outputs import CompletionOutput, RequestOutput
     from fastdecode.api.sampling_params import SamplingParams
     from fastdecode.api.structured_outputs import StructuredOutputsParams
+    from fastdecode.api.text import PromptType, TextPrompt, TokensPrompt
     from fastdecode.engine import LLMEngine
     from fastdecode.llm import LLM
 
@@ -26,6 +36,11 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """Import what users touch only when they touch it, so that an R-worker starts without torch."""
     if name not in _HOMES:
+        if not name.startswith("_"):
+            from fastdecode.api.from_vllm import NAMES
+
+            if name in NAMES:
+                raise ImportError(f"there is no fastdecode.{name}: {NAMES[name]}")
         raise AttributeError(f"module 'fastdecode' has no attribute {name!r}")
     from importlib import import_module
 

@@ -51,6 +51,11 @@ class LLMEngine:
             self.world.start_tracing()
             self._cleanup.callback(self._write_trace, config.trace)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
+        """Return ``LLMEngine(engine_args)``, by vLLM's name."""
+        return cls(engine_args)
+
     @property
     def scheduler(self) -> Scheduler:
         """What decides which rows the next step has."""

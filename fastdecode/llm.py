@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fastdecode.api.config import ONLY_VLLM, EngineConfig, check_only_vllm
+from fastdecode.api.from_vllm import MEMBERS, EngineArgs, check_lora
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.text import PromptType
@@ -23,27 +23,26 @@ class LLM:
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         if model is not None:
             settings["model"] = str(model)
-        check_only_vllm(settings)
-        settings = {name: value for name, value in settings.items() if name not in ONLY_VLLM}
-        known = EngineConfig.__dataclass_fields__
-        unknown = sorted(set(settings) - set(known))
-        if unknown:
-            raise ConfigError(f"LLM: unknown setting {unknown[0]!r}; known are {', '.join(known)}")
-        self.engine = LLMEngine(EngineConfig(**settings))
+        self.engine = LLMEngine(EngineArgs(**settings))
         self._count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"LLM has no {name}" + (f": {MEMBERS[name]}" if name in MEMBERS else ""))
 
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Finished outputs in the order of ``prompts``.
 
         A prompt is text, or ``{"prompt_token_ids": […]}``. ``sampling_params`` is one for all, or one each; None is
         the model's generation_config.json. Bad input raises before anything runs; on any failure or Ctrl-C nothing
-        of this call is left in the engine.
+        of this call is left in the engine. ``lora_request`` must be None.
         """
+        check_lora(lora_request)
         batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         params = self._params(sampling_params, len(batch))
         ids = [str(self._count + i) for i in range(len(batch))]
@@ -62,6 +61,7 @@ class LLM:
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -92,7 +92,7 @@ class LLM:
             }
             for conversation in (messages if several else [messages])
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer as transformers has it; ConfigError where it was not loaded."""
@@ -144,6 +144,8 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
+            raise ConfigError(f"sampling_params must be SamplingParams(…), one or a list of them, not {given!r:.80}")
         if len(given) != count:
             raise ConfigError(f"generate: {count} prompts but {len(given)} sampling_params; give one, or one each")
         return list(given)

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+import fastdecode
 from fastdecode import LLM, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from fastdecode.api import from_vllm
+from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import CompletionOutput, Logprob, RequestMetrics
-from fastdecode.server.foreign_fields import IGNORED, REFUSED
+from fastdecode.server import foreign_fields
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text("utf-8")
 
@@ -32,6 +35,8 @@ def methods(kind: type) -> list[str]:
     for name, member in vars(kind).items():
         if isinstance(member, property) and not name.startswith("_"):
             found.append(name)
+        elif isinstance(member, classmethod):
+            found.append(_signature(name, member.__func__))
         elif inspect.isfunction(member) and not name.startswith("_"):
             found.append(_signature(name, member))
     return [each for each in found if each.partition("(")[0] not in INTERNAL]
@@ -67,11 +72,28 @@ def test_fields_of_outputs_are_those_of_the_page() -> None:
     ]
 
 
-def test_fields_of_requests_that_are_not_taken_are_those_of_the_page() -> None:
-    section = PAGE.split("\n## Coming from vLLM\n")[1]
-    rows = dict(re.findall(r"^\| `([^`]*)` \| (.*) \|$", section, re.MULTILINE))
-    assert {name: rows.get(name) for name in REFUSED} == REFUSED
-    assert f"here: {', '.join(f'`{name}`' for name in sorted(IGNORED))}.\n" in section
+@pytest.mark.parametrize(
+    ("title", "refused", "ignored"),
+    [
+        ("Imports that are refused", from_vllm.NAMES, ()),
+        ("Settings of `LLM` and `EngineArgs`, and flags", from_vllm.REFUSED, from_vllm.IGNORED),
+        ("Methods of `LLM` that are not there", from_vllm.MEMBERS, ()),
+        ("Fields of requests", foreign_fields.REFUSED, foreign_fields.IGNORED),
+    ],
+)
+def test_what_is_not_taken_of_vllm_is_on_the_page(title: str, refused: dict[str, str], ignored: frozenset[str]) -> None:
+    section = PAGE.split(f"\n### {title}\n")[1].split("\n##")[0]
+    assert dict(re.findall(r"^\| `([^`]*)` \| (.*) \|$", section, re.MULTILINE)) == refused
+    assert ", ".join(f"`{name}`" for name in sorted(ignored)) in section
+
+
+def test_no_name_of_vllm_s_is_both_taken_and_not() -> None:
+    refused, ignored = from_vllm.REFUSED.keys(), from_vllm.IGNORED
+    assert not (refused | ignored) & EngineConfig.__dataclass_fields__.keys() and not refused & ignored
+    assert set(from_vllm.RENAMED.values()) <= EngineConfig.__dataclass_fields__.keys()
+    assert not from_vllm.NAMES.keys() & set(fastdecode.__all__)
+    assert not [name for name in from_vllm.MEMBERS if hasattr(LLM, name)]
+    assert not foreign_fields.IGNORED & foreign_fields.REFUSED.keys()
 
 
 def test_every_example_of_the_page_is_python() -> None:

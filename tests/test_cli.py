@@ -78,6 +78,8 @@ def bench(folder: str, *more: str) -> list[str]:
         (["generate", "hi", "--profile", __file__], 1, "not valid JSON"),
         (["generate", "hi", "--tensor-parallel-size", "0"], 2, "tensor_parallel_size must be a whole number"),
         (["generate", "hi", "--gpu-memory-utilization", "0.9"], 2, "--kv-cache-memory sizes them on each R-worker"),
+        (["serve", "a", "--model", "b"], 2, "'a' and --model 'b' are two models: give one"),
+        (["serve", "--disable-log-stats", "a", "--quantization", "awq"], 2, "quantization: weights are taken as"),
         (["r-worker", "--kv-cache-memory", "1"], 2, "kv_cache_memory must be at least 1000 bytes, not 1; give a unit"),
     ],
 )

@@ -15,6 +15,7 @@ from helpers.servers import CHAT_TEMPLATE, PATIENCE_SECONDS, RunningServer, serv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fastdecode.api.config import DEMO_MODEL
 from fastdecode.server.foreign_fields import REFUSED
 from fastdecode.server.protocol import CompletionRequest
 
@@ -32,8 +33,8 @@ POST = b"POST /v1/completions HTTP/1.1\r\n"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    limits = ["--request-timeout", str(CUT_OFF_SECONDS), "--max-request-bytes", str(MOST_BYTES)]
-    limits += ["--max-model-len", "64"]
+    limits = [str(DEMO_MODEL), "--request-timeout", str(CUT_OFF_SECONDS), "--max-request-bytes", str(MOST_BYTES)]
+    limits += ["--max-model-len", "64", "--disable-log-requests", "--swap-space", "4"]
     with serving(tmp_path_factory.mktemp("hostile"), *limits, "--chat-template", CHAT_TEMPLATE) as running:
         yield running
         assert running.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200

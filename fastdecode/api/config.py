@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import reprlib
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -50,12 +49,6 @@ MAX_RANKS = 1024
 MODEL, BATCHING, WORKERS = "model", "batching", "S-worker and R-workers"
 """Groups of flags."""
 
-ONLY_VLLM = {
-    "gpu_memory_utilization": "KV caches are not on the GPU here: --kv-cache-memory sizes them on each R-worker, and "
-    "--prefill-scratch what prompts in progress take on the S-worker",
-}
-"""Settings of vLLM that are refused, with what to use here."""
-
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -85,7 +78,12 @@ class EngineConfig:
     block_size: int = setting(32, "tokens per KV block", BATCHING, choices=BLOCK_SIZES)
     kv_cache_dtype: str = setting("auto", "", BATCHING, choices=KV_CACHE_DTYPES, unset="auto: the model's")
     kv_cache_memory: int | str | None = setting(
-        None, "per R-worker, such as 4GiB", BATCHING, metavar="BYTES", unset="40 % of what is free, shared"
+        None,
+        "per R-worker, such as 4GiB",
+        BATCHING,
+        metavar="BYTES",
+        unset="40 % of what is free, shared",
+        also=("kv_cache_memory_bytes",),
     )
     enable_prefix_caching: bool = setting(
         True, "reuse the KV of equal beginnings", BATCHING, unset="on; off for the random dataset"
@@ -388,13 +386,6 @@ def range_lengths(num_tokens: int) -> tuple[int, int]:
 def flag_names(group: str) -> list[str]:
     """The fields of ``EngineConfig`` that a group of flags sets."""
     return [each.name for each in fields(EngineConfig) if each.metadata.get("group") == group]
-
-
-def check_only_vllm(settings: Mapping[str, Any]) -> None:
-    """ConfigError, with what to use here, where ``settings`` has one of vLLM's that means nothing here."""
-    for name, instead in ONLY_VLLM.items():
-        if settings.get(name) is not None:
-            raise ConfigError(f"{name}: {instead}")
 
 
 def _has_gpu_driver() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.decoders import DecodeStream
@@ -103,7 +103,20 @@ def _overlap(text: str, string: str) -> int:
     return next((length for length in lengths if text.endswith(string[:length])), 0)
 
 
-PromptType = str | Sequence[int] | Mapping[str, Any]
+class TextPrompt(TypedDict):
+    """A prompt as text, by vLLM's name."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids, by vLLM's name; ``prompt``, the text that they were made of, goes with the outputs."""
+
+    prompt_token_ids: list[int]
+    prompt: str
+
+
+PromptType = str | Sequence[int] | Mapping[str, Any] | TextPrompt | TokensPrompt
 """Text, token ids, or {"prompt": …} / {"prompt_token_ids": […]}."""
 
 
@@ -116,10 +129,14 @@ def read_prompt(
 ) -> tuple[str | None, list[int]]:
     """The text (None when token ids were given) and its token ids; RequestError names what is wrong."""
     if isinstance(prompt, Mapping):
-        known = {"prompt", "prompt_token_ids"} & set(prompt)
+        given: dict[str, Any] = dict(prompt)
+        known = {"prompt", "prompt_token_ids"} & given.keys()
         if not known:
             raise RequestError('prompt must have a key "prompt" or "prompt_token_ids"')
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        more = sorted(name for name in given.keys() - known if given[name])
+        if more:
+            raise RequestError(f"prompt: {more[0]!r:.80} is not supported: give text or token ids alone")
+        text, ids = given.get("prompt"), given.get("prompt_token_ids")
     else:
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
     if ids is None:

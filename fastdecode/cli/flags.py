@@ -13,12 +13,11 @@ from fastdecode.api.config import (
     BATCHING,
     MAX_THREADS,
     MODEL,
-    ONLY_VLLM,
     WORKERS,
     EngineConfig,
-    check_only_vllm,
     flag_names,
 )
+from fastdecode.api.from_vllm import IGNORED, REFUSED, without_vllms
 from fastdecode.api.settings import describe_security, split_address
 from fastdecode.backends import prepare
 from fastdecode.cli.output import check_output_files
@@ -27,6 +26,9 @@ from fastdecode.core.machine import mend_binding, usable_cores
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
 """Settings of the scheduler, in the engine and in the simulator."""
+
+_SWITCHES = ("async_", "calculate_", "disable_", "enable_", "multi_step_", "ray_", "use_")
+"""What the names of vLLM's flags without a value begin with."""
 
 PREFILL_MODEL = tuple(name for name in flag_names(MODEL) if "tokenizer" not in name)
 """Settings that prefill workers have as well; their seed is a common flag."""
@@ -54,8 +56,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per field of ``EngineConfig``, and vLLM's that mean nothing here."""
     for title in (MODEL, BATCHING, WORKERS):
         add_flags(parser.add_argument_group(title), EngineConfig, flag_names(title))
-    for name in ONLY_VLLM:
-        parser.add_argument(_flag(name), type=float, help=argparse.SUPPRESS)
+    for name in sorted({*IGNORED, *REFUSED}):
+        switch: dict[str, Any] = {"action": "store_true"} if name.startswith(_SWITCHES) else {}
+        parser.add_argument(_flag(name), help=argparse.SUPPRESS, **switch)
 
 
 def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
@@ -76,9 +79,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.r_workers == "mpi" or str(getattr(args, "prefill_workers", "")).startswith("mpi:"):
         say_mended()
     check_output_files(getattr(args, "trace", None))
-    check_only_vllm(vars(args))
     names = {field.name for field in fields(EngineConfig)}
-    config = EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
+    config = EngineConfig(**{name: value for name, value in without_vllms(vars(args)).items() if name in names})
     if config.profile:
         from fastdecode.perfmodel.profile_json import load_profile
 

@@ -8,6 +8,7 @@ import importlib.util
 import os
 from typing import Any
 
+from fastdecode.api.config import DEMO_MODEL
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.server_settings import SERVER, ServerSettings
@@ -18,6 +19,7 @@ NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 def add_command(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("serve", help="answer OpenAI clients over HTTP")
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     names = [each.name for each in dataclasses.fields(ServerSettings)]
     add_flags(parser.add_argument_group(SERVER), ServerSettings, names)
     add_engine_flags(parser)
@@ -30,6 +32,10 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve needs {missing[0]}, which is not installed: pip install 'fastdecode[serve]'")
+    if args.model_tag:
+        if args.model != str(DEMO_MODEL) and args.model != args.model_tag:
+            raise ConfigError(f"serve: {args.model_tag!r} and --model {args.model!r} are two models: give one")
+        args.model = args.model_tag
     given = {each.name: getattr(args, each.name) for each in dataclasses.fields(ServerSettings)}
     given["api_key"] = given["api_key"] or os.environ.get("FASTDECODE_API_KEY") or None
     settings = ServerSettings(**given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fastdecode.api.from_vllm import asks_for_nothing
 from fastdecode.core.errors import RequestError
 
 IGNORED = frozenset({
@@ -49,6 +50,7 @@ def check_fields(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """RequestError for a field that is not ``known`` and would change the answer, unless its value asks for nothing."""
     for name in sorted(REFUSED.keys() & body.keys() - set(known)):
         value = body[name]
-        asks_nothing = value in (None, "", [], {}) or value is False or value in _MEAN_NOTHING.get(name, ())
-        if not asks_nothing and not (name == "best_of" and value == body.get("n")):
+        if not asks_for_nothing(value, _MEAN_NOTHING.get(name, ())) and not (
+            name == "best_of" and value == body.get("n")
+        ):
             raise RequestError(f"{name} is not supported: {REFUSED[name]}")
