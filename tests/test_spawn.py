@@ -32,15 +32,30 @@ HOLD = """
     backend.open(contract.LAYOUT)
     contract.run(backend, contract.FIRST)
     print(*(worker.link.process.pid for worker in backend.workers), flush=True)
-    if {busy}:
+    if {how} == "busy":
         backend.begin_step(contract.plan([([(9, 0, 50, 1)], [])]))
     time.sleep(1000)
 """
+PREFILL_WORKERS = """
+    import threading, time
+    from fastdecode.cluster.prefill.connect import spawned_workers
+    from fastdecode.cluster.wire.handshake import Security
+
+    def start():
+        pool = spawned_workers(2, {{"model": "demo", "device": "cpu"}}, 1, [0], None, Security())
+        print(*(client.process_id for client in pool.clients), flush=True)
+        time.sleep(1000)
+
+    threading.Thread(target=start).start()
+"""
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_kill_9_of_the_parent_leaves_no_child_and_no_segment(busy: bool) -> None:
-    process = subprocess.Popen(script(HOLD.format(busy=busy)), stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("code", "how"), [(HOLD, "idle"), (HOLD, "busy"), (PREFILL_WORKERS, "starting")], ids=["idle", "busy", "thread"]
+)
+def test_kill_9_of_the_parent_leaves_no_child_and_no_segment(code: str, how: str) -> None:
+    """Whichever thread had started it."""
+    process = subprocess.Popen(script(code.format(how=repr(how))), stdout=subprocess.PIPE, text=True)
     children = [int(pid) for pid in process.stdout.readline().split()] if process.stdout else []
     assert len(children) == 2 and all(alive(pid) for pid in children)
     segments = segments_of([process.pid, *children])

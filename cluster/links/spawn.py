@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,15 +19,13 @@ from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.core.errors import BackendError
+from fastdecode.core.parent import parent_flags
 
 END_SECONDS = 10.0
 """How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""
 
 EXIT_SECONDS = 0.1
 """From the moment a process closes its socket to its end."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 class SpawnBackend(PoolBackend):
@@ -112,22 +108,12 @@ def _command(size: RWorkerSize, control: int, memory: int) -> list[str]:
     command += ["--threads", str(size.num_threads)]
     if size.cores:
         command += ["--cores", ",".join(map(str, sorted(set(size.cores))))]
-    if threading.current_thread() is threading.main_thread():
-        # Linux sends the signal when the thread that started the process ends; only the main thread is sure to last.
-        command += ["--parent", str(os.getpid())]
-    return command
+    return command + parent_flags()
 
 
 def _security_flags(key_file: str | None, security: str | None) -> list[str]:
     flags = ["--key-file", key_file] if key_file else []
     return [*flags, "--security", security] if security else flags
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when process ``parent``, which started it, ends in whatever way."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise BackendError(f"the S-worker, process {parent}, is gone already")
 
 
 def serve_parent(control: int, memory: int, host: Host, security: Security) -> None:

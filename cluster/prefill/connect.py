@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from fastdecode.cluster.links.tcp import connect
 from fastdecode.cluster.prefill.pool import PrefillClient, PrefillPool
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError
+from fastdecode.core.parent import parent_flags
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi_job import SWorkerRank
@@ -83,10 +83,8 @@ class _Spawned:
 
     def __init__(self, flags: Sequence[str]) -> None:
         command = [sys.executable, "-m", "fastdecode.cli.main", "prefill-worker", "--listen", "tcp://127.0.0.1:0"]
-        if threading.current_thread() is threading.main_thread():
-            command += ["--parent", str(os.getpid())]  # only the main thread is sure to last as long as the process
         self.process = subprocess.Popen(
-            [*command, *flags],
+            [*command, *parent_flags(), *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

@@ -31,6 +31,7 @@ from fastdecode.cli.flags import (
     say_mended,
 )
 from fastdecode.core.machine import usable_cores
+from fastdecode.core.parent import die_with
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi_job import PrefillRank
@@ -83,7 +84,6 @@ class _Setup:
 
 def run(args: argparse.Namespace) -> int:
     """Print the address and serve; SIGTERM ends the process with status 0, Ctrl-C with 130."""
-    from fastdecode.cluster.links.spawn import die_with
     from fastdecode.cluster.wire.handshake import read_security
 
     check_transport(args.transport, args.join)

@@ -26,6 +26,7 @@ from fastdecode.cli.flags import (
     say_mended,
 )
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.parent import die_with
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.tcp import Server
@@ -87,7 +88,7 @@ def _serve_parent(
     args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None
 ) -> int:
     """The S-worker has chosen the cores, and may have bound itself, and so this process, to others since."""
-    from fastdecode.cluster.links.spawn import die_with, serve_parent
+    from fastdecode.cluster.links.spawn import serve_parent
     from fastdecode.cluster.r_worker.host import take_host
     from fastdecode.cluster.wire.handshake import read_security
 

@@ -1,4 +1,4 @@
-"""The process of a rank that rank 0 starts: ``python -m fastdecode.tensor_parallel.process SETTINGS``, in JSON."""
+"""The process of a rank: ``python -m fastdecode.tensor_parallel.process SETTINGS PARENT`` (JSON, and its starter)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import signal
 import sys
 
 from fastdecode.api.config import EngineConfig
+from fastdecode.core.parent import die_with
 
 
 def main() -> None:
     """Serve rank 0; Ctrl-C is for that alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(int(sys.argv[2]))
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
     from fastdecode.tensor_parallel.ranks import begin_ranks
 

@@ -89,7 +89,7 @@ class Ranks:
             }
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._meeting.port}
             environment = os.environ | {name: str(value) for name, value in place.items()} | {"PYTHONSAFEPATH": "1"}
-            command = [sys.executable, "-m", "fastdecode.tensor_parallel.process", settings]
+            command = [sys.executable, "-m", "fastdecode.tensor_parallel.process", settings, str(os.getpid())]
             self._processes.append(
                 subprocess.Popen(
                     command,
