@@ -57,7 +57,7 @@ def measured_prefill_model(
     """
     alone = _alone(profile, 0)
     if not alone:
-        raise profile.lacks("no prefill workers (`calibrate --prefill` measures them)", [])
+        raise profile.lacks("no prefill workers", [], "`fastdecode calibrate --prefill` measures them")
     lengths, seconds = np.array(sorted(alone)), np.array([alone[n] for n in sorted(alone)])
     pairs = np.array([triangle_pairs(int(n), TILE_ROWS) for n in lengths])
     products, pair, once = fit_parts(np.stack([lengths, pairs, np.ones(len(lengths))], 1), seconds).tolist()

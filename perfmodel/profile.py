@@ -19,6 +19,12 @@ from fastdecode.perfmodel.stages import Contention, MeasuredSPart, RPart, Transp
 HERE = "here"
 """The R-workers of the S-worker's own machine, in ``RPartPoint.r_worker``: threads and processes alike."""
 
+MEASURED_BY_ALL = (
+    "`fastdecode calibrate` without --quick measures every KV dtype, KV heads in groups of 1, 4 and 8, and half and "
+    "all of the cores"
+)
+"""Says how a profile comes to what one of --quick lacks."""
+
 FORMAT_VERSION = 3
 """Version of the JSON. Version 1 knew nothing of prefill workers, version 2 nothing of ranks; both are still read."""
 
@@ -187,7 +193,8 @@ class HardwareProfile:
         """
         of_ranks = [point for point in self.s_part if point.tensor_parallel_size == num_ranks]
         if self.s_part and not of_ranks:
-            raise self.lacks(f"no S-part of {num_ranks} rank(s)", sorted(self.measured_rank_counts))
+            cure = f"`fastdecode calibrate --tensor-parallel-size {num_ranks}` measures them"
+            raise self.lacks(f"no S-part of {num_ranks} rank(s)", sorted(self.measured_rank_counts), cure)
         measured = sorted({point.threads for point in of_ranks})
         threads = threads or (measured[-1] if measured else 1)
         points = sorted((p for p in of_ranks if p.threads == threads), key=lambda point: point.batch_size)
@@ -281,11 +288,10 @@ class HardwareProfile:
         latency, per_byte = fit_parts(columns, np.array([max(point.seconds, 1e-9) for point in points])).tolist()
         return Transport(row_bytes, (1.0 / per_byte,) if per_byte else (), latency, overlapped)
 
-    def lacks(self, what: str, found: list) -> ProfileError:
-        """The error that names what is missing, and what there is."""
+    def lacks(self, what: str, found: list, cure: str = MEASURED_BY_ALL) -> ProfileError:
+        """The error that names what is missing, what there is, and the command that measures it."""
         return ProfileError(
-            f"the profile of {self.machine.host} has {what}; it has {', '.join(map(str, found)) or 'none'}: "
-            f"calibrate with that"
+            f"the profile of {self.machine.host} has {what}; it has {', '.join(map(str, found)) or 'none'}: {cure}"
         )
 
 

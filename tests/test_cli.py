@@ -18,6 +18,7 @@ from helpers import model_zoo
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.main import build_parser, main
+from fastdecode.cli.output import write_json
 from fastdecode.core.errors import ConfigError
 from fastdecode.llm import LLM
 from fastdecode.measure.dataset import WorkloadSpec
@@ -218,6 +219,19 @@ def test_ctrl_c_keeps_the_static_batches_that_ended(folder: str) -> None:
 def test_a_target_between_tokens_is_timed_within_a_small_cache(capfd: pytest.CaptureFixture[str]) -> None:
     sizes = ["--max-model-len", "256", "--kv-cache-memory", "2MiB", "--max-tokens", "2"]
     assert main(["generate", "hi", "--tbt-target", "5", *sizes]) == 0, capfd.readouterr().err
+
+
+def test_a_trace_that_cannot_be_written_takes_no_figures_with_it(
+    folder: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """/dev/full is a disk without room: the figures come first, then exit 1 and the name of the file."""
+    path = tmp_path / "out.json"
+    assert main(bench(folder, "--trace", "/dev/full", "--output-json", str(path))) == 1
+    out, err = capfd.readouterr()
+    assert "Throughput: " in out and json.loads(path.read_text())["num_requests"] == 6
+    assert "No space left on device: '/dev/full'" in err
+    with pytest.raises(OSError, match="/dev/full"):
+        write_json({}, "/dev/full")
 
 
 def test_trace_is_chromes_format(folder: str, tmp_path: Path) -> None:

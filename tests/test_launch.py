@@ -124,6 +124,15 @@ def test_prefill_workers_elsewhere_are_left_as_they_are(hostfile: Path, capsys: 
     assert "--prefill-workers spawn:1 --r-workers mpi" in text and "prefill-worker " not in text
 
 
+@pytest.mark.parametrize("words", [["bench", "throughput", "--help"], ["--", "bench", "throughput", "-h"]])
+def test_help_is_the_commands_and_starts_nothing(
+    words: list[str], hostfile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "--hostfile", str(hostfile), *words])
+    assert ended.value.code == 0 and "usage: fastdecode bench throughput" in capsys.readouterr().out
+
+
 def test_what_looks_like_a_flag_stays_a_prompt(hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, hostfile, "openmpi", "--", "generate", "--max-tokens", "2", "--", "-x prompt")
     assert "fastdecode generate --max-tokens 2 --r-workers mpi -- '-x prompt' " in text

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastdecode.cluster.routed_rows import transfer_seconds
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.metrics import StepRecord
+from fastdecode.core.metrics import MODEL, Event, Interval, StepRecord
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
+from fastdecode.measure.plots import typical_decode_step
 from fastdecode.measure.throughput_report import (
     ThroughputRun,
     breakdown,
@@ -298,8 +299,9 @@ def test_latencies() -> None:
 
 
 def test_r_workers_that_came_and_went_are_in_the_summary() -> None:
-    """One that is lost keeps its place, so that whatever comes after the first step has joined."""
-    steps = [STEP, replace(STEP, kv_loads=(60, 40, 0)), replace(STEP, kv_loads=(60, 0, 0, 40), lost_workers=1)]
+    """Two are there; a third joins; one is lost, in whose place a fourth joins; one of the three leaves."""
+    there = [replace(STEP, num_workers=number) for number in (2, 3, 2, 3, 2)]
+    steps = [*there[:2], replace(there[2], lost_workers=1), *there[3:]]
     report = throughput_report(ThroughputRun(2.0, OUTPUTS, steps), separate_cores=False)
     assert (report["joined_workers"], report["lost_workers"]) == (2, 1)
     assert "R-workers: 2 joined and 1 were lost during the run" in summary_lines(report)
@@ -315,7 +317,8 @@ def test_a_found_limit_that_was_not_kept_is_said(limit: int | None, exceeded: bo
 
 
 def test_the_whole_report() -> None:
-    prompt = replace(STEP, is_decode=False, num_tokens=60, num_output_tokens=1, kv_loads=(200, 100), wall_seconds=0.25)
+    prompt = replace(STEP, is_decode=False, num_tokens=65, num_output_tokens=6, kv_loads=(200, 100), wall_seconds=0.25)
+    prompt = replace(prompt, num_prompt_tokens=60)
     run = ThroughputRun(2.0, OUTPUTS, [prompt, STEP, replace(STEP, kv_loads=(80, 120))])
     run.kv_load_limit, run.statistics = 512, SchedulerStatistics(3, 96, 2)
     report = throughput_report(run, separate_cores=False)
@@ -333,7 +336,7 @@ def test_the_whole_report() -> None:
     assert lines[1].startswith(
         "Of decode time: S 50%, waiting for R 40%, host 10.0%   (R-worker busy 60%, transfer 5.0%"
     )
-    assert lines[2] == "Prefill: 60 tokens in 0.25 s"
+    assert lines[2] == "Prefill: 60 prompt tokens in 0.25 s of steps with prompts"
     assert lines[3] == "KV load: mean 200, peak 300 tokens per step, limit 512"
     assert lines[4] == "Prefix cache: 96 prompt tokens found for 3 requests; 2 preemptions"
     json.dumps(report)
@@ -375,7 +378,23 @@ def test_transfer_seconds(submitted: np.ndarray, busy_start: np.ndarray, busy_en
 def test_the_steady_part_is_from_one_output_after_the_first_start_to_the_last_start() -> None:
     """Ten steps of a second; starts in steps 1, 4 and 7, outputs of 3 tokens: steps 4 to 7."""
     steps = [
-        StepRecord(True, True, 2, 2, (10 * i, 0), 1.0, 1.0, 0.0, 0.0, (3.0, 1.0), (0.0, 0.0), 0, 0, int(i in (1, 4, 7)))
+        StepRecord(
+            True,
+            True,
+            2,
+            2,
+            (10 * i, 0),
+            1.0,
+            1.0,
+            0.0,
+            0.0,
+            (3.0, 1.0),
+            (0.0, 0.0),
+            0,
+            0,
+            int(i in (1, 4, 7)),
+            num_workers=2,
+        )
         for i in range(10)
     ]
     found = steady_figures(steps, 3.0, 77)
@@ -384,3 +403,19 @@ def test_the_steady_part_is_from_one_output_after_the_first_start_to_the_last_st
         "imbalance_max": 1.5,
     }  # fmt: skip
     assert steady_figures(steps[:2], 3.0, None)["seconds"] == 0.0
+
+
+def test_the_step_that_is_drawn_overlaps() -> None:
+    """Steps that ``--measure-overlap`` runs without overlap are longer, and not what the picture says."""
+    seconds = (1.0, 2.0, 3.0, 9.0, 9.0, 9.0, 4.0)
+    steps = [[Event(0, Interval(MODEL, 0, 0, 0.0, each))] for each in seconds]
+    records = [replace(STEP, overlapped=each < 9) for each in seconds]
+    assert typical_decode_step(steps, records) is steps[2]
+    assert typical_decode_step(steps, [replace(STEP, is_decode=False)] * 7) is steps[6]
+
+
+def test_places_of_lost_r_workers_are_not_idle_r_workers() -> None:
+    """Of three places two have an R-worker, with 3 and 1 seconds: 1.5 times their mean, and not 2.25."""
+    lost = replace(STEP, r_seconds=(3.0, 0.0, 1.0), num_workers=2, num_starts=1)
+    idle = replace(lost, num_workers=3)
+    assert [steady_figures([step], 0.0, None)["imbalance"] for step in (lost, idle)] == [1.5, 2.25]

@@ -61,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
             _time_batches(llm, args, latencies)
         except KeyboardInterrupt as stop:
             interrupted = stop
-    if latencies:
-        report = latency_report(latencies)
-        print(*latency_lines(report), sep="\n", flush=True)
-        write_json(report, args.output_json)
+        if latencies:  # before the engine closes, which fails where its trace cannot be written
+            report = latency_report(latencies)
+            print(*latency_lines(report), sep="\n", flush=True)
+            write_json(report, args.output_json)
     if interrupted:
         raise interrupted
     return 0

@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
         with progress_bar(None, "window") as bar:
             found = measure_perplexity(engine, text, args.window, bar.update)
         kv_dtype = engine.s_model.layout.kv_dtype
+        print(
+            f"Perplexity: {found.perplexity:.4f} per token over {found.num_tokens} tokens, "
+            f"{found.bits_per_byte:.4f} bits per byte (KV cache {kv_dtype})"
+        )
+        write_json(asdict(found) | {"kv_cache_dtype": kv_dtype}, args.output_json)
     finally:
         engine.close()
-    print(
-        f"Perplexity: {found.perplexity:.4f} per token over {found.num_tokens} tokens, "
-        f"{found.bits_per_byte:.4f} bits per byte (KV cache {kv_dtype})"
-    )
-    write_json(asdict(found) | {"kv_cache_dtype": kv_dtype}, args.output_json)
     return 0
 
 

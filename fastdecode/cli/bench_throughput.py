@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fastdecode.core.metrics import Tracer
     from fastdecode.measure.throughput_report import ThroughputRun
 
-Outcome: TypeAlias = tuple[dict[str, Any], KeyboardInterrupt | None, Iterator[str]]
-"""The report, what ended the run early, and its pictures, each drawn when its line is asked for."""
+Outcome: TypeAlias = tuple[dict[str, Any], BaseException | None, Iterator[str]]
+"""The report, what is to be raised after it, and its pictures, each drawn when its line is asked for."""
 
 
 def add_command(commands: Any) -> None:
@@ -83,7 +83,7 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
 
     engine = LLMEngine(config)
     run, tracer = ThroughputRun(), None
-    interrupted: KeyboardInterrupt | None = None
+    interrupted: BaseException | None = None
     try:
         model = engine.s_model
         items = make_workload(
@@ -97,7 +97,10 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
     except KeyboardInterrupt as stop:
         interrupted = stop
     finally:
-        engine.close()
+        try:
+            engine.close()
+        except OSError as unwritten:  # of the trace, beside which the figures must not be lost
+            interrupted = interrupted or unwritten
     report = throughput_report(run, config.separate_cores)
     if "num_hidden_layers" in config.hf_overrides and run.steps:
         report["estimated_full_model"] = _full_model(config, report)
@@ -110,7 +113,7 @@ def _pictures(args: argparse.Namespace, run: ThroughputRun, tracer: Tracer | Non
 
     if tracer:
         steps = tracer.steps[-len(run.steps) :]
-        plot_timeline(typical_decode_step(steps, [step.is_decode for step in run.steps]), args.plot_timeline)
+        plot_timeline(typical_decode_step(steps, run.steps), args.plot_timeline)
         yield f"Timeline of one decode step: {args.plot_timeline}"
     if args.plot_steps:
         plot_steps(run.steps, run.kv_load_limit, args.plot_steps)

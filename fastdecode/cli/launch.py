@@ -51,7 +51,12 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print, or start and return the job's exit status."""
+    """Print, or start and return the job's exit status; --help among the S-worker's flags prints that command's."""
+    command, _ = _command(args)
+    if {"-h", "--help"} & set(command):
+        from fastdecode.cli.main import main
+
+        return main(command)
     hosts = read_hostfile(args.hostfile)
     job = _job(args, hosts)
     found = None if args.print and args.format else find_mpiexec()
@@ -72,15 +77,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace, hosts: list[HostSlots]) -> lines.JobShape:
     s_host, r_hosts = split_roles(hosts)
-    command = args.command[args.command[:1] == ["--"] :] or ["bench", "throughput"]
-    end = command.index("--") if "--" in command else len(command)
+    command, rest = _command(args)
     if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
         raise ConfigError(f"threads must be from 1 to {MAX_THREADS}, not {args.threads}")
     if args.kv_cache_memory is not None:
         parse_kv_cache_memory(args.kv_cache_memory)
-    if any(each.partition("=")[0] == "--r-workers" for each in command):
+    if any(each.partition("=")[0] == "--r-workers" for each in (*command, *rest)):
         raise ConfigError("launch: --r-workers is what launch adds; leave it out of the S-worker's command")
-    words, num_prefill_workers = _without_ranks(command[:end])
+    words, num_prefill_workers = _without_ranks(command)
     r_hosts, p_hosts = lines.take_last(r_hosts, num_prefill_workers)
     given = (("--kv-cache-memory", args.kv_cache_memory), ("--threads", args.threads))
     r_flags = "".join(f" {flag} {shlex.quote(str(value))}" for flag, value in given if value is not None)
@@ -89,10 +93,17 @@ def _job(args: argparse.Namespace, hosts: list[HostSlots]) -> lines.JobShape:
         r_hosts,
         shlex.join(["fastdecode", *words]),
         r_flags,
-        s_rest=_quoted(command[end:]),
+        s_rest=_quoted(rest),
         p_hosts=p_hosts,
         p_flags=_quoted(model_words(words)) if p_hosts else "",
     )
+
+
+def _command(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the S-worker's command, and the "--" in it with all that follows, which are no flags."""
+    command = args.command[args.command[:1] == ["--"] :] or ["bench", "throughput"]
+    end = command.index("--") if "--" in command else len(command)
+    return command[:end], command[end:]
 
 
 def _without_ranks(words: list[str]) -> tuple[list[str], int]:

@@ -201,8 +201,9 @@ def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: 
         return profile.measured_s_part(shape=shape, num_ranks=num_ranks)
     if not args.rank_link:
         raise profile.lacks(
-            f"no S-part of {num_ranks} ranks (or give --rank-link, and all-reduces over it are added to a part of one "
-            f"rank's)", sorted(profile.measured_rank_counts)
+            f"no S-part of {num_ranks} ranks", sorted(profile.measured_rank_counts),
+            f"`fastdecode calibrate --tensor-parallel-size {num_ranks}` measures them; or give --rank-link, and "
+            f"all-reduces over it are added to a part of one rank's",
         )  # fmt: skip
     group = RankGroup(num_ranks, network_peer_link(parse_link(args.rank_link)))
     return RankSPart(profile.measured_s_part(shape=shape).times(1 / num_ranks, 1 / num_ranks), shape, group)

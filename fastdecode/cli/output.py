@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, naming
 
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
@@ -43,7 +43,8 @@ def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> 
 def write_json(figures: Any, path: str | None) -> None:
     """Write ``figures`` as JSON, where a path was given; OSError where the disk is full."""
     if path:
-        Path(path).write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+        with naming(path):
+            Path(path).write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
 
 
 def progress_bar(total: int | None, unit: str, **options: Any) -> tqdm:

@@ -75,3 +75,13 @@ def interrupts_deferred() -> Iterator[None]:
         _signal.signal(_signal.SIGINT, handler)
         if received and callable(handler):
             handler(*received[0])
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Have an OSError name the file at ``path``: that of a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fastdecode.core.errors import naming
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
 
@@ -77,7 +78,8 @@ class StepRecord:
 
     ``kv_loads`` (KV tokens attended), ``r_seconds`` and ``transfer_seconds`` are per R-worker.
     ``num_starts``: requests that began in this step for the first time. ``num_copies``: sequences with one copy and
-    with two after it.
+    with two after it. ``num_prompt_tokens``: prompts' part of ``num_tokens``. ``num_workers``: R-workers that were
+    there after it; those that are lost keep their place in the tuples until another takes it.
     """
 
     is_decode: bool
@@ -95,6 +97,8 @@ class StepRecord:
     lost_workers: int = 0
     num_starts: int = 0
     num_copies: tuple[int, int] = (0, 0)
+    num_prompt_tokens: int = 0
+    num_workers: int = 1
 
     @property
     def kv_load(self) -> int:
@@ -109,8 +113,8 @@ def step_record(
     num_output_tokens: int,
     overlapped: bool,
 ) -> StepRecord:
-    """Put together what the scheduler planned, the R-workers reported and the clock counted for one step; the number
-    of copies is the scheduler's to add."""
+    """Put together what the scheduler planned, the R-workers reported and the clock counted for one step; the numbers
+    of copies and of R-workers are the scheduler's to add."""
     return StepRecord(
         is_decode=step.is_decode,
         overlapped=overlapped,
@@ -126,6 +130,7 @@ def step_record(
         kv_bytes_read=sum(worker.bytes_read for worker in report.workers),
         lost_workers=len(report.lost),
         num_starts=step.num_starts,
+        num_prompt_tokens=step.num_prompt_rows,
     )
 
 
@@ -160,7 +165,8 @@ class Tracer:
             for lane in lanes
         ]
         trace = {"traceEvents": names + [_chrome_event(event) for event in events], "displayTimeUnit": "ms"}
-        Path(path).write_text(json.dumps(trace))
+        with naming(path):
+            Path(path).write_text(json.dumps(trace))
 
 
 def lane_name(lane: int) -> str:

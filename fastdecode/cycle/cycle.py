@@ -184,7 +184,9 @@ class Cycle(Generic[T]):
         wait_seconds = record.wait_seconds - sum(each.wait_seconds for each in self.companions)
         self.scheduler.observe(step, s_seconds, wait_seconds, record.r_seconds)
         if self.on_step:
-            self.on_step(replace(record, num_copies=self.scheduler.store.residents.num_copies))
+            store = self.scheduler.store
+            there = len(store.workers.present)
+            self.on_step(replace(record, num_copies=store.residents.num_copies, num_workers=there))
 
     def _forget_prompts_that_left(self) -> None:
         """Of prompts that were preempted the S-worker keeps nothing: others count on the scratch."""

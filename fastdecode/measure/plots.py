@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastdecode.core.errors import naming
 from fastdecode.core.metrics import HOST, MODEL, R_BUSY, WAIT, Event, StepRecord, lane_name, mini_batch_name
 from fastdecode.perfmodel.gpu_only import GpuOnly
 from fastdecode.perfmodel.planner import Planner
@@ -35,14 +36,16 @@ def _picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
     figure, axes = pyplot.subplots(*grid, layout="constrained", **options)
     try:
         yield axes
-        figure.savefig(path, dpi=120)
+        with naming(path):
+            figure.savefig(path, dpi=120)
     finally:
         pyplot.close(figure)
 
 
-def typical_decode_step(steps: Sequence[Sequence[Event]], is_decode: Sequence[bool]) -> Sequence[Event]:
-    """The decode step (after the first) whose duration is the median one; any step when there is none."""
-    decode = [step for step, decodes in zip(steps, is_decode, strict=True) if decodes][1:] or list(steps)
+def typical_decode_step(steps: Sequence[Sequence[Event]], records: Sequence[StepRecord]) -> Sequence[Event]:
+    """The overlapped decode step (after the first) whose duration is the median one; any step when there is none."""
+    typical = [step for step, record in zip(steps, records, strict=True) if record.is_decode and record.overlapped]
+    decode = typical[1:] or list(steps)
     median = statistics.median_low([_end(step) - _start(step) for step in decode])
     return next(step for step in decode if _end(step) - _start(step) == median)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
         "output_tokens_per_second": _rate(output_tokens, seconds),
         "prefill": {
             "seconds": sum(step.wall_seconds for step in with_prompt),
-            "tokens": sum(step.num_tokens for step in with_prompt),
+            "tokens": sum(step.num_prompt_tokens for step in with_prompt),
         },
         "decode": decode_figures([step for step in decode if step.overlapped]),
         "breakdown": breakdown(decode, separate_cores),
@@ -112,14 +112,15 @@ def steady_figures(
 ) -> dict[str, float | int | None]:
     """From one mean output length (tokens, so steps) after the first start until the last request has started.
 
-    ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's, ``imbalance_max`` of the
-    most uneven step. Zeros where the run has no such steps: all requests started at once.
+    ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's, of those that are there;
+    ``imbalance_max`` of the most uneven step. Zeros where the run has no such steps: all requests started at once.
     """
     starts = [index for index, step in enumerate(steps) if step.num_starts]
     first, last = (starts[0] + round(mean_output_len), starts[-1]) if starts else (0, -1)
     steady = steps[first : last + 1]
     seconds = sum(step.wall_seconds for step in steady)
-    uneven = [max(each) / float(np.mean(each)) for each in (step.r_seconds for step in steady) if sum(each) > 0]
+    busy = [(step.r_seconds, max(step.num_workers, sum(map(bool, step.r_seconds)))) for step in steady]
+    uneven = [max(each) * there / sum(each) for each, there in busy if sum(each) > 0]
     return {
         "seconds": seconds,
         "tokens_per_second": _rate(sum(step.num_output_tokens for step in steady), seconds),
@@ -158,7 +159,8 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
     if parts and parts["overlap_gain"]:
         yield f"Overlap gain: {parts['overlap_gain']:.2f} x the speed of the same steps one mini-batch after the other"
     if report["prefill"]["tokens"]:
-        yield f"Prefill: {report['prefill']['tokens']} tokens in {report['prefill']['seconds']:.2f} s"
+        prefill = report["prefill"]
+        yield f"Prefill: {prefill['tokens']} prompt tokens in {prefill['seconds']:.2f} s of steps with prompts"
     if (load := report.get("kv_load")) and load["peak_tokens"]:
         limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""
         if limit and load["peak_tokens"] > RIPPLE * load["limit_tokens"]:
@@ -166,7 +168,8 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
         yield f"KV load: mean {load['mean_tokens']:.0f}, peak {load['peak_tokens']} tokens per step{limit}"
     if (steady := report.get("steady")) and steady["seconds"]:
         yield (
-            f"Steady: {steady['tokens_per_second']:.1f} tokens/s over {steady['seconds']:.4g} s, mean KV load "
+            f"Steady: {steady['tokens_per_second']:.1f} output tokens/s beside prompts, a mean output length after "
+            f"the first start to the last one, {steady['seconds']:.4g} s; mean KV load "
             f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f} "
             f"(at most {steady['imbalance_max']:.3f})"
         )
@@ -200,8 +203,8 @@ def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
 
 
 def _joined_workers(steps: Sequence[StepRecord]) -> int:
-    """R-workers that came after the first step; the last lost ones keep their place in a step's record."""
-    return len(steps[-1].kv_loads) - len(steps[0].kv_loads) if steps else 0
+    """R-workers that came after the first step, in places of lost ones or in new ones."""
+    return sum(max(0, now.num_workers - last.num_workers + now.lost_workers) for last, now in pairwise(steps))
 
 
 def _two_copies_share(steps: Sequence[StepRecord]) -> float | None:

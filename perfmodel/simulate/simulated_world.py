@@ -157,6 +157,7 @@ class SimulatedWorld:
             kv_bytes_read=round(self.machine.kv_bytes_per_token * sum(kv_loads)),
             lost_workers=len(report.lost),
             num_starts=step.num_starts,
+            num_prompt_tokens=step.num_prompt_rows,
         )
 
     def _newcomer(self, worker: int) -> JoinedWorker:

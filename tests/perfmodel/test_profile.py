@@ -108,8 +108,14 @@ def test_what_it_lacks_is_named() -> None:
         found.measured_r_part("float16", 4)
     with pytest.raises(ProfileError, match=r"no S-part with 2 thread\(s\); it has 1"):
         found.measured_s_part(2)
-    with pytest.raises(ProfileError, match="no anchor 's' with 2"):
+    with pytest.raises(
+        ProfileError, match=r"no anchor 's' with 2.*`fastdecode calibrate` without --quick measures every"
+    ):
         found.anchor_seconds("s", 2)
+    with pytest.raises(
+        ProfileError, match=r"no S-part of 4 rank\(s\).*`fastdecode calibrate --tensor-parallel-size 4`"
+    ):
+        found.measured_s_part(num_ranks=4)
 
 
 def test_a_deployment_by_hand() -> None:
