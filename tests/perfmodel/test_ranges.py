@@ -86,7 +86,7 @@ def imbalance(steps: list[StepRecord], num_sequences: int) -> float:
 
 @pytest.mark.parametrize("num_r_workers", [2, 8])
 def test_a_long_sequence_beside_short_ones_is_shared(num_r_workers: int) -> None:
-    """The live scheduler: 32,768 tokens beside 64 times 512 (`benchmarks/long_sequence.py` has more)."""
+    """The live scheduler: 32,768 tokens beside 64 times 512."""
     limits = Limits(
         max_num_seqs=65, max_num_batched_tokens=8192, num_mini_batches=2, scratch_tokens=1 << 40, max_model_len=40000,
         block_size=32, num_blocks=(1 << 20,) * num_r_workers, bandwidths=(1.0,) * num_r_workers, prefix_caching=False,
