@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class Newcomers:
-    """R-workers that have joined and wait until the pool admits them; none where nothing listens for them."""
+    """R-workers that have joined and wait until the pool admits them."""
 
-    def __init__(self, listener: JoinListener | None = None) -> None:
+    def __init__(self, listener: JoinListener) -> None:
         """``listener`` is closed with this."""
         self._listener = listener
         self._waiting: list[Joined] = []
@@ -29,13 +29,12 @@ class Newcomers:
 
     def open(self, layout: KVLayout) -> None:
         """From now on joining R-workers are opened for ``layout``."""
-        if self._listener:
-            self._listener.open(layout)
+        self._listener.open(layout)
 
     @property
     def num_waiting(self) -> int:
         """R-workers that have joined and were not admitted yet; never waits."""
-        self._waiting += self._listener.joined() if self._listener else []
+        self._waiting += self._listener.joined()
         return len(self._waiting)
 
     def take(self, most: int | None = None) -> list[Joined]:
@@ -51,20 +50,18 @@ class Newcomers:
     def forget(self, name: str) -> None:
         """The R-worker ``name`` is gone, and may join again."""
         self._asked_to_leave.discard(name)
-        if self._listener:
-            self._listener.forget(name)
+        self._listener.forget(name)
 
     def dismiss(self, name: str) -> None:
         """The R-worker ``name`` was let go; it may join again only where its process ends, since it asked for that."""
         has_asked = name in self._asked_to_leave
         self.forget(name)
-        if self._listener and not has_asked:
+        if not has_asked:
             self._listener.dismissed(name)
 
     def close(self) -> None:
         """Close the listener and those that wait; may be called twice."""
-        if self._listener:
-            self._listener.close()
+        self._listener.close()
         for joined in self._waiting:
             joined.worker.close()
         self._waiting = []

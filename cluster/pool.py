@@ -43,7 +43,8 @@ class PoolBackend:
         self.workers = list(workers)
         self.joined: deque[str] = deque(maxlen=MOST_NAMES)
         self.join_listener: JoinListener | None = None
-        self._newcomers, self._arithmetic = Newcomers(), Arithmetic()
+        self._newcomers: Newcomers | None = None
+        self._arithmetic = Arithmetic()
         self._lost: list[int] = []
         self._layout = KVLayout((), "float32", "float32")
         self._rows: list[RoutedRows] = []
@@ -65,7 +66,8 @@ class PoolBackend:
             raise
         self._blocks = {index: (info.num_blocks, info.num_blocks) for index, info in enumerate(infos)}
         self._arithmetic.add(infos)
-        self._newcomers.open(layout)
+        if self._newcomers:
+            self._newcomers.open(layout)
         return infos
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -138,10 +140,12 @@ class PoolBackend:
     @property
     def num_newcomers(self) -> int:
         """R-workers that have joined and were not admitted yet."""
-        return self._newcomers.num_waiting
+        return self._newcomers.num_waiting if self._newcomers else 0
 
     def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
         """See ``AttentionBackend.admit``; ``most`` of them, the others another time."""
+        if self._newcomers is None:
+            return {}
         infos = {}
         for number, joined in enumerate(self._newcomers.take(most)):
             index = vacant[number] if number < len(vacant) else len(self.workers)
@@ -153,15 +157,21 @@ class PoolBackend:
         return infos
 
     def dismiss(self, worker: int) -> None:
-        self._newcomers.dismiss(self._replace(worker))
+        name = self._replace(worker)
+        if self._newcomers:
+            self._newcomers.dismiss(name)
 
     def give_up(self, worker: int) -> None:
-        """Between steps: forget R-worker ``worker`` and what it holds; it may join anew."""
-        if not isinstance(self.workers[worker], LostWorker):
-            self._newcomers.forget(self._replace(worker))
+        """Forget R-worker ``worker`` and what it holds; it may join anew."""
+        if isinstance(self.workers[worker], LostWorker):
+            return
+        name = self._replace(worker)
+        if self._newcomers:
+            self._newcomers.forget(name)
 
     def close(self) -> None:
-        self._newcomers.close()
+        if self._newcomers:
+            self._newcomers.close()
         for worker in self.workers:
             worker.close()
         self.workers = []
@@ -185,7 +195,7 @@ class PoolBackend:
         """
         if not isinstance(error, WorkerLostError):
             raise _refusal(self.workers[index], refused, error) from error
-        self._newcomers.forget(self._replace(index))
+        self.give_up(index)
         self._lost.append(index)
         if all(isinstance(worker, LostWorker) for worker in self.workers):
             raise WorkerLostError(f"{error}, and no other R-worker is left") from error
@@ -208,7 +218,7 @@ class PoolBackend:
         except FAILURES as error:
             self._failed(index, "the end of the step", error)
             times = self.workers[index].ended()  # of the LostWorker in its place
-        if times.leaving:
+        if times.leaving and self._newcomers:
             self._newcomers.asks_to_leave(self.workers[index].name)
         num_blocks = self._blocks[index][0]
         self._blocks[index] = (num_blocks, min(times.blocks_free, num_blocks))

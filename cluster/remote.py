@@ -27,13 +27,11 @@ from fastdecode.cluster.wire.messages import (
     Hello,
     Welcome,
     decode_refusal,
-    decode_report,
     decode_welcome,
     encode_hello,
-    encode_plan,
     fingerprint,
 )
-from fastdecode.cluster.wire.payload import PayloadSlots, row_counts
+from fastdecode.cluster.wire.payload import PayloadSlots, decode_report, encode_plan, row_counts
 from fastdecode.core.errors import BackendError, CapacityError, FrameError, WorkerLostError, interrupts_deferred
 from fastdecode.core.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
@@ -285,7 +283,8 @@ class _Losses:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, ConnectionError | FrameError):
-            raise self._worker._lose(str(error)) from error
+            link = self._worker.link
+            raise self._worker._lose(link.give_up(error) if link else str(error)) from error
 
 
 def _has_own_cores(welcome: Welcome) -> bool:

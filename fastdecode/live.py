@@ -156,11 +156,6 @@ class LiveWorld:
         self._prefills = prefills
         self._ranks = ranks
 
-    @property
-    def kept_prompts(self) -> Sequence[int]:
-        """See ``World``."""
-        return self.s_worker.prompts.sequence_ids
-
     def now(self) -> float:
         """Seconds of ``time.perf_counter``."""
         return time.perf_counter()
@@ -218,7 +213,7 @@ class LiveWorld:
 
     def forget(self, sequence_id: int) -> None:
         """See ``World``."""
-        if self._ranks and self.kept_prompts:
+        if self._ranks and self.s_worker.prompts.sequence_ids:
             self._ranks.forget(sequence_id)
         self.s_worker.forget(sequence_id)
 

@@ -17,7 +17,7 @@ import numpy as np
 from fastdecode.cluster.links import shared_memory
 from fastdecode.cluster.prefill import messages as prefill
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
-from fastdecode.cluster.wire import frames, handshake, messages
+from fastdecode.cluster.wire import frames, handshake, messages, payload
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
 from fastdecode.core.errors import CapacityError, FrameError
@@ -102,13 +102,13 @@ def prefill_answers(data: bytes) -> None:
 def plan(data: bytes) -> None:
     """A plan is its bytes, all of them."""
     with suppress(FrameError):
-        _require(messages.encode_plan(messages.decode_plan(data)) == data)
+        _require(payload.encode_plan(payload.decode_plan(data)) == data)
 
 
 def report(data: bytes) -> None:
     """A report is its bytes, all of them."""
     with suppress(FrameError):
-        _require(messages.encode_report(messages.decode_report(data, 2, 3)) == data)
+        _require(payload.encode_report(payload.decode_report(data, 2, 3)) == data)
 
 
 def gate(data: bytes) -> None:
@@ -236,8 +236,8 @@ SEEDS: dict[str, list[bytes]] = {
     "join": [messages.encode_join("10.0.0.1:5580"), messages.encode_join("*:1"), b"\x01" + bytes(40)],
     "prompt": [bytes(32) + prefill.encode(PROMPT), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
     "prefill-answers": [prefill.encode(PREFILL_WELCOME), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
-    "plan": [messages.encode_plan(PLAN), struct.pack("<QQ", 0, 0)],
-    "report": [messages.encode_report(REPORT)],
+    "plan": [payload.encode_plan(PLAN), struct.pack("<QQ", 0, 0)],
+    "report": [payload.encode_report(REPORT)],
     "gate": [bytes(200), bytes(range(256))],
     "stream": [HEADER + bytes(60), HEADER + bytes(60) + HEADER],
     "lying-stream": [bytes(300), bytes(range(256))],

@@ -21,7 +21,7 @@ from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.r_worker import kv_port, session
 from fastdecode.cluster.r_worker.host import Host, RWorkerSize, make_rworker
 from fastdecode.cluster.remote import RemoteWorker
-from fastdecode.cluster.wire import messages
+from fastdecode.cluster.wire import messages, payload
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
 from fastdecode.core.errors import BackendError, CapacityError, FrameError
@@ -162,7 +162,7 @@ class SessionRun:
             for each in spans
         ]
         arrays = tuple(np.array(each, SPAN) for each in spans)
-        return self._frame(Kind.PLAN, messages.encode_plan(WorkerPlan(np.array(controls, CONTROL), arrays)))
+        return self._frame(Kind.PLAN, payload.encode_plan(WorkerPlan(np.array(controls, CONTROL), arrays)))
 
     def _span(self) -> tuple[int, int, int, int]:
         sequence_id = self._id()
@@ -352,7 +352,7 @@ class AnswersRun:
             return messages.encode_refusal(provider.PickValueInList(["capacity", "refused", "frame"]), "no")
         if kind is Kind.REPORT:
             busy = np.frombuffer(provider.ConsumeBytes(32).ljust(32, b"\0")).reshape(2, 1, 2)
-            return messages.encode_report(WorkerReport(busy[0], busy[1], 0.0, 1, provider.ConsumeIntInRange(-2, 100)))
+            return payload.encode_report(WorkerReport(busy[0], busy[1], 0.0, 1, provider.ConsumeIntInRange(-2, 100)))
         if kind is Kind.EXPORTED:
             return messages.NUM_BYTES.pack(provider.ConsumeIntInRange(-4, 400))
         sizes = {

@@ -98,7 +98,8 @@ class MiniBatchForward:
         num_rows = self.packed.num_rows
         q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
         self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
-        prompts = self._prompts.attend(self.layer, self.mini_batch, q, k, v, self.packed.prompt_rows)
+        here = self.packed.prompt_rows
+        prompts = self._prompts.attend(self.layer, self.mini_batch, q, k, v, here) if here else []
         self.layer += 1
         remote: torch.Tensor = self.own_greenlet.parent.switch()
         return self._assemble(remote.view(q.dtype), prompts, len(q))

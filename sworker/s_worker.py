@@ -122,6 +122,8 @@ class SWorker:
             return self._run_here(step, forwards, overlap)
 
     def _run_here(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool) -> list[torch.Tensor]:
+        if step.is_decode:
+            return self.pipeline.run(forwards, overlap)
         try:
             self.prompts.begin_step(step.mini_batches)
             logits = self.pipeline.run(forwards, overlap)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.remote import NUM_PINGS, RemoteWorker
-from fastdecode.cluster.wire import messages
+from fastdecode.cluster.wire import messages, payload
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.payload import PayloadSlots, RowCounts, aligned_memory
 from fastdecode.core.errors import FrameError, WorkerLostError
@@ -240,23 +240,23 @@ def test_a_plan_is_read_as_it_was_written() -> None:
         np.array([(1, 2, 3, 4)] * 2, CONTROL),
         (np.array([(1, 2, 3, 1)] * 3, SPAN), np.zeros(0, SPAN), np.array([(7, 0, 1, 0)], SPAN)),
     )
-    found = messages.decode_plan(bytearray(messages.encode_plan(plan)))
+    found = payload.decode_plan(bytearray(payload.encode_plan(plan)))
     assert found.controls.tobytes() == plan.controls.tobytes()
     assert [spans.tobytes() for spans in found.mini_batches] == [spans.tobytes() for spans in plan.mini_batches]
     empty = WorkerPlan(np.zeros(0, CONTROL), ())
-    assert messages.decode_plan(messages.encode_plan(empty)).mini_batches == ()
+    assert payload.decode_plan(payload.encode_plan(empty)).mini_batches == ()
 
 
 @given(st.data())
 def test_a_changed_plan_is_read_or_refused(data: st.DataObject) -> None:
     plan = WorkerPlan(np.array([(1, 2, 3, 4)], CONTROL), (np.array([(1, 2, 3, 1)] * 2, SPAN),))
-    encoded = bytearray(messages.encode_plan(plan))
+    encoded = bytearray(payload.encode_plan(plan))
     for _ in range(data.draw(st.integers(1, 3))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
     cut = encoded[: data.draw(st.integers(0, len(encoded)))]
     for each in (encoded, cut):
         try:
-            messages.decode_plan(each)
+            payload.decode_plan(each)
         except FrameError:
             continue
 
@@ -270,11 +270,11 @@ def test_any_bytes_are_refused_by_every_reader(data: bytes) -> None:
 
 def test_a_report_is_read_as_it_was_written() -> None:
     times = WorkerReport(np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) + 1, 0.0, 123, 45, leaving=True)
-    found = messages.decode_report(messages.encode_report(times), 2, 3)
+    found = payload.decode_report(payload.encode_report(times), 2, 3)
     assert (found.bytes_read, found.blocks_free, found.leaving) == (123, 45, True)
     assert found.busy_start.tolist() == times.busy_start.tolist() and found.busy_end.tolist() == times.busy_end.tolist()
     with pytest.raises(FrameError, match="120 bytes, not 88"):
-        messages.decode_report(messages.encode_report(times), 1, 4)
+        payload.decode_report(payload.encode_report(times), 1, 4)
     for bad in (
         WorkerReport(times.busy_start, times.busy_end, 0.0, -1, 45),
         WorkerReport(times.busy_start, times.busy_end, 0.0, 123, -1),
@@ -282,7 +282,7 @@ def test_a_report_is_read_as_it_was_written() -> None:
         WorkerReport(times.busy_start + np.inf, times.busy_end, 0.0, 123, 45),
     ):
         with pytest.raises(FrameError, match="times that are not finite"):
-            messages.decode_report(messages.encode_report(bad), 2, 3)
+            payload.decode_report(payload.encode_report(bad), 2, 3)
 
 
 @pytest.mark.parametrize(

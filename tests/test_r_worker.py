@@ -35,7 +35,8 @@ from helpers.sessions import (
 from fastdecode.cli.main import main
 from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.wire.frames import Kind
-from fastdecode.cluster.wire.messages import Hello, encode_hello, encode_plan
+from fastdecode.cluster.wire.messages import Hello, encode_hello
+from fastdecode.cluster.wire.payload import encode_plan
 from fastdecode.core.errors import BackendError, ConfigError, WorkerLostError
 from fastdecode.core.types import SPAN, KVLayout, StepPlan, WorkerPlan
 

@@ -93,6 +93,10 @@ class Link(Conversation):
             for array, place in zip(arrays, self._slots.views(frame.mini_batch, frame.layer)[3:], strict=False):
                 np.copyto(array, place)
 
+    def give_up(self, error: Exception) -> str:
+        """The other end is lost, as ``error`` shows; return the reason."""
+        return str(error)
+
     def close(self) -> None:
         """May be called twice."""
         self.channel.close()

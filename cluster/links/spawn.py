@@ -10,14 +10,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from fastdecode.cluster.links.shared_memory import SharedMemoryLink, SilenceError, make_memory
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.r_worker.host import Host, RWorkerSize
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.remote import RemoteWorker
-from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.parent import parent_flags
 
@@ -66,20 +64,6 @@ class _SpawnedLink(SharedMemoryLink):
                 start_new_session=True,  # Ctrl-C must reach the S-worker alone, which then sends BYE
             )
 
-    def receive(self, timeout_seconds: float) -> Frame | None:
-        """See ``Conversation.receive``; the error says how the process ended. A lost process is killed."""
-        try:
-            return super().receive(timeout_seconds)
-        except ConnectionError as error:
-            raise self._gone(error) from None
-
-    def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
-        """See ``Conversation.send``; errors as of ``receive``."""
-        try:
-            super().send(kind, *parts, mini_batch=mini_batch, layer=layer)
-        except ConnectionError as error:
-            raise self._gone(error) from None
-
     def close(self) -> None:
         """See ``Link.close``; the process ends when it sees its socket close."""
         super().close()
@@ -89,10 +73,11 @@ class _SpawnedLink(SharedMemoryLink):
         self.process.kill()
         self.process.wait()
 
-    def _gone(self, error: ConnectionError) -> ConnectionError:
+    def give_up(self, error: Exception) -> str:
+        """See ``Link.give_up``: says how the process ended, and kills one that goes on."""
         how_it_ended = "" if isinstance(error, SilenceError) else self._how_it_ended()
         self.process.kill()
-        return ConnectionError(how_it_ended or str(error))
+        return how_it_ended or str(error)
 
     def _how_it_ended(self) -> str:
         try:

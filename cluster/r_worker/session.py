@@ -29,13 +29,11 @@ from fastdecode.cluster.wire.messages import (
     Hello,
     Welcome,
     decode_hello,
-    decode_plan,
     encode_refusal,
-    encode_report,
     encode_welcome,
     fingerprint,
 )
-from fastdecode.cluster.wire.payload import PayloadSlots, row_counts
+from fastdecode.cluster.wire.payload import PayloadSlots, decode_plan, encode_report, row_counts
 from fastdecode.core.errors import CapacityError, FrameError
 from fastdecode.core.types import KVLayout
 

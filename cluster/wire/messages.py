@@ -1,4 +1,4 @@
-"""The bodies of frames, to bytes and back, with every value checked."""
+"""The bodies of frames, but for those of each step (payload.py), to bytes and back, with every value checked."""
 
 from __future__ import annotations
 
@@ -16,26 +16,19 @@ from fastdecode.api.config import BLOCK_SIZES
 from fastdecode.api.settings import split_address
 from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.types import (
-    CONTROL,
     ISAS,
     KV_BITS,
-    SPAN,
     WIRE_DTYPE,
     KVLayout,
     LayerLayout,
-    SpanMode,
-    WorkerPlan,
-    WorkerReport,
 )
 
 MAX_JSON_BYTES = 1 << 22
 """As Python objects JSON may take some thirty times its bytes; this keeps it below a frame's limit."""
 
 MAX_LAYERS = 4096
-MAX_MINI_BATCHES = 1024
 MAX_HEADS = 1 << 12
 MAX_HEAD_DIM = 512
-MAX_POSITION = 1 << 40
 MAX_ROWS = 1 << 24
 MAX_CORES = 1 << 12
 MAX_TEXT = 4096
@@ -73,9 +66,6 @@ CLOCK = struct.Struct("<d")
 
 R_WORKER, PREFILL_WORKER = "r-worker", "prefill-worker"
 """Senders that a JOIN may come from."""
-
-_COUNTS = struct.Struct("<QQ")
-_REPORT = struct.Struct("<qqQ")
 
 
 def _one_of(choices: Iterable[str]) -> Meta:
@@ -192,56 +182,6 @@ def decode_welcome(data: bytes | bytearray) -> Welcome:
     if welcome.kv_address:
         _check_address("WELCOME", f"host{welcome.kv_address}" if welcome.kv_address[0] == ":" else welcome.kv_address)
     return welcome
-
-
-def encode_plan(plan: WorkerPlan) -> bytes:
-    """Counts (controls, mini-batches), spans of each mini-batch, as u64, then CONTROL and SPAN records."""
-    counts = np.array([len(spans) for spans in plan.mini_batches], "<u8")
-    head = _COUNTS.pack(len(plan.controls), len(counts)) + counts.tobytes()
-    return b"".join([head, plan.controls.tobytes(), *(spans.tobytes() for spans in plan.mini_batches)])
-
-
-def decode_plan(data: bytes | bytearray) -> WorkerPlan:
-    """FrameError unless the lengths agree and the rows are few enough; the rest is the R-worker's to check."""
-    if len(data) < _COUNTS.size:
-        raise FrameError(f"PLAN: {len(data)} bytes are too few")
-    num_controls, num_mini_batches = _COUNTS.unpack_from(data)
-    if num_mini_batches > MAX_MINI_BATCHES or len(data) < _COUNTS.size + 8 * num_mini_batches:
-        raise FrameError(f"PLAN: {num_mini_batches} mini-batches in {len(data)} bytes")
-    counts = np.frombuffer(data, "<u8", num_mini_batches, _COUNTS.size).tolist()
-    start = _COUNTS.size + 8 * num_mini_batches
-    wanted = start + num_controls * CONTROL.itemsize + sum(counts) * SPAN.itemsize
-    if len(data) != wanted:
-        raise FrameError(f"PLAN: {len(data)} bytes, and its counts take {wanted}")
-    controls = np.frombuffer(data, CONTROL, num_controls, start)
-    spans = np.frombuffer(data, SPAN, sum(counts), start + controls.nbytes)
-    if len(spans) and not 0 <= spans["num_rows"].min() <= spans["num_rows"].max() <= MAX_ROWS:
-        raise FrameError(f"PLAN: a span must have 0 to {MAX_ROWS:,} rows")
-    if len(spans) and not 0 <= spans["mode"].min() <= spans["mode"].max() < len(SpanMode):
-        raise FrameError(f"PLAN: a span's mode must be 0 to {len(SpanMode) - 1}")
-    if len(spans) and not 0 <= spans["context_len"].min() <= spans["context_len"].max() <= MAX_POSITION:
-        raise FrameError(f"PLAN: a span must have a context of 0 to {MAX_POSITION:,} tokens")
-    return WorkerPlan(controls, tuple(np.split(spans, np.cumsum(counts)[:-1])) if counts else ())
-
-
-def encode_report(report: WorkerReport) -> bytes:
-    """Bytes read, blocks free and whether the R-worker asks to leave (1), then busy starts and ends as float64."""
-    head = _REPORT.pack(report.bytes_read, report.blocks_free, report.leaving)
-    return head + report.busy_start.astype("<f8").tobytes() + report.busy_end.astype("<f8").tobytes()
-
-
-def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: int) -> WorkerReport:
-    """Times on the R-worker's clock; FrameError for another length, times that are not finite, or negative counts."""
-    wanted = _REPORT.size + 16 * num_mini_batches * num_layers
-    if len(data) != wanted:
-        raise FrameError(f"REPORT: {len(data)} bytes, not {wanted}")
-    bytes_read, blocks_free, leaving = _REPORT.unpack_from(data)
-    if leaving > 1:
-        raise FrameError(f"REPORT: leaving must be 0 or 1, not {leaving}")
-    busy = np.frombuffer(data, "<f8", offset=_REPORT.size).reshape(2, num_mini_batches, num_layers)
-    if min(bytes_read, blocks_free) < 0 or not np.isfinite(busy).all():
-        raise FrameError(f"REPORT: {bytes_read} bytes read, {blocks_free} blocks free, or times that are not finite")
-    return WorkerReport(busy[0].copy(), busy[1].copy(), 0.0, bytes_read, blocks_free, bool(leaving))
 
 
 def encode_join(address: str, role: str = R_WORKER) -> bytes:

@@ -1,18 +1,27 @@
-"""The places of q, k, v, o and partial results of every mini-batch of a step in one piece of memory, laid out once per
-plan."""
+"""What travels in each step: its plan, the places of q, k, v, o and partial results of every mini-batch in one piece of
+memory, laid out once per plan, and the report."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from fastdecode.cluster.wire.messages import MAX_ROWS
+from fastdecode.core.errors import FrameError
 from fastdecode.core.routes import node_widths
-from fastdecode.core.types import WIRE_DTYPE, KVLayout, LayerLayout, SpanMode
+from fastdecode.core.types import CONTROL, SPAN, WIRE_DTYPE, KVLayout, LayerLayout, SpanMode, WorkerPlan, WorkerReport
 
 ALIGNMENT = 64
 """Bytes; a cache line."""
+
+MAX_MINI_BATCHES = 1024
+MAX_POSITION = 1 << 40
+
+_COUNTS = struct.Struct("<QQ")
+_REPORT = struct.Struct("<qqQ")
 
 Views = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -150,3 +159,53 @@ def _shapes(layer: LayerLayout, rows: RowCounts) -> list[tuple[int, int, int]]:
         (rows.outputs, layer.num_heads, layer.value_head_dim),
         (rows.partials, layer.num_heads, 2 + layer.value_head_dim),
     ]
+
+
+def encode_plan(plan: WorkerPlan) -> bytes:
+    """Counts (controls, mini-batches), spans of each mini-batch, as u64, then CONTROL and SPAN records."""
+    counts = np.array([len(spans) for spans in plan.mini_batches], "<u8")
+    head = _COUNTS.pack(len(plan.controls), len(counts)) + counts.tobytes()
+    return b"".join([head, plan.controls.tobytes(), *(spans.tobytes() for spans in plan.mini_batches)])
+
+
+def decode_plan(data: bytes | bytearray) -> WorkerPlan:
+    """FrameError unless the lengths agree and the rows are few enough; the rest is the R-worker's to check."""
+    if len(data) < _COUNTS.size:
+        raise FrameError(f"PLAN: {len(data)} bytes are too few")
+    num_controls, num_mini_batches = _COUNTS.unpack_from(data)
+    if num_mini_batches > MAX_MINI_BATCHES or len(data) < _COUNTS.size + 8 * num_mini_batches:
+        raise FrameError(f"PLAN: {num_mini_batches} mini-batches in {len(data)} bytes")
+    counts = np.frombuffer(data, "<u8", num_mini_batches, _COUNTS.size).tolist()
+    start = _COUNTS.size + 8 * num_mini_batches
+    wanted = start + num_controls * CONTROL.itemsize + sum(counts) * SPAN.itemsize
+    if len(data) != wanted:
+        raise FrameError(f"PLAN: {len(data)} bytes, and its counts take {wanted}")
+    controls = np.frombuffer(data, CONTROL, num_controls, start)
+    spans = np.frombuffer(data, SPAN, sum(counts), start + controls.nbytes)
+    if len(spans) and not 0 <= spans["num_rows"].min() <= spans["num_rows"].max() <= MAX_ROWS:
+        raise FrameError(f"PLAN: a span must have 0 to {MAX_ROWS:,} rows")
+    if len(spans) and not 0 <= spans["mode"].min() <= spans["mode"].max() < len(SpanMode):
+        raise FrameError(f"PLAN: a span's mode must be 0 to {len(SpanMode) - 1}")
+    if len(spans) and not 0 <= spans["context_len"].min() <= spans["context_len"].max() <= MAX_POSITION:
+        raise FrameError(f"PLAN: a span must have a context of 0 to {MAX_POSITION:,} tokens")
+    return WorkerPlan(controls, tuple(np.split(spans, np.cumsum(counts)[:-1])) if counts else ())
+
+
+def encode_report(report: WorkerReport) -> bytes:
+    """Bytes read, blocks free and whether the R-worker asks to leave (1), then busy starts and ends as float64."""
+    head = _REPORT.pack(report.bytes_read, report.blocks_free, report.leaving)
+    return head + report.busy_start.astype("<f8").tobytes() + report.busy_end.astype("<f8").tobytes()
+
+
+def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: int) -> WorkerReport:
+    """Times on the R-worker's clock; FrameError for another length, times that are not finite, or negative counts."""
+    wanted = _REPORT.size + 16 * num_mini_batches * num_layers
+    if len(data) != wanted:
+        raise FrameError(f"REPORT: {len(data)} bytes, not {wanted}")
+    bytes_read, blocks_free, leaving = _REPORT.unpack_from(data)
+    if leaving > 1:
+        raise FrameError(f"REPORT: leaving must be 0 or 1, not {leaving}")
+    busy = np.frombuffer(data, "<f8", offset=_REPORT.size).reshape(2, num_mini_batches, num_layers)
+    if min(bytes_read, blocks_free) < 0 or not np.isfinite(busy).all():
+        raise FrameError(f"REPORT: {bytes_read} bytes read, {blocks_free} blocks free, or times that are not finite")
+    return WorkerReport(busy[0].copy(), busy[1].copy(), 0.0, bytes_read, blocks_free, bool(leaving))

@@ -32,11 +32,6 @@ class JoinedWorker:
 class World(Protocol[T_co]):
     """The machine that the steps run on: real, simulated, or the naive one of the tests."""
 
-    @property
-    def kept_prompts(self) -> PySequence[int]:
-        """Sequences of which the S-worker keeps keys and values of a prompt."""
-        ...
-
     def now(self) -> float:
         """Seconds of this world's clock."""
         ...

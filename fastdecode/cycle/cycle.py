@@ -190,10 +190,9 @@ class Cycle(Generic[T]):
 
     def _forget_prompts_that_left(self) -> None:
         """Of prompts that were preempted the S-worker keeps nothing: others count on the scratch."""
-        prompts = self.scheduler.store.residents.prompts
-        for sequence_id in self.world.kept_prompts:
-            if sequence_id not in prompts or not prompts[sequence_id].uses_scratch:
-                self.forget(sequence_id)
+        left = self.scheduler.store.residents.left_scratch
+        while left:
+            self.forget(left.pop())
 
 
 class Membership(Companion):

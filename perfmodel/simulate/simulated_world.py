@@ -33,8 +33,6 @@ class SimulatedWorld:
     waiting ends at. ``happened``: events by kind; ``num_ignored``: those of workers that were not there then.
     """
 
-    kept_prompts: tuple[int, ...] = ()
-
     def __init__(
         self,
         limits: Limits,

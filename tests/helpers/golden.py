@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.cluster.wire.messages import encode_plan
+from fastdecode.cluster.wire.payload import encode_plan
 from fastdecode.core.errors import RequestError
 from fastdecode.core.remote_prefill import PrefillPart, RemotePrefill
 from fastdecode.core.step import ScheduledStep

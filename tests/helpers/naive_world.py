@@ -24,8 +24,6 @@ class NaiveWorld:
     """Steps take no time and a copy 1 s. ``fails``: the next step does; ``loses``: R-workers that are gone at its end,
     or when the R-workers are told something. ``recount`` is called with each step, told but not written."""
 
-    kept_prompts: tuple[int, ...] = ()
-
     def __init__(
         self, scheduler: Scheduler, recounts: bool, recount: Callable[[ScheduledStep, list[Chunk]], None]
     ) -> None:

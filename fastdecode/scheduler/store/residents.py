@@ -8,13 +8,15 @@ from fastdecode.scheduler.store.table import SequenceTable
 
 class Residents:
     """``prompts``: those whose prompt is being computed, in the order of their start. ``decoding``: the others;
-    ``table`` has the progress of both. ``scratch_free``: prompt tokens that the S-worker's scratch still takes."""
+    ``table`` has the progress of both. ``scratch_free``: prompt tokens that the S-worker's scratch still takes.
+    ``left_scratch``: those that gave up what they had of it before their prompt was computed."""
 
     def __init__(self, table: SequenceTable, scratch_tokens: int) -> None:
         self.table = table
         self.scratch_free = scratch_tokens
         self.prompts: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
+        self.left_scratch: list[int] = []
         self._unborn = 0
 
     def __len__(self) -> int:
@@ -67,17 +69,22 @@ class Residents:
         """``sequence``, whatever it did, is a prompt from here on, and uses no scratch."""
         if self.decoding.pop(sequence.sequence_id, None):
             self.table.stop(sequence)
-        self.leave_scratch(sequence)
+        self._give_up_scratch(sequence)
         self.prompts[sequence.sequence_id] = sequence
 
     def leave(self, sequence: Sequence) -> bool:
         """``sequence`` runs no more; True where its prompt was being computed."""
         self._unborn -= len(sequence.siblings)
         if self.prompts.pop(sequence.sequence_id, None):
-            self.leave_scratch(sequence)
+            self._give_up_scratch(sequence)
             return True
         del self.decoding[sequence.sequence_id]
         return False
+
+    def _give_up_scratch(self, sequence: Sequence) -> None:
+        if sequence.uses_scratch:
+            self.left_scratch.append(sequence.sequence_id)
+        self.leave_scratch(sequence)
 
     def leave_scratch(self, sequence: Sequence) -> None:
         """Free what ``sequence`` holds of the scratch."""
