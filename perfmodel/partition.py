@@ -107,7 +107,7 @@ def _delays(
     before = [model.part_seconds(rows, 0, speed).before for speed in speeds]
     ready = [before[0]]
     for worker in range(1, num_workers):
-        sent = model.link.latency_seconds + model.link.seconds((context_len + worker * rows) * model.kv_bytes)
+        sent = model.link.latency_seconds + model.link_seconds(worker * rows, context_len)
         ready.append(max(before[worker], ready[-1] + sent))
     return [each - before[0] for each in ready]
 

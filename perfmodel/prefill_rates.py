@@ -30,7 +30,7 @@ def before_share(shape: ModelShape) -> float:
     return shape.hidden_size * shape.head_dim * heads / shape.active_layer_parameters
 
 
-def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink) -> PrefillTimes:
+def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink, kv_dtype: str = "auto") -> PrefillTimes:
     """Prefill workers of a GPU each: products as its S-part, and attention that multiplies at the same rate.
 
     A fused kernel that leaves out the tiles that causality hides is taken; 4·N·H operations make a pair's score and add
@@ -44,11 +44,17 @@ def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink) -> Prefill
         kv_bytes=shape.appending_row_bytes,
         link=link,
         before_share=before_share(shape),
+        stored_kv_bytes=stored_kv_bytes(shape, kv_dtype),
     )
 
 
+def stored_kv_bytes(shape: ModelShape, kv_dtype: str) -> int:
+    """Return the bytes of a token in one layer of a cache of that dtype, "auto" being the model's."""
+    return shape.layer_layout.kv_bytes_per_token(shape.dtype if kv_dtype == "auto" else kv_dtype)
+
+
 def measured_prefill_model(
-    profile: HardwareProfile, num_busy: int = 1, shape: ModelShape | None = None
+    profile: HardwareProfile, num_busy: int = 1, shape: ModelShape | None = None, kv_dtype: str = "auto"
 ) -> PrefillTimes:
     """Prefill workers like the first one measured, while ``num_busy`` of them compute; ProfileError without any.
 
@@ -71,6 +77,7 @@ def measured_prefill_model(
         link=_link(profile),
         before_share=before_share(shape),
         job_seconds=once,
+        stored_kv_bytes=stored_kv_bytes(shape, kv_dtype),
     )
     return model.times(slowdown(profile, num_busy))
 
@@ -101,9 +108,12 @@ def slowdown(profile: HardwareProfile, num_busy: int) -> float:
     return max(1.0, float(np.median(ratios))) if ratios else 1.0
 
 
-def measured_forecast(profile: HardwareProfile, num_workers: int, method: str = "kvr") -> Forecast:
+def measured_forecast(
+    profile: HardwareProfile, num_workers: int, method: str = "kvr", kv_dtype: str = "auto"
+) -> Forecast:
     """Return the forecast that the scheduler's policy asks, for so many workers like those measured."""
-    return Forecast(measured_prefill_model(profile, num_workers), PartitionTable(profile.partitions), method)
+    model = measured_prefill_model(profile, num_workers, kv_dtype=kv_dtype)
+    return Forecast(model, PartitionTable(profile.partitions), method)
 
 
 def _alone(profile: HardwareProfile, worker: int) -> dict[int, float]:

@@ -115,7 +115,8 @@ class PartSeconds(NamedTuple):
 class PrefillTimes:
     """Prefill workers that are all of one kind; calls take each one's speed, 1 being that of the kind.
 
-    ``kv_bytes``: of one token's keys and values in one layer. ``before_share``: of a layer's products, the part that
+    ``kv_bytes``: of one token's keys and values in one layer; ``stored_kv_bytes``: of one of a prefix, which travels as
+    R-workers store it (as ``kv_bytes`` when None). ``before_share``: of a layer's products, the part that
     comes before attention (q, k and v). ``job_seconds``: once per prompt, from the S-worker and back to it.
     """
 
@@ -126,6 +127,7 @@ class PrefillTimes:
     link: PrefillLink = NO_LINK
     before_share: float = 1 / 4
     job_seconds: float = 0.0
+    stored_kv_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or not 0 <= self.before_share <= 1 or self.kv_bytes < 0 or self.job_seconds < 0:
@@ -156,7 +158,7 @@ class PrefillTimes:
         """
         arrivals = [0.0] * self.num_layers
         if context_len:
-            arrivals = self._arrivals(arrivals, self.link.seconds(context_len * self.kv_bytes))
+            arrivals = self._arrivals(arrivals, self.link_seconds(0, context_len))
         done = []
         speeds = speeds or (1.0,) * len(parts)
         ends = [context_len + end for end in itertools.accumulate(parts)]
@@ -167,7 +169,7 @@ class PrefillTimes:
                 ready = max(free + part.before, arrival)
                 sends.append(ready)
                 free = ready + part.attention + part.after
-            arrivals = self._arrivals(sends, self.link.seconds(end * self.kv_bytes))
+            arrivals = self._arrivals(sends, self.link_seconds(end - context_len, context_len))
             done.append(self.job_seconds + free)
         done[-1] += self.s_part.head_seconds(1) / speeds[-1]
         return tuple(done)
@@ -203,6 +205,11 @@ class PrefillTimes:
     def alone_seconds(self, num_tokens: int, speed: float = 1.0, context_len: int = 0) -> float:
         """One worker with the whole prompt, or with what comes after a prefix."""
         return self.chain_seconds((num_tokens,), (speed,), context_len)[-1]
+
+    def link_seconds(self, rows: int, context_len: int) -> float:
+        """Return how long the link is busy with a layer of ``rows`` tokens and of a prefix before them."""
+        stored = self.kv_bytes if self.stored_kv_bytes is None else self.stored_kv_bytes
+        return self.link.seconds(rows * self.kv_bytes + context_len * stored)
 
     def _arrivals(self, sends: Sequence[float], busy_seconds: float) -> list[float]:
         """When the next worker has what was handed to the link at ``sends``, layer by layer."""

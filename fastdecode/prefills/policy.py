@@ -41,7 +41,7 @@ def make_prefill_policy(
     here = timed_prefill_model(config, model, s_worker, r_workers, make_cache)
     profile = load_profile(config.profile) if config.profile else None
     if profile and profile.prefill:
-        forecast = measured_forecast(profile, num_workers, config.prefill_parallel)
+        forecast = measured_forecast(profile, num_workers, config.prefill_parallel, config.kv_cache_dtype)
     else:
         linked = replace(_with_threads(here, config), link=UNMEASURED_LINK)
         forecast = Forecast(linked, method=config.prefill_parallel)
@@ -60,7 +60,10 @@ def timed_prefill_model(
     per_row = max(seconds - attention.seconds(num_tokens, 0), seconds / 2) / num_tokens
     elements = max(layer.kv_elements_per_token for layer in layout.layers)
     s_part = MeasuredSPart((1, MANY_ROWS), (per_row, per_row * MANY_ROWS), (0.0, 0.0))
-    return PrefillTimes(len(layout.layers), s_part, attention, elements * ITEM_BYTES[layout.model_dtype])
+    return PrefillTimes(
+        len(layout.layers), s_part, attention, elements * ITEM_BYTES[layout.model_dtype],
+        stored_kv_bytes=max(layer.kv_bytes_per_token(layout.kv_dtype) for layer in layout.layers),
+    )  # fmt: skip
 
 
 def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:

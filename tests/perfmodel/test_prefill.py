@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.hardware import find_gpu
+from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.partition import even
+from fastdecode.perfmodel.prefill_rates import gpu_prefill_model
 from fastdecode.perfmodel.prefill_times import (
     PrefillLink,
     PrefillTimes,
@@ -47,7 +50,9 @@ def defined_seconds(prefill: PrefillTimes, parts: tuple[int, ...], speeds: tuple
     @functools.cache
     def crossed(worker: int, layer: int) -> float:
         before = crossed(worker, layer - 1) if layer else 0.0
-        return max(before, has(worker, layer)) + ends[worker] * prefill.kv_bytes / prefill.link.bytes_per_second
+        stored = prefill.kv_bytes if prefill.stored_kv_bytes is None else prefill.stored_kv_bytes
+        num_bytes = (ends[worker] - context) * prefill.kv_bytes + context * stored
+        return max(before, has(worker, layer)) + num_bytes / prefill.link.bytes_per_second
 
     @functools.cache
     def done(worker: int, layer: int) -> float:
@@ -66,7 +71,9 @@ def test_a_chain_takes_as_long_as_its_definition_says(
 ) -> None:
     speeds = tuple(data.draw(st.floats(0.25, 4)) for _ in parts)
     link = PrefillLink(data.draw(st.floats(1e6, 1e12)), data.draw(st.floats(0, 0.1)))
-    prefill = model(link=link, job_seconds=0.25, attention=PromptAttentionTimes(1e-6, 64, call_seconds=1e-4))
+    stored = data.draw(st.sampled_from((None, 2112.0)))
+    attention = PromptAttentionTimes(1e-6, 64, call_seconds=1e-4)
+    prefill = model(link=link, job_seconds=0.25, attention=attention, stored_kv_bytes=stored)
     wanted = defined_seconds(prefill, parts, speeds, context)
     assert prefill.chain_seconds(parts, speeds, context)[-1] == pytest.approx(wanted)
 
@@ -76,6 +83,16 @@ def test_one_worker_computes_everything_in_turn() -> None:
     assert model().alone_seconds(1000) == pytest.approx(alone)
     assert model().alone_seconds(1000, speed=2.0) == pytest.approx(alone / 2)
     assert model().tsp_seconds((1000,)) == pytest.approx(4 * (S_PART.layer_seconds(1000) + 0.1) + 0.5)
+
+
+def test_a_prefix_travels_as_the_cache_stores_it() -> None:
+    """int4 has 64 + 8 bytes for each head of 128 and for keys and values each, where bfloat16 has 256."""
+    shape, slow = BUILT_IN["mistral-7b"], PrefillLink(1e9)
+    whole, stored = (gpu_prefill_model(shape, find_gpu("a100"), slow, dtype) for dtype in ("auto", "int4"))
+    assert (whole.stored_kv_bytes, stored.stored_kv_bytes) == (2 * 8 * 256, 2 * 8 * 72)
+    waits = [each.chain_seconds((64,), (), 100_000)[0] for each in (whole, stored)]
+    assert waits[1] < 0.35 * waits[0]
+    assert whole.chain_seconds((64, 64)) == stored.chain_seconds((64, 64))
 
 
 def test_two_workers_by_hand() -> None:

@@ -51,14 +51,15 @@ def prefill_forecast(args: argparse.Namespace) -> Forecast | None:
         return _measured(args)
     shape, link = named_shape(args.model), parse_link(args.prefill_link or args.link or DEFAULT_LINK)
     gpu = find_gpu(args.prefill_gpu or args.gpu).times(args.tensor_parallel_size)
-    return Forecast(gpu_prefill_model(shape, gpu, PrefillLink(link)), NO_TABLE)
+    return Forecast(gpu_prefill_model(shape, gpu, PrefillLink(link), args.kv_cache_dtype), NO_TABLE)
 
 
 def _measured(args: argparse.Namespace) -> Forecast:
     if args.prefill_link:
         raise ConfigError("prefill_link: the profile says how fast the links of its prefill workers are")
     profile = load_profile(args.profile)
-    model = measured_prefill_model(profile, max(args.num_prefill_workers, 1), profiled_shape(args, profile))
+    count, shape = max(args.num_prefill_workers, 1), profiled_shape(args, profile)
+    model = measured_prefill_model(profile, count, shape, args.kv_cache_dtype)
     return Forecast(model, PartitionTable(profile.partitions))
 
 
