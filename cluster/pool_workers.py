@@ -11,7 +11,7 @@ from fastdecode import _rworker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, host_id, make_rworker
 from fastdecode.cluster.r_worker.session import open_kv_port
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.core.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.types import KvAddress, KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
@@ -126,7 +126,7 @@ class InprocWorker:
         info = RWorkerInfo(self.name, *size, worker.isa, self._own_cores, host=host_id())
         if self._kv_port is None:
             return info
-        return replace(info, kv_address=self._kv_port.address, kv_epoch=self._kv_port.epoch)
+        return replace(info, kv_ports=(KvAddress(self._kv_port.address, self._kv_port.epoch),))
 
     def begin_step(self, plan: WorkerPlan) -> None:
         begin_step(self._open, plan)

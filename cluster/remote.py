@@ -33,7 +33,7 @@ from fastdecode.cluster.wire.messages import (
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_report, encode_plan, row_counts
 from fastdecode.core.errors import BackendError, CapacityError, FrameError, WorkerLostError, interrupts_deferred
-from fastdecode.core.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.types import KvAddress, KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
 TICK_SECONDS = 0.05
 """How long a wait lasts before the S-worker checks the connection again."""
@@ -88,8 +88,7 @@ class RemoteWorker:
             isa=welcome.isa,
             own_cores=_has_own_cores(welcome),
             read_gb_per_s=welcome.read_gb_per_s,
-            kv_address=_kv_address(self.name, self._layout.kv_port, welcome.kv_address),
-            kv_epoch=welcome.kv_epoch,
+            kv_ports=_kv_ports(self.name, self._layout.kv_port, welcome),
             host=welcome.host_id,
         )
 
@@ -301,12 +300,13 @@ def _refusal(name: str, error: str, message: str) -> Exception:
     return BackendError(f"R-worker {name} refused: {message}")
 
 
-def _kv_address(name: str, kv_port: str, address: str) -> str:
-    """Return the KV port's address for prefill workers; its host may be the one at which R-worker ``name`` is found."""
-    if not address.startswith(":"):
-        return address
-    host = name.rpartition(":")[0]
-    return f"{host if kv_port == 'loopback' or not is_loopback(host) else own_address()}{address}"
+def _kv_ports(name: str, kv_port: str, welcome: Welcome) -> tuple[KvAddress, ...]:
+    """Return the KV port for prefill workers, if any; its host may be the one at which R-worker ``name`` is found."""
+    address = welcome.kv_address
+    if address.startswith(":"):
+        host = name.rpartition(":")[0]
+        address = f"{host if kv_port == 'loopback' or not is_loopback(host) else own_address()}{address}"
+    return (KvAddress(address, welcome.kv_epoch),) if address else ()
 
 
 def _clock_offset(ping: Callable[[], float]) -> float:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastdecode.api.config import MODEL, EngineConfig, flag_names
@@ -71,6 +74,17 @@ def place_on_ray(config: EngineConfig) -> RayJob | None:
     return RayJob(spec.count, config.r_threads, memory, spec.strict_spread, config.key_file, config.security)
 
 
+def with_key_of(ray_job: RayJob, config: EngineConfig, cleanup: ExitStack) -> EngineConfig:
+    """``config`` for processes that are started here and speak with actors of ``ray_job``: where it has no key file,
+    with one of the job's key, which ``cleanup`` removes, and the job's security."""
+    if config.prefill_workers is None or config.key_file or ray_job.security.secret is None:
+        return config
+    path = Path(cleanup.enter_context(tempfile.TemporaryDirectory())) / "key"
+    path.touch(0o600)
+    path.write_bytes(ray_job.security.secret)
+    return replace(config, key_file=str(path), security="encrypt" if ray_job.security.encrypts else "authenticate")
+
+
 def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: int) -> AttentionBackend:
     """An R-worker for a draft model with KV cache ``layout``, in this process and on the S-worker's cores."""
     from fastdecode.cluster.pool import InprocBackend
@@ -118,13 +132,18 @@ def common_isa(r_workers: Sequence[RWorkerInfo]) -> str:
     return "auto" if others else isa
 
 
-def kv_port(config: EngineConfig) -> Literal["", "loopback", "any"]:
+def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bool = True) -> KVLayout:
+    """``layout``, a model's or a rank's part of it, as R-workers are told it."""
+    return replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
+
+
+def _kv_port(config: EngineConfig, ranks_on_one_machine: bool) -> Literal["", "loopback", "any"]:
     """Where R-workers take keys and values from prefill workers; see ``KVLayout.kv_port``."""
     spec = config.prefill_worker_spec
     if spec is None:
         return ""
     joining = split_address("pool_listen", config.pool_listen, 0)[0] if config.pool_listen else "localhost"
-    near = _is_near(spec) and _is_near(config.r_worker_spec) and is_loopback(joining)
+    near = ranks_on_one_machine and _is_near(spec) and _is_near(config.r_worker_spec) and is_loopback(joining)
     return "loopback" if near else "any"
 
 

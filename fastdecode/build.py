@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.request import InFlight
 from fastdecode.backends import (
     check_room,
     common_isa,
-    kv_port,
     layer_cache_maker,
     make_backend,
     make_draft_backend,
     make_prefill_backend,
     make_prompt_backend,
     place_on_ray,
+    pool_layout,
     prepare,
+    with_key_of,
 )
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
@@ -33,8 +35,9 @@ from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Scheduler
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.part_attention import TIMED_ROWS
+from fastdecode.sworker.s_worker import Lead
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
-from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks
+from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks, follow
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,18 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     ``cleanup`` frees what was begun, also after an error. Any FastDecodeError that a part raises. On another rank than
     the first this does not return.
     """
+    follow(config)
     if backend is None:
         prepare(config)
     r_cores = usable_cores()
     cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-    prefill_backend = make_prefill_backend(config)  # its processes load their models meanwhile
-    if prefill_backend:
-        cleanup.callback(prefill_backend.close)
     ray_job = None if backend else place_on_ray(config)  # refused before a model is loaded
     if ray_job:
         cleanup.callback(ray_job.end)
+        config = with_key_of(ray_job, config, cleanup)
+    prefill_backend = make_prefill_backend(config)  # its processes load their models meanwhile
+    if prefill_backend:
+        cleanup.callback(prefill_backend.close)
     ranks = begin_ranks(config)
     if ranks:
         cleanup.callback(ranks.close)
@@ -99,7 +104,7 @@ def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ran
     shared = ranks.backend(own) if ranks else None
     backend = shared or own
     cleanup.callback(backend.close)
-    layout = replace(model.layout, isa=config.uniform_arithmetic, kv_port=kv_port(config))
+    layout = pool_layout(config, model.layout, ranks is None or ranks.on_one_machine)
     r_workers = backend.open(layout)
     check_room(config, model.max_model_len, model.layout, r_workers)
     return _Pool(backend, shared, layout, r_workers)
@@ -116,11 +121,13 @@ def _put_together(
     prompts = _make_prompts(config, model, pool, scratch_tokens, cleanup)
     s_worker = _make_s_worker(config, model, pool, prompts, num_mini_batches)
     in_flight = InFlight()
-    speculation = _make_speculation(config, model, s_worker, num_mini_batches, in_flight, cleanup)
+    lead = partial(pool.ranks.lead, by="first layers") if pool.ranks else None
+    speculation = _make_speculation(config, model, s_worker, num_mini_batches, in_flight, cleanup, lead)
     prefill_policy = None
     if prefill_backend:
-        layout = replace(model.layout, isa=common_isa(pool.r_workers))
-        num_workers = prefill_backend.open(model.identity, model.max_model_len, model.vocab_size, layout)
+        whole = replace(model.whole_layout, isa=common_isa(pool.r_workers))
+        kv_heads = [layer.num_kv_heads for layer in model.layout.layers]
+        num_workers = prefill_backend.open(model.identity, model.max_model_len, model.vocab_size, whole, kv_heads)
         make_cache = layer_cache_maker(config, 2 * TIMED_ROWS)
         prefill_policy = make_prefill_policy(config, model, s_worker, pool.r_workers, num_workers, make_cache)
     scheduler = make_scheduler(
@@ -166,13 +173,16 @@ def _make_speculation(
     num_mini_batches: int,
     in_flight: InFlight,
     cleanup: ExitStack,
+    lead: Lead | None,
 ) -> Speculation | None:
-    """What drafts tokens for the requests in flight, where any are to be drafted."""
+    """What drafts tokens for the requests in flight, where any are to be drafted; ``lead``: see ``make_drafter``."""
     if config.speculative is None:
         return None
 
     def make_own_backend(layout: KVLayout) -> AttentionBackend:
         return make_draft_backend(config, layout, model.max_model_len)
 
-    drafter = make_drafter(config, config.speculative, model, s_worker, num_mini_batches, make_own_backend, cleanup)
+    drafter = make_drafter(
+        config, config.speculative, model, s_worker, num_mini_batches, make_own_backend, cleanup, lead
+    )
     return Speculation(drafter, in_flight, s_worker.clock)

@@ -33,7 +33,7 @@ PLAN = WorkerPlan(
 )
 REPORT = WorkerReport(np.ones((2, 3)), np.ones((2, 3)), 0.0, 123, 45)
 PLACE = prefill.Place("10.0.0.1:5580", 7)
-PROMPT = prefill.Prompt(1, "kvr", 1, (0, 4, 8), PLACE, (prefill.PlacedRange(PLACE, 0, 8, 1),))
+PROMPT = prefill.Prompt(1, "kvr", 1, (0, 4, 8), PLACE, (prefill.PlacedRange((PLACE,), 0, 8, 1),))
 PREFILL_WELCOME = prefill.PrefillWelcome(2, (0, 1), "boot", "", "0" * 64, 7)
 KEY = bytes(32)
 ODD: list[Any] = [None, True, 0, -1, 1, 16, 1 << 31, 1 << 63, 10**400, 0.5, -0.0, 1e39, float("nan"), float("inf")]
@@ -91,7 +91,7 @@ def prefill_answers(data: bytes) -> None:
     """What prefill workers and S-workers say of themselves."""
     with suppress(FrameError):
         prefill.decode_prefill_hello(
-            _json(data, prefill.encode(prefill.PrefillHello("host:1", "0" * 64, 512, "int8", "avx2")))
+            _json(data, prefill.encode(prefill.PrefillHello("host:1", "0" * 64, 512, "int8", "avx2", (2,))))
         )
     with suppress(FrameError):
         prefill.decode_prefill_welcome(_json(data, prefill.encode(PREFILL_WELCOME)))

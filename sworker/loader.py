@@ -40,11 +40,9 @@ def load_hf_config(config: EngineConfig) -> Any:
     return hf_config
 
 
-def load_model(config: EngineConfig, hf_config: Any, rank: Rank | None = None) -> torch.nn.Module:
-    """The model in evaluation mode on ``config.device``, in ``config.dtype`` (auto: the checkpoint's own).
-
-    ``rank``: which part of it is wanted, of tensor parallelism.
-    """
+def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
+    """The whole model in evaluation mode, in ``config.dtype`` (auto: the checkpoint's own), wherever it was loaded:
+    ``place_model`` is to follow."""
     device = resolve_device(config.device)
     adapt = _register(hf_config)
     dtype = resolve_dtype(config.dtype, hf_config)
@@ -75,14 +73,19 @@ def load_model(config: EngineConfig, hf_config: Any, rank: Rank | None = None) -
             _check_complete(config.model, info)
     if getattr(model, "_is_stateful", False):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)")
-    with _one_clear_error(config.model):  # a device may be too small
+    with _one_clear_error(config.model):
         adapt(model)
         if device.type == "cpu":
             use_padded_experts(model)
-        model = gguf.unpacked(model)
+        return gguf.unpacked(model).eval().requires_grad_(False)
+
+
+def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, rank: Rank | None) -> torch.nn.Module:
+    """``model``, or the part of ``rank``, of tensor parallelism, on ``config.device``."""
+    with _one_clear_error(config.model):  # a device may be too small
         if rank:
             sharding.shard(model, hf_config, rank)
-        return model.to(device).eval().requires_grad_(False)
+        return model.to(resolve_device(config.device))
 
 
 def weights_digest(model: torch.nn.Module) -> str:

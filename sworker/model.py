@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -23,18 +24,20 @@ from fastdecode.sworker.loader import (
     load_model,
     max_position_embeddings,
     model_shape,
+    place_model,
     weights_digest,
 )
 from fastdecode.sworker.prepack import PackedLinears
 from fastdecode.sworker.sharding import Rank
-from fastdecode.sworker.support import check_rope, probe_layout, repeats_rows
+from fastdecode.sworker.support import check_rope, probe_layers, probe_layout, repeats_rows
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
 
 logger = logging.getLogger(__name__)
 
 
 class SModel:
-    """A transformers causal LM, loaded and probed; ``layout`` is what R-workers are told of it."""
+    """A transformers causal LM, loaded and probed; ``layout`` is what R-workers are told of it, ``whole_layout`` what
+    prefill workers have."""
 
     def __init__(self, config: EngineConfig, rank: Rank | None = None) -> None:
         """``rank``: whose part of the model this is, of tensor parallelism; ``layout`` has that part's heads."""
@@ -44,9 +47,12 @@ class SModel:
         check_rope(hf_config, self.max_model_len)
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
-        self.model = load_model(config, hf_config, rank)
-        self._weights = weights_digest(self.model)
+        whole = load_model(config, hf_config)
+        self._weights = weights_digest(whole)
+        layers = probe_layers(whole, hf_config) if rank and config.prefill_workers else None
+        self.model = place_model(config, hf_config, whole, rank)
         self.layout = _replace_and_probe(self.model, hf_config, config.kv_cache_dtype)
+        self.whole_layout = replace(self.layout, layers=layers or self.layout.layers)
         self.model_type = str(hf_config.model_type)
         if not repeats_rows(self.model, hf_config):
             logger.warning(
@@ -64,8 +70,8 @@ class SModel:
 
     @property
     def identity(self) -> str:
-        """Return the model's name, equal in processes that have the same layers, dtype, vocabulary and weights."""
-        text = f"{self.layout.layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
+        """Return the whole model's name, equal in processes with the same layers, dtype, vocabulary and weights."""
+        text = f"{self.whole_layout.layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property

@@ -56,9 +56,14 @@ class SWorker:
         self._sampler = Sampler()
         self.graphs: ModelGraphs | None = None
 
-    def beside(self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend) -> SWorker:
-        """An S-worker that computes another model between this one's steps, in the same threads and on its clock."""
-        return SWorker(model, layout, backend, self.clock, self._cores)
+    def beside(
+        self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend, lead: Lead | None = None
+    ) -> SWorker:
+        """An S-worker that computes another model between this one's steps, in the same threads and on its clock.
+
+        ``lead``: of ranks that share that model, too.
+        """
+        return SWorker(model, layout, backend, self.clock, self._cores, lead=lead, in_order=self.pipeline.in_order)
 
     def capture_graphs(self, num_mini_batches: int, max_num_seqs: int) -> None:
         """Compute decodes from CUDA graphs from now on, where the model runs on a GPU and can be captured."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 from collections.abc import Iterator
@@ -78,8 +79,10 @@ def assert_idle(engine: LLMEngine) -> None:
     assert_nothing_held(engine)
     if engine.speculation:
         drafter = drafter_of(engine)
-        assert isinstance(drafter.s_worker.backend, PoolBackend) and drafter.s_worker.backend.blocks_used == 0
+        assert r_workers.pool_of(engine).blocks_used == 0
         if isinstance(drafter, DraftModelDrafter):
+            backend = drafter.s_worker.backend
+            assert isinstance(backend, PoolBackend) and backend.blocks_used == 0
             assert len(drafter.cache) == 0 and not drafter.cache.controls
 
 
@@ -155,6 +158,29 @@ def test_first_layers_that_say_all_are_always_right(num_drafts: int, sampling: s
         outputs, counts = run(shallow, prompts, params, early_exit(num_drafts), **settings)
         assert outputs == wanted
         assert counts.num_accepted_tokens == counts.num_draft_tokens > 0
+
+
+def test_first_layers_draft_over_ranges(shallow: str) -> None:
+    """Their rows attend to closed ranges too; one of the sequences comes to a border while it decodes."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(500) for _ in range(length)] for length in (1100, 700, 500, 20)]
+    settings = {"max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 4096}}
+    wanted, _ = run(shallow, prompts, GREEDY, **settings)
+    spread = {"kv_shard_tokens": 512, "r_workers": "inproc:3", "kv_replicas": 2, "num_mini_batches": 2}
+    outputs, counts = run(shallow, prompts, GREEDY, early_exit(3), **spread, **settings)
+    assert outputs == wanted
+    assert counts.num_accepted_tokens == counts.num_draft_tokens > 0
+
+
+@pytest.mark.slow
+def test_first_layers_of_two_ranks(shallow: str) -> None:
+    """Every rank computes its part of them."""
+    prompts = model_zoo.prompts(NAME)
+    wanted, _ = run(shallow, prompts, GREEDY)
+    settings = {"tensor_parallel_size": 2, "r_workers": "spawn:2", "num_mini_batches": 2}
+    outputs, counts = run(shallow, prompts, GREEDY, early_exit(3), **settings)
+    assert outputs == wanted
+    assert counts.num_accepted_tokens == counts.num_draft_tokens > 0
 
 
 SHORT_OF_ROOM: dict[str, dict[str, Any]] = {

@@ -124,7 +124,8 @@ def open_one() -> Iterator[Callable[..., tuple[PoolBackend, RWorkerInfo]]]:
 
 
 def feed_of(info: RWorkerInfo, opened: ExitStack, security: Security | None = None) -> KvFeed:
-    feed = KvFeed(info.kv_address, info.kv_epoch, security or Security())
+    (port,) = info.kv_ports
+    feed = KvFeed(port.address, port.epoch, security or Security())
     opened.callback(feed.close)
     return feed
 
@@ -261,7 +262,7 @@ def test_no_port_opens_where_none_is_asked_for() -> None:
     backend = inproc()
     info = backend.open(contract.LAYOUT)[0]
     backend.close()
-    assert (info.kv_address, info.kv_epoch) == ("", 0)
+    assert info.kv_ports == ()
 
 
 def test_commit_needs_every_row(open_one: Callable[..., tuple[PoolBackend, RWorkerInfo]]) -> None:
@@ -338,22 +339,22 @@ def test_malformed_frames(open_one: Callable[..., tuple[PoolBackend, RWorkerInfo
     step(backend, "float32", [], [(Verb.RESERVE, 1, JOB, LENGTH)])
     k, v = (part.tobytes() for part in rows("float32", 0, 0, 4)[1:])
     record = KV_ROWS.pack(JOB, 0, 4)
-    good = frame(Kind.KV, record, k, v, epoch=info.kv_epoch)
+    good = frame(Kind.KV, record, k, v, epoch=info.kv_ports[0].epoch)
     messages = {
-        "epoch": [frame(Kind.KV, record, k, v, epoch=info.kv_epoch ^ 1)],
+        "epoch": [frame(Kind.KV, record, k, v, epoch=info.kv_ports[0].epoch ^ 1)],
         "zero epoch": [frame(Kind.KV, record, k, v)],
         "replayed": [good, good],
-        "kind": [frame(Kind.PLAN, record, epoch=info.kv_epoch)],
-        "truncated": [frame(Kind.KV, record[:-1], k, v, epoch=info.kv_epoch)],
+        "kind": [frame(Kind.PLAN, record, epoch=info.kv_ports[0].epoch)],
+        "truncated": [frame(Kind.KV, record[:-1], k, v, epoch=info.kv_ports[0].epoch)],
         "no parts": [[good[0]]],
         "garbage": [[b"GET / HTTP/1.1"]],
-        "read: truncated": [frame(Kind.READ, record[:-1], epoch=info.kv_epoch)],
-        "read: too many": [frame(Kind.READ, KV_ROWS.pack(JOB, 0, 1 << 40), epoch=info.kv_epoch)],
-        "read: payload": [frame(Kind.READ, record, k, v, epoch=info.kv_epoch)],
-        "read: no rows": [frame(Kind.READ, KV_ROWS.pack(JOB, 0, 0), epoch=info.kv_epoch)],
+        "read: truncated": [frame(Kind.READ, record[:-1], epoch=info.kv_ports[0].epoch)],
+        "read: too many": [frame(Kind.READ, KV_ROWS.pack(JOB, 0, 1 << 40), epoch=info.kv_ports[0].epoch)],
+        "read: payload": [frame(Kind.READ, record, k, v, epoch=info.kv_ports[0].epoch)],
+        "read: no rows": [frame(Kind.READ, KV_ROWS.pack(JOB, 0, 0), epoch=info.kv_ports[0].epoch)],
     }
     with ExitStack() as opened:
-        channel = ZmqChannel(info.kv_address, None)
+        channel = ZmqChannel(info.kv_ports[0].address, None)
         opened.callback(channel.close)
         for message in messages[how]:
             channel.send(message)
@@ -364,7 +365,7 @@ def test_malformed_frames(open_one: Callable[..., tuple[PoolBackend, RWorkerInfo
         error, reason = decode_refusal(body)
         assert error == "frame" and reason
         if how in ("epoch", "zero epoch", "garbage"):
-            assert info.kv_epoch.to_bytes(8, "little") not in header + bytes(body)
+            assert info.kv_ports[0].epoch.to_bytes(8, "little") not in header + bytes(body)
         feed = feed_of(info, opened)
         store(feed, JOB, "float32", [(4, LENGTH)])
 
@@ -372,8 +373,9 @@ def test_malformed_frames(open_one: Callable[..., tuple[PoolBackend, RWorkerInfo
 def test_a_wrong_epoch_is_a_lost_connection(open_one: Callable[..., tuple[PoolBackend, RWorkerInfo]]) -> None:
     """The feed of a session that is over, as it were."""
     _, info = open_one()
+    (port,) = info.kv_ports
     with ExitStack() as opened:
-        feed = feed_of(replace(info, kv_epoch=info.kv_epoch ^ 2), opened)
+        feed = feed_of(replace(info, kv_ports=(replace(port, epoch=port.epoch ^ 2),)), opened)
         feed.store(JOB, 0, 0, *rows("float32", 0, 0, 4)[1:])
         with pytest.raises(ConnectionError, match="another session"):
             answers(feed, 1)
@@ -418,7 +420,7 @@ def test_its_thread_stands_back(open_one: Callable[..., tuple[PoolBackend, RWork
     mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) == min(mine + NICENESS, 19)
     with pytest.raises(OSError, match="in use"):
-        Port("127.0.0.1", int(info.kv_address.rpartition(":")[2]), Security(), lambda *_: None)
+        Port("127.0.0.1", int(info.kv_ports[0].address.rpartition(":")[2]), Security(), lambda *_: None)
     assert [each for each in threading.enumerate() if each.name == "port"] == [thread]
 
 
@@ -429,11 +431,12 @@ def test_a_port_is_open_no_further_than_its_r_worker(makers: dict[str, Callable[
     info = backend.open(replace(LAYOUT, kv_port="any"))[0]
     with ExitStack() as opened:
         opened.callback(backend.close)
-        assert info.kv_address.startswith("127.0.0.1:") and str(info.kv_epoch) not in repr(info)
+        (port,) = info.kv_ports
+        assert port.address.startswith("127.0.0.1:") and str(port.epoch) not in repr(info)
         step(backend, "float32", [], [(Verb.RESERVE, 1, JOB, LENGTH)])
         store(feed_of(info, opened), JOB, "float32", [(0, LENGTH)])
         listening = {f"127.0.0.1:{port}" for port in _listening_ports()}
-        assert info.kv_address in listening
+        assert port.address in listening
 
 
 def _listening_ports() -> set[int]:

@@ -63,8 +63,8 @@ SIXTEEN_BITS = [
 
 def prompt_of(method: str, part: int, bounds: tuple[int, ...], next_place: Place | None = None) -> Prompt:
     """One R-worker stores all of it, and has the prefix if there is one."""
-    prefix = (PlacedRange(PLACE, 0, bounds[0], 1),) if bounds[0] else ()
-    return Prompt(1, method, part, bounds, next_place, (PlacedRange(PLACE, 0, bounds[-1], 1),), prefix)
+    prefix = (PlacedRange((PLACE,), 0, bounds[0], 1),) if bounds[0] else ()
+    return Prompt(1, method, part, bounds, next_place, (PlacedRange((PLACE,), 0, bounds[-1], 1),), prefix)
 
 
 class Chain:
@@ -96,7 +96,11 @@ class Chain:
             self.jobs.append(PromptJob(prompt, own, layout, send_on, stores, prefix))
 
     def _sender(self, receiver: int) -> Send:
-        return lambda layer, start, arrays: self.jobs[receiver].take_in(layer, start, arrays)
+        def send(layer: int, start: int, arrays: Arrays) -> int:
+            self.jobs[receiver].take_in(layer, start, arrays)
+            return sum(each.nbytes for each in arrays)
+
+        return send
 
     def _read(self, layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
         """A moment later, in another thread."""
@@ -105,9 +109,10 @@ class Chain:
         self.asked.append(layer)
         threading.Timer(0.001, when_read).start()
 
-    def _store(self, layer: int, start: int, arrays: Arrays) -> None:
+    def _store(self, layer: int, start: int, arrays: Arrays) -> int:
         k, v = arrays
         self.rows_stored[layer, start] = k.copy(), v.copy()
+        return k.nbytes + v.nbytes
 
     def as_stored(self, layer: int, num_tokens: int) -> np.ndarray:
         """The first tokens as the R-worker's cache has them, uint8 [num_tokens, bytes]."""

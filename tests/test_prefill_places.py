@@ -6,13 +6,14 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import model_zoo, prefill_workers, r_workers
 from helpers.engine_checks import assert_nothing_held
-from helpers.prefill_workers import AnyParts
+from helpers.prefill_workers import Watched
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.remote_prefill import RemotePrefill
@@ -48,37 +49,16 @@ def batches() -> list[list[list[int]]]:
     return [first, [[*text[: 32 * (len(text) // 50)], *range(100 + 10 * i)] for i, text in enumerate(first)]]
 
 
-class Watched:
-    """An engine whose prompts prefill workers compute, and what was handed out to them."""
-
-    def __init__(self, llm: LLM, seed: int = 0) -> None:
-        self.llm, self.engine = llm, llm.engine
-        self.handed: list[RemotePrefill] = []
-        if prefills := llm.engine.prefills:
-            llm.engine.scheduler.remote_prompts.policy = AnyParts([0, 1, 2], seed)
-            submit = prefills.backend.submit
-            prefills.backend.submit = lambda prefill, infos: (self.handed.append(prefill), submit(prefill, infos))
-
-    def run(self, texts: list[list[int]], kill_at: int = 0) -> list[list[list[int]]]:
-        """Tokens of all; before step ``kill_at``, if any, an R-worker is killed."""
-        for number, text in enumerate(texts):
-            self.engine.add_request(str(number), text, SAMPLED if number % 3 == 0 else GREEDY)
-        found: dict[int, list[list[int]]] = {}
-        steps = 0
-        while self.engine.has_unfinished_requests():
-            steps += 1
-            if steps == kill_at:
-                os.kill(r_workers.spawned_pids(self.llm)[1], signal.SIGKILL)
-            for output in self.engine.step():
-                found[int(output.request_id)] = [list(each.token_ids) for each in output.outputs]
-        return [found[number] for number in range(len(texts))]
+def params_of(number: int) -> SamplingParams:
+    """Each third text is sampled, several times."""
+    return SAMPLED if number % 3 == 0 else GREEDY
 
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> list[list[list[list[int]]]]:
     """Of one R-worker, without prefill workers."""
     with LLM(str(folder), r_workers="inproc:1", kv_shard_tokens=2048, **SETTINGS) as llm:
-        return [Watched(llm).run(texts) for texts in batches()]
+        return [Watched(llm).run(texts, params_of) for texts in batches()]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -87,13 +67,14 @@ def test_tokens_are_those_of_one_r_worker(
 ) -> None:
     """And those that go on from kept prefixes read these from all their R-workers; then one is killed."""
     with LLM(str(folder), r_workers="spawn:3", prefill_workers=addresses, **SETTINGS, **PAIRS[pair]) as llm:
-        there = Watched(llm)
-        assert [there.run(texts) for texts in batches()] == wanted
+        there = Watched(llm, range(3))
+        assert [there.run(texts, params_of) for texts in batches()] == wanted
         assert any(each.prefix for each in there.handed)
         assert_stored_as(pair, there.handed)
         assert_nothing_held(llm.engine)
         there.handed.clear()
-        assert there.run(batches()[0], kill_at=random.Random(pair).randrange(2, 12)) == wanted[0]
+        kill = partial(os.kill, r_workers.spawned_pids(llm)[1], signal.SIGKILL)
+        assert there.run(batches()[0], params_of, {random.Random(pair).randrange(2, 12): kill}) == wanted[0]
         assert_stored_as(pair, there.handed)
         assert_nothing_held(llm.engine)
 

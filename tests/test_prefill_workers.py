@@ -18,9 +18,10 @@ from helpers.prefill_workers import AnyParts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.backends import kv_port
+from fastdecode.backends import pool_layout
 from fastdecode.cluster.wire.handshake import read_security
 from fastdecode.core.errors import BackendError
+from fastdecode.core.types import KVLayout
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "128MiB"}
@@ -221,8 +222,11 @@ def test_one_joins_a_running_job(folder: Any) -> None:
     ],
 )
 def test_kv_ports_are_open_as_far_as_it_takes(settings: dict[str, str], port: str, tmp_path: Path) -> None:
-    assert kv_port(EngineConfig(**settings, key_file=str(tmp_path / "key"))) == port
-    assert kv_port(EngineConfig()) == ""
+    layout = KVLayout((), "float32", "float32")
+    config = EngineConfig(**settings, key_file=str(tmp_path / "key"))
+    assert pool_layout(config, layout).kv_port == port
+    assert pool_layout(config, layout, ranks_on_one_machine=False).kv_port == "any"
+    assert pool_layout(EngineConfig(), layout).kv_port == ""
 
 
 def test_another_model_is_refused(folder: Any) -> None:

@@ -19,7 +19,9 @@ import pytest
 from helpers import model_zoo
 from helpers.elastic import Job, make_llm
 from helpers.engine_checks import assert_nothing_held
+from helpers.prefill_workers import Watched
 from helpers.processes import alive
+from helpers.r_workers import pool_of
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.ray.actor_server import choose_cores
@@ -143,6 +145,27 @@ def test_six_on_three_nodes_and_what_is_killed_is_replaced(folder: Path, cluster
     assert_nothing_left()
     cluster.remove_node(raylet)
     cluster.add_node(**NODE)
+
+
+def test_each_rank_has_actors_and_prefill_workers_their_key(folder: Path, cluster: Any) -> None:
+    """Two ranks with two actors each, of which one is killed; then one rank with prefill workers and without a key."""
+    with make_llm(folder, r_workers="ray:2", pool_listen=None, tensor_parallel_size=2) as llm:
+        job, pool = Job(llm.engine), pool_of(llm.engine)
+        assert len(actors()) == 4
+        for _ in range(5):
+            job.step()
+        actors()[-1].kill()
+        job.step_until(lambda: len(pool.joined) > 0 and present(llm.engine) == 2)
+        job.finish()
+        assert_nothing_held(llm.engine)
+    assert_nothing_left()
+    settings = {"r_workers": "ray:2", "pool_listen": None, "prefill_workers": "spawn:1", "prefill_threads": 1}
+    with make_llm(folder, **settings) as llm:
+        there = Watched(llm, [0])
+        job = Job(llm.engine)
+        job.finish()
+        assert len(there.computed) == len(there.handed) == len(job.wanted)
+    assert_nothing_left()
 
 
 def assert_key_is_nowhere(engine: LLMEngine, temp: Path) -> None:
@@ -282,7 +305,8 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, folder:
         ({"r_workers": "ray"}, "r_workers must be"),
         ({"r_cores": "0"}, "r_cores: R-workers that this process does not start have their own"),
         ({"profile": __file__}, "profile: it knows R-workers by their address"),
-        ({"prefill_workers": "spawn:1"}, "prefill_workers: with r_workers ray:N they take a --key-file"),
+        ({"prefill_workers": "127.0.0.1:1"}, "prefill_workers: .* need the same --key-file"),
+        ({"prefill_workers": "spawn:1", "tensor_parallel_size": 2}, "prefill_workers: .* need the same --key-file"),
     ],
     ids=str,
 )

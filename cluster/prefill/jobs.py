@@ -29,8 +29,8 @@ MOST_EARLY_BYTES = 1 << 28
 Arrays = tuple[np.ndarray, ...]
 """Rows of a layer: (k, v), [rows, num_kv_heads, …] in the model's dtype; of a prefix (stored,), uint8 [rows, bytes]."""
 
-Send = Callable[[int, int, Arrays], None]
-"""Queues rows of a layer to be sent: layer, first position, and the rows."""
+Send = Callable[[int, int, Arrays], int]
+"""Queues rows of a layer to be sent: layer, first position, and the rows; returns how many bytes that are."""
 
 Read = Callable[[int, np.ndarray, Callable[[], None]], None]
 """Queues a range of a prefix to be read from its R-worker.
@@ -250,14 +250,15 @@ class PromptJob:
             self.sent_bytes += self._send(self._send_on, layer, rows, *self._bounds[part : part + 2])
 
     def _send(self, send: Send, layer: int, rows: LayerRows, first: int, end: int) -> int:
-        """Send rows ``first`` to ``end``, if any, in pieces; returns their bytes."""
+        """Send rows ``first`` to ``end``, if any, in pieces; returns the bytes that were sent."""
         if first >= end:
             return 0
         arrays = rows.of(first, end)
         step = max(1, KV_BYTES // max(1, arrays[0][:1].nbytes))
-        for start in range(0, end - first, step):
+        return sum(
             send(layer, first + start, tuple(each[start : start + step] for each in arrays))
-        return sum(each.nbytes for each in arrays)
+            for start in range(0, end - first, step)
+        )
 
     def _await(self, rows: LayerRows, part: int) -> None:
         wanted = self._bounds[part + 1] - self._bounds[part]

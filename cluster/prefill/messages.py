@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Meta
 
 from fastdecode.api.settings import split_address
-from fastdecode.cluster.wire.messages import MAX_CORES, MAX_ROWS, Text, decode_json, encode_json
+from fastdecode.cluster.wire.messages import MAX_CORES, MAX_LAYERS, MAX_ROWS, Heads, Text, decode_json, encode_json
 from fastdecode.core.errors import FrameError
 from fastdecode.core.types import ISAS, KV_BITS, PREFILL_METHODS
 
@@ -22,6 +22,9 @@ MAX_PARTS = 1 << 12
 
 MAX_PLACES = 1 << 12
 """R-workers that store one prompt."""
+
+MAX_PORTS = 1 << 10
+"""Ranks whose R-workers are one."""
 
 PREFILLED = struct.Struct("<qdqqq")
 """The first part of PREFILLED: job id, seconds that the part took, and bytes of keys and values that went to other
@@ -41,12 +44,13 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlacedRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The R-worker at ``place`` has tokens ``start`` to ``end`` of a prompt; its positions count from ``start``.
+    """The R-worker at ``places`` has tokens ``start`` to ``end`` of a prompt; its positions count from ``start``.
 
-    It knows them as job ``ticket``.
+    It knows them as job ``ticket``. Of several places, the R-workers of ranks that share the model, each has its KV
+    heads.
     """
 
-    place: Place
+    places: Annotated[tuple[Place, ...], Meta(min_length=1, max_length=MAX_PORTS)]
     start: Position
     end: Position
     ticket: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -56,6 +60,8 @@ class PrefillHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The S-worker that asks for a session; ``model`` identifies the model that both must have.
 
     ``kv_dtype``: what its R-workers' caches store. ``isa``: in whose arithmetic they attend, "auto" where they differ.
+    ``kv_heads``: of each layer, how many of the model's KV heads one KV port takes; those of an R-worker have them all
+    in order, each head as often as there are ports for it.
     """
 
     name: Text
@@ -63,6 +69,7 @@ class PrefillHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
     kv_dtype: Annotated[str, Meta(pattern=f"^({'|'.join(KV_BITS)})$")]
     isa: Annotated[str, Meta(pattern=f"^({'|'.join(('auto', *ISAS))})$")]
+    kv_heads: Annotated[tuple[Heads, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
 
 
 class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,7 +175,8 @@ def _check_places(prompt: Prompt) -> None:
     ranges = (*prompt.stores, *prompt.prefix)
     if any(each.start >= each.end for each in ranges):
         raise FrameError("PROMPT: a range of a place is empty")
-    if len({(each.place.address, each.place.epoch, each.ticket) for each in prompt.stores}) < len(prompt.stores):
+    ports = [(place.address, place.epoch, each.ticket) for each in prompt.stores for place in each.places]
+    if len(set(ports)) < len(ports):
         raise FrameError("PROMPT: two ranges are stored under one ticket")
     ends = [0, *(each.end for each in prompt.prefix)]
     if [each.start for each in prompt.prefix] != ends[:-1] or ends[-1] != prompt.context_len:
@@ -178,7 +186,7 @@ def _check_places(prompt: Prompt) -> None:
         reached = max(reached, each.end) if each.start <= reached else reached
     if reached < prompt.bounds[-1]:
         raise FrameError(f"PROMPT: no place stores token {reached}")
-    for place in (*(each.place for each in ranges), *((prompt.next,) if prompt.next else ())):
+    for place in (*(place for each in ranges for place in each.places), *((prompt.next,) if prompt.next else ())):
         _check_address(place.address)
 
 

@@ -143,9 +143,9 @@ class PrefillPool:
         self._opened: queue.SimpleQueue[PrefillClient] = queue.SimpleQueue()
         self._logits = (0, np.dtype(np.float32))
 
-    def open(self, model: str, max_model_len: int, vocab_size: int, layout: KVLayout) -> int:
+    def open(self, model: str, max_model_len: int, vocab_size: int, layout: KVLayout, kv_heads: Sequence[int]) -> int:
         self._logits = (vocab_size * ITEM_BYTES[layout.model_dtype], WIRE_DTYPE[layout.model_dtype])
-        hello = encode(PrefillHello(process_name(), model, max_model_len, layout.kv_dtype, layout.isa))
+        hello = encode(PrefillHello(process_name(), model, max_model_len, layout.kv_dtype, layout.isa, tuple(kv_heads)))
         clients = [client for client in self.clients if client]
         try:
             for client in clients:
@@ -330,9 +330,9 @@ class PrefillPool:
 
 
 def _range(stored: StoredAt, r_workers: Sequence[RWorkerInfo]) -> PlacedRange:
-    """The port that takes the tokens which ``stored`` names."""
-    info = r_workers[stored.r_worker]
-    return PlacedRange(Place(info.kv_address, info.kv_epoch), stored.start, stored.end, stored.ticket)
+    """The ports that take the tokens which ``stored`` names."""
+    places = tuple(Place(port.address, port.epoch) for port in r_workers[stored.r_worker].kv_ports)
+    return PlacedRange(places, stored.start, stored.end, stored.ticket)
 
 
 def _refusal(link: Link, frame: Frame) -> str:

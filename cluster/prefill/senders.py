@@ -73,12 +73,13 @@ class Sender:
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name=f"send to {place.address}", daemon=True).start()
 
-    def send(self, job_id: int, layer: int, start: int, arrays: tuple[np.ndarray, ...]) -> None:
-        """Queue rows ``start`` and on of a layer, see ``Rows``, which must not change any more.
+    def send(self, job_id: int, layer: int, start: int, arrays: tuple[np.ndarray, ...]) -> int:
+        """Queue rows ``start`` and on of a layer, see ``Rows``, which must not change any more; returns their bytes.
 
         ConnectionError once the thread has ended.
         """
         self._put(Rows(job_id, layer, start, arrays))
+        return sum(each.nbytes for each in arrays)
 
     @property
     def has_ended(self) -> bool:

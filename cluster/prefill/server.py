@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -14,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fastdecode.cluster.links.port import Port, Reader
-from fastdecode.cluster.prefill.jobs import Arrays, EarlyRows, LayerRows, PromptJob, ReadRange, Send, StoreRange
+from fastdecode.cluster.prefill.jobs import Arrays, EarlyRows, LayerRows, PromptJob, ReadRange, StoreRange
+from fastdecode.cluster.prefill.kv_ways import PortHeads, after, read_way, store_way
 from fastdecode.cluster.prefill.messages import (
     JOB,
     PREFILLED,
@@ -67,6 +67,7 @@ class PrefillServer:
     def __init__(self, model: PrefillModel, security: Security) -> None:
         self.model = model
         self._layout = model.layout
+        self._heads = PortHeads(model.layout, [layer.num_kv_heads for layer in model.layout.layers])
         self._security = security
         self._port: Port | None = None
         self._peer: bytes | None = None
@@ -104,9 +105,10 @@ class PrefillServer:
         parts = (counts, b"" if logits is None else logits)
         prompt = job.prompt
         stores = [each for each in prompt.stores if each.start < prompt.end and prompt.start < each.end]
-        tell = _after(len(stores), partial(self._report, job, Kind.PREFILLED, *parts))
+        tell = after(sum(len(each.places) for each in stores), partial(self._report, job, Kind.PREFILLED, *parts))
         for each in stores:
-            self._sender(StoreSender, each.place).when_stored(each.ticket, tell)
+            for sender in self._senders_to(StoreSender, each):
+                sender.when_stored(each.ticket, tell)
 
     def fail(self, job: PromptJob, reason: str) -> None:
         """The part cannot be computed: tell the S-worker, unless it has given the job up itself."""
@@ -150,9 +152,11 @@ class PrefillServer:
             message = f"it has another model, or a --max-model-len below {hello.max_model_len}"
             port.refuse(identity, "refused", message)
             return
+        layout = replace(self.model.layout, kv_dtype=hello.kv_dtype, isa=hello.isa)
+        heads = PortHeads(layout, hello.kv_heads)
         self._drop_peer()
         self._peer, self._serving = identity, hello.name
-        self._layout = replace(self.model.layout, kv_dtype=hello.kv_dtype, isa=hello.isa)
+        self._layout, self._heads = layout, heads
         port.renew_epoch()
         port.look_after(identity, self._drop_peer)
         welcome = PrefillWelcome(
@@ -177,6 +181,8 @@ class PrefillServer:
         if len(self._jobs) >= MOST_JOBS or prompt.job_id in self._jobs:
             raise FrameError(f"PROMPT: job {prompt.job_id} is here already, or one of {MOST_JOBS:,} that wait")
         send_on = partial(self._sender(ChainSender, prompt.next).send, prompt.job_id) if prompt.next else None
+        for each in (*prompt.stores, *prompt.prefix):
+            self._heads.check(len(each.places))
         stores, prefix = self._stores(prompt), () if prompt.part else self._prefix(prompt)
         job = PromptJob(prompt, tokens, self._layout, send_on, stores, prefix)
         for layer, start, arrays in self._early.take(prompt.job_id):
@@ -191,7 +197,7 @@ class PrefillServer:
     def _stores(self, prompt: Prompt) -> tuple[StoreRange, ...]:
         """The ways to the R-workers that store rows of the part."""
         return tuple(
-            StoreRange(each.start, each.end, _counted_from(each, self._sender(StoreSender, each.place).send))
+            StoreRange(each.start, each.end, store_way(each, self._heads, self._senders_to(StoreSender, each)))
             for each in prompt.stores
             if each.start < prompt.end and prompt.start < each.end
         )
@@ -199,7 +205,7 @@ class PrefillServer:
     def _prefix(self, prompt: Prompt) -> tuple[ReadRange, ...]:
         """The ways from the R-workers that have the prefix."""
         return tuple(
-            ReadRange(each.start, each.end, partial(self._sender(PrefixReader, each.place).read, each.ticket))
+            ReadRange(each.start, each.end, read_way(each, self._heads, self._senders_to(PrefixReader, each)))
             for each in prompt.prefix
         )
 
@@ -266,6 +272,10 @@ class PrefillServer:
         for sender in senders.values():
             sender.close()
 
+    def _senders_to(self, kind: type[AnySender], placed: PlacedRange) -> list[AnySender]:
+        """The threads that send to each port of an R-worker."""
+        return [self._sender(kind, place) for place in placed.places]
+
     def _sender(self, kind: type[AnySender], place: Place) -> AnySender:
         """The thread that sends to ``place``, begun with the first rows for it."""
         key = (kind, place.address, place.epoch)
@@ -283,27 +293,8 @@ class PrefillServer:
             self.fail(job, f"{place.address}: {reason}")
 
 
-def _counted_from(store: PlacedRange, send: Callable[[int, int, int, Arrays], None]) -> Send:
-    """``send`` for rows by position in the prompt, at an R-worker that counts from the first token that it stores."""
-    return lambda layer, start, arrays: send(store.ticket, layer, start - store.start, arrays)
-
-
 def _depends_on(prompt: Prompt, place: Place, numbers: Collection[int]) -> bool:
     """Whether ``prompt`` is to send to ``place``, or read from there, what that knows by one of ``numbers``."""
     if prompt.next == place and prompt.job_id in numbers:
         return True
-    return any(each.place == place and each.ticket in numbers for each in (*prompt.stores, *prompt.prefix))
-
-
-def _after(count: int, tell: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls ``tell`` at its call number ``count``; for any threads."""
-    left, lock = [count], threading.Lock()
-
-    def once() -> None:
-        with lock:
-            left[0] -= 1
-            is_last = not left[0]
-        if is_last:
-            tell()
-
-    return once
+    return any(place in each.places and each.ticket in numbers for each in (*prompt.stores, *prompt.prefix))

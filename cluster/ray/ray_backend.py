@@ -49,7 +49,7 @@ class RayJob:
     """Room for R-workers in a Ray cluster, and then the actors there; the key of the job is made here.
 
     ``host``: the address of this node in the cluster. ``is_alone``: the cluster was started for this job on this
-    machine; connections stay on it then, and are not encrypted unless asked for.
+    machine; connections stay on it then, and are not encrypted unless asked for, or there is a key file.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class RayJob:
             self.end()
             raise
         self.host, self.is_alone = str(placed["host"]), bool(placed["is_alone"])
-        self.security = Security(secret, not self.is_alone if security is None else security != "authenticate")
+        is_told = security is not None or key_file is not None
+        self.security = Security(secret, security != "authenticate" if is_told else not self.is_alone)
         log.warning("Ray placed %s", placed["placed"])
 
     def start(self, pool: str) -> None:

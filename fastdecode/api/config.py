@@ -205,22 +205,18 @@ class EngineConfig:
 
     def _check_tensor_parallel(self) -> None:
         """What works with one S-worker process alone."""
-        kind = self.r_worker_spec.kind
-        drafts_early = self.speculative is not None and self.speculative.method == "early_exit"
-        refused = {
-            f"r_workers: {kind}": kind in ("mpi", "ray"),
-            "prefill_workers": self.prefill_workers is not None,
-            "speculative_config: early_exit": drafts_early,
-            "profile": self.profile is not None,
-        }
-        for name, is_asked in refused.items():
-            if is_asked:
-                raise ConfigError(
-                    f"{name} is not for tensor_parallel_size {self.tensor_parallel_size}: leave one of them out"
-                )
+        size = self.tensor_parallel_size
+        if self.in_mpi_job:
+            name = "r_workers" if self.r_worker_spec.kind == "mpi" else "prefill_workers"
+            raise ConfigError(
+                f"{name}: an MPI job's ranks serve one S-worker, its rank 0, and tensor_parallel_size {size} makes "
+                f"{size}: give {name} as host:port or spawn:N"
+            )
+        if self.profile is not None:
+            raise ConfigError(f"profile is not for tensor_parallel_size {size}: leave one of them out")
 
     def _check_ranges(self) -> None:
-        """Ranges are whole splits, and not for what keeps a sequence on one R-worker."""
+        """Ranges are whole splits, and not for schedules that keep a sequence on one R-worker."""
         if self.kv_shard_tokens is None:
             return
         if self.kv_shard_tokens not in range_lengths(self.kv_shard_tokens):
@@ -230,10 +226,10 @@ class EngineConfig:
                 f"{below} and {above}"
             )
         if not self.may_shard:
-            why = f"schedule {self.schedule} reserves the longest sequence's blocks in one piece"
-            if self.speculative and self.speculative.method == "early_exit":
-                why = "speculative_config: early_exit drafts over the whole cache of a sequence"
-            raise ConfigError(f"kv_shard_tokens: {why}, on one R-worker; leave kv_shard_tokens out, or the other")
+            raise ConfigError(
+                f"kv_shard_tokens: schedule {self.schedule} stands for systems that keep the cache of the longest "
+                f"sequence in one piece, to compare with, and ranges are what they lack; leave one of them out"
+            )
 
     def _check_r_workers(self) -> None:
         """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
@@ -272,8 +268,13 @@ class EngineConfig:
         """R-workers that are placed while the job starts, with a key of their own."""
         if self.profile is not None:
             raise ConfigError("profile: it knows R-workers by their address, and Ray places them anew for each job")
-        if self.prefill_workers is not None and self.key_file is None:
-            raise ConfigError("prefill_workers: with r_workers ray:N they take a --key-file, which both share")
+        spec = self.prefill_worker_spec
+        makes_one_key = self.tensor_parallel_size == 1 and spec is not None and spec.kind == "spawn"
+        if spec is not None and not makes_one_key and self.key_file is None:
+            raise ConfigError(
+                f"prefill_workers: {self.prefill_workers} and the R-workers that Ray places for each rank need the "
+                f"same --key-file: give one"
+            )
 
     def _check_prefill_workers(self) -> None:
         """Those elsewhere have settings of their own, and are reached over a network only with a key."""
@@ -328,8 +329,7 @@ class EngineConfig:
     @property
     def may_shard(self) -> bool:
         """True where a sequence may lie on several R-workers."""
-        in_one_piece = self.schedule in ("request-level", "hybrid")
-        return not in_one_piece and not (self.speculative and self.speculative.method == "early_exit")
+        return self.schedule not in ("request-level", "hybrid")
 
     @property
     def prefill_worker_spec(self) -> PrefillWorkerSpec | None:

@@ -94,11 +94,12 @@ class AttentionBackend(Protocol):
 class PrefillBackend(Protocol):
     """The prefill workers of an engine, by number; called from one thread. One that is lost leaves the others going."""
 
-    def open(self, model: str, max_model_len: int, vocab_size: int, layout: KVLayout) -> int:
+    def open(self, model: str, max_model_len: int, vocab_size: int, layout: KVLayout, kv_heads: Sequence[int]) -> int:
         """Open a session with each and return how many there are.
 
-        BackendError where one refuses, or does not have the model that ``model`` identifies. ``layout``: the model's,
-        with the dtype of the R-workers' caches, and the arithmetic in which they attend ("auto" where they differ).
+        BackendError where one refuses, or does not have the model that ``model`` identifies. ``layout``: the whole
+        model's, with the dtype of the R-workers' caches, and the arithmetic in which they attend ("auto" where they
+        differ). ``kv_heads``: of each layer, how many KV heads each of an R-worker's KV ports takes.
         """
         ...
 
@@ -199,8 +200,9 @@ class DraftPolicy(Protocol):
 class DraftRequest(NamedTuple):
     """A sequence that decodes, for which ``num_drafts`` tokens are to be drafted, at least one.
 
-    R-worker ``worker`` has ``num_cached`` of its tokens: all but the last. ``sampling``: what the sampler needs for the
-    next token (``SamplingRow``).
+    R-worker ``worker`` has its tail, as sequence ``cache_id``: of its ``num_cached`` tokens, all but the last, those
+    from ``base`` on. ``reads``: worker, range id and start of the closed ranges before it, in order. ``sampling``: what
+    the sampler needs for the next token (``SamplingRow``).
     """
 
     sequence_id: int
@@ -210,6 +212,9 @@ class DraftRequest(NamedTuple):
     worker: int
     num_cached: int
     sampling: Any
+    cache_id: int
+    base: int = 0
+    reads: tuple[tuple[int, int, int], ...] = ()
 
 
 class PendingControls(Protocol):

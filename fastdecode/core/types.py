@@ -66,7 +66,11 @@ class LayerLayout:
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes of K, V and their scales one cached token takes in this layer."""
-        return self.num_kv_heads * sum(_row_bytes(dim, kv_dtype) for dim in (self.key_head_dim, self.value_head_dim))
+        return self.num_kv_heads * sum(self.head_bytes(kv_dtype))
+
+    def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
+        """Bytes of one cached token's K, and of its V, of one head, each with its scales."""
+        return _row_bytes(self.key_head_dim, kv_dtype), _row_bytes(self.value_head_dim, kv_dtype)
 
 
 @dataclass(frozen=True)
@@ -167,13 +171,21 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class KvAddress:
+    """A KV port, where prefill workers store keys and values: ``address``, "host:port", and ``epoch``, the number of
+    the session that every frame to it must carry; a secret."""
+
+    address: str
+    epoch: int = field(repr=False)
+
+
+@dataclass(frozen=True)
 class RWorkerInfo:
     """What an R-worker says of itself when it is opened.
 
     ``read_gb_per_s``: its threads' read bandwidth in 1e9 bytes per second, measured at its start; 0 where it was not.
-    ``kv_address``: "host:port" of its KV port, where prefill workers store keys and values, or "" where it has none;
-    ``kv_epoch``: the number of this session that every frame to that port must carry; a secret. ``host``: its machine,
-    by a name that no other machine has; "" where that is not known.
+    ``kv_ports``: its KV port, if it has one; those of all ranks' parts, in order, where ranks share the model.
+    ``host``: its machine, by a name that no other machine has; "" where that is not known.
     """
 
     name: str
@@ -183,8 +195,7 @@ class RWorkerInfo:
     isa: str
     own_cores: bool
     read_gb_per_s: float = 0.0
-    kv_address: str = ""
-    kv_epoch: int = field(default=0, repr=False)
+    kv_ports: tuple[KvAddress, ...] = ()
     host: str = ""
 
 

@@ -116,4 +116,12 @@ def _chunk(draft: Draft) -> Chunk:
     """The last token and the drafts so far."""
     request = draft.request
     tokens = [request.output_token_ids[-1], *draft.token_ids]
-    return Chunk(request.sequence_id, request.worker, request.num_cached, tokens)
+    return Chunk(
+        request.sequence_id,
+        request.worker,
+        request.num_cached,
+        tokens,
+        base=request.base,
+        cache_id=request.cache_id,
+        reads=request.reads,
+    )

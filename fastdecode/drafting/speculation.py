@@ -18,6 +18,7 @@ from fastdecode.drafting.early_exit import EarlyExitDrafter
 from fastdecode.drafting.ngram import NgramDrafter
 from fastdecode.drafting.speculative_config import SpeculativeConfig
 from fastdecode.sworker import SModel, SWorker
+from fastdecode.sworker.s_worker import Lead
 from fastdecode.sworker.sampling import SampledToken
 
 
@@ -62,6 +63,7 @@ class Speculation(Companion):
     def _request(self, sequence_id: int, num_drafts: int) -> DraftRequest:
         completion = self._in_flight.completion(sequence_id)
         sequence = completion.sequence
+        tail = sequence.tail
         return DraftRequest(
             sequence_id,
             sequence.prompt_token_ids,
@@ -70,6 +72,9 @@ class Speculation(Companion):
             sequence.worker,
             sequence.num_cached,
             self._in_flight.sampling_rows(sequence_id)[0],
+            tail.cache_id,
+            tail.start,
+            tuple((each.home, each.cache_id, each.start) for each in sequence.closed),
         )
 
 
@@ -92,17 +97,18 @@ def make_drafter(
     num_mini_batches: int,
     make_backend: Callable[[KVLayout], AttentionBackend],
     cleanup: ExitStack,
+    lead: Lead | None = None,
 ) -> Drafter:
     """What ``speculative`` asks for; ``cleanup`` frees it in the end.
 
-    ``make_backend`` makes the R-worker of a draft model. ConfigError, ModelLoadError, UnsupportedModelError or
-    CapacityError for a model that cannot draft for this one.
+    ``make_backend`` makes the R-worker of a draft model. ``lead``: has other ranks compute the first layers, too.
+    ConfigError, ModelLoadError, UnsupportedModelError or CapacityError for a model that cannot draft for this one.
     """
     if speculative.method == "ngram":
         return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     if speculative.method == "early_exit":
         first = model.first_layers(speculative.num_layers)
-        return EarlyExitDrafter(s_worker.beside(first, model.layout, s_worker.backend), num_mini_batches)
+        return EarlyExitDrafter(s_worker.beside(first, model.layout, s_worker.backend, lead), num_mini_batches)
     draft = load_draft_model(config, speculative, model)
     backend = make_backend(draft.layout)
     cleanup.callback(backend.close)

@@ -58,7 +58,7 @@ def timed_prefill_model(
     seconds = profile_steps(s_worker, len(r_workers), num_tokens)(num_tokens, 0) / len(layout.layers)
     attention = PromptAttentionTimes(_pair_seconds(model, make_cache), TILE_ROWS)
     per_row = max(seconds - attention.seconds(num_tokens, 0), seconds / 2) / num_tokens
-    elements = max(layer.kv_elements_per_token for layer in layout.layers)
+    elements = max(layer.kv_elements_per_token for layer in model.whole_layout.layers)
     s_part = MeasuredSPart((1, MANY_ROWS), (per_row, per_row * MANY_ROWS), (0.0, 0.0))
     return PrefillTimes(
         len(layout.layers), s_part, attention, elements * ITEM_BYTES[layout.model_dtype],
@@ -76,10 +76,11 @@ def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
 
 
 def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:
-    """The same with the threads of spawned prefill workers; those elsewhere count as equal until they have computed."""
+    """The same with the threads of spawned prefill workers, each of which has the whole model, and not a rank's part;
+    those elsewhere count as equal to a rank's process until they have computed."""
     spec = config.prefill_worker_spec
     slower = s_thread_count(config) / config.prefill_thread_count if spec and spec.kind == "spawn" else 1.0
-    return model.times(slower)
+    return model.times(slower * config.tensor_parallel_size)
 
 
 def _s_seconds(model: PrefillTimes) -> Callable[[int, int], float]:

@@ -12,7 +12,7 @@ import numpy as np
 from fastdecode.core import errors
 from fastdecode.core.errors import BackendError, FastDecodeError, WorkerLostError
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.core.types import KVLayout, RWorkerInfo, StepReport
+from fastdecode.core.types import KvAddress, KVLayout, RWorkerInfo, StepPlan, StepReport
 from fastdecode.sworker.sharding import Rank
 from fastdecode.tensor_parallel.rank_messages import Message, combined, read_report, report_message
 
@@ -56,10 +56,18 @@ class Member:
             raise BackendError(
                 f"tensor_parallel_size: ranks have unlike numbers of R-workers ({counts}): give as many to each"
             )
-        return [
-            _logical([RWorkerInfo(**info) for info in infos])
-            for infos in zip(*(g["infos"] for g in groups), strict=True)
-        ]
+        return [_logical(infos) for infos in zip(*(group["infos"] for group in groups), strict=True)]
+
+    def reserve(self, plan: StepPlan) -> None:
+        """Have all groups hear the controls of ``plan``; rank 0's begins the step with them, too."""
+
+        def begin() -> dict[str, Any]:
+            self.pool.begin_step(plan)
+            if self.rank.index:
+                self.pool.abandon_step()
+            return {}
+
+        self._compare(begin)
 
     def end_step(self) -> StepReport:
         """The groups' reports as one. What is lost in one group is given up in the others."""
@@ -108,7 +116,7 @@ class Member:
         own = {str(index): asdict(info) for index, info in self.pool.admit(vacant, count).items()}
         groups = self._compare(lambda: own)
         self._gone.difference_update(map(int, own))
-        return {int(index): _logical([RWorkerInfo(**group[index]) for group in groups]) for index in own}
+        return {int(index): _logical([group[index] for group in groups]) for index in own}
 
     def dismiss(self, worker: int) -> None:
         """Let the R-worker go in all groups."""
@@ -129,11 +137,13 @@ class Member:
         return [each.told for each in answers]
 
 
-def _logical(infos: Sequence[RWorkerInfo]) -> RWorkerInfo:
-    """Partners as the scheduler sees them: the least of what they have."""
+def _logical(partners: Sequence[dict[str, Any]]) -> RWorkerInfo:
+    """Partners, each as ``asdict`` has it, as the scheduler sees them: the least of what they have; all KV ports."""
+    infos = [RWorkerInfo(**each) for each in partners]
     return replace(
         infos[0],
         num_blocks=min(info.num_blocks for info in infos),
         own_cores=any(info.own_cores for info in infos),
         read_gb_per_s=min(info.read_gb_per_s for info in infos),
+        kv_ports=tuple(KvAddress(**port) for each in partners for port in each["kv_ports"]),
     )

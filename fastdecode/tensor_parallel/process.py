@@ -16,9 +16,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(int(sys.argv[2]))
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
-    from fastdecode.tensor_parallel.ranks import begin_ranks
+    from fastdecode.tensor_parallel.ranks import follow
 
-    begin_ranks(EngineConfig(**json.loads(sys.argv[1])))
+    follow(EngineConfig(**json.loads(sys.argv[1])))
 
 
 if __name__ == "__main__":

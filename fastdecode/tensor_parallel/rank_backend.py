@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from fastdecode.core.errors import RankLostError, interrupts_deferred
 from fastdecode.core.step import MiniBatch, ScheduledStep
-from fastdecode.core.types import KVLayout, RWorkerInfo, StepPlan, StepReport
+from fastdecode.core.types import KVLayout, RWorkerInfo, StepPlan, StepReport, Verb
 from fastdecode.tensor_parallel.lifeline import Lifelines
 from fastdecode.tensor_parallel.member import Group, Member
 from fastdecode.tensor_parallel.rank_messages import Message, step_message
+
+Controls = tuple[tuple[tuple[int, int, int, int], ...], ...]
+"""CONTROL records for each R-worker."""
 
 ADMIT_SECONDS = 0.2
 """How often the ranks are asked for R-workers that have joined."""
@@ -22,12 +26,13 @@ ADMIT_SECONDS = 0.2
 class TensorParallelBackend:
     """``AttentionBackend`` over logical R-workers, of which every rank has a part.
 
-    The other ranks hear of a step once, when its layers begin (``lead``) or, where it has none, at its end.
+    The other ranks hear of a step once, when its layers begin (``lead``) or, where it has none, at its end; but of
+    its controls at once, if these reserve blocks, since prefill workers hear of them next.
     """
 
     def __init__(self, member: Member, lifelines: Lifelines) -> None:
         self._member, self._lifelines = member, lifelines
-        self._pending: StepPlan | None = None
+        self._untold: Controls | None = None
         self._open = False
         self._broken = False
         self._asked = 0.0
@@ -48,16 +53,23 @@ class TensorParallelBackend:
     def begin_step(self, plan: StepPlan) -> None:
         with interrupts_deferred():
             self._check()
-            self.pool.begin_step(plan)
-            self._pending = plan
+            controls = tuple(tuple(map(tuple, part.controls.tolist())) for part in plan.workers)
+            if any(verb == Verb.RESERVE for part in controls for verb, *_ in part):
+                self._tell(step_message(ScheduledStep((MiniBatch.of([]),), controls), False, kind="reserve"))
+                with self._talking():
+                    self._member.reserve(plan)
+                controls = ((),) * len(controls)
+            else:
+                self.pool.begin_step(plan)
+            self._untold = controls
 
     @contextlib.contextmanager
-    def lead(self, step: ScheduledStep, overlap: bool, at_random: bool = False) -> Iterator[None]:
-        """The layers of ``step``, or random keys and values, on all ranks; Ctrl-C waits for their end."""
+    def lead(self, step: ScheduledStep, overlap: bool, by: str = "model") -> Iterator[None]:
+        """The layers of ``step``, computed ``by`` what ``step_message`` says, on all ranks; Ctrl-C waits for them."""
         with interrupts_deferred(), self._talking():
-            self._pending = None
-            self._open = True
-            self._member.rank.broadcast(step_message(step, True, overlap, at_random).encode())
+            step = replace(step, controls=self._untold or step.controls)
+            self._untold, self._open = None, True
+            self._member.rank.broadcast(step_message(step, True, overlap, by).encode())
             yield
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
@@ -79,7 +91,7 @@ class TensorParallelBackend:
     def abandon_step(self) -> None:
         with interrupts_deferred(), contextlib.suppress(RankLostError):
             self.pool.abandon_step()
-            if not self._broken and (self._pending or self._open):
+            if not self._broken and (self._untold is not None or self._open):
                 with self._talking():
                     self._tell_controls()
                     self._open = False
@@ -130,10 +142,9 @@ class TensorParallelBackend:
 
     def _tell_controls(self) -> None:
         """Tell the controls of a step that had no layers, if one has begun."""
-        if self._pending is not None:
-            controls = tuple(tuple(map(tuple, part.controls.tolist())) for part in self._pending.workers)
-            step = ScheduledStep((MiniBatch.of([]),), controls)
-            self._pending, self._open = None, True
+        if self._untold is not None:
+            step = ScheduledStep((MiniBatch.of([]),), self._untold)
+            self._untold, self._open = None, True
             self._member.rank.broadcast(step_message(step, False).encode())
 
     def _tell(self, message: Message) -> None:

@@ -46,14 +46,16 @@ class Message:
         return Message(header["kind"], header["told"], arrays)
 
 
-def step_message(step: ScheduledStep, computes: bool, overlap: bool = True, at_random: bool = False) -> Message:
+def step_message(
+    step: ScheduledStep, computes: bool, overlap: bool = True, by: str = "model", kind: str = "step"
+) -> Message:
     """``step`` as every rank needs it; ``computes``: the model's part too, not only the R-workers' controls;
-    ``at_random``: random keys and values in place of that part (``RandomPrompts``)."""
+    ``by``: what computes it, the "model", its "first layers" (``EarlyExitDrafter``), or "random" numbers."""
     arrays = [np.array(list(controls), np.int64).reshape(-1, 4) for controls in step.controls]
     for mini_batch in step.mini_batches:
         arrays += [mini_batch.chunks, mini_batch.token_ids, mini_batch.reads]
-    told = {"num_workers": len(step.controls), "computes": computes, "overlap": overlap, "at_random": at_random}
-    return Message("step", told, arrays)
+    told = {"num_workers": len(step.controls), "computes": computes, "overlap": overlap, "by": by}
+    return Message(kind, told, arrays)
 
 
 def read_step(message: Message) -> ScheduledStep:

@@ -10,16 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import ClassVar
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.backends import make_backend, make_prompt_backend
+from fastdecode.backends import make_backend, make_prompt_backend, pool_layout
 from fastdecode.core.errors import FastDecodeError, RankLostError
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.core.types import KVLayout
 from fastdecode.engine_setup import pin_s_worker
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.random_prompts import RandomPrompts
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ranks:
-    """Rank 0's view of all: ``rank``, and its own ``config``."""
+    """Rank 0's view of all: ``rank``, its own ``config``, and whether all are ``on_one_machine``."""
 
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
@@ -59,6 +58,7 @@ class Ranks:
         except BaseException:
             self.close()
             raise
+        self.on_one_machine = place is None or place.local_size == size
         own = config if place else cores_of(config, 0, size)
         self.config = settings_of(own, 0, size, place.local_size if place else size)
 
@@ -113,15 +113,17 @@ class Ranks:
             time.sleep(0.01)
 
 
-def begin_ranks(config: EngineConfig) -> Ranks | None:
-    """The ranks that ``config`` asks for; None for one. On another rank than the first this does not return: it serves
-    the first one until that ends, and raises SystemExit."""
-    if config.tensor_parallel_size == 1:
-        return None
-    place = find_place(config.tensor_parallel_size)
+def follow(config: EngineConfig) -> None:
+    """On another rank than the first of those that ``config`` asks for, serve that until it ends, and raise SystemExit;
+    to be called before anything else is begun."""
+    place = find_place(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
     if place is not None and place.index:
         serve(config, place)
-    return Ranks(config)
+
+
+def begin_ranks(config: EngineConfig) -> Ranks | None:
+    """The ranks that ``config`` asks for, on the first of them; None for one."""
+    return Ranks(config) if config.tensor_parallel_size > 1 else None
 
 
 def serve(config: EngineConfig, place: RankPlace) -> None:
@@ -132,7 +134,8 @@ def serve(config: EngineConfig, place: RankPlace) -> None:
         meeting.tell(f"rank {place.index}", place.name)
         ending.callback(hold_on(place.host, int(meeting.ask("lifeline")), place.name))
         rank = meeting.join(config.device, place.local_index)
-        Follower(settings_of(config, place.index, place.size, place.local_size), rank).run()
+        own = settings_of(config, place.index, place.size, place.local_size)
+        Follower(own, rank, place.local_size == place.size).run()
     except FastDecodeError as error:
         print(f"fastdecode: {place.name}: error: {error}", file=sys.stderr, flush=True)
         ending.close()
@@ -149,14 +152,15 @@ def serve(config: EngineConfig, place: RankPlace) -> None:
 class Follower:
     """A rank after the first: its part of the model, its R-workers, and what rank 0 says."""
 
-    def __init__(self, config: EngineConfig, rank: Rank) -> None:
+    def __init__(self, config: EngineConfig, rank: Rank, on_one_machine: bool) -> None:
+        """``on_one_machine``: all ranks are."""
         self._rank, self._cleanup = rank, contextlib.ExitStack()
         set_threads(pin_s_worker(config))
         model = SModel(config, rank)
         pool = make_backend(config, config.r_core_list or usable_cores())
         self._cleanup.callback(pool.close)
         self._member = Member(rank, pool)  # type: ignore[arg-type]
-        layout = layout_for(config, model)
+        layout = pool_layout(config, model.layout, on_one_machine)
         r_workers = self._member.open(layout)
         message = Message.decode(rank.broadcast())
         if message.kind == "close":
@@ -169,7 +173,13 @@ class Follower:
             prompts = PromptCache(backend)
         self._pool = pool
         self._s_worker = SWorker(model.model, model.layout, pool, StateClock(), prompts=prompts, in_order=True)
-        self._random = RandomPrompts(model.model, model.layout, pool, StateClock())
+        self._computes = {
+            "model": self._s_worker,
+            "random": RandomPrompts(model.model, model.layout, pool, StateClock()),
+        }
+        if config.speculative and config.speculative.method == "early_exit":
+            first = model.first_layers(config.speculative.num_layers)
+            self._computes["first layers"] = self._s_worker.beside(first, model.layout, pool)
 
     def run(self) -> None:
         """Do what rank 0 says until it says no more."""
@@ -181,14 +191,15 @@ class Follower:
         step = read_step(message)
         self._pool.begin_step(step.to_step_plan())
         if message.told["computes"]:
-            s_worker = self._random if message.told["at_random"] else self._s_worker
-            s_worker.follow(step, message.told["overlap"])
+            self._computes[message.told["by"]].follow(step, message.told["overlap"])
 
     def _compared(self, message: Message) -> None:
         told = message.told
         with contextlib.suppress(FastDecodeError):  # all ranks know of it, and the first one decides
             if message.kind == "export":
                 self._member.export(told["worker"], told["sequence_id"], told["start"], told["num_tokens"])
+            elif message.kind == "reserve":
+                self._member.reserve(read_step(message).to_step_plan())
             elif message.kind == "import":
                 self._member.import_(told["worker"], told["sequence_id"], told["num_tokens"], told["start"])
             else:
@@ -198,14 +209,10 @@ class Follower:
         "step": _step,
         "end": lambda self, message: self._member.end_step(),
         "abandon": lambda self, message: self._pool.abandon_step(),
+        "reserve": _compared,
         "export": _compared,
         "import": _compared,
         "admit": _compared,
         "dismiss": lambda self, message: self._member.dismiss(message.told["worker"]),
         "forget": lambda self, message: self._s_worker.forget(message.told["sequence_id"]),
     }
-
-
-def layout_for(config: EngineConfig, model: SModel) -> KVLayout:
-    """Return the layout that this rank's R-workers are told."""
-    return replace(model.layout, isa=config.uniform_arithmetic)

@@ -6,14 +6,15 @@ import contextlib
 import random
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.core.remote_prefill import PrefillPart
+from fastdecode.core.remote_prefill import PrefillPart, RemotePrefill
 from fastdecode.prefills.worker import PrefillWorker
 from helpers.r_workers import FASTDECODE
 
@@ -67,6 +68,43 @@ def process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], 
     finally:
         started.kill()
         started.communicate()
+
+
+class Watched:
+    """An engine whose prompts prefill workers compute, in random parts, and what was handed out to them.
+
+    ``computed``: the jobs of those that they have computed, in order.
+    """
+
+    def __init__(self, llm: LLM, workers: Sequence[int] = (), seed: int = 0) -> None:
+        """``workers``: the numbers of the prefill workers, if any."""
+        self.llm, self.engine = llm, llm.engine
+        self.handed: list[RemotePrefill] = []
+        self.computed: list[int] = []
+        if prefills := llm.engine.prefills:
+            llm.engine.scheduler.remote_prompts.policy = AnyParts(list(workers), seed)
+            submit = prefills.backend.submit
+            prefills.backend.submit = lambda prefill, infos: (self.handed.append(prefill), submit(prefill, infos))
+            prefills.on_prefilled = lambda prefilled: self.computed.append(prefilled.job_id)
+
+    def run(
+        self,
+        texts: Sequence[list[int]],
+        params_of: Callable[[int], SamplingParams],
+        befalls: Mapping[int, Callable[[], object]] | None = None,
+    ) -> list[list[list[int]]]:
+        """Tokens of all completions of each text; ``befalls``: what is called before which step, from 1 on."""
+        for number, text in enumerate(texts):
+            self.engine.add_request(str(number), text, params_of(number))
+        found: dict[int, list[list[int]]] = {}
+        steps = 0
+        while self.engine.has_unfinished_requests():
+            steps += 1
+            if befalls and steps in befalls:
+                befalls[steps]()
+            for output in self.engine.step():
+                found[int(output.request_id)] = [list(each.token_ids) for each in output.outputs]
+        return [found[number] for number in range(len(texts))]
 
 
 @dataclass

@@ -1,0 +1,116 @@
+"""The ways of a prompt's keys and values to the KV ports of R-workers that store it, and from those with its prefix.
+
+Where ranks share the model, an R-worker is one of each rank, with that rank's KV heads and a KV port of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from fastdecode.cluster.prefill.jobs import Arrays, Read, Send
+from fastdecode.cluster.prefill.messages import PlacedRange
+from fastdecode.cluster.prefill.senders import PrefixReader, StoreSender
+from fastdecode.core.errors import FrameError
+from fastdecode.core.types import KVLayout, LayerLayout
+
+
+class PortHeads:
+    """Which of a model's KV heads each KV port of an R-worker takes."""
+
+    def __init__(self, layout: KVLayout, kv_heads: Sequence[int]) -> None:
+        """``layout``: the whole model's; ``kv_heads``: as ``PrefillHello`` has them, FrameError for other numbers."""
+        if len(kv_heads) != len(layout.layers):
+            raise FrameError(f"HELLO: KV heads of {len(kv_heads)} layers, and the model has {len(layout.layers)}")
+        for layer, count in zip(layout.layers, kv_heads, strict=True):
+            if layer.num_kv_heads % count:
+                raise FrameError(f"HELLO: {count} KV heads at a port, and the model has {layer.num_kv_heads}")
+        self._layout, self._kv_heads = layout, tuple(kv_heads)
+
+    def check(self, num_ports: int) -> None:
+        """FrameError where ``num_ports`` ports do not have all heads, each as often."""
+        for layer, count in zip(self._layout.layers, self._kv_heads, strict=True):
+            if num_ports % (layer.num_kv_heads // count):
+                raise FrameError(f"PROMPT: {num_ports} ports of {count} of the {layer.num_kv_heads} KV heads")
+
+    def of(self, layer: int, port: int, num_ports: int) -> slice:
+        """The heads of port ``port`` of ``num_ports``, in order."""
+        count = self._kv_heads[layer]
+        first = port * (self._layout.layers[layer].num_kv_heads // count) // num_ports * count
+        return slice(first, first + count)
+
+    def take(self, layer: int, heads: slice, rows: np.ndarray, stored: np.ndarray) -> None:
+        """Enter ``rows``, a prefix as the cache of ``heads`` stores it, in that of all heads; both uint8 [rows, …]."""
+        shape, kv_dtype = self._layout.layers[layer], self._layout.kv_dtype
+        for whole, part in zip(
+            _by_head(shape, kv_dtype, stored, shape.num_kv_heads),
+            _by_head(shape, kv_dtype, rows, heads.stop - heads.start),
+            strict=True,
+        ):
+            whole[:, heads] = part
+
+    def empty_rows(self, layer: int, num_rows: int) -> np.ndarray:
+        """Room for a prefix as the cache behind one port stores it: uint8 [num_rows, bytes]."""
+        head_bytes = sum(self._layout.layers[layer].head_bytes(self._layout.kv_dtype))
+        return np.empty((num_rows, self._kv_heads[layer] * head_bytes), np.uint8)
+
+
+def store_way(placed: PlacedRange, heads: PortHeads, senders: Sequence[StoreSender]) -> Send:
+    """Rows by position in the prompt to all ports of an R-worker, which counts from the first token that it stores."""
+
+    def send(layer: int, start: int, arrays: Arrays) -> int:
+        num_bytes = 0
+        for port, sender in enumerate(senders):
+            own = heads.of(layer, port, len(senders))
+            parts = tuple(np.ascontiguousarray(each[:, own]) for each in arrays)
+            num_bytes += sender.send(placed.ticket, layer, start - placed.start, parts)
+        return num_bytes
+
+    return send
+
+
+def read_way(placed: PlacedRange, heads: PortHeads, readers: Sequence[PrefixReader]) -> Read:
+    """A range of a prefix from the ports of its R-worker; what several of them have comes from the first."""
+
+    def read(layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
+        parts = {heads.of(layer, port, len(readers)).start: port for port in reversed(range(len(readers)))}
+        if len(parts) == 1:
+            readers[0].read(placed.ticket, layer, stored, when_read)
+            return
+        once = after(len(parts), when_read)
+        for port in parts.values():
+            own, rows = heads.of(layer, port, len(readers)), heads.empty_rows(layer, len(stored))
+            readers[port].read(placed.ticket, layer, rows, partial(_taken, heads, layer, own, rows, stored, once))
+
+    return read
+
+
+def after(count: int, tell: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls ``tell`` at its call number ``count``; for any threads."""
+    left, lock = [count], threading.Lock()
+
+    def once() -> None:
+        with lock:
+            left[0] -= 1
+            is_last = not left[0]
+        if is_last:
+            tell()
+
+    return once
+
+
+def _taken(
+    heads: PortHeads, layer: int, own: slice, rows: np.ndarray, stored: np.ndarray, once: Callable[[], None]
+) -> None:
+    heads.take(layer, own, rows, stored)
+    once()
+
+
+def _by_head(layer: LayerLayout, kv_dtype: str, stored: np.ndarray, num_heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """Views of ``stored``, uint8 [rows, bytes]: keys and values [rows, num_heads, bytes of a head]."""
+    key_bytes, value_bytes = layer.head_bytes(kv_dtype)
+    keys, values = stored[:, : num_heads * key_bytes], stored[:, num_heads * key_bytes :]
+    return keys.reshape(-1, num_heads, key_bytes), values.reshape(-1, num_heads, value_bytes)

@@ -1,0 +1,93 @@
+"""Prompts of prefill workers beside two ranks: each rank's R-worker gets its KV heads, and the tokens stay the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import model_zoo, prefill_workers, r_workers
+from helpers.engine_checks import assert_nothing_held
+from helpers.prefill_workers import Watched
+from helpers.processes import children_of
+
+from fastdecode import LLM, SamplingParams
+
+MODEL: dict[str, Any] = {"max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 4096}}
+SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "kv_cache_memory": "32MiB", **MODEL}
+SETTINGS |= {"s_threads": 1, "r_threads": 1, "block_size": 16}
+LENGTHS = (1500, 30, 505, 1010, 700)
+HF_OVERRIDES = json.dumps(MODEL["hf_overrides"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module")
+def addresses(folder: Path) -> Iterator[str]:
+    with prefill_workers.threads(folder, 2, **MODEL) as found:
+        yield found
+
+
+def batches() -> list[list[list[int]]]:
+    """Texts, and texts of which some go on from these."""
+    rng = random.Random(0)
+    first = [[rng.randrange(500) for _ in range(length)] for length in LENGTHS]
+    return [first, [[*text[: 32 * (len(text) // 50)], *range(100 + 10 * i)] for i, text in enumerate(first)]]
+
+
+def params_of(number: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> list[list[list[list[int]]]]:
+    """Of one rank with one R-worker, without prefill workers."""
+    with LLM(str(folder), r_workers="inproc:1", kv_shard_tokens=2048, **SETTINGS) as llm:
+        return [Watched(llm).run(texts, params_of) for texts in batches()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_tokens_are_those_of_one_rank(folder: Path, addresses: str, wanted: list[list[list[list[int]]]]) -> None:
+    """In ranges with two copies and from kept prefixes. Then R-workers of either rank are killed, and a prefill worker,
+    while prompts are under way."""
+    with (
+        prefill_workers.process(folder, "--max-model-len", "2048", "--hf-overrides", HF_OVERRIDES) as (mortal, last),
+        LLM(
+            str(folder), tensor_parallel_size=2, r_workers="spawn:4", kv_shard_tokens=512, kv_replicas=2,
+            prefill_workers=f"{addresses},{last}", **SETTINGS,
+        ) as llm,
+    ):  # fmt: skip
+        there = Watched(llm, range(3))
+        assert [there.run(texts, params_of) for texts in batches()] == wanted
+        assert any(each.prefix for each in there.handed) and any(len(each.stores) > 2 for each in there.handed)
+        assert len(there.computed) == len(there.handed)  # no way to an R-worker failed
+        assert_nothing_held(llm.engine)
+        (rank,) = children_of(os.getpid(), "tensor_parallel.process")
+        here, theirs = r_workers.spawned_pids(llm), children_of(rank, "r-worker")
+        for victim in (theirs[1], here[2], mortal.pid):
+            there.handed.clear()
+            kill = partial(os.kill, victim, signal.SIGKILL)
+            assert there.run(batches()[0], params_of, {3: under_way(there, kill)}) == wanted[0]
+            assert_nothing_held(llm.engine)
+        assert len(llm.engine.scheduler.snapshot().present) == 2
+        assert len(llm.engine.scheduler.remote_prompts.policy.workers) == 2
+
+
+def under_way(there: Watched, do: Callable[[], object]) -> Callable[[], object]:
+    """``do`` while prompts are at prefill workers."""
+
+    def checked() -> None:
+        assert there.engine.prefills and there.engine.prefills.num_under_way
+        do()
+
+    return checked
