@@ -69,6 +69,16 @@ def test_json_has_the_contracts_keys(capsys: pytest.CaptureFixture[str]) -> None
     assert 0 < row["max_relative_error"] <= 5e-3
 
 
+def test_a_row_says_which_limit_binds_and_what_bfloat16_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both limits, the smaller by name; tokens per second beside bfloat16, which a bfloat16 row is itself."""
+    for row in rows_of(capsys, "--kv-cache-dtype", "bfloat16,int8", "--q-len", "1,60"):
+        bound = row["arithmetic_gb_per_s"]
+        assert row["roofline_gb_per_s"] == pytest.approx(min(row["scattered_read_gb_per_s"], bound))
+        assert row["limit"] == ("reads" if row["scattered_read_gb_per_s"] <= bound else "arithmetic")
+        assert row["tokens_over_bfloat16"] > 0
+        assert (row["tokens_over_bfloat16"] == 1.0) == (row["kv_cache_dtype"] == "bfloat16")
+
+
 def test_lists_sweep_and_every_dtype_and_isa_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     """The cross product, q_len above 1 included; errors within the dtype's rounding."""
     isas = _rworker.supported_isas()
@@ -98,7 +108,7 @@ def test_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     path, plot = tmp_path / "rows.json", tmp_path / "plot.png"
     assert main(bench("--context-len", "40,70", "--output-json", str(path), "--plot", str(plot))) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and "of roofline" in lines[0] and len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 4 and "of limit" in lines[0] and len({line.count("|") for line in lines}) == 1
     rows = json.loads(path.read_text())
     assert [row["context_len"] for row in rows] == [40, 70]
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -155,6 +165,7 @@ def test_roofline_arithmetic() -> None:
     groups = {group: Roofline(tokens * elements * 2, tokens * elements * group, 20.0, 50.0) for group in (1, 4, 8)}
     assert [roofline.arithmetic_gb_per_s for roofline in groups.values()] == pytest.approx([100.0, 25.0, 12.5])
     assert [roofline.gb_per_s for roofline in groups.values()] == pytest.approx([20.0, 20.0, 12.5])
+    assert [roofline.limit for roofline in groups.values()] == ["reads", "reads", "arithmetic"]
 
 
 def test_sizes_are_chosen_to_fill_the_cache() -> None:

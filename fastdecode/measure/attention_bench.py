@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,22 +29,27 @@ class AttentionBench:
         self._peaks_of: tuple[int, str] | None = None
 
     def check(self, shape: AttentionShape) -> None:
-        """CapacityError where memory is too small for ``shape``."""
-        check_memory(shape, shape.lengths(self.cache_bytes, self.seed), self.cache_bytes)
+        """CapacityError where memory is too small for ``shape``, or for both caches where one is measured beside it."""
+        caches = [(each, each.lengths(self.cache_bytes, self.seed)) for each in (shape, shape.beside) if each]
+        check_memory(caches, self.cache_bytes)
 
     def measure(self, shape: AttentionShape) -> dict[str, Any]:
-        """One row, its keys those of ``bench attention``'s JSON. One call before the measured ones warms up."""
-        lengths = shape.lengths(self.cache_bytes, self.seed)
+        """One row, its keys those of ``bench attention``'s JSON. One call before the measured ones warms up.
+
+        A cache of another dtype takes turns with a bfloat16 one: of as many sequences where their number is given, else
+        of as many bytes.
+        """
         peaks = self._peaks_for(shape)
-        cache = FilledCache(shape, lengths, self.seed)
-        try:
-            cache.call()
-            samples = Samples(peaks, cache, shape, self.repeats)
-            error = cache.commit_and_check()
-            isa = cache.worker.isa
-        finally:
-            cache.close()
-        return _row(shape, lengths, isa, samples, error)
+        with ExitStack() as caches:
+            cache = caches.enter_context(closing(self._fill(shape)))
+            beside = caches.enter_context(closing(self._fill(shape.beside))) if shape.beside else cache
+            samples = Samples(peaks, cache, beside, self.repeats)
+            return _row(cache, beside, samples, cache.commit_and_check())
+
+    def _fill(self, shape: AttentionShape) -> FilledCache:
+        cache = FilledCache(shape, shape.lengths(self.cache_bytes, self.seed), self.seed)
+        cache.call()
+        return cache
 
     def _peaks_for(self, shape: AttentionShape) -> _rworker.Peaks:
         """The last ones where they fit: they hold memory, so there is one at a time."""
@@ -58,9 +64,12 @@ class AttentionBench:
 
 
 class Samples:
-    """read, read scattered, multiply-add, call, again and again: what each took. Reads come once more at the end."""
+    """read, read scattered, multiply-add, call, call of bfloat16, again and again: what each took. Reads come once more
+    at the end. ``beside`` may be ``cache`` itself."""
 
-    def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, shape: AttentionShape, repeats: int) -> None:
+    def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, beside: FilledCache, repeats: int) -> None:
+        shape = cache.shape
+
         def reads() -> tuple[float, float]:
             ways = (None, *READ_AHEAD)
             scattered = (peaks.read_scattered(piece_bytes=shape.piece_bytes, read_ahead=each) for each in ways)
@@ -68,14 +77,16 @@ class Samples:
 
         rounds = []
         for _ in range(repeats):
-            rounds.append((*reads(), peaks.multiply_add(kv_dtype=shape.kv_cache_dtype), *cache.call()))
+            own = (*reads(), peaks.multiply_add(kv_dtype=shape.kv_cache_dtype), *cache.call())
+            rounds.append((*own, own[-1] if beside is cache else beside.call()[1]))
         columns = np.array(rounds).T
-        self.read, self.scattered, self.mac, self.plan_seconds, self.seconds = columns
+        self.read, self.scattered, self.mac, self.plan_seconds, self.seconds, self.beside_seconds = columns
         read, scattered = reads()
         self.read, self.scattered = np.append(self.read, read), np.append(self.scattered, scattered)
 
 
-def _row(shape: AttentionShape, lengths: np.ndarray, isa: str, samples: Samples, error: float) -> dict[str, Any]:
+def _row(cache: FilledCache, beside: FilledCache, samples: Samples, error: float) -> dict[str, Any]:
+    shape, lengths = cache.shape, cache.lengths
     token_bytes = shape.layout.kv_bytes_per_token
     kv_bytes = shape.tokens_needed(lengths) * token_bytes
     elements = int(lengths.sum()) * shape.layout.layers[0].kv_elements_per_token
@@ -84,8 +95,10 @@ def _row(shape: AttentionShape, lengths: np.ndarray, isa: str, samples: Samples,
     scattered = float(np.median(samples.scattered))
     roofline = Roofline(kv_bytes, elements * shape.group * shape.q_len, scattered, mac_peak)
     rate = kv_bytes / seconds / 1e9
+    tokens_per_second = int(lengths.sum()) / samples.seconds
+    beside_per_second = int(beside.lengths.sum()) / samples.beside_seconds
     return {
-        "isa": isa,
+        "isa": cache.worker.isa,
         "kv_cache_dtype": shape.kv_cache_dtype,
         "num_heads": shape.num_heads,
         "num_kv_heads": shape.num_kv_heads,
@@ -107,7 +120,10 @@ def _row(shape: AttentionShape, lengths: np.ndarray, isa: str, samples: Samples,
         "model_dtype": shape.model_dtype,
         "kv_bytes": kv_bytes,
         "roofline_gb_per_s": roofline.gb_per_s,
+        "arithmetic_gb_per_s": roofline.arithmetic_gb_per_s,
+        "limit": roofline.limit,
         "cached_tokens_per_second": int(lengths.sum()) / seconds,
+        "tokens_over_bfloat16": float(np.median(tokens_per_second / beside_per_second)),
         "seconds_p10": float(np.quantile(samples.seconds, 0.1)),
         "seconds_p90": float(np.quantile(samples.seconds, 0.9)),
         "plan_seconds_p50": float(np.median(samples.plan_seconds)),
@@ -139,6 +155,11 @@ class Roofline:
         return self.mac_peak * self.kv_bytes / self.multiply_adds
 
     @property
+    def limit(self) -> str:
+        """Which of the two binds: "reads" or "arithmetic"."""
+        return "reads" if self.scattered_read <= self.arithmetic_gb_per_s else "arithmetic"
+
+    @property
     def gb_per_s(self) -> float:
         """The most KV a call can go through: min(scattered read, multiply-add peak × intensity)."""
         return min(self.scattered_read, self.arithmetic_gb_per_s)
@@ -161,8 +182,11 @@ COLUMNS = (
     ("read_peak_gb_per_s", "read peak", "{:>9.2f}"),
     ("scattered_read_gb_per_s", "scattered", "{:>9.2f}"),
     ("mac_peak_g_per_s", "MAC peak", "{:>8.1f}"),
-    ("fraction_of_scattered", "of scattered", "{:>12.3f}"),
-    ("fraction_of_roofline", "of roofline", "{:>11.3f}"),
+    ("arithmetic_gb_per_s", "arithmetic", "{:>10.2f}"),
+    ("limit", "limit", "{:>10}"),
+    ("fraction_of_roofline", "of limit", "{:>8.3f}"),
+    ("cached_tokens_per_second", "tokens/s", "{:>8.3g}"),
+    ("tokens_over_bfloat16", "of bfloat16", "{:>11.3f}"),
     ("max_relative_error", "max error", "{:>9.1e}"),
 )
 """Key, heading and format of the Markdown table."""

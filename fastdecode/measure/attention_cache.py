@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -132,18 +132,25 @@ def checked_sequences(shape: AttentionShape, lengths: np.ndarray) -> list[int]:
     return [index for index, total in zip(chosen, spent, strict=True) if total <= CHECKED_BYTES or index == chosen[0]]
 
 
-def check_memory(shape: AttentionShape, lengths: np.ndarray, read_bytes: int) -> None:
-    """CapacityError where the cache, the buffer of the read peak and what both need do not fit the free memory."""
-    cache = _num_blocks(lengths) * _rworker.block_bytes(_layers(shape), shape.kv_cache_dtype, BLOCK_SIZE)
-    rows = len(lengths) * shape.q_len * 2 * (_row_bytes(shape) + shape.num_heads * shape.head_dim * 4)
+def check_memory(caches: Sequence[tuple[AttentionShape, np.ndarray]], read_bytes: int) -> None:
+    """CapacityError where caches of some shapes and lengths, the buffer of the read peak and what all need do not fit
+    the free memory. The first one is checked against the oracle."""
+    shape, lengths = caches[0]
     longest = int(lengths[checked_sequences(shape, lengths)].max())
     check = longest * shape.layout.layers[0].kv_elements_per_token * 6
-    needed, free = cache + read_bytes + rows + check + 4 * PAYLOAD_BYTES, available_memory_bytes()
+    needed, free = sum(map(_cache_bytes, *zip(*caches, strict=True))) + read_bytes + check, available_memory_bytes()
     if needed > free:
         raise CapacityError(
             f"{len(lengths)} sequences of context_len {shape.context_len.label} take {needed / 2**30:.3g} GiB with the "
             f"buffer of the read peak, and {free / 2**30:.3g} GiB are free; give a smaller batch_size or cache_bytes"
         )
+
+
+def _cache_bytes(shape: AttentionShape, lengths: np.ndarray) -> int:
+    """Of a FilledCache, with what it is filled from and called with."""
+    blocks = _num_blocks(lengths) * _rworker.block_bytes(_layers(shape), shape.kv_cache_dtype, BLOCK_SIZE)
+    rows = len(lengths) * shape.q_len * 2 * (_row_bytes(shape) + shape.num_heads * shape.head_dim * 4)
+    return blocks + rows + 4 * PAYLOAD_BYTES
 
 
 def _open_worker(shape: AttentionShape, lengths: np.ndarray) -> _rworker.RWorker:

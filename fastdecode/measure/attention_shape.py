@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,11 @@ class AttentionShape:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def beside(self) -> AttentionShape | None:
+        """The same with a bfloat16 cache; none where it has one."""
+        return None if self.kv_cache_dtype == "bfloat16" else replace(self, kv_cache_dtype="bfloat16")
 
     @property
     def model_dtype(self) -> str:
