@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import tempfile
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -54,6 +55,8 @@ def make_backend(
             listener = listen_for_joins(config.pool_listen, config.block_size, config.key_file, config.security)
     if listener:
         logger.info("R-workers may join at %s", listener.address)
+        if (config.pool_listen or "").endswith(":0"):
+            print(f"fastdecode: R-workers may join at {listener.address}", file=sys.stderr, flush=True)
         if prefill_workers:
             listener.invite_prefill_worker = prefill_workers.invite
         pool.accept_joins(listener)

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ DIGEST_NUMBERS = 64
 
 def load_hf_config(config: EngineConfig) -> Any:
     """The model's configuration with ``hf_overrides`` applied; ModelLoadError or UnsupportedModelError."""
+    _check_adapter(Path(config.model))
     with _one_clear_error(config.model):
         name, named = gguf.source(config.model)
         hf_config = AutoConfig.from_pretrained(
@@ -192,10 +194,32 @@ def _one_clear_error(model: str) -> Iterator[None]:
         raise ModelLoadError(f"cannot load {model!r}: {_reason(model, error)}") from error
 
 
+def _check_adapter(folder: Path) -> None:
+    """ModelLoadError for a LoRA adapter, alone or beside a model: transformers leaves it out without a word."""
+    file = folder / "adapter_config.json"
+    alone = not (folder / "config.json").exists()
+    if not file.is_file() or not (alone or find_spec("peft") is None):
+        return
+    try:
+        base = json.loads(file.read_text()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    merge = "merge it into the model's weights with peft (merge_and_unload, save_pretrained)"
+    if alone:
+        of = f" of {base!r:.200}" if base else ""
+        raise ModelLoadError(f"cannot load {str(folder)!r}: it is a LoRA adapter{of}, without a model: {merge}")
+    raise ModelLoadError(
+        f"cannot load {str(folder)!r}: {file.name} beside the weights is a LoRA adapter, which is applied only where "
+        f"peft is installed: pip install peft; or {merge}; or take the file away"
+    )
+
+
 def _reason(model: str, error: Exception) -> str:
     folder = Path(model)
     if not folder.exists() and (folder.is_absolute() or model.startswith(".")):
         return "no such folder; give a folder with config.json and safetensors files, a GGUF file, or a model id"
+    if folder.suffix == ".gguf":
+        return f"it is no complete GGUF file: fetch it again ({_one_line(error)})"
     if folder.is_file():
         return "this is a file; give the folder it is in"
     if folder.is_dir() and not (folder / "config.json").exists():

@@ -8,10 +8,11 @@ from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, GenerationConfig
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.text_limits import TextBound, check_can_fit, check_conversation_can_fit
-from fastdecode.core.errors import ModelLoadError, RequestError
+from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError
 from fastdecode.sworker import gguf
 from fastdecode.sworker.token_bytes import text_bound
 
@@ -88,6 +89,18 @@ class HFTokenizer:
         if max_model_len is not None:
             check_can_fit(text, self.text_bound, max_model_len)
         return self.encode(text, add_special_tokens)
+
+
+def check_chat_template(template: str) -> None:
+    """ConfigError, with the line, for what is no Jinja template; what it says of messages is not looked at."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        render_jinja_template([[{"role": "user", "content": "hi"}]], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"chat_template: line {error.lineno} is no Jinja template: {error.message}") from None
+    except Exception:  # whatever it raises where this message does not suit it
+        return
 
 
 def chat_messages(messages: Any) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -79,6 +80,13 @@ def bench(folder: str, *more: str) -> list[str]:
         (["generate", "hi", "--profile", __file__], 1, "not valid JSON"),
         (["generate", "hi", "--tensor-parallel-size", "0"], 2, "tensor_parallel_size must be a whole number"),
         (["generate", "hi", "--gpu-memory-utilization", "0.9"], 2, "--kv-cache-memory sizes them on each R-worker"),
+        (
+            ["serve", "--port", "0", "--chat-template", "\n{% for x in %}"],
+            2,
+            "chat_template: line 2 is no Jinja template",
+        ),
+        (["serve", "--port", "0", "--api-key", ""], 2, "api_key (or FASTDECODE_API_KEY) must be ASCII text"),
+        (["serve", "--ssl-keyfile", __file__, "--ssl-certfile", __file__], 2, "are no certificate and key in PEM"),
         (["serve", "a", "--model", "b"], 2, "'a' and --model 'b' are two models: give one"),
         (["serve", "--disable-log-stats", "a", "--quantization", "awq"], 2, "quantization: weights are taken as"),
         (["r-worker", "--kv-cache-memory", "1"], 2, "kv_cache_memory must be at least 1000 bytes, not 1; give a unit"),
@@ -214,6 +222,13 @@ def test_ctrl_c_keeps_the_static_batches_that_ended(folder: str) -> None:
     spec = WorkloadSpec(random_input_len=8, random_output_len=4, num_prompts=6)
     report, interrupted = run_baseline(config, spec, lambda total: Bar())
     assert interrupted and report["num_requests"] == 4 and report["total_output_tokens"] == 16
+
+
+def test_where_r_workers_may_join_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """Any free port is of use to those alone who know it."""
+    sizes = ["--kv-cache-memory", "16MiB", "--max-model-len", "64", "--max-tokens", "1"]
+    assert main(["generate", "hi", "--pool-listen", "127.0.0.1:0", *sizes]) == 0
+    assert re.search(r"^fastdecode: R-workers may join at 127\.0\.0\.1:[1-9]\d+$", capfd.readouterr().err, re.MULTILINE)
 
 
 def test_a_target_between_tokens_is_timed_within_a_small_cache(capfd: pytest.CaptureFixture[str]) -> None:

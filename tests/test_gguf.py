@@ -100,9 +100,10 @@ def test_without_the_file_or_its_reader_the_error_says_what_to_do(
 ) -> None:
     assert main(["generate", "hi", "--model", str(path.with_name("other.gguf"))]) == 1
     assert "other.gguf': no such file" in capfd.readouterr().err
-    path.with_name("broken.gguf").write_bytes(b"GGUF and nothing else")
-    assert main(["generate", "hi", "--model", str(path.with_name("broken.gguf"))]) == 1
-    assert "broken.gguf'" in capfd.readouterr().err
+    for data in (b"GGUF and nothing else", path.read_bytes()[:-5000]):
+        path.with_name("broken.gguf").write_bytes(data)
+        assert main(["generate", "hi", "--model", str(path.with_name("broken.gguf"))]) == 1
+        assert "broken.gguf': it is no complete GGUF file: fetch it again" in capfd.readouterr().err
     monkeypatch.setattr("fastdecode.sworker.gguf.NEEDED", ("gguf", "no_such_package"))
     assert main(["generate", "hi", "--model", str(path)]) == 1
     assert "GGUF files need no_such_package: pip install 'fastdecode[gguf]'" in capfd.readouterr().err

@@ -190,9 +190,18 @@ def _pickle(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
 
 
+def _adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+
+
 BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing folder": (lambda folder: shutil.rmtree(folder), "no such folder"),
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    "an adapter alone": (
+        lambda folder: (_adapter(folder), (folder / "config.json").unlink()),
+        "a LoRA adapter of 'base'",
+    ),
+    "an adapter without peft": (lambda folder: _adapter(folder), "applied only where peft is installed"),
     "corrupt config.json": (
         lambda folder: (folder / "config.json").write_text('{"model_type": "lla'),
         "not a valid JSON file",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +13,8 @@ from fastdecode import _rworker
 from fastdecode.cli.doctor import Finding, check_kernels
 from fastdecode.cluster.r_worker import host as local
 from fastdecode.cluster.r_worker.host import take_host
-from fastdecode.core.errors import BackendError
-from fastdecode.core.types import KVLayout, LayerLayout
+from fastdecode.core.errors import BackendError, ConfigError
+from fastdecode.core.types import ISAS, KVLayout, LayerLayout
 
 REFUSAL = "instruction set avx512 is broken here: the attention of a int8 cache; set FASTDECODE_ISA=avx2"
 LAYOUT = KVLayout((LayerLayout(2, 1, 8, 8, 1.0),), "float32", "float32")
@@ -54,6 +57,40 @@ def test_a_process_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         local.make_rworker(LAYOUT, 16, SIZE).close()
     assert len(asked) == 1
+
+
+def test_what_the_system_does_not_give_is_one_clear_line() -> None:
+    """In a process that may take 64 MiB more: memory for a cache, and for the stacks of threads."""
+    run = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, check=True)
+    assert "no memory for a KV cache of 1,073,741,824 bytes; give less --kv-cache-memory" in run.stdout
+    assert "an R-worker's threads do not start (Resource temporarily unavailable), 1 of them: ask" in run.stdout
+
+
+SHORT_OF_MEMORY = """
+import resource
+import psutil
+from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
+from fastdecode.core.errors import CapacityError
+from fastdecode.core.types import KVLayout, LayerLayout
+layout = KVLayout((LayerLayout(2, 1, 8, 8, 1.0),), "float32", "float32")
+make_rworker(layout, 16, RWorkerSize(1 << 20, 1)).close()
+most = psutil.Process().memory_info().vms + (64 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+kept = []
+for size in (RWorkerSize(1 << 30, 1), *[RWorkerSize(1 << 12, 1)] * 99):
+    try:
+        kept.append(make_rworker(layout, 16, size))
+    except CapacityError as error:
+        print(error)
+"""
+
+
+def test_an_instruction_set_that_this_processor_lacks_is_named_with_those_it_has() -> None:
+    lacking = sorted(set(ISAS) - set(_rworker.supported_isas()))
+    if not lacking:
+        pytest.skip("this processor has all")
+    with pytest.raises(ConfigError, match=f"processor has scalar.*, and not {lacking[0]}"):
+        local.make_rworker(replace(LAYOUT, isa=lacking[0]), 16, SIZE)
 
 
 def test_the_doctor_names_each_and_its_cure(asked: list[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -118,6 +120,9 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
     tuned, forced = tuning(), forced_isa()
     if "auto" not in (forced, layout.isa) and forced != layout.isa:
         raise ValueError(f"the S-worker asks for {layout.isa} arithmetic, and FASTDECODE_ISA is {forced} here")
+    if layout.isa != "auto" and not has_isa(layout.isa):
+        known = ", ".join(_rworker.supported_isas())
+        raise ConfigError(f"uniform_arithmetic: this R-worker's processor has {known}, and not {layout.isa}")
     num_bytes = block_bytes(layout, block_size)
     num_blocks = size.kv_cache_bytes // num_bytes
     if num_blocks < 1:
@@ -125,19 +130,36 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
             f"a KV cache of {size.kv_cache_bytes:,} bytes per R-worker holds not even one block of "
             f"{block_size} tokens, which takes {num_bytes:,} bytes; give more --kv-cache-memory"
         )
-    worker = _rworker.RWorker(
-        layers=[_layer_tuple(layer) for layer in layout.layers],
-        model_dtype=layout.model_dtype,
-        kv_dtype=layout.kv_dtype,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        num_threads=size.num_threads,
-        cores=list(size.cores),
-        isa=tuned.isa if layout.isa == "auto" else layout.isa,
-        read_ahead=tuned.read_ahead,
-    )
+    with _out_of_resources(size):
+        worker = _rworker.RWorker(
+            layers=[_layer_tuple(layer) for layer in layout.layers],
+            model_dtype=layout.model_dtype,
+            kv_dtype=layout.kv_dtype,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_threads=size.num_threads,
+            cores=list(size.cores),
+            isa=tuned.isa if layout.isa == "auto" else layout.isa,
+            read_ahead=tuned.read_ahead,
+        )
     check_isa(worker.isa)
     return worker
+
+
+@contextlib.contextmanager
+def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
+    """What the system does not give becomes a CapacityError."""
+    try:
+        yield
+    except MemoryError:
+        raise CapacityError(
+            f"there is no memory for a KV cache of {size.kv_cache_bytes:,} bytes; give less --kv-cache-memory, or "
+            f"--prefill-scratch where prompts are computed"
+        ) from None
+    except RuntimeError as error:  # std::system_error of a thread that did not start
+        raise CapacityError(
+            f"an R-worker's threads do not start ({error}), {size.num_threads} of them: ask for fewer R-workers or threads"
+        ) from None
 
 
 def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores: tuple[int, ...]) -> _rworker.RWorker:

@@ -126,6 +126,8 @@ def _signals_raise() -> Iterator[None]:
 
 def _report(error: Exception) -> int:
     message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, MemoryError):
+        message = f"out of memory ({message}): give less --kv-cache-memory, --prefill-scratch or --max-num-seqs"
     if not isinstance(error, FastDecodeError | OSError | MemoryError):
         message = f"unexpected {type(error).__name__}: {message} (run with --debug for the traceback)"
     print(f"fastdecode: error: {message}", file=sys.stderr)

@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"serve: {args.model_tag!r} and --model {args.model!r} are two models: give one")
         args.model = args.model_tag
     given = {each.name: getattr(args, each.name) for each in dataclasses.fields(ServerSettings)}
-    given["api_key"] = given["api_key"] or os.environ.get("FASTDECODE_API_KEY") or None
+    if given["api_key"] is None:
+        given["api_key"] = os.environ.get("FASTDECODE_API_KEY")
     settings = ServerSettings(**given)
     config = engine_config(args)
     from fastdecode.server.run import serve

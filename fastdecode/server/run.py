@@ -37,6 +37,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
     """Serve until told to end. 0 after SIGTERM, 130 after Ctrl-C, 1 when the engine has failed; raises what keeps it
     from starting."""
     _raise_file_limit()
+    settings.check_certificate()
     with contextlib.closing(_listen(settings)) as listener:
         name = settings.model_names(config.model)[0]
         endpoint = settings.otlp_traces_endpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,12 +63,29 @@ class ServerSettings:
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together: give both, or none")
         if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
-            raise ConfigError("api_key must be ASCII text that is not empty")
+            raise ConfigError("api_key (or FASTDECODE_API_KEY) must be ASCII text that is not empty")
 
     def model_names(self, model: str) -> tuple[str, ...]:
         """What clients may call the model."""
         names = tuple(filter(None, map(str.strip, (self.served_model_name or "").split(","))))
         return names or (model,)
+
+    def check_certificate(self) -> None:
+        """ConfigError where TLS is asked for and its files are not a key and a certificate that belong together."""
+        if self.ssl_certfile is None:
+            return
+
+        def refuse_password() -> str:
+            raise ConfigError(f"ssl_keyfile: {self.ssl_keyfile!r} is locked by a password: give one that is not")
+
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, refuse_password)
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(
+                f"ssl_certfile, ssl_keyfile: {self.ssl_certfile!r} and {self.ssl_keyfile!r} are no certificate and key "
+                f"in PEM that belong together ({error.strerror or error})"
+            ) from None
 
     def read_chat_template(self) -> str | None:
         """The template's text; ConfigError where it is neither a file nor a template."""

@@ -23,6 +23,7 @@ from fastdecode.server.prompt_reader import PromptReader
 from fastdecode.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest, prompts, sampling_params
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.tracing import RequestTracer
+from fastdecode.sworker.tokenizer import check_chat_template
 
 if TYPE_CHECKING:
     from fastdecode.sworker.grammar import Grammars
@@ -61,6 +62,8 @@ class Service:
         self.engine_thread = engine_thread
         self.observer = engine_thread.observer
         template = settings.read_chat_template()
+        if template is not None:
+            check_chat_template(template)
         engine = engine_thread.start()
         self.model = config.model
         self.model_names = settings.model_names(config.model)
