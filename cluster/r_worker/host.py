@@ -158,7 +158,7 @@ def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
         ) from None
     except RuntimeError as error:  # std::system_error of a thread that did not start
         raise CapacityError(
-            f"an R-worker's threads do not start ({error}), {size.num_threads} of them: ask for fewer R-workers or threads"
+            f"an R-worker's threads do not start ({error}), {size.num_threads} of them: ask for fewer, or R-workers"
         ) from None
 
 
