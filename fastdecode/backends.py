@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import tempfile
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
