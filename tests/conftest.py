@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from helpers.forks import ForkedPopen
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -38,6 +39,8 @@ SHARED = {
 }
 """Modules that share a resource are run one after another, by one process: MPI jobs, whose ranks never sleep, what
 measures or pins cores, and what asks one server. They come first, since they take longest."""
+
+subprocess.Popen = ForkedPopen  # type: ignore[misc]  # those that the product starts, too
 
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")

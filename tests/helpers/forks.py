@@ -1,0 +1,140 @@
+"""Processes of ``fastdecode`` that start at once: forks of one that has imported what they need.
+
+``subprocess.Popen`` is replaced by ``ForkedPopen`` for the tests (conftest.py). A process so started is a child of the
+test process as any other: it has the words, the environment, the files and the session that were asked for, its own
+process id, and it ends by the same signals. Only the imports are not done again, which are most of what a start costs.
+What the rest of a start does (imports, variables that libraries read when they are loaded) is for `true_starts`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
+R_SIDE = tuple(f"fastdecode.{name}" for name in ("cli.r_worker", "cluster.joining", "cluster.r_worker.health",
+               "cluster.links.spawn", "cluster.links.tcp", "cluster.links.zeromq"))  # fmt: skip
+S_SIDE = tuple(f"fastdecode.{name}" for name in ("build", "cli.serve", "cli.prefill_worker", "cli.run_batch"))
+READ_EARLY = ("GOMP_", "HF_", "KMP_", "LD_", "LRU_", "MALLOC_", "OMP_", "ONEDNN_", "OMPI_", "PMIX_", "PYTHON", "TORCH_")
+"""Beginnings of variables that are read before the first line of a program, or by what it imports."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_STATE: dict[str, Any] = {"is_on": True, "servers": {}}
+_LOCK = threading.Lock()
+
+
+class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """``subprocess.Popen`` that has a server fork processes of ``fastdecode``, and starts all others itself."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
+        close_fds, pass_fds, cwd, env, _, _, shell = rest[:7]
+        module = None if executable or preexec_fn or shell or not close_fds else module_of(args)
+        if module is None or not _STATE["is_on"] or _is_read_early(env):
+            super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
+            return
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[7:13]
+        files = [mine if theirs == -1 else theirs for mine, theirs in enumerate((p2cread, c2pwrite, errwrite))]
+        asked = {
+            "module": module[0], "words": [module[0], *module[1]], "shown": list(map(str, args)),
+            "env": dict(os.environ if env is None else env), "cwd": os.fspath(cwd or Path.cwd()),
+            "pass_fds": list(pass_fds), "new_session": bool(rest[18]), "parent": os.getpid(),
+            "cores": sorted(os.sched_getaffinity(0)),
+        }  # fmt: skip
+        self.pid = _server_of("r-worker" in module[1]).fork(asked, [*files, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def true_starts() -> Iterator[None]:
+    """Within, all processes start from nothing."""
+    before, _STATE["is_on"] = _STATE["is_on"], False
+    try:
+        yield
+    finally:
+        _STATE["is_on"] = before
+
+
+def module_of(args: Any) -> tuple[str, list[str]] | None:
+    """The module of ``fastdecode`` that a command runs, and its words; None for other commands."""
+    if isinstance(args, (str, bytes, os.PathLike)) or not args:
+        return None
+    words = [str(word) for word in args]
+    if words[0] == FASTDECODE:
+        return "fastdecode.cli.main", words[1:]
+    if words[:2] == [sys.executable, "-m"] and words[2].startswith("fastdecode."):
+        return words[2], words[3:]
+    return None
+
+
+def _is_read_early(env: Any) -> bool:
+    """Whether ``env`` differs from this process's in what the server has read already."""
+    if env is None:
+        return False
+    names = {name for name in {*env, *os.environ} if name.startswith(READ_EARLY) and name != "PYTHONSAFEPATH"}
+    return any(env.get(name) != os.environ.get(name) for name in names)
+
+
+class _Server:
+    """A process that has imported ``modules`` and forks; the socket to it."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        mine, theirs = socket.socketpair()
+        room = "." * 4000  # which /proc shows as the words of its forks
+        command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), ",".join(modules)]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), room], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONSAFEPATH": "1"},
+            )  # fmt: skip
+        self._socket = mine
+        self._owner = os.getpid()
+        atexit.register(self.end)
+
+    def fork(self, asked: dict[str, Any], files: Sequence[int]) -> int:
+        """The id of a new child of this process; ``files``: its standard ones, and those of asked["pass_fds"]."""
+        data = json.dumps(asked).encode()
+        with _adopting():
+            socket.send_fds(self._socket, [len(data).to_bytes(8, "little")], list(files))
+            self._socket.sendall(data)
+            answer = self._socket.recv(9, socket.MSG_WAITALL)
+        if len(answer) < 9:
+            raise RuntimeError("the process that forks has ended: see above")
+        return int.from_bytes(answer[:8], "little")
+
+    def end(self) -> None:
+        """It ends when its socket closes; not by a fork of the tests' process."""
+        if os.getpid() == self._owner:
+            self._socket.close()
+            self._process.wait()
+
+
+def _server_of(is_r_worker: bool) -> _Server:
+    with _LOCK:
+        key = (os.getpid(), is_r_worker)
+        if key not in _STATE["servers"]:
+            _STATE["servers"][key] = _Server(R_SIDE if is_r_worker else S_SIDE)
+        return _STATE["servers"][key]
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Within, a process whose parent has ended becomes a child of this one."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    with _LOCK:
+        if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl")
+        try:
+            yield
+        finally:
+            prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

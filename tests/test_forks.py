@@ -1,0 +1,60 @@
+"""The processes that tests fork in place of starting them: children as any other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import r_workers
+from helpers.forks import FASTDECODE, module_of, true_starts
+
+
+def test_only_commands_of_the_product_are_forked() -> None:
+    assert module_of([FASTDECODE, "r-worker"]) == ("fastdecode.cli.main", ["r-worker"])
+    rank = [sys.executable, "-m", "fastdecode.tensor_parallel.process", "{}"]
+    assert module_of(rank) == ("fastdecode.tensor_parallel.process", ["{}"])
+    for other in (["mpirun", FASTDECODE], [sys.executable, "-c", "1"], [sys.executable, "-m", "pytest"], "ls", []):
+        assert module_of(other) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=str
+)
+def test_a_fork_is_a_child_that_signals_end(number: int, status: int) -> None:
+    """With the words that were asked for, no file of ours open, and its own status."""
+    descriptor = os.open("/dev/zero", os.O_RDONLY)
+    with r_workers.listening() as (process, _):
+        place = Path("/proc", str(process.pid))
+        assert process.pid in map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+        words = (place / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        assert words[1:4] == [b"r-worker", b"--kv-cache-memory", b"64MiB"]
+        assert "/dev/zero" not in [str(file.readlink()) for file in (place / "fd").iterdir()]
+        assert "torch" not in (place / "maps").read_text(), "R-workers never import it"
+        process.send_signal(number)
+        assert process.wait() == status
+    os.close(descriptor)
+
+
+def test_environment_and_folder_are_those_asked_for(tmp_path: Path) -> None:
+    environment = os.environ | {"FASTDECODE_ISA": "mmx", "FASTDECODE_FORKED": "yes"}
+    command = [FASTDECODE, "r-worker", *r_workers.SMALL, "--listen", "tcp://127.0.0.1:0"]
+    refused = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "FASTDECODE_ISA: this machine supports" in refused.stderr
+    key = subprocess.run([*command, "--key-file", "no-key"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert key.returncode == 2 and "no-key" in key.stderr
+
+
+@pytest.mark.slow
+def test_what_is_started_from_nothing_does_the_same() -> None:
+    """An S-worker, its R-worker and its prefill worker; a fork's own processes always start so."""
+    command = [FASTDECODE, "generate", "def main():", "--max-tokens", "8", "--temperature", "0", "--device", "cpu"]
+    command += ["--r-workers", "spawn:1", "--prefill-workers", "spawn:1", "--kv-cache-memory", "16MiB"]
+    with true_starts():
+        started = subprocess.run(command, capture_output=True, text=True, check=False)
+    forked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert started.returncode == 0, started.stderr
+    assert (forked.returncode, forked.stdout) == (0, started.stdout) and len(started.stdout) > 12
