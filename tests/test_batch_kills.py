@@ -7,12 +7,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.forks import FASTDECODE
 
 pytestmark = pytest.mark.slow
 
@@ -20,19 +20,6 @@ NUM_KILLS = 10
 ROWS = 80
 FLAGS = ["--max-model-len", "256", "--max-num-seqs", "4", "--kv-cache-memory", "16MiB", "--s-threads", "1"]
 FLAGS += ["--r-threads", "1"]
-
-STARTER = """
-import os, sys
-from fastdecode.cli.main import main
-import fastdecode.engine, fastdecode.cli.run_batch  # imported once: a fork starts at once
-for line in sys.stdin:
-    child = os.fork()
-    if not child:
-        os._exit(main(line.split()))
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
-"""Runs each command line that it reads in a process of its own; prints its id, and its status once it has ended."""
 
 
 def rows() -> list[dict[str, Any]]:
@@ -61,30 +48,10 @@ def answers(path: Path) -> dict[str, Any]:
     return {line["custom_id"]: (line["response"]["status_code"], line["response"]["body"]) for line in lines}
 
 
-class Starter:
-    """A process that starts others."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-c", STARTER]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True, **pipes)
-        assert self.process.stdin and self.process.stdout
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout
-
-    def start(self, asked: Path, out: Path) -> int:
-        """The process id of a ``run-batch``; what it prints goes nowhere near ours."""
-        self.stdin.write(" ".join(["run-batch", "-i", str(asked), "-o", str(out), *FLAGS]) + "\n")
-        self.stdin.flush()
-        return self._number()
-
-    def ended(self) -> int:
-        """Its status, as ``waitpid`` has it."""
-        return self._number()
-
-    def _number(self) -> int:
-        while not (line := self.stdout.readline().strip()).isdigit():
-            assert self.process.poll() is None, "the starter has ended"
-        return int(line)
+def start(asked: Path, out: Path) -> subprocess.Popen[bytes]:
+    """A ``run-batch``; what it prints goes nowhere near ours."""
+    command = [FASTDECODE, "run-batch", "-i", str(asked), "-o", str(out), *FLAGS]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def num_lines(path: Path) -> int:
@@ -95,27 +62,21 @@ def test_ten_kills_change_nothing(tmp_path: Path) -> None:
     """Killed while it starts, between rows and within them, at moments drawn anew for each."""
     asked, whole, out = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows()))
-    starter, rng = Starter(), random.Random(17)
-    try:
-        starter.start(asked, whole)
-        assert os.waitstatus_to_exitcode(starter.ended()) == 1  # for the rows that cannot run
-        seen = []
-        for _ in range(NUM_KILLS):
-            process, before = starter.start(asked, out), num_lines(out)
-            wanted = before + rng.randrange(5)
-            deadline = time.monotonic() + 60
-            while num_lines(out) < wanted and time.monotonic() < deadline:
-                time.sleep(0.001)
-            time.sleep(rng.uniform(0, 0.2))
-            os.kill(process, signal.SIGKILL)
-            assert os.waitstatus_to_exitcode(starter.ended()) == -signal.SIGKILL
-            seen.append(num_lines(out))
-            if rng.random() < 0.3 and seen[-1]:  # as where the process died within a write
-                os.truncate(out, out.stat().st_size - rng.randrange(1, 40))
-        assert 0 < seen[-1] < ROWS
-        starter.start(asked, out)
-        assert os.waitstatus_to_exitcode(starter.ended()) == 1
-    finally:
-        starter.process.kill()
-        starter.process.communicate()
+    rng = random.Random(17)
+    assert start(asked, whole).wait() == 1  # for the rows that cannot run
+    seen = []
+    for _ in range(NUM_KILLS):
+        process, before = start(asked, out), num_lines(out)
+        wanted = before + rng.randrange(5)
+        deadline = time.monotonic() + 60
+        while num_lines(out) < wanted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.2))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        seen.append(num_lines(out))
+        if rng.random() < 0.3 and seen[-1]:  # as where the process died within a write
+            os.truncate(out, out.stat().st_size - rng.randrange(1, 40))
+    assert 0 < seen[-1] < ROWS
+    assert start(asked, out).wait() == 1
     assert list(answers(whole)) != [] and answers(out) == answers(whole) and len(answers(out)) == ROWS

@@ -8,7 +8,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from helpers import model_zoo
+from helpers.forks import FASTDECODE
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.main import build_parser, main
@@ -287,8 +287,7 @@ def test_collect_env_names_versions(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_benchmark_that_is_ended_says_what_was_done(folder: str, number: int, status: int, last: str) -> None:
     """Ctrl-C, or SIGTERM, in the middle of a long one."""
     arguments = bench(folder, "--num-prompts", "500", "--random-output-len", "250", "--max-num-seqs", "4")
-    code = f"import sys; from fastdecode.cli.main import main; sys.exit(main({arguments!r}))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([FASTDECODE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while "R-worker(s)" not in process.stdout.readline():
         assert process.poll() is None

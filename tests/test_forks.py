@@ -50,9 +50,9 @@ def test_environment_and_folder_are_those_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_started_from_nothing_does_the_same() -> None:
-    """An S-worker, its R-worker and its prefill worker; a fork's own processes always start so."""
+    """An S-worker and its R-worker; a fork's own processes always start so. So do all ranks of test_mpi*.py."""
     command = [FASTDECODE, "generate", "def main():", "--max-tokens", "8", "--temperature", "0", "--device", "cpu"]
-    command += ["--r-workers", "spawn:1", "--prefill-workers", "spawn:1", "--kv-cache-memory", "16MiB"]
+    command += ["--r-workers", "spawn:1", "--kv-cache-memory", "16MiB"]
     with true_starts():
         started = subprocess.run(command, capture_output=True, text=True, check=False)
     forked = subprocess.run(command, capture_output=True, text=True, check=False)
