@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from helpers.examples import SEES_ALL
 from helpers.forks import ForkedPopen
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
@@ -126,12 +127,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     With RWORKER_EXTENSION: tests of instruction sets that cannot run otherwise, and those of `test_emulation`.
 
     RWORKER_TESTED names other instruction sets to leave out; empty: none.
+
+    What is `thorough` is for ``make test-all``. So are kernel tests of `avx512_vnni` where `avx512_bf16` runs, whose
+    kernels are the same but for bfloat16 caches, where `avx512_vnni` has those of `avx512`.
     """
     items.sort(key=lambda item: group_of(item.path.stem) not in SHARED)
     native = native_isas()
     for item in items:
         if isa_of(item) in native[1:-1]:
             item.add_marker("slow")
+        if isa_of(item) == "avx512_vnni" and "avx512_bf16" in native:
+            item.add_marker("thorough")
+    if not SEES_ALL:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     if not EXTENSION:
         return
     named = os.environ.get("RWORKER_TESTED")

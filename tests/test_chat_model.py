@@ -93,6 +93,7 @@ def test_twenty_answers_are_those_of_transformers(llm: LLM, expected: list[list[
     assert "Paris" in llm.get_tokenizer().decode(expected[0]) and len({tuple(row) for row in expected}) == 20
 
 
+@pytest.mark.thorough  # test_exactness.py, with the models that it has
 def test_two_r_workers_in_two_mini_batches_change_nothing(folder: str, expected: list[list[int]]) -> None:
     with LLM(folder, **{**SETTINGS, "s_threads": 2}, r_workers="inproc:2", num_mini_batches=2) as llm:
         assert token_ids(llm) == expected

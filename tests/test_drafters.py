@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -191,9 +192,18 @@ SHORT_OF_ROOM: dict[str, dict[str, Any]] = {
 }
 
 
+TWICE = ("small budget", "early_exit"), ("preemption", "early_exit"), ("wide spread", "draft_model")
+"""What is short of room in the same way with the other method, and there in every run of the tests."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["early_exit", "draft_model"])
-@pytest.mark.parametrize("variation", SHORT_OF_ROOM)
+@pytest.mark.parametrize(
+    ("variation", "method"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.thorough] * (pair in TWICE))
+        for pair in itertools.product(SHORT_OF_ROOM, ["early_exit", "draft_model"])
+    ],
+)
 def test_same_tokens_however_little_room_there_is(variation: str, method: str, folder: Any) -> None:
     """Preempted sequences, draft prompts in parts, and a draft cache that some sequences must leave."""
     settings, params = SHORT_OF_ROOM[variation], replace(GREEDY, max_tokens=64)
@@ -232,6 +242,7 @@ def speculative(request: pytest.FixtureRequest, folder: Any) -> dict[str, Any]:
     return early_exit(3, 2) if request.param == "early_exit" else draft_model(3, folder(NAME, 1))
 
 
+@pytest.mark.slow
 def test_listening_r_workers(speculative: dict[str, Any], folder: Any) -> None:
     with r_workers.listening() as (_, first), r_workers.listening() as (_, second):
         settings = {"r_workers": f"{first},{second}", "kv_cache_memory": None, "r_threads": None}
@@ -277,6 +288,7 @@ def finish(
     return [tokens[number] for number in range(len(prompts))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 12])
 def test_an_r_worker_killed_while_drafts_are_made(
     number: int, speculative: dict[str, Any], folder: Any, interrupted: Any

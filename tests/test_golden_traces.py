@@ -23,7 +23,7 @@ STRIDE = 1 if SEES_ALL else 8
 """Every run is repeated by ``make test-all``, one in eight by ``make test``."""
 
 
-@pytest.mark.parametrize("group", range(NUM_GROUPS))
+@pytest.mark.parametrize("group", [0, *(pytest.param(group, marks=pytest.mark.slow) for group in range(1, NUM_GROUPS))])
 def test_decisions_are_those_recorded(group: int) -> None:
     """A difference says in which run; its events say what to look at."""
     recorded = json.loads(RECORDED.read_text())

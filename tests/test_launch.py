@@ -178,7 +178,13 @@ def test_what_cannot_work_is_said(
     assert message in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("prefill_workers", [[], ["--prefill-workers", "mpi:1"]], ids=["no-prefill", "prefill"])
+@pytest.mark.parametrize(
+    "prefill_workers",
+    [
+        pytest.param([], marks=pytest.mark.thorough, id="no-prefill"),
+        pytest.param(["--prefill-workers", "mpi:1"], id="prefill"),
+    ],
+)
 def test_it_starts_the_job(prefill_workers: list[str], tmp_path: Path) -> None:
     """On this machine, with more processes than cores; nothing is set for it from outside."""
     slots = len(usable_cores()) + 1

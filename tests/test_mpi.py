@@ -69,7 +69,7 @@ def test_a_killed_rank_ends_the_job(mpi_segments: Path) -> None:
     [
         (["--no-such-flag"], "unrecognized arguments"),
         (["--schedule", "sls", "--max-num-seqs", "0"], "max_num_seqs must be a whole number"),
-        (["--model", "/no/such/folder"], "no such folder"),
+        pytest.param(["--model", "/no/such/folder"], "no such folder", marks=pytest.mark.thorough),  # the next one, too
     ],
 )
 def test_an_s_worker_that_fails_takes_the_r_workers_with_it(arguments: list[str], message: str) -> None:

@@ -91,6 +91,7 @@ def test_prefill_workers_alone_as_on_two_machines(folder: Path, tmp_path: Path) 
     assert "MPI rank 2, tcp://" in job.stdout and "tcp://127.0.0.1" not in job.stdout
 
 
+@pytest.mark.thorough  # test_launch.py, by launch
 def test_the_benchmark_ends_with_0(folder: Path) -> None:
     flags = ["--model", str(folder), "--device", "cpu", "--skip-tokenizer-init", "--prefill-workers", "mpi:1"]
     job = mpi_jobs.run((1, [*SPAWNED, *flags]), (1, prefill_worker(str(folder))))

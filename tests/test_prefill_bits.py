@@ -22,6 +22,8 @@ SETTINGS |= {"kv_cache_memory": "64MiB", "s_threads": 1, "r_threads": 1}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True, detokenize=False, n=4)
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

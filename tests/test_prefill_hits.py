@@ -78,7 +78,7 @@ def expected(index: int) -> list[int]:
     return list(model_zoo.reference(NAME).tokens[index])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 4))])
 def test_tokens_are_those_of_generate(folder: Path, addresses: str, size: int) -> None:
     """After one block, several, and all tokens but one; and the traffic is as the formula says."""
     with LLM(str(folder), prefill_workers=addresses, **SETTINGS) as llm:
@@ -106,6 +106,7 @@ def handed_out(llm: LLM) -> list[RemotePrefill]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["inproc:1", "spawn:1"])
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_every_cache_dtype(folder: Path, addresses: str, kind: str, kv_cache_dtype: str) -> None:
@@ -114,6 +115,7 @@ def test_every_cache_dtype(folder: Path, addresses: str, kind: str, kv_cache_dty
     check_nearness(folder, addresses, {**SETTINGS, "kv_cache_dtype": kv_cache_dtype, "r_workers": kind}, exact)
 
 
+@pytest.mark.slow
 def test_a_sixteen_bit_model(tmp_path: Path) -> None:
     model_zoo.load_model(NAME, torch.bfloat16).save_pretrained(tmp_path)
     exact = [reference_logprobs(index) for index, _ in HITS]
@@ -155,6 +157,7 @@ def test_those_that_gather_all_form_a_chain_after_a_hit(folder: Path, addresses:
         assert run.seen[0].read_bytes > 0
 
 
+@pytest.mark.slow
 def test_the_prefix_is_evicted_while_the_prompt_is_under_way(folder: Path, addresses: str) -> None:
     """Its blocks stay until the sequence that was forked from it ends; aborts give them back."""
     with LLM(str(folder), prefill_workers=addresses, **SETTINGS) as llm:
@@ -178,6 +181,7 @@ def test_the_prefix_is_evicted_while_the_prompt_is_under_way(folder: Path, addre
             assert_nothing_held(engine)
 
 
+@pytest.mark.slow
 def test_r_workers_are_killed_while_prompts_go_on_from_their_prefixes(folder: Path, addresses: str) -> None:
     """The prompt is computed from its tokens on those that are left."""
     settings = {**SETTINGS, "r_workers": "spawn:3", "kv_cache_memory": "32MiB"}
