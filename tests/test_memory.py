@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -51,3 +52,29 @@ def test_products_of_ever_new_numbers_of_rows_take_no_more_memory() -> None:
 def test_what_the_user_set_stays() -> None:
     """And the memory of products does grow where torch keeps them all: otherwise the other test says nothing."""
     assert growth(LRU_CACHE_CAPACITY="1024", ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024") > 120
+
+
+FREED = """
+import ctypes
+import psutil
+from fastdecode.core.machine import return_free_memory
+
+libc, process = ctypes.CDLL(None), psutil.Process()
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+blocks = [libc.malloc(4000) for _ in range(20_000)]  # of 80 MB, above which the last one stays
+for block in blocks:
+    ctypes.memset(block, 1, 4000)
+for block in blocks[:-1]:
+    libc.free(block)
+before = process.memory_info().rss
+return_free_memory()
+print((before - process.memory_info().rss) >> 20)
+"""
+
+
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    """Megabytes that glibc keeps below a block that is still in use."""
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("another C library")
+    run = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert int(run.stdout) > 60

@@ -34,11 +34,15 @@ POST = b"POST /v1/completions HTTP/1.1\r\n"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     limits = [str(DEMO_MODEL), "--request-timeout", str(CUT_OFF_SECONDS), "--max-request-bytes", str(MOST_BYTES)]
-    limits += ["--max-model-len", "64", "--disable-log-requests", "--swap-space", "4"]
+    limits += ["--max-model-len", "64", "--disable-log-requests", "--swap-space", "4", "--log-level", "info"]
     with serving(tmp_path_factory.mktemp("hostile"), *limits, "--chat-template", CHAT_TEMPLATE) as running:
         yield running
         assert running.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
         wait_until_idle(running)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while "idle: free memory goes back" not in running.log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         log = running.log.read_text()
         assert "Traceback" not in log and "word2499" not in log
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Mapping
@@ -126,3 +127,10 @@ def is_trapped(environment: Mapping[str, str]) -> bool:
     """True for a rank of a job so small that Open MPI binds it to one core."""
     size = environment.get("OMPI_COMM_WORLD_SIZE", "")
     return size.isdigit() and int(size) <= MOST_RANKS
+
+
+def return_free_memory() -> None:
+    """Give memory that this process has freed back to the system, which glibc else keeps; elsewhere do nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)

@@ -16,6 +16,7 @@ from fastdecode.api.structured_outputs import UNFOLLOWED
 from fastdecode.api.text import check_token_ids
 from fastdecode.api.text_limits import LONG_TEXT_BYTES
 from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.core.machine import return_free_memory
 from fastdecode.server.answers import INVALID, AnswerForm, answer_form, new_id
 from fastdecode.server.engine_thread import EngineThread
 from fastdecode.server.exchanges import Exchange, ShutdownError
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from fastdecode.sworker.grammar import Grammars
 
 logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 2.0
+"""After which free memory goes back to the system."""
 
 RETRY_SECONDS = 1
 """What a client that is turned away is told to wait."""
@@ -77,6 +81,7 @@ class Service:
         self._exchanges: dict[Exchange, Any] = {}
         self._tracer = tracer
         self._num_sequences = 0
+        self._trim: asyncio.TimerHandle | None = None
         self._short_texts = ThreadPoolExecutor(1, "tokenizer")
         self._long_texts = ThreadPoolExecutor(1, "long-texts")
         self._compiling = ThreadPoolExecutor(1, "grammars")
@@ -130,6 +135,7 @@ class Service:
             await self._prepare(params)
         except BaseException:
             self._num_sequences -= num_sequences
+            self._trim_when_idle()
             raise
         exchange = Exchange(new_id(), found, params, arrival_seconds)
         self._exchanges[exchange] = self._tracer.context(headers) if self._tracer else None
@@ -142,8 +148,20 @@ class Service:
             context = self._exchanges.pop(exchange)
             self._num_sequences -= exchange.num_sequences
             self.engine_thread.release(exchange)
+            self._trim_when_idle()
             if self._tracer:
                 self._tracer.ended(exchange, context)
+
+    def _trim_when_idle(self) -> None:
+        """What a burst or a long text took goes back once nothing has come for long."""
+        if self._trim:
+            self._trim.cancel()
+        self._trim = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._trim_unless_busy)
+
+    def _trim_unless_busy(self) -> None:
+        if not self._exchanges:
+            self._long_texts.submit(return_free_memory)
+            logger.info("idle: free memory goes back to the system")
 
     def check_alive(self) -> None:
         """ApiError 503 once the engine is dead or the server ends."""
