@@ -189,9 +189,7 @@ async def run(args: argparse.Namespace) -> int:
         print(f"capacity {capacity:.2f} requests/s; {rate:.2f} arrive", flush=True)
         soak.counts.clear()
         await asyncio.gather(
-            soak.load(rate, args.minutes * 60),
-            soak.kill_and_join(args.minutes),
-            soak.watch(args.minutes),
+            soak.load(rate, args.minutes * 60), soak.kill_and_join(args.minutes), soak.watch(args.minutes)
         )
         return report(soak, await soak.held())
 

@@ -24,11 +24,7 @@ class StandInBackend(InstantBackend):
     """
 
     def __init__(
-        self,
-        call_seconds: float = 0.0,
-        block_size: int = 32,
-        num_workers: int = 1,
-        seconds_per_token: float = 0.0,
+        self, call_seconds: float = 0.0, block_size: int = 32, num_workers: int = 1, seconds_per_token: float = 0.0
     ) -> None:
         super().__init__(block_size)
         self.call_seconds = call_seconds

@@ -111,7 +111,7 @@ class Planner:
             tensor_parallel_size=self.num_ranks,
             total_r_workers=self.num_ranks * chosen.num_r_workers,
             kv_replicas=self.kv_replicas,
-            **{name: value for name, value in vars(chosen).items() if name != "fits_memory"},
+            **vars(chosen),
         )
 
     def knee_mini_batch(self) -> int:

@@ -131,8 +131,8 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The answer, with the names of the JSON contract.
+class Plan(Candidate):
+    """The answer, the chosen number of R-workers, with the names of the JSON contract.
 
     ``num_r_workers_exact``: by equation 11, unrounded; ``num_r_workers`` is more where memory needs more
     (``r_workers_set_by``). Both count those of one rank: ``tensor_parallel_size`` ranks have ``total_r_workers``, and
@@ -145,20 +145,11 @@ class Plan:
     mini_batch_size: int
     in_flight: int
     num_mini_batches: int
-    num_r_workers: int
     num_r_workers_exact: float
     r_workers_set_by: str
-    num_hosts: int
     micro_batch_size: int
     interval_steps: int
     kv_load_limit: int
-    step_seconds: float
-    output_tokens_per_second: float
-    sequence_seconds: float
-    bottleneck: str
-    s_busy: float
-    r_busy: float
-    price_per_million_tokens: float | None
     kv_bytes_per_token: int | None
     r_worker_bandwidth_gb_per_s: float | None
     candidates: tuple[Candidate, ...]

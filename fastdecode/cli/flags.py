@@ -9,14 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from fastdecode.api.config import (
-    BATCHING,
-    MAX_THREADS,
-    MODEL,
-    WORKERS,
-    EngineConfig,
-    flag_names,
-)
+from fastdecode.api.config import BATCHING, MAX_THREADS, MODEL, WORKERS, EngineConfig, flag_names
 from fastdecode.api.from_vllm import IGNORED, REFUSED, without_vllms
 from fastdecode.api.settings import describe_security, split_address
 from fastdecode.backends import prepare

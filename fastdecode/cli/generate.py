@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.api.outputs import RequestOutput
@@ -62,20 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
     """Sampling parameters: flags over the model's own defaults over vLLM's."""
-    names = (
-        "max_tokens",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "stop",
-        "n",
-        "logprobs",
-    )
-    flags = {name: getattr(args, name) for name in names if getattr(args, name) not in (None, [])}
-    return {**defaults, **flags, "ignore_eos": args.ignore_eos}
+    names = {field.name for field in fields(SamplingParams)} - {"seed"}  # --seed is the engine's
+    return defaults | {name: value for name, value in vars(args).items() if name in names and value not in (None, [])}
 
 
 def _said(engine: LLMEngine, text: str) -> dict[str, Any]:

@@ -18,14 +18,7 @@ from fastdecode.perfmodel.model_shape import ModelShape, find_shape
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
-from fastdecode.perfmodel.rank_costs import (
-    ALONE,
-    RankGroup,
-    RankSPart,
-    gpu_peer_link,
-    network_peer_link,
-    rank_shape,
-)
+from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, RankSPart, gpu_peer_link, network_peer_link, rank_shape
 from fastdecode.perfmodel.sizing import Prices, Workload
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart, Transport, host_r_part
 from fastdecode.perfmodel.storage_costs import StorageCosts

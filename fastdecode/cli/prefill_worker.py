@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.api.config import MODEL, EngineConfig, flag_names
-from fastdecode.api.settings import (
-    check_key,
-    check_security,
-    describe_security,
-    is_loopback,
-    parse_cores,
-    split_address,
-)
+from fastdecode.api.settings import check_key, check_security, describe_security, is_loopback, parse_cores
 from fastdecode.cli.flags import (
     PREFILL_MODEL,
     add_common_flags,
@@ -30,6 +23,7 @@ from fastdecode.cli.flags import (
     listen_address,
     say_mended,
 )
+from fastdecode.cli.r_worker import listen_place
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.parent import die_with
 
@@ -109,16 +103,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _listen(args: argparse.Namespace, setup: _Setup) -> None:
-    from fastdecode.cluster.joining import Joiner, local_address
+    from fastdecode.cluster.joining import Joiner
     from fastdecode.cluster.wire.messages import PREFILL_WORKER
 
-    towards = local_address(args.join) if args.join else None
-    host, port = listen_address(args.listen or (f"tcp://{towards}:0" if towards else LISTEN))
-    check_key("listen", [host], args.key_file)
-    if args.join:
-        check_key("join", [split_address("join", args.join)[0]], args.key_file)
+    host, port, reached_at = listen_place(args, LISTEN)
     worker, address = setup.start(host, port)
-    mine = f"{towards if host == '*' else host}:{address.rpartition(':')[2]}"
+    mine = f"{reached_at}:{address.rpartition(':')[2]}"
     joiner = Joiner(args.join, mine, setup.security.secret, PREFILL_WORKER) if args.join else None
     worker.run(lambda is_free: joiner.ask() if joiner and is_free else None)
 

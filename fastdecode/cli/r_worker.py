@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import signal
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastdecode.api.settings import (
     check_key,
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 
 LISTEN = "tcp://127.0.0.1:5580"
+
+Resources: TypeAlias = tuple[list[int] | None, int | None, int | None]
+"""Cores, threads and bytes of the KV cache; None where the choice is left to the machine."""
 
 
 def add_command(commands: Any) -> None:
@@ -63,20 +66,20 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("health_listen: the ranks of an MPI job end together; leave --transport away")
     if args.transport == "mpi":
         say_mended()
-    cores, threads, kv_cache_bytes = _resources(args)
+    resources = _resources(args)
     if args.control_fd is not None:
-        return _serve_parent(args, cores, threads, kv_cache_bytes)
-    check_cores(cores)
+        return _serve_parent(args, resources)
+    check_cores(resources[0])
     if args.transport == "mpi":
-        return _serve_job(args, cores, threads, kv_cache_bytes)
+        return _serve_job(args, resources)
     signal.signal(signal.SIGTERM, partial(_end, None))
     with contextlib.suppress(SystemExit):
-        _listen(args, cores, threads, kv_cache_bytes)
+        _listen(args, resources)
     print("fastdecode r-worker: ended", flush=True)
     return 0
 
 
-def _resources(args: argparse.Namespace) -> tuple[list[int] | None, int | None, int | None]:
+def _resources(args: argparse.Namespace) -> Resources:
     """Cores, threads and bytes that the flags give, None where they leave the choice; ConfigError names the flag."""
     cores = parse_cores("cores", args.cores)
     check_threads(args.threads)
@@ -84,9 +87,7 @@ def _resources(args: argparse.Namespace) -> tuple[list[int] | None, int | None, 
     return cores, args.threads, None if wanted is None else parse_kv_cache_memory(wanted)
 
 
-def _serve_parent(
-    args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None
-) -> int:
+def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
     """The S-worker has chosen the cores, and may have bound itself, and so this process, to others since."""
     from fastdecode.cluster.links.spawn import serve_parent
     from fastdecode.cluster.r_worker.host import take_host
@@ -95,30 +96,26 @@ def _serve_parent(
     if args.parent is not None:
         die_with(args.parent)
     security = read_security(args.key_file, args.security)
-    serve_parent(args.control_fd, args.memory_fd, take_host(cores, threads, kv_cache_bytes), security)
+    serve_parent(args.control_fd, args.memory_fd, take_host(*resources), security)
     return 0
 
 
-def _serve_job(
-    args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None
-) -> int:
+def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
     """Look first at what this machine has: where that cannot work, MPI has not begun and mpirun ends the job."""
     from fastdecode.cluster.links.mpi_link import serve_job
     from fastdecode.cluster.r_worker.host import take_host
     from fastdecode.cluster.wire.handshake import read_security
 
     check_security(args.security, args.key_file)
-    security, machine = read_security(args.key_file, args.security), take_host(cores, threads, kv_cache_bytes)
+    security, machine = read_security(args.key_file, args.security), take_host(*resources)
     serve_job(
-        machine,
-        lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {machine.describe()}", flush=True),
-        security,
+        machine, lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {machine.describe()}", flush=True), security
     )
     return 0
 
 
-def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | None, kv_cache_bytes: int | None) -> None:
-    from fastdecode.cluster.joining import Joiner, local_address
+def _listen(args: argparse.Namespace, resources: Resources) -> None:
+    from fastdecode.cluster.joining import Joiner
     from fastdecode.cluster.links.tcp import Server
     from fastdecode.cluster.links.zeromq import ZmqListener
     from fastdecode.cluster.r_worker.health import HealthPort
@@ -126,24 +123,20 @@ def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | No
     from fastdecode.cluster.r_worker.vitals import Vitals
     from fastdecode.cluster.wire.handshake import read_security
 
-    towards = local_address(args.join) if args.join else None
-    host, port = listen_address(args.listen or (f"tcp://{towards}:0" if towards else LISTEN))
-    check_key("listen", [host], args.key_file)
-    if args.join:
-        check_key("join", [split_address("join", args.join)[0]], args.key_file)
+    host, port, reached_at = listen_place(args, LISTEN)
     check_security(args.security, args.key_file)
     security = read_security(args.key_file, args.security)
     vitals = Vitals()
     health = HealthPort(*split_address("health_listen", args.health_listen, 0), vitals) if args.health_listen else None
     listener = ZmqListener(host, port, security.curve_secret)
     try:
-        machine = take_host(cores, threads, kv_cache_bytes)
+        machine = take_host(*resources)
         vitals.is_ready = True
         guard = describe_security(args.security, args.key_file)
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)
         if health:
             print(f"fastdecode r-worker: health at http://{health.address}/health", flush=True)
-        mine = f"{towards if host == '*' else host}:{listener.address.rpartition(':')[2]}"
+        mine = f"{reached_at}:{listener.address.rpartition(':')[2]}"
         joiner = Joiner(args.join, mine, security.secret) if args.join else None
         server = Server(listener, machine, joiner, security, host, vitals)
         signal.signal(signal.SIGTERM, partial(_end, server))
@@ -152,6 +145,21 @@ def _listen(args: argparse.Namespace, cores: list[int] | None, threads: int | No
         listener.close()
         if health:
             health.close()
+
+
+def listen_place(args: argparse.Namespace, unless_given: str) -> tuple[str, int, str | None]:
+    """Where a worker is to listen: host and port, and with --join the host by which the S-worker there reaches it.
+
+    ConfigError where a key is needed and there is none.
+    """
+    from fastdecode.cluster.joining import local_address
+
+    towards = local_address(args.join) if args.join else None
+    host, port = listen_address(args.listen or (f"tcp://{towards}:0" if towards else unless_given))
+    check_key("listen", [host], args.key_file)
+    if args.join:
+        check_key("join", [split_address("join", args.join)[0]], args.key_file)
+    return host, port, towards if host == "*" else host
 
 
 def _end(server: Server | None, number: int, frame: Any) -> None:

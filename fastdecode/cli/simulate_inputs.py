@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.api.config import EngineConfig
+from fastdecode.cli.flags import SCHEDULE
 from fastdecode.cli.machine_flags import BARE_FLAGS
 from fastdecode.cli.machine_inputs import PlanInputs, named_shape, rank_group, read_inputs
 from fastdecode.cli.simulate_events import read_timeline
@@ -50,18 +51,7 @@ CHOICES = (2, 3)
 AGES = 16
 """At which steps of sequences that start together are looked at."""
 
-CHECKED = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "num_mini_batches",
-    "block_size",
-    "schedule",
-    "kv_load_limit",
-    "micro_batch_interval",
-    "max_model_len",
-    "kv_shard_tokens",
-    "kv_replicas",
-)
+CHECKED = (*SCHEDULE, "num_mini_batches", "max_model_len", "kv_shard_tokens", "kv_replicas")
 """Flags that mean to the simulator what they mean to the engine."""
 
 OF_R_WORKERS = (

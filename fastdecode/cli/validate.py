@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     profile = load_profile(args.profile)
     config = _checked_config(args, profile)
     from fastdecode.measure.offline_run import offline_line
-    from fastdecode.measure.validation import require_measured, validation
+    from fastdecode.measure.validation import Validation, require_measured
     from fastdecode.sworker.loader import model_shape
 
     grid, has_offline = _grid(args, profile)
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     require_measured(profile, todo, model_shape(config) if has_offline else None)
     print(f"{profile.shape.name} on {profile.machine.host}: {profile.machine.s_worker}")
     print(HEADER, flush=True)
-    with validation(config, profile) as measuring, progress_bar(len(todo), "run") as bar:
+    with closing(Validation(config, profile)) as measuring, progress_bar(len(todo), "run") as bar:
         rows = (_shown(row, profile.shape.num_heads) for row in measuring.run(todo, bar.update))
         offline = run_grid(rows, measuring if has_offline else None, args.output_json, args.plot)
     if offline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -158,14 +158,8 @@ class Calibrator:
             self._advance()
         return tuple(found)
 
-    @contextmanager
-    def _s_rig(self, num_layers: int) -> Iterator[DecodeRig]:
-        config = with_layers(self.config, num_layers)
-        rig = DecodeRig(config, InstantBackend(config.block_size))
-        try:
-            yield rig
-        finally:
-            rig.close()
+    def _s_rig(self, num_layers: int) -> closing[DecodeRig]:
+        return closing(DecodeRig(with_layers(self.config, num_layers), InstantBackend(self.config.block_size)))
 
     @contextmanager
     def _r_anchor(self, threads: int) -> Iterator[Anchor]:
@@ -175,18 +169,14 @@ class Calibrator:
             rig.fill(ANCHOR_SEQUENCES, ANCHOR_CONTEXT)
             yield Anchor.of(partial(r_anchor_seconds, rig))
 
-    @contextmanager
     def _attention_rig(
         self, r_worker: str, threads: int | None, layout: KVLayout, num_tokens: int
-    ) -> Iterator[AttentionRig]:
+    ) -> closing[AttentionRig]:
         base = self.config if self.plan.is_here else self._given
         config = r_worker_config(base, r_worker, threads, num_tokens * layout.kv_bytes_per_token)
         rig = AttentionRig(config, layout)
         self._isa = rig.r_workers[0].isa
-        try:
-            yield rig
-        finally:
-            rig.close()
+        return closing(rig)
 
 
 CPU_BATCH_SIZES = (16, 32, 64, 128, 160, 256)

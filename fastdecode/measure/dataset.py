@@ -128,8 +128,7 @@ def _random_items(spec: WorkloadSpec, rng: np.random.Generator, vocab_size: int)
 
     return [
         WorkItem(
-            prefix + rng.integers(0, vocab_size, length(spec.random_input_len)).tolist(),
-            length(spec.random_output_len),
+            prefix + rng.integers(0, vocab_size, length(spec.random_input_len)).tolist(), length(spec.random_output_len)
         )
         for _ in range(spec.num_prompts)
     ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -81,8 +81,7 @@ def measure_ranks(
     One process has one group of ranks at a time, so models of few and of many layers are measured one after the other,
     each beside an anchor that says how fast the machine is.
     """
-    single = DecodeRig(with_layers(measuring(config), MANY_LAYERS), InstantBackend(config.block_size))
-    try:
+    with closing(DecodeRig(with_layers(measuring(config), MANY_LAYERS), InstantBackend(config.block_size))) as single:
         threads = 1 if single.engine.s_model.on_gpu else rank_threads(plan.num_ranks)
         call = partial(s_anchor_seconds, single, plan.anchor_threads)
         anchor = Anchor(call, profile.anchor_seconds("s", plan.anchor_threads))
@@ -91,8 +90,6 @@ def measure_ranks(
             for layers in LAYERS:
                 with _rank_rig(config, plan, layers, threads) as rig:
                     found[layers].append(_measured(rig, anchor, plan, advance))
-    finally:
-        single.close()
     many, few = (np.median(found[layers], axis=0) for layers in LAYERS)
     return RankSeconds(threads, many, few, np.ptp(found[MANY_LAYERS], axis=0) / many)
 
@@ -154,16 +151,11 @@ def _points(
     return s_part, host
 
 
-@contextmanager
-def _rank_rig(config: EngineConfig, plan: RankCalibration, num_layers: int, threads: int) -> Iterator[DecodeRig]:
+def _rank_rig(config: EngineConfig, plan: RankCalibration, num_layers: int, threads: int) -> closing[DecodeRig]:
     """With an R-worker in each rank's process, whose sequences are short."""
     most = max(plan.batch_sizes)
     own = replace(
         with_layers(measuring(config), num_layers), tensor_parallel_size=plan.num_ranks, num_mini_batches=1,
         s_threads=threads, r_threads=threads, max_num_seqs=most, kv_cache_memory="1GiB",
     )  # fmt: skip
-    rig = DecodeRig(own)
-    try:
-        yield rig
-    finally:
-        rig.close()
+    return closing(DecodeRig(own))

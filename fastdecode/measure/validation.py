@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -271,16 +271,6 @@ def validated_row(profile: HardwareProfile, configuration: Configuration, steadi
 def _shape(profile: HardwareProfile, configuration: Configuration) -> ModelShape:
     """The model that is run: the profile's layers, NUM_LAYERS of them."""
     return replace(profile.shape, num_layers=NUM_LAYERS).with_kv_heads(configuration.num_kv_heads)
-
-
-@contextmanager
-def validation(config: EngineConfig, profile: HardwareProfile) -> Iterator[Validation]:
-    """A :class:`Validation` that is closed."""
-    found = Validation(config, profile)
-    try:
-        yield found
-    finally:
-        found.close()
 
 
 def _steps(rig: DecodeRig, configuration: Configuration) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.simulate.workload import json_lines
 
 LOSE, JOIN, DRAIN, SLOW = KINDS = ("lose", "join", "drain", "slow")
 NAMES = ("r_worker", "prefill_worker")
@@ -42,25 +42,19 @@ def read_events(text: str, name: str, num_r_workers: int, num_prefill_workers: i
     ``r_worker``. ConfigError names the first line that is not so, or whose worker was never there; ``name`` is the
     file's.
     """
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    found = [(_event(line, f"{name}, line {number}"), number) for number, line in lines]
+    such_as = 'such as {"seconds": 12.5, "event": "lose", "r_worker": 3}'
+    found = [(_event(record, where), where) for where, record in json_lines(text, name, such_as)]
     if not found:
         raise ConfigError(f"{name}: no events are there")
     found.sort(key=lambda each: each[0].seconds)
     known = {False: num_r_workers, True: num_prefill_workers}
-    for event, number in found:
-        _check_worker(event, known[event.is_prefill], f"{name}, line {number}")
+    for event, where in found:
+        _check_worker(event, known[event.is_prefill], where)
         known[event.is_prefill] += event.kind == JOIN and event.worker == known[event.is_prefill]
     return [event for event, _ in found]
 
 
-def _event(line: str, where: str) -> WorkerEvent:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f'{where}: must be an object such as {{"seconds": 12.5, "event": "lose", "r_worker": 3}}')
+def _event(record: dict[str, Any], where: str) -> WorkerEvent:
     if unknown := sorted(set(record) - KEYS):
         raise ConfigError(f"{where}: {unknown[0]!r} is no key of an event, which are {', '.join(sorted(KEYS))}")
     seconds, kind = record.get("seconds"), record.get("event")

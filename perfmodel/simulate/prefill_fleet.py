@@ -9,8 +9,8 @@ from fastdecode.core.remote_prefill import RemotePrefill
 from fastdecode.core.step import ScheduledStep
 from fastdecode.cycle import Companion, Cycle
 from fastdecode.perfmodel.partition import Forecast
-from fastdecode.perfmodel.simulate.clock import Clock
 from fastdecode.perfmodel.simulate.events import DRAIN, JOIN, LOSE, WorkerEvent
+from fastdecode.perfmodel.simulate.tokens import Clock
 
 
 class PrefillFleet:

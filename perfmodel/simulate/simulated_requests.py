@@ -10,9 +10,8 @@ import numpy as np
 
 from fastdecode.core.step import ScheduledStep
 from fastdecode.cycle import Cycle
-from fastdecode.perfmodel.simulate.clock import Clock
 from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter
-from fastdecode.perfmodel.simulate.tokens import SimulatedOutput, TokenTimes
+from fastdecode.perfmodel.simulate.tokens import Clock, SimulatedOutput, TokenTimes
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest
 from fastdecode.scheduler import Scheduler, Sequence
 

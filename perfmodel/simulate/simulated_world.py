@@ -14,11 +14,11 @@ from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
 from fastdecode.cycle import JoinedWorker
 from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.simulate.clock import Clock
 from fastdecode.perfmodel.simulate.events import DRAIN, JOIN, LOSE, SLOW, Timeline, WorkerEvent
 from fastdecode.perfmodel.simulate.prefill_fleet import SimulatedPrefills
 from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter
 from fastdecode.perfmodel.simulate.simulated_machine import Machine, StepCost
+from fastdecode.perfmodel.simulate.tokens import Clock
 from fastdecode.scheduler import Limits, Transfer
 
 NO_ONE = -1

@@ -16,7 +16,6 @@ import numpy as np
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.cycle import Cycle, Membership
-from fastdecode.perfmodel.simulate.clock import Clock
 from fastdecode.perfmodel.simulate.events import Timeline
 from fastdecode.perfmodel.simulate.interruptions import Interruptions
 from fastdecode.perfmodel.simulate.prefill_fleet import PrefillFleet, SimulatedPrefills
@@ -24,6 +23,7 @@ from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter, Sim
 from fastdecode.perfmodel.simulate.simulated_machine import Machine
 from fastdecode.perfmodel.simulate.simulated_requests import SimulatedRequests
 from fastdecode.perfmodel.simulate.simulated_world import SimulatedWorld
+from fastdecode.perfmodel.simulate.tokens import Clock
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest
 from fastdecode.scheduler import Scheduler
 

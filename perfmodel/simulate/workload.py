@@ -109,8 +109,7 @@ def read_trace(text: str, name: str) -> list[TraceItem]:
 
     ConfigError names the line that is not so; ``name`` is the file's.
     """
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    items = [_trace_item(line, f"{name}, line {number}") for number, line in lines]
+    items = [_trace_item(record, where) for where, record in json_lines(text, name, f"with {', '.join(TRACE_KEYS)}")]
     if not items:
         raise ConfigError(f"{name}: the trace is empty")
     first = min(item.arrival_seconds for item in items)
@@ -118,13 +117,23 @@ def read_trace(text: str, name: str) -> list[TraceItem]:
     return sorted(moved, key=lambda item: item.arrival_seconds)
 
 
-def _trace_item(line: str, where: str) -> TraceItem:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{where}: must be an object with {', '.join(TRACE_KEYS)}")
+def json_lines(text: str, name: str, wanted: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines, each behind its place in words; ConfigError says what was ``wanted``."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{name}, line {number}"
+        try:
+            found.append((where, json.loads(line)))
+        except ValueError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error}") from None
+        if not isinstance(found[-1][1], dict):
+            raise ConfigError(f"{where}: must be an object {wanted}")
+    return found
+
+
+def _trace_item(record: dict[str, Any], where: str) -> TraceItem:
     values: list[Any] = [record.get(key) for key in TRACE_KEYS]
     moment, prompt_len, output_len = values
     if not isinstance(moment, int | float) or isinstance(moment, bool) or not math.isfinite(moment):
