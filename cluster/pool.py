@@ -93,7 +93,7 @@ class PoolBackend:
         self._submitted[mini_batch, layer] = time.perf_counter()
         for index, arrays in self._rows[mini_batch].scatter(layer, q, k, v):
             try:
-                self.workers[index].submit(mini_batch, layer, *arrays)
+                self.workers[index].submit(mini_batch, layer, arrays)
             except FAILURES as error:
                 self._failed(index, "a layer", error)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, host_id, make_rworker
 from fastdecode.cluster.r_worker.session import open_kv_port
+from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.types import KvAddress, KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
 
-class PoolWorker(Protocol):
-    """One R-worker as the pool sees it. The pool sends a slow request to all workers before it waits for any answer.
+class PoolWorker:
+    """One R-worker as the pool sees it. The pool sends a slow request to all workers before it waits for any answer;
+    where that comes at once there is nothing to wait for.
 
     Refusals are ValueError or KeyError with the reason, and change nothing; WorkerLostError names one that is lost.
     """
@@ -27,67 +29,55 @@ class PoolWorker(Protocol):
 
     def open(self, layout: KVLayout) -> None:
         """Request caches for ``layout``."""
-        ...
+        raise NotImplementedError
 
     def opened(self) -> RWorkerInfo:
         """Wait for the answer to ``open``; CapacityError when its memory is too small."""
-        ...
+        raise NotImplementedError
 
     def begin_step(self, plan: WorkerPlan) -> None:
         """Send the plan of a step."""
-        ...
+        raise NotImplementedError
 
     def begun(self) -> None:
         """Wait for the answer to ``begin_step``."""
-        ...
 
-    def submit(
-        self,
-        mini_batch: int,
-        layer: int,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        o: np.ndarray,
-        partials: np.ndarray | None = None,
-    ) -> None:
-        """Start one layer of one mini-batch with rows here; ``o`` is filled by the time ``wait`` returns.
+    def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
+        """Start one layer of one mini-batch with rows here; o is filled by the time ``wait`` returns.
 
-        Arrays as in ``AttentionBackend.submit`` and ``collect``, this worker's rows only. ``partials``: float32
+        Arrays as in ``AttentionBackend.submit`` and ``collect``, this worker's rows only. Partial results: float32
         [rows, num_heads, 2 + value_head_dim], filled as ``_rworker.RWorker.submit`` says; None without such rows.
         """
-        ...
+        raise NotImplementedError
 
     def ready(self, mini_batch: int) -> bool:
         """True when ``wait`` would return at once."""
-        ...
+        raise NotImplementedError
 
     def wait(self, mini_batch: int) -> None:
         """Wait for the layer that was submitted for this mini-batch."""
-        ...
 
     def end_step(self) -> None:
         """Ask the worker to commit the step."""
-        ...
 
     def ended(self) -> WorkerReport:
         """Wait for the answer to ``end_step``; its ``transfer_seconds`` is 0."""
-        ...
+        raise NotImplementedError
 
     def abandon_step(self) -> None:
         """Forget the step; no effect where none was begun, and no error where the worker is lost."""
-        ...
 
-    def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray: ...
+    def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
+        raise NotImplementedError
 
-    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None: ...
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free everything; may be called twice."""
-        ...
 
 
-class InprocWorker:
+class InprocWorker(PoolWorker):
     """``PoolWorker`` over a C++ R-worker in this process, with its own threads; it answers every request at once.
 
     With ``waits_working`` and one mini-batch in a step, the S-worker's thread attends too, in ``wait``, in place of the
@@ -133,23 +123,11 @@ class InprocWorker:
         self._in_step = True
         self._postpones = self._waits_working and len(plan.mini_batches) == 1
 
-    def begun(self) -> None:
-        """Nothing to do."""
-
-    def submit(
-        self,
-        mini_batch: int,
-        layer: int,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        o: np.ndarray,
-        partials: np.ndarray | None = None,
-    ) -> None:
+    def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
         if self._postpones:
-            self._postponed = mini_batch, layer, q, k, v, o, partials
+            self._postponed = mini_batch, layer, *arrays
         else:
-            self._open.submit(mini_batch, layer, q, k, v, o, partials)
+            self._open.submit(mini_batch, layer, *arrays)
 
     def ready(self, mini_batch: int) -> bool:
         """See ``PoolWorker.ready``; what is postponed to ``wait`` gains nothing by waiting."""
@@ -161,9 +139,6 @@ class InprocWorker:
             return
         postponed, self._postponed = self._postponed, None
         self._open.run(*postponed)
-
-    def end_step(self) -> None:
-        """Nothing to do."""
 
     def ended(self) -> WorkerReport:
         report = end_step(self._open)
@@ -196,7 +171,7 @@ class InprocWorker:
         return self._worker
 
 
-class LostWorker:
+class LostWorker(PoolWorker):
     """``PoolWorker`` in place of one that is lost or was dismissed: its rows read zeros, and it reports nothing."""
 
     def __init__(self, name: str, step_shape: tuple[int, int]) -> None:
@@ -213,19 +188,8 @@ class LostWorker:
     def begin_step(self, plan: WorkerPlan) -> None:
         self._step_shape = (len(plan.mini_batches), self._step_shape[1])
 
-    def begun(self) -> None:
-        """Nothing to do."""
-
-    def submit(
-        self,
-        mini_batch: int,
-        layer: int,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        o: np.ndarray,
-        partials: np.ndarray | None = None,
-    ) -> None:
+    def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
+        *_, o, partials = arrays
         o[...] = 0
         if partials is not None:
             partials[...] = (-np.inf, *(0.0,) * (partials.shape[2] - 1))
@@ -233,23 +197,11 @@ class LostWorker:
     def ready(self, mini_batch: int) -> bool:
         return True
 
-    def wait(self, mini_batch: int) -> None:
-        """Nothing to do."""
-
-    def end_step(self) -> None:
-        """Nothing to do."""
-
     def ended(self) -> WorkerReport:
         return WorkerReport(np.zeros(self._step_shape), np.zeros(self._step_shape), 0.0, 0, 0)
-
-    def abandon_step(self) -> None:
-        """Nothing to do."""
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
         raise ValueError("it is lost")
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
         raise ValueError("it is lost")
-
-    def close(self) -> None:
-        """Nothing to do."""

@@ -14,7 +14,9 @@ import numpy as np
 
 from fastdecode.api.settings import is_loopback
 from fastdecode.cluster.links.link import Link, Spin
+from fastdecode.cluster.pool_workers import PoolWorker
 from fastdecode.cluster.r_worker.host import host_id, own_address, process_name
+from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.messages import (
     ALL_TOKENS,
@@ -47,7 +49,7 @@ ANSWER_SECONDS = 120.0
 NUM_PINGS = 8
 
 
-class RemoteWorker:
+class RemoteWorker(PoolWorker):
     """``PoolWorker`` over a link to another process. Once the link is lost every call raises WorkerLostError.
 
     Ctrl-C waits until a request is answered, since half an answer would garble the next. Between layers it need not
@@ -104,21 +106,13 @@ class RemoteWorker:
     def begun(self) -> None:
         self._answer(Kind.READY)
 
-    def submit(
-        self,
-        mini_batch: int,
-        layer: int,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        o: np.ndarray,
-        partials: np.ndarray | None = None,
-    ) -> None:
+    def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
         if mini_batch in self._outputs:
             raise BackendError(f"submit: mini-batch {mini_batch} has a layer under way; collect it first")
+        *_, o, partials = arrays
         self._outputs[mini_batch] = layer, (o,) if partials is None else (o, partials)
         with self._losses as link:
-            link.send_arrays(Kind.PAYLOAD, mini_batch, layer, (q, k, v))
+            link.send_arrays(Kind.PAYLOAD, mini_batch, layer, arrays[:3])
 
     def ready(self, mini_batch: int) -> bool:
         while mini_batch in self._outputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -64,10 +64,15 @@ class LiveRequests:
         for sequence_id, tokens in computed.items():
             if sequence_id in spoilt:
                 continue
-            kept = tokens[: 1 + accepted[sequence_id]] if sequence_id in accepted else tokens
-            request, count = self._append(cycle, sequence_id, kept, accepted)
-            num_tokens += count
+            request, completions = self.in_flight.family(sequence_id)
             grown[request.request_id] = request
+            if sequence_id in accepted:
+                num_tokens += self._grow(cycle, request, completions[0], tokens[: 1 + accepted[sequence_id]])
+                continue
+            if len(completions) > 1:
+                cycle.scheduler.store.fork_siblings(completions[0].sequence)
+            for completion, token in zip(completions, tokens, strict=True):
+                num_tokens += self._grow(cycle, request, completion, (token,))
         for request in grown.values():
             request.token_seconds.append(now)
             if request.finished:
@@ -99,18 +104,6 @@ class LiveRequests:
         self._grown.clear()
         self._given_up.clear()
         return outputs
-
-    def _append(
-        self, cycle: Cycle, sequence_id: int, tokens: list[SampledToken], drafted: Container[int]
-    ) -> tuple[Request, int]:
-        """The request of ``sequence_id``, which grows, and by how many tokens. Those of a sequence in ``drafted``
-        follow each other; another's are of one place, for a completion each."""
-        request, completions = self.in_flight.family(sequence_id)
-        if len(completions) > 1:
-            cycle.scheduler.store.fork_siblings(completions[0].sequence)
-        following = [tokens] if sequence_id in drafted else [[token] for token in tokens]
-        pairs = zip(completions, following, strict=True)
-        return request, sum(self._grow(cycle, request, each, its_tokens) for each, its_tokens in pairs)
 
     def _grow(self, cycle: Cycle, request: Request, completion: Completion, tokens: Sequence[SampledToken]) -> int:
         """Append ``tokens`` up to one that ends ``completion``; returns how many that were."""

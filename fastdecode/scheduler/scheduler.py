@@ -11,13 +11,13 @@ import numpy as np
 
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
-from fastdecode.scheduler.policy.admission import Admission
+from fastdecode.scheduler.policy.admission import Admission, ChunkCutter
 from fastdecode.scheduler.policy.decodes import Decodes
 from fastdecode.scheduler.policy.drafts import DraftCounts, Drafts
 from fastdecode.scheduler.policy.members import Members
 from fastdecode.scheduler.policy.prefills import RemotePrompts
 from fastdecode.scheduler.policy.transfers import Transfers
-from fastdecode.scheduler.schedules import ChunkCutter, Limits, Prefill, Schedule
+from fastdecode.scheduler.schedules import Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.snapshot import Snapshot, take_snapshot
 from fastdecode.scheduler.store.speeds import Observed, Observer
@@ -216,7 +216,7 @@ class Scheduler:
         if not self._residents.prompts and not len(self.queue):
             return [], 0
         budget = self._most_rows(num_decodes) - num_decodes
-        cutter = ChunkCutter(self._schedule.prefill, budget, self.limits.range_tokens)
+        cutter = ChunkCutter(self.store, self._schedule.prefill, budget)
         for sequence in self._residents.prompts.values():
             if not sequence.job_id:
                 cutter.cut(sequence)

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from fastdecode.core.step import Chunk
-from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import UNLIMITED
 
 
@@ -76,56 +74,3 @@ class Limits:
     range_tokens: int = UNLIMITED
     kv_replicas: int = 1
     hosts: tuple[str, ...] = ()
-
-
-MOST_PARTIAL_RESULTS = 2048
-"""Rows of a prompt's chunk times the ranges that it attends in. Of every row and head a range answers with float32
-numbers, some 17 kB with 32 heads of 128, and an R-worker takes at most 256 MiB of them for a layer."""
-
-
-class ChunkCutter:
-    """Cuts prompts to what a step of ``budget`` rows has left for them."""
-
-    def __init__(self, prefill: Prefill, budget: int, segment_tokens: int = UNLIMITED) -> None:
-        """No chunk goes beyond the end of a segment of ``segment_tokens``."""
-        self._segment_tokens = segment_tokens
-        self.chunks: list[Chunk] = []
-        self._prefill = prefill
-        self._budget = budget
-
-    def rows_for(self, num_left: int) -> int:
-        """Return how many of a prompt's ``num_left`` tokens would go into this step."""
-        if self._prefill is Prefill.UNBOUNDED:
-            return num_left
-        if self._prefill is not Prefill.CHUNKED and num_left > self._budget and self.chunks:
-            return 0
-        return max(0, min(num_left, self._budget))
-
-    def cut(self, sequence: Sequence) -> None:
-        """Put the next tokens of ``sequence``'s prompt into the step, as many as go."""
-        if count := self.rows_for(sequence.num_prefill - sequence.num_cached):
-            count = min(count, self._segment_tokens - sequence.tail.num_tokens)
-            if sequence.num_closed and sequence.attends_in_prompt:
-                count = min(count, max(1, MOST_PARTIAL_RESULTS // (1 + sequence.num_closed)))
-            self.chunks.append(_chunk(sequence, count))
-            self._budget -= count
-
-
-def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next ``count`` tokens of ``sequence``'s prompt, attended by the homes of its segments."""
-    last, tail = sequence.num_cached + count == sequence.num_prefill, sequence.tail
-    closed = sequence.closed if sequence.attends_in_prompt else []
-    return Chunk(
-        sequence.sequence_id,
-        tail.home,
-        sequence.num_cached,
-        sequence.tokens(sequence.num_cached, count),
-        attends=sequence.attends_in_prompt,
-        samples=last and sequence.num_prefill == sequence.num_tokens,
-        last_of_prompt=last,
-        is_decode=False,
-        base=tail.start,
-        cache_id=tail.cache_id,
-        reads=tuple((each.home, each.cache_id, each.start) for each in closed),
-        copy=next(iter(tail.workers[1:]), -1),
-    )

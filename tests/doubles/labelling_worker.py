@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fastdecode.cluster.pool_workers import PoolWorker
+from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.core.errors import WorkerLostError
 from fastdecode.core.routes import node_widths
 from fastdecode.core.types import KVLayout, RWorkerInfo, SpanMode, WorkerPlan, WorkerReport
@@ -20,7 +22,7 @@ class Kept(NamedTuple):
     value: float
 
 
-class LabellingWorker:
+class LabellingWorker(PoolWorker):
     """``PoolWorker`` over rows whose elements are all one number, their label. It merges to the query's label.
 
     ``kept``: what was stored, in order; ``asked``: (sequence id, label) of each row that attended. At call
@@ -46,17 +48,9 @@ class LabellingWorker:
     def begun(self) -> None:
         self._live()
 
-    def submit(
-        self,
-        mini_batch: int,
-        layer: int,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        o: np.ndarray,
-        partials: np.ndarray | None = None,
-    ) -> None:
+    def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
         self._live()
+        q, k, v, o, partials = arrays
         queries, stored, outputs, parts = (iter(each) for each in (q, zip(k, v, strict=True), o, _rows(partials)))
         for sequence_id, context_len, num_rows, mode in self._plan.mini_batches[mini_batch].tolist():
             for i in range(num_rows):
@@ -90,17 +84,11 @@ class LabellingWorker:
         never = np.zeros((len(self._plan.mini_batches), self._num_layers))
         return WorkerReport(never, never, 0.0, 0, 1)
 
-    def abandon_step(self) -> None:
-        """Nothing to do."""
-
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
         raise ValueError("it has labels only")
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
         raise ValueError("it has labels only")
-
-    def close(self) -> None:
-        """Nothing to do."""
 
     def _live(self) -> None:
         self._calls_left -= 1

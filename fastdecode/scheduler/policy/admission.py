@@ -1,4 +1,4 @@
-"""Which sequence starts next, and where: seats, blocks, KV load, and the token budget that is left."""
+"""Which sequence starts next, and where: seats, blocks, KV load, and the token budget, to which prompts are cut."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
+from fastdecode.core.step import Chunk
 from fastdecode.scheduler.policy.future import Future
 from fastdecode.scheduler.policy.load_control import LoadControl
 from fastdecode.scheduler.policy.load_forecast import Newcomer
@@ -13,7 +14,7 @@ from fastdecode.scheduler.policy.load_limit import LoadLimit
 from fastdecode.scheduler.policy.needs import Needs
 from fastdecode.scheduler.policy.placement import CopyPlacement, HomePlacement, SegmentPlacement
 from fastdecode.scheduler.policy.room import Room
-from fastdecode.scheduler.schedules import Limits, Schedule
+from fastdecode.scheduler.schedules import Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Copy, Segment
 from fastdecode.scheduler.store.prefix import Hit
@@ -127,3 +128,26 @@ class Admission:
 
     def _has_seats(self, sequence: Sequence) -> bool:
         return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs
+
+
+class ChunkCutter:
+    """Cuts prompts to what a step of ``budget`` rows has left for them."""
+
+    def __init__(self, store: Store, prefill: Prefill, budget: int) -> None:
+        self.chunks: list[Chunk] = []
+        self._store, self._prefill, self._budget = store, prefill, budget
+
+    def rows_for(self, num_left: int) -> int:
+        """Return how many of a prompt's ``num_left`` tokens would go into this step."""
+        if self._prefill is Prefill.UNBOUNDED:
+            return num_left
+        if self._prefill is not Prefill.CHUNKED and num_left > self._budget and self.chunks:
+            return 0
+        return max(0, min(num_left, self._budget))
+
+    def cut(self, sequence: Sequence) -> None:
+        """Put the next tokens of ``sequence``'s prompt into the step, as many as go."""
+        if count := self.rows_for(sequence.num_prefill - sequence.num_cached):
+            chunk = self._store.next_rows(sequence, count)
+            self.chunks.append(chunk)
+            self._budget -= len(chunk.token_ids)

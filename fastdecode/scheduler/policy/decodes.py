@@ -33,9 +33,9 @@ class Decodes:
             if self._attendance:
                 self._attendance.choose()
             rows = self._within_load_limit()
-            tail_lens = table.tail_lens(rows)
-            if (tail_lens >= table.segment_tokens).any():
-                self._extend(rows[tail_lens >= table.segment_tokens])
+            tail_lens, room = table.tail_lens(rows), table.tail_room(rows)
+            if (room <= 0).any():
+                self._extend(rows[room <= 0])
                 continue
             growing = rows[tail_lens // self._workers.block_size >= table.num_blocks[rows]]
             if not len(growing):
@@ -69,9 +69,7 @@ class Decodes:
         rows = table.rows
         if limits is None:
             return rows
-        for prompt in self._store.residents.prompts.values():
-            for each in prompt.segments if prompt.attends_in_prompt else ():
-                limits[each.home] -= min(table.segment_tokens, prompt.num_prefill - each.start)
+        limits = limits - self._store.prompt_loads()
         for worker in np.flatnonzero(table.kv_loads(len(limits)) > limits):
             loads = table.loads_on(int(worker), rows)
             here, loads = rows[loads > 0], loads[loads > 0]

@@ -103,9 +103,7 @@ class Drafts:
         table, rows = self._table, self._table.rows
         if self.policy is None or not len(rows):
             return {}
-        most = np.minimum(
-            table.max_tokens[rows] - table.num_outputs(rows), table.segment_tokens - table.tail_lens(rows)
-        )
+        most = np.minimum(table.max_tokens[rows] - table.num_outputs(rows), table.tail_room(rows))
         most = np.clip(most - 1, 0, self._most)
         acceptance = self.policy.acceptance(table.tried[rows], table.kept[rows])
         loads = table.kv_loads(len(self._workers))

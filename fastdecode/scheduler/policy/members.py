@@ -36,12 +36,12 @@ class Members:
 
     def drained(self) -> list[int]:
         """R-workers that were to go, hold no sequence any more, and are not waited for: never the last."""
-        growing = [each for each in self._residents.all if each.max_cached > self._store.table.segment_tokens]
+        growing = [each for each in self._residents.all if self._room.may_split(each)]
         return [
             worker
             for worker in self._workers.draining
             if self._workers.accepting
-            and not self._workers[worker].num_copies
+            and self._workers[worker].holds_nothing
             and all(map(self._room.fits_elsewhere, [*self._queue.all, *growing]))
         ]
 
@@ -67,7 +67,7 @@ class Members:
         for sequence in broken:
             self._mend(sequence)
         for sequence in self._residents.all:
-            if sequence.max_cached > self._store.table.segment_tokens and not self._room.fits_somewhere(sequence):
+            if self._room.may_split(sequence) and not self._room.fits_somewhere(sequence):
                 self._lifecycle.preempt(sequence)
         hopeless = [sequence for sequence in self._queue.all if not self._room.fits_somewhere(sequence)]
         for sequence in hopeless:
@@ -81,8 +81,6 @@ class Members:
         if places is None:
             self._lifecycle.preempt(sequence)
             return
-        for segment, worker in places:
-            self._store.place(sequence, segment, worker)
-        self._store.go_on(sequence)
+        self._store.place_again(sequence, places)
         if not sequence.in_prompt:
             self._lifecycle.finish_prompt(sequence)

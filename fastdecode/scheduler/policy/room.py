@@ -28,7 +28,7 @@ class Room:
         members = 1 + len(sequence.siblings)
         if members > self._max_num_seqs:
             raise RequestError(f"n is {members}, and max_num_seqs is {self._max_num_seqs}")
-        if self._may_split(sequence) and not self._pool_holds(sequence, self._workers.present):
+        if self.may_split(sequence) and not self._pool_holds(sequence, self._workers.present):
             raise RequestError(self._too_many_segments(sequence))
         blocks = self._needs.at_most(sequence)
         largest = max(worker.num_blocks for worker in self._workers)
@@ -38,6 +38,10 @@ class Room:
                 f"lower n or max_tokens, or give more kv_cache_memory"
             )
         self._load_limit.check(self._needs.attended(sequence))
+
+    def may_split(self, sequence: Sequence) -> bool:
+        """Whether ``sequence`` may come to lie in several segments."""
+        return sequence.max_cached > self._needs.segment_tokens
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
         """Whether one of the R-workers that are there, or all together, could still run ``sequence`` by itself."""
@@ -113,9 +117,6 @@ class Room:
         R-worker or of all."""
         return needed + (0 if self._needs.holds_all_from_start else others) <= available
 
-    def _may_split(self, sequence: Sequence) -> bool:
-        return sequence.max_cached > self._needs.segment_tokens
-
     def _pool_holds(self, sequence: Sequence, among: list[int]) -> bool:
         """Whether the R-workers ``among`` could run ``sequence`` to its end by themselves, and begin its siblings."""
         capacities = self.alone(sequence)[among]
@@ -133,6 +134,6 @@ class Room:
         )
 
     def _fits_among(self, sequence: Sequence, workers: list[int]) -> bool:
-        if self._may_split(sequence):
+        if self.may_split(sequence):
             return self._pool_holds(sequence, workers)
         return any(self.could_hold(sequence, worker) for worker in workers)

@@ -146,6 +146,10 @@ class SequenceTable:
         """Cached tokens of the tails of ``rows``; int64 [n]."""
         return self.num_cached[rows] - self.bases[rows]
 
+    def tail_room(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens by which the tails of ``rows`` may grow, however many blocks are free; int64 [n]."""
+        return self.segment_tokens - self.tail_lens(rows)
+
     def reads(self, rows: np.ndarray) -> np.ndarray:
         """READ records of ``rows``: their closed segments, with the place of each in ``rows``, in order."""
         if not self._reads:

@@ -66,6 +66,11 @@ class WorkerState:
         """Blocks that are free or would be, were the prefix cache emptied."""
         return self.free + self.cached
 
+    @property
+    def holds_nothing(self) -> bool:
+        """True where no sequence has anything here."""
+        return not self.num_copies
+
     def take(self, num_blocks: int) -> None:
         """A copy of a segment comes, with ``num_blocks`` blocks that are no other's; :class:`RoomError` beyond what is
         free."""
