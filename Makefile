@@ -1,7 +1,7 @@
 # make demo   install, then see it work
 # make model  install, then fetch a chat model once (make demo does, too) and print its folder
 # make test   install, then lint, types, sanitizers and tests
-# make test-all   the same with all examples of properties and all recorded runs of the scheduler
+# make test-all   the same with all examples of properties, all recorded runs of the scheduler, and thorough tests
 # make test-quick   for work in progress: the tests that are not marked slow, nothing else
 PYTHON ?= python3
 VENV ?= .venv
@@ -36,15 +36,17 @@ demo: $(STAMP)
 model: $(STAMP)
 	@$(BIN)/python scripts/get_model.py
 
-# Side by side: many tests wait for other processes, compilers and mypy never do; so two tests more than there are cores.
-WORKERS ?= $(shell expr $$(nproc) + 2)
+# Side by side: some tests wait for other processes, compilers and mypy never do; so one process more than there are
+# cores. Each costs some 15 seconds of CPU time for its imports.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 test: $(STAMP)
 	$(MAKE) -j4 lint sanitize-quick emulated pytest
 
 pytest: $(STAMP)
 	$(BIN)/pytest -q -n $(WORKERS)
 
-# All that is drawn at random; `make test` looks at a quarter of the properties' examples, and an eighth of the traces.
+# All that is drawn at random, and tests marked thorough; `make test` looks at a quarter of the properties' examples, and
+# an eighth of the traces.
 test-all: export FASTDECODE_TEST_ALL = 1
 test-all: test
 
@@ -56,11 +58,14 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy fastdecode
 
-# One pip command; again whenever the C++ or the packaging changed.
+# One pip command; again whenever the C++ or the packaging changed. Of all packages' modules only those are compiled that
+# are imported: here, once, for all processes that come.
 SOURCES := $(shell find rworker_cpp sworker/cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name CMakeLists.txt)
 $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[gguf,mpi,otel,plot,ray,serve,structured,test]'
+	$(BIN)/pip install --disable-pip-version-check -q --no-compile $(CONSTRAINTS) \
+	  -e '.[gguf,mpi,otel,plot,ray,serve,structured,test]'
+	$(BIN)/python -c 'import fastdecode.build, fastdecode.cli.serve'
 	touch $@
 
 # `$(call build,FOLDER,FLAGS)` compiles only where the content differs: a hash of sources, flags, tools and CPU, since
@@ -75,7 +80,7 @@ build = test "$$(cat $1/.content 2>/dev/null)" = "$(CONTENT)" || { mkdir -p $1 &
 # against it bit for bit.
 emulated: $(STAMP)
 	$(call build,out/emulated,-DFASTDECODE_EMULATION=ON -DFASTDECODE_KERNEL_OPTIMIZATION=-O1 \
-	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 -DCMAKE_UNITY_BUILD=ON -DFASTDECODE_BUILD_TESTS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 -DFASTDECODE_BUILD_TESTS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir))
 	out/emulated/rworker_cpp/rworker_tests
 	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q tests/rworker
@@ -84,13 +89,13 @@ emulated: $(STAMP)
 compilers: $(STAMP)
 	$(BIN)/python scripts/compilers.py
 
-# The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: AVX-512 emulated for the first and left out
-# for the second, little optimization, and few compiler runs (many sources in one), since compiling is most of it.
+# The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: AVX-512 emulated for the first, no kernels
+# but the scalar ones for the second, which is about threads, and little optimization, since compiling is most of it.
 sanitize: FLAVOR := -DCMAKE_BUILD_TYPE=RelWithDebInfo
-sanitize-quick: FLAVOR := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG='-Og -g1' -DCMAKE_UNITY_BUILD=ON \
+sanitize-quick: FLAVOR := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG='-Og -g1' \
   -DFASTDECODE_KERNEL_OPTIMIZATION=-Og
 sanitize-quick: ADDRESS_FLAVOR := -DFASTDECODE_EMULATION=ON
-sanitize-quick: THREAD_FLAVOR := -DFASTDECODE_AVX512=OFF
+sanitize-quick: THREAD_FLAVOR := -DFASTDECODE_SCALAR=ON
 sanitize sanitize-quick: $(STAMP)
 	for kind in "address,undefined $(ADDRESS_FLAVOR)" "thread $(THREAD_FLAVOR)"; do set -- $$kind; \
 	  { $(call build,out/$@/$$1,-DFASTDECODE_SANITIZE=$$1 -DFASTDECODE_BUILD_TESTS=ON \
