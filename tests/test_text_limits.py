@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -11,9 +10,9 @@ from helpers.servers import RunningServer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from fastdecode.api.text import encode_text
-from fastdecode.api.text_limits import LONG_TEXT_BYTES, TextBound, check_conversation_can_fit
+from fastdecode.api.text_limits import TextBound, check_conversation_can_fit
 from fastdecode.core.errors import RequestError
-from fastdecode.server.service import is_long_text
+from fastdecode.server.protocol import MOST_VALUES, parse_json
 from fastdecode.sworker.token_bytes import NFC_SHRINKS, _spellings, text_bound
 
 
@@ -161,15 +160,10 @@ def test_long_texts_hold_up_nobody(chat_server: RunningServer, route: str, field
     assert [each[0] for each in answers] == [400] * 3 and "cannot fit" in str(answers[0][1])
 
 
-@pytest.mark.parametrize(
-    ("fields", "is_long"),
-    [
-        ({"prompt": "a" * (LONG_TEXT_BYTES + 1)}, True),
-        ({"prompt": ["a" * LONG_TEXT_BYTES, "b"]}, True),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * (LONG_TEXT_BYTES + 1)}]}]}, True),
-        ({"prompt": [1] * (LONG_TEXT_BYTES + 1)}, False),
-        ({"prompt": "short"}, False),
-    ],
-)
-def test_which_texts_wait_apart(fields: dict[str, object], is_long: bool) -> None:
-    assert is_long_text(SimpleNamespace(**fields)) == is_long
+def test_a_body_of_millions_of_values_is_not_read() -> None:
+    """Reading them would hold up every other request."""
+    assert len(parse_json(b"[" + b"1," * (MOST_VALUES - 2) + b"1]")) == MOST_VALUES - 1
+    for many in (b"1,", b'"a",', b'{"a":1},', b"[[[[]]]],"):
+        with pytest.raises(RequestError, match="more than 1048576 values: send several requests"):
+            parse_json(b"[" + many * MOST_VALUES + b"1]")
+    assert parse_json(b'"' + b"a" * 10 * MOST_VALUES + b'"')

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdecode import __version__
+from fastdecode.api.text_limits import LONG_TEXT_BYTES
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.live import PAGE, add_live
 from fastdecode.server.openapi import document, takes
@@ -32,7 +33,7 @@ from fastdecode.server.protocol import (
 )
 from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of
-from fastdecode.server.service import ApiError, Service, is_long_text
+from fastdecode.server.service import ApiError, Service
 from fastdecode.server.streams import ResponsesResponse, TextResponse, error_response, json_response
 
 logger = logging.getLogger(__name__)
@@ -69,18 +70,18 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post(COMPLETIONS, openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Go on with a text, or with several."""
-        return await _generate(service, request, await _read(service, request, CompletionRequest))
+        return await _generate(service, request, *await _read(service, request, CompletionRequest))
 
     @app.post(CHAT, openapi_extra=takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await _generate(service, request, await _read(service, request, ChatRequest))
+        return await _generate(service, request, *await _read(service, request, ChatRequest))
 
     @app.post(RESPONSES, openapi_extra=takes(ResponsesRequest))
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the words of OpenAI's Responses API."""
-        body = await _read(service, request, ResponsesRequest)
-        exchange, form = await service.accept(chat_of(body), request.headers, may_be_shorter=True)
+        body, num_bytes = await _read(service, request, ResponsesRequest)
+        exchange, form = await service.accept(chat_of(body), num_bytes, request.headers, may_be_shorter=True)
         return ResponsesResponse(
             service, exchange, ResponseForm(body, exchange.params, form.model, form.answer_id, form.forced)
         )
@@ -90,18 +91,18 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation."""
-        body = await _read(service, request, TokenizeRequest)
-        token_ids = await service.off_loop(service.tokenize, body, is_long=is_long_text(body))
+        body, num_bytes = await _read(service, request, TokenizeRequest)
+        token_ids = await service.off_loop(num_bytes, service.tokenize, body)
         found = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
         if body.return_token_strs:
-            found["token_strs"] = await service.off_loop(service.token_texts, token_ids)
+            found["token_strs"] = await service.off_loop(num_bytes, service.token_texts, token_ids)
         return json_response(found)
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        body = await _read(service, request, DetokenizeRequest)
-        return json_response({"prompt": await service.off_loop(service.detokenize, body.tokens)})
+        body, num_bytes = await _read(service, request, DetokenizeRequest)
+        return json_response({"prompt": await service.off_loop(num_bytes, service.detokenize, body.tokens)})
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -125,7 +126,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """For Prometheus."""
         service.observer.metrics.num_tasks = len(asyncio.all_tasks())
-        text = await service.off_loop(service.observer.metrics.text)
+        text = await service.off_loop(0, service.observer.metrics.text)
         return Response(text, media_type=CONTENT_TYPE)
 
     @app.get(HEALTH)
@@ -135,21 +136,28 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return json_response({})
 
 
-async def _generate(service: Service, request: Request, body: CompletionRequest | ChatRequest) -> Response:
+async def _generate(
+    service: Service, request: Request, body: CompletionRequest | ChatRequest, num_bytes: int
+) -> Response:
     options = (body.stream_options or StreamOptions()) if body.stream else None
     if body.stream_options and not body.stream:
         raise ApiError(400, "stream_options belong to a stream: set stream to true", param="stream_options")
-    exchange, form = await service.accept(body, request.headers)
+    exchange, form = await service.accept(body, num_bytes, request.headers)
     return TextResponse(service, exchange, form, options)
 
 
-async def _read(service: Service, request: Request, kind: type[Body]) -> Body:
-    """The body as ``kind``; ApiError or RequestError where it is too long, too slow, or not that."""
-    parsed = parse_json(await _receive(service, request))
-    body, unknown = read_body(parsed, kind)
+async def _read(service: Service, request: Request, kind: type[Body]) -> tuple[Body, int]:
+    """The body as ``kind``, and its length; ApiError or RequestError where it is too long, too slow, or not that."""
+    data = await _receive(service, request)
+    is_long = len(data) > LONG_TEXT_BYTES
+    body, unknown = await service.off_loop(len(data), _parse, data, kind) if is_long else _parse(data, kind)
     if unknown:
         logger.warning("%s: fields that are not understood are ignored: %.500s", request.url.path, ascii(unknown))
-    return body
+    return body, len(data)
+
+
+def _parse(data: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
+    return read_body(parse_json(data), kind)
 
 
 async def _receive(service: Service, request: Request) -> bytes:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from fastdecode.api.sampling_params import MAX_SAMPLES, SamplingParams
 from fastdecode.api.structured_outputs import StructuredOutputsParams
@@ -28,6 +29,17 @@ _KNOWN_KWARGS = frozenset({
     "continue_final_message",
 })  # fmt: skip
 """Arguments of a chat template that ``chat_template_kwargs`` may not replace."""
+
+
+MOST_VALUES = 1 << 20
+"""Values in a body, about: Python holds up all other requests while it reads them."""
+
+MOST_FIELDS = 1024
+
+Strings = Annotated[list[str], Meta(max_length=1024)]
+TokenIds = Annotated[list[int], Meta(max_length=1 << 18)]
+TokenBias = Annotated[dict[str, float], Meta(max_length=1 << 16)]
+Messages = Annotated[list[dict[str, Any]], Meta(max_length=1 << 14)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -71,20 +83,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
+    bad_words: Strings | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: TokenBias | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: TokenIds | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
 
@@ -103,7 +115,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     ``tool_choice`` "required" or a named function forces calls; "auto" leaves the text free, and its calls in it.
     """
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -121,7 +133,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
@@ -139,7 +151,9 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def parse_json(data: bytes) -> Any:
-    """RequestError where ``data`` is no JSON in UTF-8."""
+    """RequestError where ``data`` is no JSON in UTF-8, or has more values than are read at once."""
+    if len(data) > MOST_VALUES and sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise RequestError(f"the body has more than {MOST_VALUES} values: send several requests")
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -153,6 +167,8 @@ def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
     """
     if not isinstance(body, dict):
         raise RequestError("body must be an object")
+    if len(body) > MOST_FIELDS:
+        raise RequestError(f"the body has {len(body)} fields: it may have {MOST_FIELDS}")
     check_fields(body, kind.__struct_fields__)
     if kind is CompletionRequest and body.get("prompt") is None:
         raise RequestError("prompt is missing: text, token ids, or a list of either")

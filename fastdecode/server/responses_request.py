@@ -8,7 +8,15 @@ from typing import Any, Literal
 import msgspec
 
 from fastdecode.core.errors import RequestError
-from fastdecode.server.protocol import ChatRequest, JsonSchema, ResponseFormat
+from fastdecode.server.protocol import (
+    ChatRequest,
+    JsonSchema,
+    Messages,
+    ResponseFormat,
+    Strings,
+    TokenBias,
+    TokenIds,
+)
 
 RESPONSES = "/v1/responses"
 
@@ -49,7 +57,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     refused.
     """
 
-    input: str | list[dict[str, Any]]
+    input: str | Messages
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -63,10 +71,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     seed: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: TokenBias | None = None
     structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     text: TextConfig | None = None

@@ -114,21 +114,29 @@ class Service:
             )
 
     async def accept(
-        self, request: CompletionRequest | ChatRequest, headers: Mapping[str, str], may_be_shorter: bool = False
+        self,
+        request: CompletionRequest | ChatRequest,
+        num_bytes: int,
+        headers: Mapping[str, str],
+        may_be_shorter: bool = False,
     ) -> tuple[Exchange, AnswerForm]:
-        """Read the request and queue it; it must be given to ``end``. ``headers`` say which trace it belongs to, if
-        any. ``may_be_shorter``: the tokens asked are a bound, which may be beyond the model's length.
+        """Read the request and queue it; it must be given to ``end``. ``num_bytes``: of its body. ``headers`` say which
+        trace it belongs to, if any. ``may_be_shorter``: the tokens asked are a bound, which may be beyond the model's
+        length.
 
         ApiError, RequestError or ConfigError.
         """
         arrival_seconds = time.perf_counter()
         self.check_open()
         self.check_model(request.model)
-        params = sampling_params(request, self.generation_defaults)
-        num_sequences = params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
+        is_long = num_bytes > LONG_TEXT_BYTES
+        params, num_sequences = (
+            await self.off_loop(num_bytes, self._count, request) if is_long else self._count(request)
+        )
+        self.check_open()
         self._num_sequences += num_sequences
         try:
-            found = await self.off_loop(self._reader.read, request, is_long=is_long_text(request))
+            found = await self.off_loop(num_bytes, self._reader.read, request)
             if not may_be_shorter:
                 self._reader.check_room(request, found)
             echoes = self._reader.texts(found) if isinstance(request, CompletionRequest) and request.echo else ()
@@ -196,10 +204,10 @@ class Service:
         for exchange in self._exchanges:
             exchange.fail(ShutdownError("the server was shut down before the answer was complete"))
 
-    async def off_loop(self, function: Any, *args: Any, is_long: bool = False) -> Any:
-        """Call what takes long, templates and tokenizers, in a thread of its own; long texts one after another in
-        another thread, so that short ones do not wait for them."""
-        lane = self._long_texts if is_long else self._short_texts
+    async def off_loop(self, num_bytes: int, function: Any, *args: Any) -> Any:
+        """Call what takes long, templates and tokenizers, in a thread of its own; for bodies of many bytes one after
+        another in another thread, so that short ones do not wait for them."""
+        lane = self._long_texts if num_bytes > LONG_TEXT_BYTES else self._short_texts
         return await asyncio.get_running_loop().run_in_executor(lane, function, *args)
 
     def read_vocabulary_soon(self) -> None:
@@ -208,28 +216,16 @@ class Service:
         if self._grammars:
             self._compiling.submit(_read_vocabulary, self._grammars)
 
+    def _count(self, request: CompletionRequest | ChatRequest) -> tuple[SamplingParams, int]:
+        """How tokens are chosen, and how many sequences that makes."""
+        params = sampling_params(request, self.generation_defaults)
+        return params, params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
+
     async def _prepare(self, params: SamplingParams) -> None:
         """Compile the request's grammar here, so that the engine need not, which all streams wait for."""
         if params.structured_outputs and self._grammars:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiling, self._grammars.prepare, params.structured_outputs)
-
-
-def is_long_text(request: CompletionRequest | ChatRequest | Any) -> bool:
-    """Whether tokenising what ``request`` has takes so long that short texts should not wait for it."""
-    fields = [getattr(request, name, None) for name in ("prompt", "messages")]
-    return sum(map(_num_characters, fields)) > LONG_TEXT_BYTES
-
-
-def _num_characters(value: Any) -> int:
-    """Characters of all strings in ``value``, which is of lists, dictionaries and plain values."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list) or (value and isinstance(value[0], int)):
-        return 0
-    return sum(map(_num_characters, value))
 
 
 def _read_vocabulary(grammars: Grammars) -> None:
