@@ -9,12 +9,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers import contract, r_workers
-from helpers.sessions import PATIENCE_SECONDS, opened, serves, works
+from helpers.sessions import PATIENCE_SECONDS, log_of, make_key, opened, serves, works
 
 from fastdecode.cli.main import main
+from fastdecode.cluster.links.tcp import listen_for_joins
 from fastdecode.cluster.r_worker import vitals as vitals_module
 from fastdecode.cluster.r_worker.health import MOST_BYTES, MOST_CLIENTS, HealthPort
 from fastdecode.cluster.r_worker.host import take_host
@@ -46,9 +48,14 @@ def metrics(place: Place) -> dict[str, float]:
 def watched() -> Iterator[tuple[subprocess.Popen[str], str, Place]]:
     """An R-worker, its address, and that of its health port."""
     with r_workers.listening("--health-listen", "127.0.0.1:0") as (process, address):
-        line = process.stdout.readline() if process.stdout else ""
-        host, _, port = line.partition("http://")[2].removesuffix("/health\n").partition(":")
-        yield process, address, (host, int(port))
+        yield process, address, place_told(process)
+
+
+def place_told(process: subprocess.Popen[str]) -> Place:
+    """The health port that an R-worker names as it starts."""
+    line = process.stdout.readline() if process.stdout else ""
+    host, _, port = line.partition("http://")[2].removesuffix("/health\n").partition(":")
+    return host, int(port)
 
 
 @pytest.fixture
@@ -64,6 +71,30 @@ def port() -> Iterator[HealthPort]:
 def place_of(health: HealthPort) -> Place:
     host, _, number = health.address.partition(":")
     return host, int(number)
+
+
+def test_one_that_cannot_join_says_why(tmp_path: Path) -> None:
+    """Where nobody listens, and where one with another key does; its process is well meanwhile."""
+    key, other = (make_key(tmp_path / name, name * 32) for name in ("key", "other"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        pool = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def until(status: int, reason: str) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while reason not in (found := ask(place, "/health"))[1] and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert found[0] == status and reason in found[1]
+        assert ask(place, "/live") == (200, "ok\n")
+
+    with r_workers.joining(pool, "--key-file", str(key), "--health-listen", "127.0.0.1:0") as (process, _):
+        place = place_told(process)
+        until(503, f"cannot join {pool}: nobody answers there\n")
+        with contextlib.closing(listen_for_joins(pool, contract.BLOCK_SIZE, str(other))):
+            until(503, "do not agree on a key")
+        with contextlib.closing(listen_for_joins(pool, contract.BLOCK_SIZE, str(key))):
+            until(200, "ok")
+        log = log_of(process)
+        assert log.count("nobody answers there") == log.count("do not agree on a key") == 1
 
 
 def test_it_tells_of_the_session_and_its_work() -> None:

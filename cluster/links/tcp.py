@@ -144,6 +144,7 @@ class Server:
             self._vitals.turn()
             if self._joiner:
                 self._joiner.ask()
+                self._vitals.trouble = self._joiner.trouble
             channel = self._listener.accept(TICK_SECONDS)
             if channel is None:
                 continue

@@ -186,6 +186,14 @@ class ZmqChannel(_Socket):
                 if not self.poll(left):
                     self.look_at_connection()
 
+    def failure(self) -> str:
+        """Why no connection has come about, "" where one has, if only for a while."""
+        try:
+            self.look_at_connection()
+        except ConnectionError as error:
+            return "" if self._connected else str(error)
+        return "" if self._connected else "nobody answers there"
+
     def look_at_connection(self) -> None:
         """ConnectionError if it has ended, or cannot be made."""
         events, now = self.events(), time.monotonic()

@@ -1,4 +1,4 @@
-"""An R-worker's health port: /health and /metrics over HTTP, in threads of their own, for probes and Prometheus."""
+"""An R-worker's health port: /health, /live and /metrics over HTTP, in threads of their own, for probes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HealthPort(ThreadingHTTPServer):
-    """Answers GET /health (200, or 503 with the reason) and GET /metrics until ``close``.
+    """Answers GET /health, /live (200, or 503 with the reason) and /metrics until ``close``.
+
+    /live says whether the process works, /health also whether it can be given work.
 
     Clients cannot harm the R-worker: each has few seconds and few bytes, and their number is limited. ConfigError where
     it cannot listen at ``host`` and ``port`` (0: any).
@@ -128,16 +130,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = _Limited(self.rfile)  # type: ignore[assignment]
 
     def do_GET(self) -> None:
-        """/health or /metrics."""
+        """/health, /live or /metrics."""
         path = self.path.partition("?")[0]
         vitals = self.server.vitals
         if path == "/metrics":
             self._answer(HTTPStatus.OK, vitals.metrics(), CONTENT_TYPE)
-        elif path == "/health":
-            wrong = vitals.complaint()
+        elif path in ("/health", "/live"):
+            wrong = vitals.complaint() if path == "/health" else vitals.illness()
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE if wrong else HTTPStatus.OK, f"{wrong or 'ok'}\n")
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "there are /health and /metrics\n")
+            self._answer(HTTPStatus.NOT_FOUND, "there are /health, /live and /metrics\n")
 
     do_HEAD = do_GET
 

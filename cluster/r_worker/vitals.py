@@ -23,6 +23,7 @@ class Vitals:
         self.is_ready = False
         self.is_leaving = False
         self.is_serving = False
+        self.trouble = ""
         self.turned = time.monotonic()
         self.num_blocks, self.blocks_free, self.num_sequences = 0, 0, 0
         self.num_sessions, self.num_steps, self.kv_bytes_read, self.busy_seconds = 0, 0, 0, 0.0
@@ -50,11 +51,15 @@ class Vitals:
         self.num_blocks = self.blocks_free = self.num_sequences = 0
 
     def complaint(self) -> str:
-        """Why this R-worker should not be given work, "" where nothing is wrong."""
+        """Why this R-worker should not be given work, or gets none, "" where nothing is wrong."""
+        if self.is_ready and self.is_leaving:
+            return "it is leaving"
+        return self.illness() or ("" if self.is_serving else self.trouble)
+
+    def illness(self) -> str:
+        """Why its process should be started anew, or is not there yet, "" where nothing is wrong."""
         if not self.is_ready:
             return "it is starting"
-        if self.is_leaving:
-            return "it is leaving"
         silent = time.monotonic() - self.turned
         return f"its main loop has not come round for {silent:.0f} s" if silent > STUCK_SECONDS else ""
 
