@@ -27,8 +27,9 @@ class LLMEngine:
     """Continuous batching over one S-worker and its R-workers; used from one thread.
 
     ``add_request`` and ``abort_request`` between calls of ``step``, which advances every running request by one
-    token. ``cycle`` runs the steps in ``world``; ``prefills`` and ``speculation`` are its companions, where there are
-    some. ``r_workers``: all that have ever been there, by index; ``in_flight``: requests that have not ended.
+    token. ``cycle`` runs the steps in ``world``; ``membership``, and where there are some ``prefills`` and
+    ``speculation``, are its companions. ``r_workers``: all that have ever been there, by index; ``in_flight``: requests
+    that have not ended.
     """
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
@@ -44,6 +45,7 @@ class LLMEngine:
         self.config = self._parts.config
         self.s_model, self.num_mini_batches = self._parts.s_model, self._parts.num_mini_batches
         self.world, self.prefills, self.speculation = self._parts.world, self._parts.prefills, self._parts.speculation
+        self.membership = self._parts.membership
         self.backend, self.r_workers = self.world.backend, self.world.r_workers
         self._requests, self.in_flight = self._parts.requests, self._parts.requests.in_flight
         self.cycle: Cycle[Sampled] = Cycle(self._parts.scheduler, self.world, self._requests, self._parts.companions)
@@ -127,7 +129,7 @@ class LLMEngine:
 
         ConfigError where there is none. The last one goes on until another has joined.
         """
-        self._parts.membership.drain(self.scheduler, index)
+        self.membership.drain(self.scheduler, index)
 
     def score(self, token_ids: list[int]) -> np.ndarray:
         """Natural-log probability of every token after the first, given those before it: float32 [len - 1].

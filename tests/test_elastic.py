@@ -69,6 +69,33 @@ def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:
         assert_nothing_held(engine)
 
 
+def test_an_idle_engine_sees_them_come_and_go(folder: Path) -> None:
+    """One is let go as soon as it asks, another is killed: no step is needed to find out, and all are counted."""
+    with make_llm(folder) as llm:
+        engine = llm.engine
+
+        def look_until(*counts: int) -> None:
+            """As many have joined, were let go and were lost."""
+            seen: tuple[int, ...] = ()
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while seen != counts and time.monotonic() < deadline:
+                engine.look_around()
+                seen = engine.membership.num_joined, engine.membership.num_left, engine.membership.num_lost
+                time.sleep(0.05)
+            assert seen == counts
+
+        with r_workers.joining(pool_address(engine)) as (process, _):
+            look_until(1, 0, 0)
+            process.send_signal(signal.SIGTERM)
+            look_until(1, 1, 0)
+            assert process.wait(PATIENCE_SECONDS) == 0
+        with r_workers.joining(pool_address(engine)) as (process, _):
+            look_until(2, 1, 0)
+            process.kill()
+            look_until(2, 1, 1)
+        Job(engine).finish()
+
+
 def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less silence than the limit is survived; after more its sequences go on elsewhere, and it comes back as another.
 

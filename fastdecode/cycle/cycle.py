@@ -39,8 +39,11 @@ class Companion:
     def begun(self, step: ScheduledStep) -> None:
         """The R-workers have heard ``step``."""
 
+    def heard(self, cycle: Cycle, report: StepReport) -> None:
+        """A step, or controls alone, were committed: which R-workers are lost is dealt with, which ask to go is not."""
+
     def ended(self, cycle: Cycle, report: StepReport) -> None:
-        """A step was committed, and its losses are dealt with."""
+        """A step was committed, after ``heard``."""
 
     def forget(self, sequence_id: int) -> None:
         """A sequence has ended, or its cache is lost; unknown ones are ignored."""
@@ -87,23 +90,24 @@ class Cycle(Generic[T]):
         return step
 
     def look_around(self) -> None:
-        """Without a step: companions do what is due, and R-workers that are gone are found out."""
+        """Without a step: companions do what is due, and R-workers that are gone, or ask to go, are found out."""
         with interrupts_deferred():
             self._before()
             self.tell()
+            self._before()  # those that ask to go, and hold nothing, need not wait for the next look
 
     def tell(self) -> tuple[int, ...]:
         """Have the R-workers hear controls without rows; those of them that turn out to be gone, which are lost."""
         with interrupts_deferred():
             self._tell_world(self.scheduler.controls_alone())
             try:
-                lost = self.world.end_step().lost
+                report = self.world.end_step()
             except BaseException:
                 self.world.abandon_step()
                 raise
-            self._lost_between += lost
-            self.lose(lost)
-        return lost
+            self._lost_between += report.lost
+            self._hear(report)
+        return report.lost
 
     def settle(self) -> None:
         """When nothing runs, tell the R-workers of the last releases, so that idle ones hold no blocks."""
@@ -167,13 +171,20 @@ class Cycle(Generic[T]):
         report = self.world.end_step()
         accepted = self.requests.accepted(step, computed)
         self.scheduler.commit(step, accepted)
-        spoilt = self.lose(report.lost)
+        spoilt = self._hear(report)
         for companion in self.companions:
             companion.ended(self, report)
         num_output_tokens = self.requests.take(self, computed, accepted, spoilt)
         self.settle()
         if step.num_tokens or step.arrived:
             self._record(step, report, num_output_tokens)
+
+    def _hear(self, report: StepReport) -> list[int]:
+        """Who is lost and who asks to go; returns the sequences that lost something."""
+        spoilt = self.lose(report.lost)
+        for companion in self.companions:
+            companion.heard(self, report)
+        return spoilt
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
         """The scheduler learns from the step alone; the record has what companions took too."""
@@ -200,12 +211,13 @@ class Membership(Companion):
 
     Sequences move as bytes, one by one, for at most as long as the step before took: so that the others wait at most
     twice as long for a token. ``num_moves`` and ``num_copies_made``: sequences, or ranges of them, that went elsewhere,
-    and those that got a second copy.
+    and those that got a second copy. ``num_joined``, ``num_left``, ``num_lost``: R-workers.
     """
 
     def __init__(self, now_seconds: float = 0.0, names: Iterable[str] = ()) -> None:
         """``now_seconds``: of the world's clock; ``names``: of the R-workers that are there, by index."""
         self.num_moves = self.num_copies_made = 0
+        self.num_joined = self.num_left = self.num_lost = 0
         self._updated = now_seconds
         self._names = dict(enumerate(names))
 
@@ -219,8 +231,9 @@ class Membership(Companion):
         self.let_go(cycle)
         self._updated = cycle.world.now()
 
-    def ended(self, cycle: Cycle, report: StepReport) -> None:
+    def heard(self, cycle: Cycle, report: StepReport) -> None:
         """R-workers that ask to leave are drained."""
+        self.num_lost += len(report.lost)
         self._leaving(cycle.scheduler, report.leaving)
 
     def drain(self, scheduler: Scheduler, worker: int) -> None:
@@ -243,6 +256,7 @@ class Membership(Companion):
             bandwidth = sum(known) / len(known) if known else 1.0
         scheduler.members.join(newcomer.num_blocks, bandwidth, index, newcomer.host)
         self._names[index] = newcomer.name
+        self.num_joined += 1
         logger.info("R-worker %s has joined, with %d KV blocks", self._name(index), newcomer.num_blocks)
 
     def _name(self, worker: int) -> str:
@@ -278,4 +292,5 @@ class Membership(Companion):
         for worker in scheduler.members.drained():
             logger.info("R-worker %s is let go", self._name(worker))
             cycle.world.dismiss(worker)
+            self.num_left += 1
             cycle.lose([worker])

@@ -158,7 +158,6 @@ class Metrics:
         self._counts.update(
             generation_tokens=record.num_output_tokens,
             steps=1,
-            r_workers_lost=record.lost_workers,
             kv_bytes_read=record.kv_bytes_read,
         )
         for name in ("s", "wait", "host"):
@@ -225,10 +224,12 @@ class Metrics:
             "wait_seconds": "Seconds in which it waited for R-workers",
             "host_seconds": "Seconds in which it scheduled and did its books",
             "kv_bytes_read": "Bytes of KV cache that R-workers read",
-            "r_workers_lost": "R-workers that were lost",
         }
         for name, text in counts.items():
             yield self._counter(name, text, self._counts[name])
+        comings = {"joined": "have joined", "left": "were let go", "lost": "were lost"}
+        for name, text in comings.items():
+            yield self._counter(f"r_workers_{name}", f"R-workers that {text}", getattr(state, f"r_workers_{name}", 0))
         yield self._counter("num_preemptions", "Sequences that were preempted", state.num_preemptions if state else 0)
         hits = state.prefix_hit_tokens if state else 0
         yield self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache", hits)
