@@ -220,7 +220,7 @@ def test_same_tokens_however_little_room_there_is(variation: str, method: str, f
     assert statistics.prefix_hit_tokens > 0 or variation == "rounded"
 
 
-@pytest.mark.parametrize("num_blocks", [15, 24, 40])
+@pytest.mark.parametrize("num_blocks", [15, *(pytest.param(blocks, marks=pytest.mark.slow) for blocks in (24, 40))])
 def test_a_draft_cache_that_is_too_small(num_blocks: int, folder: Any) -> None:
     """Some sequences go without drafts, the blocks suffice, and what is drafted is right nevertheless."""
     prompts = model_zoo.prompts(NAME)
@@ -303,7 +303,7 @@ def test_an_r_worker_killed_while_drafts_are_made(
         assert_idle(llm.engine)
 
 
-@pytest.mark.parametrize("number", [2, 9])
+@pytest.mark.parametrize("number", [2, pytest.param(9, marks=pytest.mark.slow)])
 def test_drafting_that_fails_half_way(number: int, speculative: dict[str, Any], folder: Any, interrupted: Any) -> None:
     def fail() -> None:
         raise ArithmeticError("a pass failed")

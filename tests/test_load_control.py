@@ -42,6 +42,7 @@ def known_runs(draw: st.DrawFn) -> Run:
     return Run(draw(st.sampled_from(["sls", "stall-free"])), limits, jobs)
 
 
+@pytest.mark.slow
 @given(known_runs(), st.integers(0, 30))
 @settings(max_examples=examples(600))
 def test_the_forecast_is_what_happens(run: Run, look_at: int) -> None:
@@ -108,7 +109,7 @@ def test_the_forecast_adds_up(running: list[tuple[int, int]], prompts: list[tupl
 
 @pytest.mark.parametrize(
     ("in_flight", "length", "interval", "micro_batch", "peak", "peak_together"),
-    [(6, 6, 2, 2, 24, 36), (1024, 1024, 32, 32, 540_672, 1024 * 1024)],
+    [(6, 6, 2, 2, 24, 36), pytest.param(1024, 1024, 32, 32, 540_672, 1024 * 1024, marks=pytest.mark.slow)],
 )
 def test_the_papers_figures(
     in_flight: int, length: int, interval: int, micro_batch: int, peak: int, peak_together: int
@@ -144,6 +145,7 @@ def test_the_papers_figures(
         assert loads_of(together).max() == peak_together
 
 
+@pytest.mark.slow
 def test_the_load_stays_even_for_unequal_lengths_and_prompts() -> None:
     """Mean load close to the limit while requests last, and never above it."""
     rng = np.random.default_rng(1)
@@ -199,6 +201,7 @@ def test_a_found_limit_lets_everybody_start_who_has_a_seat() -> None:
             assert loads[: last_start - 30].max() <= 1.1 * 900
 
 
+@pytest.mark.slow
 def test_prompts_come_evenly_while_all_seats_are_taken() -> None:
     """Rows of a step stay closer to their mean than where prompts are computed as they come, and are no fewer.
 
