@@ -13,7 +13,7 @@ from fastdecode.api.config import DEMO_MODEL
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import KV_BITS
 from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape, find_shape, read_shape
-from fastdecode.sworker.greenlets import ATTENTION_NAME, register_attention
+from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.support import probe_layout
 
 BILLIONS = {
