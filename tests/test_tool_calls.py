@@ -11,7 +11,7 @@ from helpers.servers import MODEL, RunningServer
 
 from fastdecode.core.errors import RequestError
 from fastdecode.server.responses_request import ResponsesRequest, chat_of
-from fastdecode.server.tool_calls import CallReader, ForcedCalls, forced_calls
+from fastdecode.server.tool_calls import CallReader, ForcedCalls, FreeReader, forced_calls
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +107,55 @@ def test_a_text_is_free_where_no_call_is_forced(chat_server: RunningServer) -> N
         for choice in ("auto", "none"):
             message = ask(api, choice, max_tokens=5).choices[0].message
             assert message.content and message.tool_calls is None
+
+
+CALLING = '<tool_call>\n{"name": "look", "arguments": {"a": "é}"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        (f"I look. {CALLING}\n{CALLING} done", "I look.  done", [("look", {"a": "é}"})] * 2),
+        (f"{CALLING}\n{CALLING}", "", [("look", {"a": "é}"})] * 2),
+        ('<tool_call>[{"name": "look", "arguments": {}}]', "", [("look", {})]),
+        (' {"name": "look", "parameters": {"b": [1]}} ', "", [("look", {"b": [1]})]),
+        ('[{"name": "look", "arguments": {}}, {"name": "jump", "arguments": {}}]', "", [("look", {}), ("jump", {})]),
+        ('{"name": "run", "arguments": {}}', '{"name": "run", "arguments": {}}', []),
+        ("<tool_call>look</tool_call> <tool", "<tool_call>look</tool_call> <tool", []),
+        ("{ x <tool_call", "{ x <tool_call", []),
+        ("a < b", "a < b", []),
+    ],
+)
+def test_calls_in_free_texts_are_read_however_these_grow(text: str, shown: str, calls: list[Any]) -> None:
+    for size in range(1, len(text) + 1):
+        free = FreeReader(frozenset({"look", "jump"}))
+        found, parts = "", []
+        for end in [*range(size, len(text), size), len(text)]:
+            more, new = free.read(text[:end], end == len(text))
+            found, parts = found + more, parts + new
+        assert [(part.name, json.loads(part.arguments)) for part in parts] == calls
+        assert [part.index for part in parts] == list(range(len(calls)))
+        assert "".join(found.split()) == "".join(shown.split())
+        assert calls or found == shown
+
+
+def test_a_model_that_calls_of_itself_is_answered_with_its_calls(chat_server: RunningServer) -> None:
+    """Its text is forced here to be one that calls; whole and streamed."""
+    with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as api:
+        body: dict[str, Any] = {
+            "model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 100,
+            "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+            "extra_body": {"structured_outputs": {"choice": [CALLING]}},
+        }  # fmt: skip
+        (choice,) = api.chat.completions.create(**body).choices
+        (call,) = choice.message.tool_calls or ()
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"a": "é}"})
+        calls, reason, _ = streamed(api.chat.completions.create(stream=True, **body))
+        assert reason == "tool_calls"
+        assert [(each["name"], json.loads(each["arguments"])) for each in calls] == [("look", {"a": "é}"})]
+        (choice,) = api.chat.completions.create(**{**body, "tool_choice": "none"}).choices
+        assert choice.message.content == CALLING and not choice.message.tool_calls
 
 
 def reader(name: str | None) -> CallReader:

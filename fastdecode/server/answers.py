@@ -10,7 +10,7 @@ from typing import Any
 
 from fastdecode.api.outputs import CompletionOutput, Logprob, RequestOutput
 from fastdecode.server.protocol import ChatRequest, CompletionRequest, forced_calls_of
-from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls
+from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader, offered_names
 
 INVALID = "invalid_request_error"
 
@@ -20,7 +20,7 @@ class AnswerForm:
     """How the answers of one request look: a chat's, or a completion's.
 
     ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with. ``forced``: the
-    calls that a chat's text is, where it is no free text.
+    calls that a chat's text is, where it is no free text. ``offered``: functions that a free text may call.
     """
 
     chat: bool
@@ -29,6 +29,7 @@ class AnswerForm:
     return_token_ids: bool = False
     echoes: tuple[str, ...] = ()
     forced: ForcedCalls | None = None
+    offered: frozenset[str] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -36,9 +37,11 @@ class AnswerForm:
         """As OpenAI's begin."""
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.answer_id}"
 
-    def finish_reason(self, reason: str | None) -> str | None:
+    def finish_reason(self, reason: str | None, has_called: bool) -> str | None:
         """What is answered for a completion's."""
-        return self.forced.finish_reason(reason) if self.forced else reason
+        if self.forced:
+            return self.forced.finish_reason(reason)
+        return "tool_calls" if has_called and reason == "stop" else reason
 
 
 def answer_form(
@@ -46,7 +49,8 @@ def answer_form(
 ) -> AnswerForm:
     """How ``request`` is answered; ``model`` as clients call it."""
     chat, token_ids = isinstance(request, ChatRequest), bool(request.return_token_ids)
-    return AnswerForm(chat, model, answer_id, token_ids, echoes, forced_calls_of(request))
+    offered = offered_names(request.tools, request.tool_choice) if isinstance(request, ChatRequest) else frozenset()
+    return AnswerForm(chat, model, answer_id, token_ids, echoes, forced_calls_of(request), offered)
 
 
 def new_id() -> str:
@@ -117,6 +121,8 @@ class GrowingChoice:
         self._num_shown, self._num_tokens = 0, 0
         self._offset = 0
         self._calls = CallReader(form.forced) if form.forced else None
+        self._free = FreeReader(form.offered) if form.offered and not form.forced else None
+        self._has_called = False
         self.finished = False
 
     def news(self, completion: CompletionOutput) -> dict[str, Any] | None:
@@ -130,7 +136,7 @@ class GrowingChoice:
             "index": self._index,
             **text,
             "logprobs": self._logprobs(completion),
-            "finish_reason": self._form.finish_reason(completion.finish_reason),
+            "finish_reason": self._form.finish_reason(completion.finish_reason, self._has_called),
         }
         if completion.stop_reason is not None:
             choice["stop_reason"] = completion.stop_reason
@@ -142,7 +148,9 @@ class GrowingChoice:
         return choice
 
     def _new_text(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Text, or parts of calls; None where calls are forced and the next one is not complete."""
+        """Text, or parts of calls; None where the next call is not complete."""
+        if self._free:
+            return self._new_free_text(self._free, completion)
         if self._calls:
             parts = self._calls.read(completion.text, completion.finish_reason is not None)
             if not parts and completion.finish_reason is None:
@@ -150,6 +158,15 @@ class GrowingChoice:
             return {"delta": {"tool_calls": [_call_delta(part) for part in parts]} if parts else {}}
         text = completion.text[self._num_shown :]
         return {"delta": {"content": text}} if self._form.chat else {"text": text}
+
+    def _new_free_text(self, free: FreeReader, completion: CompletionOutput) -> dict[str, Any] | None:
+        finished = completion.finish_reason is not None
+        text, parts = free.read(completion.text, finished)
+        if not text and not parts and not finished:
+            return None
+        self._has_called |= bool(parts)
+        calls = {"tool_calls": [_call_delta(part) for part in parts]} if parts else {}
+        return {"delta": {**({"content": text} if text or not parts else {}), **calls}}
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.all_logprobs is None:
@@ -166,20 +183,24 @@ def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str) -> 
     told = None
     if completion.logprobs is not None:
         told = _chat_logprobs(_chosen(completion)) if form.chat else _logprobs(_chosen(completion), 0)
+    said = {"message": _message(form, completion)} if form.chat else {"text": echo + completion.text}
+    has_called = form.chat and "tool_calls" in said["message"]
     return {
-        **({"message": _message(form, completion)} if form.chat else {"text": echo + completion.text}),
+        **said,
         "logprobs": told,
-        "finish_reason": form.finish_reason(completion.finish_reason),
+        "finish_reason": form.finish_reason(completion.finish_reason, has_called),
         "stop_reason": completion.stop_reason,
     }
 
 
 def _message(form: AnswerForm, completion: CompletionOutput) -> dict[str, Any]:
-    if form.forced is None:
-        return {"role": "assistant", "content": completion.text}
-    parts = CallReader(form.forced).read(completion.text, finished=True)
+    content: str | None = None
+    if form.forced:
+        parts = CallReader(form.forced).read(completion.text, finished=True)
+    else:
+        content, parts = FreeReader(form.offered).read(completion.text, True) if form.offered else (completion.text, [])
     calls = {"tool_calls": [_call(part) for part in parts]} if parts else {}
-    return {"role": "assistant", "content": None, **calls}
+    return {"role": "assistant", "content": None if calls and not (content or "").strip() else content, **calls}
 
 
 def _call(part: CallPart) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from fastdecode.core.errors import RequestError
 _CHOICES = 'none, auto, required or {"type": "function", "function": {"name": …}}'
 _DEFINITIONS = ("$defs", "definitions")
 _DECODER = json.JSONDecoder()
+_BARE = re.compile(r"\s*[\[{]")
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,83 @@ def _next_call(text: str, start: int) -> tuple[str, str, int] | None:
     except (ValueError, RecursionError):
         return None
     return (name, text[first:last], last + 1) if text[last : last + 1] == "}" else None
+
+
+def offered_names(tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None) -> frozenset[str]:
+    """The functions that a model may call of itself: with ``tool_choice`` "auto", or none where there are tools."""
+    functions = [tool.get("function") for tool in tools or ()] if choice in (None, "auto") else []
+    names = (function.get("name") for function in functions if isinstance(function, Mapping))
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+class FreeReader:
+    """Reads one free text as it grows, and in it calls of ``names`` in the ways that most models write them.
+
+    These are ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen, SmolLM), and a text that is
+    nothing but such an object or a list of them, with "parameters" for "arguments" too (Llama 3, Mistral). Whatever
+    else there is stays text.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._num_read = 0
+        self._num_calls = 0
+
+    def read(self, text: str, finished: bool) -> tuple[str, list[CallPart]]:
+        """What is new in ``text``, which begins as it did the last time: text to show, and calls that are complete.
+        What may yet be a call waits, unless the text is ``finished``."""
+        bare = _BARE.match(text)
+        if bare and self._num_read < bare.end():
+            if not finished:
+                return "", []
+            if calls := self._calls(text):
+                self._num_read = len(text)
+                return "", calls
+        shown, parts = "", []
+        while (start := text.find(_OPEN, self._num_read)) >= 0:
+            shown += text[self._num_read : start]
+            self._num_read = start
+            end = text.find(_CLOSE, start)
+            if end < 0 and not finished:
+                break
+            last = len(text) if end < 0 else end + len(_CLOSE)
+            calls = self._calls(text[start + len(_OPEN) : last if end < 0 else end])
+            shown += "" if calls else text[start:last]
+            parts += calls
+            self._num_read = last
+        else:
+            held = 0 if finished else _overlap(text[self._num_read :], _OPEN)
+            shown += text[self._num_read : len(text) - held]
+            self._num_read = len(text) - held
+        return ("" if self._num_calls and not shown.strip() else shown), parts
+
+    def _calls(self, text: str) -> list[CallPart]:
+        """The calls that ``text`` is, an object or a list; none where it is anything else."""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return []
+        read = [_name_and_arguments(each) for each in (found if isinstance(found, list) else [found])]
+        if not all(name in self._names for name, _ in read):
+            return []
+        first, self._num_calls = self._num_calls, self._num_calls + len(read)
+        return [
+            CallPart(first + i, new_call_id(), str(name), json.dumps(arguments, ensure_ascii=False), True, True)
+            for i, (name, arguments) in enumerate(read)
+        ]
+
+
+def _name_and_arguments(call: Any) -> tuple[Any, Any]:
+    """None for the name where it is no call."""
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None, None
+    arguments = call.get("arguments", call.get("parameters"))
+    return (call["name"], arguments) if isinstance(arguments, dict) else (None, None)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of ``text`` that is a proper beginning of ``mark``."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def new_call_id() -> str:
