@@ -7,6 +7,7 @@ processes and sockets is in test_prefill_workers.py.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -91,7 +92,7 @@ class Chain:
             prompt = prompt_of(method, part, tuple(bounds), PLACE if has_next else None)
             own = np.array(tokens[prompt.start : prompt.end], np.int64)
             send_on = self._sender((part + 1) % count) if has_next else None
-            stores = [StoreRange(0, bounds[-1], self._store)]
+            stores = [StoreRange(0, bounds[-1], self._store, 1)]
             prefix = [ReadRange(0, bounds[0], self._read)] if before else []
             self.jobs.append(PromptJob(prompt, own, layout, send_on, stores, prefix))
 
@@ -324,6 +325,39 @@ def test_a_cancelled_job_ends_at_its_next_layer_or_wait(llama: SModel) -> None:
     threading.Timer(0.2, job.cancel).start()
     with pytest.raises(JobCancelledError):
         compute_part(llama.model, attention_of(llama.layout, False), prompt[100:], 100, True, job.exchange)
+
+
+def test_a_part_goes_on_while_each_row_is_stored_somewhere(llama: SModel) -> None:
+    """Of two copies in two ranges each, R-workers go: told beforehand, or found when rows are sent to them."""
+    chain = Chain(llama.layout, model_zoo.prompts("llama-gqa")[0], (0, 200))
+    prompt, tokens, sent, told = chain.jobs[0].prompt, chain.jobs[0].token_ids, Counter[int](), []
+
+    def store(ticket: int, start: int, end: int, is_gone: bool) -> StoreRange:
+        def send(layer: int, start: int, arrays: Arrays) -> int:
+            if is_gone:
+                raise ConnectionError("gone")
+            sent[ticket] += len(arrays[0])
+            return 1
+
+        return StoreRange(start, end, send, ticket)
+
+    copies = [store(1, 0, 120, False), store(2, 0, 120, True), store(3, 120, 200, False), store(4, 120, 200, False)]
+    job = PromptJob(prompt, tokens, llama.layout, None, copies)
+    assert job.miss(4)
+    compute_part(llama.model, attention_of(llama.layout, False), tokens.tolist(), 0, True, job.exchange)
+    num_layers = len(llama.layout.layers)
+    assert (sent, job.missed) == ({1: 120 * num_layers, 3: 80 * num_layers}, {2, 4})
+    job.when_stored([1, 1, 2, 3, 4], lambda: told.append(1))  # R-worker 1 has two ports
+    for ticket in (1, 3):
+        job.stored(ticket)
+    assert not told
+    job.stored(1)
+    job.stored(1)
+    assert told == [1]
+    assert not job.miss(3)
+    job = PromptJob(prompt, tokens, llama.layout, None, [store(1, 0, 200, True)])
+    with pytest.raises(ConnectionError, match="gone"):
+        compute_part(llama.model, attention_of(llama.layout, False), tokens.tolist(), 0, True, job.exchange)
 
 
 def test_early_rows_are_counted_and_limited() -> None:

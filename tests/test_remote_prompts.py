@@ -260,8 +260,39 @@ def test_a_prompt_goes_to_each_of_its_ranges_and_after_a_prefix_to_those_left() 
     assert {rest[1] for rest in reserved} == {each.ticket for each in (*prefill.prefix, *prefill.stores)}
 
 
-def test_a_lost_r_worker_ends_the_jobs_that_store_there() -> None:
+def test_a_prompt_goes_on_with_the_r_worker_that_is_left() -> None:
+    """Of two copies, in one segment or several, one is lost; that of a segment with one copy ends the job."""
     scheduler = make((100, 100, 100), kv_replicas=2)
+    sequence = Sequence(1, list(range(100)), 10)
+    scheduler.add(sequence)
+    (prefill,) = step(scheduler).prefills
+    home, second = (each.r_worker for each in prefill.stores)
+    assert scheduler.members.spoilt([home]) == [] and scheduler.members.lost(home) == []
+    assert not step(scheduler).prefills and sequence.holders == [second]
+    assert scheduler.prefilled(prefill.job_id)
+    assert [rest for name, *rest in verbs(step(scheduler)) if name == "COMMIT"] == [[1, prefill.stores[1].ticket, 100]]
+    other = Sequence(2, list(range(200, 300)), 10)
+    scheduler.add(other)
+    (prefill,) = step(scheduler).prefills
+    assert scheduler.members.lost(prefill.stores[0].r_worker) == []
+    assert scheduler.members.spoilt([prefill.stores[1].r_worker]) == [1, 2]
+
+
+def test_a_prompt_in_ranges_begins_with_two_copies_of_each() -> None:
+    """So the loss of any R-worker costs none of it."""
+    scheduler = make((100, 100, 100), kv_replicas=2, range_tokens=32)
+    sequence = Sequence(1, list(range(100)), 10)
+    scheduler.add(sequence)
+    (prefill,) = step(scheduler).prefills
+    assert sorted(place[1:3] for place in places(prefill)) == sorted([(0, 32), (32, 64), (64, 96), (96, 100)] * 2)
+    assert all(len(set(each.workers)) == 2 for each in sequence.segments)
+    assert scheduler.members.lost(prefill.stores[0].r_worker) == []
+    assert scheduler.prefilled(prefill.job_id) and not step(scheduler).prefills
+    assert not sequence.in_prompt and all(each.copies for each in sequence.segments)
+
+
+def test_a_lost_r_worker_ends_the_jobs_that_store_there_alone() -> None:
+    scheduler = make((100, 100, 100), range_tokens=32)
     sequence = Sequence(1, list(range(100)), 10)
     scheduler.add(sequence)
     (prefill,) = step(scheduler).prefills
@@ -270,6 +301,20 @@ def test_a_lost_r_worker_ends_the_jobs_that_store_there() -> None:
     assert prefill.job_id not in scheduler.remote_prompts and again.job_id in scheduler.remote_prompts
     assert prefill.stores[1].r_worker not in {each.r_worker for each in again.stores}
     assert not {each.ticket for each in again.stores} & {each.ticket for each in prefill.stores}
+
+
+@pytest.mark.parametrize("num_missed", [1, 2])
+def test_a_copy_that_could_not_be_stored_is_given_up(num_missed: int) -> None:
+    """Its R-worker stands, and is told; without any copy the prompt is computed again."""
+    scheduler = make((100, 100, 100), kv_replicas=2)
+    sequence = Sequence(1, list(range(100)), 10)
+    scheduler.add(sequence)
+    (prefill,) = step(scheduler).prefills
+    missed = [each.ticket for each in prefill.stores[:num_missed]]
+    assert scheduler.prefilled(prefill.job_id, 0.0, missed) == (num_missed == 1)
+    told = step(scheduler)
+    assert [rest[0] for name, *rest in verbs(told) if name == "RELEASE"] == [1] * num_missed
+    assert len(told.prefills) == num_missed - 1 and len(sequence.holders) == num_missed
 
 
 def test_a_prompt_that_arrives_in_a_step_that_fails_arrives_again() -> None:

@@ -41,11 +41,13 @@ Its arguments: layer, where the tokens go as they are stored, and what is called
 
 @dataclass(frozen=True)
 class StoreRange:
-    """Tokens ``start`` to ``end`` of a prompt; ``send`` queues rows for their R-worker, by position in the prompt."""
+    """Tokens ``start`` to ``end`` of a prompt; ``send`` queues rows for their R-worker, by position in the prompt, and
+    raises ConnectionError once that is gone. ``ticket``: by which it knows them."""
 
     start: int
     end: int
     send: Send
+    ticket: int
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,9 @@ class PromptJob:
         self._layers: dict[int, LayerRows] = {}
         self._num_done = 0
         self.sent_bytes = self.stored_bytes = self.read_bytes = 0
+        self.missed: set[int] = set()
+        self._to_store: list[int] = []
+        self._when_stored: Callable[[], None] | None = None
 
     def begin(self) -> None:
         """Ask for the first layers of the prefix, if that is this worker's to do, before it is computed.
@@ -160,6 +165,39 @@ class PromptJob:
         with self._changed:
             self.is_cancelled = True
             self._changed.notify_all()
+
+    def miss(self, ticket: int) -> bool:
+        """The R-worker that knows the prompt by ``ticket`` gets no more of it; False where no other stores its rows."""
+        with self._changed:
+            self.missed.add(ticket)
+            self._to_store = [each for each in self._to_store if each != ticket]
+            reached = self.prompt.start
+            for store in sorted(self._stores, key=lambda store: store.start):
+                if store.ticket not in self.missed and store.start <= reached:
+                    reached = max(reached, store.end)
+        self._look_whether_stored()
+        return reached >= self.prompt.end
+
+    def when_stored(self, tickets: Sequence[int], tell: Callable[[], None]) -> None:
+        """Have ``tell`` called once ``stored`` has been, for each of ``tickets`` that is not missed."""
+        with self._changed:
+            self._to_store = [each for each in tickets if each not in self.missed]
+            self._when_stored = tell
+        self._look_whether_stored()
+
+    def stored(self, ticket: int) -> None:
+        """One of the ports of the R-worker with ``ticket`` has all rows."""
+        with self._changed:
+            if ticket in self._to_store:
+                self._to_store.remove(ticket)
+        self._look_whether_stored()
+
+    def _look_whether_stored(self) -> None:
+        with self._changed:
+            tell = None if self._to_store else self._when_stored
+            self._when_stored = None if tell else self._when_stored
+        if tell:
+            tell()
 
     def place_for(self, layer: int, start: int, num_rows: int) -> Arrays:
         """Where ``num_rows`` rows from another worker go; FrameError where they have no place."""
@@ -207,8 +245,7 @@ class PromptJob:
             place[...] = own
         self._read_prefix(layer + LAYERS_AHEAD)
         for store in self._stores:
-            start, end = max(store.start, prompt.start), min(store.end, prompt.end)
-            self.stored_bytes += self._send(store.send, layer, rows, start, end)
+            self._store(store, layer, rows)
         if prompt.method == "tsp":
             self._go_round(layer, rows)
         else:
@@ -217,6 +254,17 @@ class PromptJob:
             del self._layers[layer]
             self._num_done = layer + 1
         return rows.kv
+
+    def _store(self, store: StoreRange, layer: int, rows: LayerRows) -> None:
+        """Send ``store`` its rows of this part; ConnectionError where it is gone and no other has them."""
+        if store.ticket in self.missed:
+            return
+        start, end = max(store.start, self.prompt.start), min(store.end, self.prompt.end)
+        try:
+            self.stored_bytes += self._send(store.send, layer, rows, start, end)
+        except ConnectionError:
+            if not self.miss(store.ticket):
+                raise
 
     def _hand_on(self, layer: int, rows: LayerRows) -> None:
         """The chain: own rows first, since they are here, then those before them as they come."""

@@ -28,7 +28,10 @@ MAX_PORTS = 1 << 10
 
 PREFILLED = struct.Struct("<qdqqq")
 """The first part of PREFILLED: job id, seconds that the part took, and bytes of keys and values that went to other
-prefill workers and to R-workers, and came from those; the second part is the last row's logits, or empty."""
+prefill workers and to R-workers, and came from those; then TICKETS of places that lack some of the part. The second
+part is the last row's logits, or empty."""
+
+TICKETS = np.dtype("<i8")
 
 JOB = struct.Struct("<q")
 """The body of CANCEL."""

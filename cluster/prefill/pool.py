@@ -17,7 +17,9 @@ from fastdecode.cluster.links.zeromq import ZmqChannel
 from fastdecode.cluster.newcomers import Attempts
 from fastdecode.cluster.prefill.messages import (
     JOB,
+    MAX_PLACES,
     PREFILLED,
+    TICKETS,
     Place,
     PlacedRange,
     PrefillHello,
@@ -53,6 +55,7 @@ class _Job:
     sent_bytes: int = 0
     stored_bytes: int = 0
     read_bytes: int = 0
+    missed: set[int] = field(default_factory=set)
     logits: np.ndarray | None = None
 
 
@@ -279,13 +282,14 @@ class PrefillPool:
 
     def _part_done(self, link: Link, frame: Frame) -> None:
         num_bytes, dtype = self._logits
-        if frame.lengths[0] != PREFILLED.size or frame.lengths[1] not in (0, num_bytes) or frame.lengths[2]:
+        num_missed, rest = divmod(frame.lengths[0] - PREFILLED.size, TICKETS.itemsize)
+        if not 0 <= num_missed <= MAX_PLACES or rest or frame.lengths[1] not in (0, num_bytes) or frame.lengths[2]:
             raise FrameError(f"a PREFILLED frame with parts of {frame.lengths} bytes")
-        head, logits = bytearray(PREFILLED.size), np.empty(frame.lengths[1] // dtype.itemsize, dtype)
+        head, logits = bytearray(frame.lengths[0]), np.empty(frame.lengths[1] // dtype.itemsize, dtype)
         link.read_into(head)
         if logits.nbytes:
             link.read_into(logits)
-        job_id, seconds, sent_bytes, stored_bytes, read_bytes = PREFILLED.unpack(head)
+        job_id, seconds, sent_bytes, stored_bytes, read_bytes = PREFILLED.unpack_from(head)
         job = self._jobs.get(job_id)
         if job is None:
             return  # it was cancelled meanwhile
@@ -293,6 +297,7 @@ class PrefillPool:
         job.sent_bytes += sent_bytes
         job.stored_bytes += stored_bytes
         job.read_bytes += read_bytes
+        job.missed.update(np.frombuffer(head, TICKETS, offset=PREFILLED.size).tolist())
         if logits.nbytes:
             job.logits = logits
         if len(job.seconds) == len(job.prefill.parts):
@@ -305,8 +310,9 @@ class PrefillPool:
             return
         del self._jobs[job_id]
         sequence_id, seconds = job.prefill.sequence_id, max(job.seconds)
+        num_bytes = job.sent_bytes, job.stored_bytes, job.read_bytes
         self._found.computed.append(
-            Prefilled(sequence_id, job_id, job.logits, seconds, job.sent_bytes, job.stored_bytes, job.read_bytes)
+            Prefilled(sequence_id, job_id, job.logits, seconds, *num_bytes, tuple(sorted(job.missed)))
         )
 
     def _fail(self, job_id: int) -> None:

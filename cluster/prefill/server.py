@@ -14,10 +14,11 @@ import numpy as np
 
 from fastdecode.cluster.links.port import Port, Reader
 from fastdecode.cluster.prefill.jobs import Arrays, EarlyRows, LayerRows, PromptJob, ReadRange, StoreRange
-from fastdecode.cluster.prefill.kv_ways import PortHeads, after, read_way, store_way
+from fastdecode.cluster.prefill.kv_ways import PortHeads, read_way, store_way
 from fastdecode.cluster.prefill.messages import (
     JOB,
     PREFILLED,
+    TICKETS,
     Failure,
     Place,
     PlacedRange,
@@ -102,13 +103,20 @@ class PrefillServer:
         if job.is_cancelled:
             return
         counts = PREFILLED.pack(job.prompt.job_id, seconds, job.sent_bytes, job.stored_bytes, job.read_bytes)
-        parts = (counts, b"" if logits is None else logits)
+        own = b"" if logits is None else logits
+
+        def tell() -> None:
+            self._report(job, Kind.PREFILLED, counts + np.array(sorted(job.missed), TICKETS).tobytes(), own)
+
         prompt = job.prompt
         stores = [each for each in prompt.stores if each.start < prompt.end and prompt.start < each.end]
-        tell = after(sum(len(each.places) for each in stores), partial(self._report, job, Kind.PREFILLED, *parts))
-        for each in stores:
-            for sender in self._senders_to(StoreSender, each):
-                sender.when_stored(each.ticket, tell)
+        job.when_stored([each.ticket for each in stores for _ in each.places], tell)
+        for each in [each for each in stores if each.ticket not in job.missed]:
+            try:
+                for sender in self._senders_to(StoreSender, each):
+                    sender.when_stored(each.ticket, partial(job.stored, each.ticket))
+            except ConnectionError as error:
+                self._miss(job, each.ticket, str(error))
 
     def fail(self, job: PromptJob, reason: str) -> None:
         """The part cannot be computed: tell the S-worker, unless it has given the job up itself."""
@@ -197,7 +205,9 @@ class PrefillServer:
     def _stores(self, prompt: Prompt) -> tuple[StoreRange, ...]:
         """The ways to the R-workers that store rows of the part."""
         return tuple(
-            StoreRange(each.start, each.end, store_way(each, self._heads, self._senders_to(StoreSender, each)))
+            StoreRange(
+                each.start, each.end, store_way(each, self._heads, self._senders_to(StoreSender, each)), each.ticket
+            )
             for each in prompt.stores
             if each.start < prompt.end and prompt.start < each.end
         )
@@ -289,12 +299,26 @@ class PrefillServer:
         for key in [key for key, sender in list(self._senders.items()) if is_lost and sender.has_ended]:
             self._senders.pop(key, None)
         known = set(numbers)
-        for job in [each for each in list(self._jobs.values()) if _depends_on(each.prompt, place, known)]:
-            self.fail(job, f"{place.address}: {reason}")
+        for job in list(self._jobs.values()):
+            if _depends_on(job.prompt, place, known):
+                self.fail(job, f"{place.address}: {reason}")
+                continue
+            for each in job.prompt.stores:
+                if place in each.places and each.ticket in known:
+                    self._miss(job, each.ticket, f"{place.address}: {reason}")
+
+    def _miss(self, job: PromptJob, ticket: int, reason: str) -> None:
+        """Go on without an R-worker that was to store rows of ``job``, if others do."""
+        if not job.miss(ticket):
+            self.fail(job, reason)
+        elif not job.is_cancelled:
+            log.warning("job %d goes on without one of two copies: %s", job.prompt.job_id, reason)
 
 
 def _depends_on(prompt: Prompt, place: Place, numbers: Collection[int]) -> bool:
-    """Whether ``prompt`` is to send to ``place``, or read from there, what that knows by one of ``numbers``."""
+    """Whether ``prompt`` cannot go on without ``place``, which knows what is to go there, or to be read there, by one
+    of ``numbers``: the next prefill worker, or an R-worker with some of the prefix."""
     if prompt.next == place and prompt.job_id in numbers:
         return True
-    return any(place in each.places and each.ticket in numbers for each in (*prompt.stores, *prompt.prefix))
+    prefix = () if prompt.part else prompt.prefix
+    return any(place in each.places and each.ticket in numbers for each in prefix)

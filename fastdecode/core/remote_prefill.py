@@ -97,7 +97,8 @@ class Prefilled:
 
     ``logits`` of its last token: [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds`` of its
     slowest part. ``sent_bytes`` of keys and values went from one prefill worker to another, ``stored_bytes`` to
-    R-workers, each copy counted, and ``read_bytes`` of its prefix came from there.
+    R-workers, each copy counted, and ``read_bytes`` of its prefix came from there. ``missed``: tickets of places that
+    could not be reached and lack some of it, which others have.
     """
 
     sequence_id: int
@@ -107,6 +108,7 @@ class Prefilled:
     sent_bytes: int
     stored_bytes: int
     read_bytes: int = 0
+    missed: tuple[int, ...] = ()
 
 
 class PrefillOutcomes(NamedTuple):

@@ -41,7 +41,7 @@ class RemotePrefills(Companion):
         policy = scheduler.remote_prompts.policy
         outcomes = self.backend.outcomes()
         for each in outcomes.computed:
-            if scheduler.prefilled(each.job_id, now):
+            if scheduler.prefilled(each.job_id, now, each.missed):
                 self._logits[each.sequence_id] = each.logits
                 self.on_prefilled(each)
         for worker in outcomes.joined:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -175,11 +175,15 @@ class Scheduler:
             self.store.fill_prompt(sequence)
             self.lifecycle.finish_prompt(sequence)
 
-    def prefilled(self, job_id: int, now_seconds: float = 0.0) -> bool:
-        """Prefill workers have computed a prompt, and its R-worker has it: the next step samples its first token.
+    def prefilled(self, job_id: int, now_seconds: float = 0.0, missed: Collection[int] = ()) -> bool:
+        """Prefill workers have computed a prompt, and its R-workers have it: the next step samples its first token.
 
-        False where the sequence was meanwhile aborted, lost or preempted.
+        ``missed``: tickets of places that could not be reached; where no other has their tokens the prompt has failed.
+        False then, and where the sequence was meanwhile aborted, lost or preempted.
         """
+        if missed and not self.remote_prompts.drop_missed(job_id, missed):
+            self.prefill_failed(job_id, now_seconds)
+            return False
         return self.remote_prompts.computed(job_id, now_seconds)
 
     def prefill_failed(self, job_id: int, now_seconds: float = 0.0) -> None:

@@ -13,6 +13,9 @@ MOST_TURNS = 6
 FAILS = 0.15
 """Of the prompts that could be stored, this part fails all the same: a prefill worker was lost."""
 
+MISSES = 0.05
+"""Of the places that stand, this part cannot be reached all the same."""
+
 
 class SomePrompts:
     """``PrefillPolicy``: prefill workers get about two of three prompts, of at least two tokens, in one part or two."""
@@ -68,9 +71,11 @@ class NaivePrefills(Companion):
         self._jobs = [(turns, each) for turns, each in self._jobs if turns > 0]
         self._rng.shuffle(due)
         for prefill in due:
-            if self._naive.store(prefill) and self._rng.random() >= FAILS:
-                assert cycle.scheduler.prefilled(prefill.job_id, cycle.world.now())
+            missed = self._naive.store(prefill, lambda: self._rng.random() < MISSES)
+            if missed is None or self._rng.random() < FAILS:
+                cycle.scheduler.prefill_failed(prefill.job_id, cycle.world.now())
+            elif cycle.scheduler.prefilled(prefill.job_id, cycle.world.now(), missed):
                 self.num_stored += 1
                 self.num_spread += len(prefill.stores) > 1
             else:
-                cycle.scheduler.prefill_failed(prefill.job_id, cycle.world.now())
+                assert missed

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from fastdecode.core.remote_prefill import RemotePrefill
+from fastdecode.core.remote_prefill import RemotePrefill, StoredAt
 from fastdecode.core.step import Chunk, ScheduledStep
 from fastdecode.core.types import Verb
 
@@ -96,23 +96,30 @@ class NaiveWorkers:
         held.tokens += tokens
         held.blocks += [object() for _ in range(self._blocks_for(len(held.tokens)) - len(held.blocks))]
 
-    def store(self, prefill: RemotePrefill) -> bool:
-        """Read the prefix of a prompt, and store the rest in all its places; False where one of these is gone.
+    def store(self, prefill: RemotePrefill, misses: Callable[[], bool]) -> list[int] | None:
+        """Read the prefix of a prompt, and store the rest in all its places but those that are gone, or that ``misses``
+        says; the tickets of these. None where a place of the prefix is gone.
 
         What is read must be the prompt's first tokens, and what is stored must be reserved.
         """
-        for place in (*prefill.prefix, *prefill.stores):
-            held = self.held.get((place.r_worker, place.cache_id))
-            if held is None or held.ticket != place.ticket:
-                return False
+        if not all(self._waits(place) for place in prefill.prefix):
+            return None
         for place in prefill.prefix:
             there = self.held[place.r_worker, place.cache_id].tokens
             assert there == list(prefill.token_ids[place.start : place.end])
+        missed = []
         for place in prefill.stores:
+            if not self._waits(place) or misses():
+                missed.append(place.ticket)
+                continue
             held = self.held[place.r_worker, place.cache_id]
             assert place.start + len(held.tokens) == max(place.start, prefill.context_len)
             held.incoming = list(prefill.token_ids[place.start + len(held.tokens) : place.end])
-        return True
+        return missed
+
+    def _waits(self, place: StoredAt) -> bool:
+        held = self.held.get((place.r_worker, place.cache_id))
+        return held is not None and held.ticket == place.ticket
 
     def lose(self, worker: int) -> None:
         """All that ``worker`` held is gone."""

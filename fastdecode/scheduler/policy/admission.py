@@ -42,7 +42,7 @@ class Admission:
         self.room = Room(self.needs, limits, store, self.load_limit)
         self.homes = HomePlacement(limits, store, self.room, self.future, self.load_limit)
         self.copies = CopyPlacement(limits, store, self.needs, self.room, self.future)
-        self.segments = SegmentPlacement(store, self.needs, self.room, self.future, self.load_limit)
+        self.segments = SegmentPlacement(limits, store, self.needs, self.room, self.future, self.load_limit)
         self.num_starts = 0
         self._schedule, self._limits, self._store, self._queue = schedule, limits, store, queue
         self._residents = store.residents
@@ -107,7 +107,7 @@ class Admission:
         self._queue.pop()
         self.num_starts += sequence.outputs_at_start is None
         self._store.begin(sequence, segments, hit, newcomer.copy)
-        for worker in (*(each.home for each in segments), *newcomer.holders):
+        for worker in (*(worker for each in segments for worker in each.workers), *newcomer.holders):
             self.homes.available[worker] = self._store.workers[worker].available
         self.future.forecast().add(newcomer)
         self.load_control.started(newcomer)

@@ -146,7 +146,10 @@ class CopyPlacement:
 class SegmentPlacement:
     """A segment of a long sequence goes where the coming load takes least time."""
 
-    def __init__(self, store: Store, needs: Needs, room: Room, future: Future, load_limit: LoadLimit) -> None:
+    def __init__(
+        self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future, load_limit: LoadLimit
+    ) -> None:
+        self._num_copies = limits.kv_replicas
         self._workers, self._prefixes, self._needs = store.workers, store.prefixes, needs
         self._room, self._future, self._load_limit = room, future, load_limit
 
@@ -190,7 +193,24 @@ class SegmentPlacement:
         ids = [sequence.sequence_id, *(self._prefixes.new_id() for _ in needed[1:])]
         starting = starts(sequence.num_tokens, self._needs.segment_tokens)
         each = zip(ids, starting, needed, [*places, *rest], strict=True)
-        return [Segment(cache_id, start, blocks, [Copy(worker)]) for cache_id, start, blocks, worker in each]
+        segments = [Segment(cache_id, start, blocks, [Copy(worker)]) for cache_id, start, blocks, worker in each]
+        for segment in segments[len(places) :] if self._num_copies > 1 else ():
+            self._copy_too(segment, room)
+        return segments
+
+    def _copy_too(self, segment: Segment, room: np.ndarray) -> None:
+        """``segment`` begins with a second copy, if another R-worker has ``room`` for it, int64 [num_workers], which
+        then counts it: one of another host where there is one, and of these the one with most blocks left.
+
+        Such a copy is given up where blocks run out (``SecondCopies.give_up_spare``).
+        """
+        able = [each for each in self._workers.accepting if each != segment.home and room[each] > segment.num_blocks]
+        host = self._workers[segment.home].host
+        elsewhere = [each for each in able if self._workers[each].host != host]
+        if able:
+            worker = max(elsewhere or able, key=lambda each: int(room[each]))
+            room[worker] -= segment.num_blocks
+            segment.copies.append(Copy(worker))
 
     def next_tail(self, sequence: Sequence) -> tuple[int, bool]:
         """Return where ``sequence``, which decodes and whose tail is whole, goes on, and whether there is a block for

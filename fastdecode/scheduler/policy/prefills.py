@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import replace
 
 from fastdecode.core.protocols import PrefillPolicy
@@ -83,6 +84,20 @@ class RemotePrompts:
             for worker in workers if segment.start < end else ():
                 places.append(StoredAt(worker, segment.cache_id, segment.start, end, next(tickets)))
         return tuple(places)
+
+    def drop_missed(self, job_id: int, missed: Collection[int]) -> bool:
+        """The sequence of the job gives up its copies at places with tickets ``missed``; False where a segment has no
+        other."""
+        sequence = self._under_way.get(job_id)
+        if sequence is None or sequence.job_id != job_id:
+            return True
+        lacking = {(each.r_worker, each.cache_id) for each in self._places[job_id] if each.ticket in missed}
+        copies = [(segment, worker) for segment in sequence.segments for worker in segment.workers]
+        for segment, worker in [each for each in copies if (each[1], each[0].cache_id) in lacking]:
+            if len(segment.copies) < 2:
+                return False
+            self._store.drop_copy(sequence, segment, worker)
+        return True
 
     def computed(self, job_id: int, now_seconds: float) -> bool:
         """See :meth:`Scheduler.prefilled`."""

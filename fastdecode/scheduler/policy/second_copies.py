@@ -31,9 +31,9 @@ UNEVEN_HOLDERS = 0.9
 class SecondCopies:
     """A lost R-worker's sequences go on from their other copies, and each may attend on either.
 
-    A prompt of one segment is stored on both R-workers while it is computed, unless it goes on from a prefix that only
-    one has. What has a single copy gets its second one between steps, one after another, in pieces that take a small
-    part of a step.
+    A prompt is stored on two R-workers while it is computed, unless it goes on from a prefix that only one has, or has
+    several segments and there is no room. What has a single copy gets its second one between steps, one after another,
+    in pieces that take a small part of a step.
     """
 
     def __init__(self, store: Store, admission: Admission, price: TransferPrice) -> None:

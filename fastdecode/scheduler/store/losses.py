@@ -30,31 +30,31 @@ class Losses:
         which attended there."""
         attended = {each for worker in workers for each in self._attended_on(worker)}
         held = {each.sequence_id: each for worker in workers for each in self._residents.on(worker)}
-        return [each for each, it in held.items() if each in attended or it.job_id or _loses_some(it, set(workers))]
+        return [each for each, it in held.items() if each in attended or _loses_some(it, set(workers))]
 
     def lose(self, worker: int) -> Damage:
         """R-worker ``worker`` is gone. The last rows that attended there are wrong, but for those of a sequence that
-        has another copy of all and attended nothing there."""
+        has another copy of all and attended nothing there. A prompt of which others store all goes on with these."""
         attended, sound = self._attended_on(worker), self._store.num_sound
         store, here = self._store, self._residents.on(worker)
         starved: list[Sequence] = []
         for transfer in [each for each in store.transfers if each.target == worker]:
             store.transfers.drop(transfer)
-        for sequence in [each for each in here if len(each.holders) > 1 and not each.job_id]:
+        for sequence in [each for each in here if len(each.holders) > 1]:
             store.drop_copy(sequence, sequence.tail, worker)
             if sequence.sequence_id in attended and not self._repeat(sequence, attended[sequence.sequence_id]):
                 starved.append(sequence)
         here = self._residents.on(worker)
         broken: list[Sequence] = []
-        for sequence in [each for each in here if each.is_sharded and not each.job_id]:
-            loses_some = any(each.workers == [worker] for each in sequence.segments)
+        whole = [each for each in here if not each.is_sharded or (each.job_id and _loses_some(each, {worker}))]
+        for sequence in [each for each in here if each not in whole]:
+            loses_some = _loses_some(sequence, {worker})
             if not loses_some and sequence.sequence_id not in attended:
                 store.forget_copies(sequence, worker)
                 continue
             num_sound = (sound if loses_some else attended).get(sequence.sequence_id, sequence.num_tokens)
             has_room = self._break(sequence, worker, num_sound)
             (broken if has_room else starved).append(sequence)
-        whole = [each for each in here if not each.is_sharded or each.job_id]
         for sequence in whole:
             store.leave(sequence, keep=False)
         store.prefixes.lose(worker)

@@ -86,14 +86,15 @@ class Store:
         )
 
     def begin(self, sequence: Sequence, segments: list[Segment], hit: Hit | None, second: int = -1) -> None:
-        """``sequence`` begins its prompt in ``segments``, which have homes and blocks, ``hit``'s among them; with a
+        """``sequence`` begins its prompt in ``segments``, which have copies and blocks, ``hit``'s among them; with a
         second copy of its only segment on R-worker ``second``, or none."""
         sequence.outputs_at_start = len(sequence.output_token_ids)
         self.prefixes.begin(sequence, hit)
         for segment, piece in zip(segments, self.prefixes.pieces(sequence, hit) if hit else (), strict=False):
             self.prefixes.share_with(segment, segment.copies[0], piece)
         for segment in segments:
-            self._holdings.take(segment, segment.copies[0])
+            for copy in segment.copies:
+                self._holdings.take(segment, copy)
         sequence.segments, sequence.num_closed = segments, 0
         self.table.open(sequence)
         self._count_tail(sequence, 1)
