@@ -20,7 +20,7 @@ from starlette.types import Message
 
 from fastdecode.core.metrics import HOST, MODEL, R_BUSY, WAIT, Event, Interval, StepRecord
 from fastdecode.server.live import SHOWN_LAYERS, Live, LiveResponse, look, timeline
-from fastdecode.server.observer import EngineState, Observer, RWorkerState, TimedStep
+from fastdecode.server.observer import EngineState, EngineWatch, RWorkerState, TimedStep
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +31,9 @@ STEP = StepRecord(
 )  # fmt: skip
 
 
-def observer(*end_seconds: float, running: int = 7) -> Observer:
+def observer(*end_seconds: float, running: int = 7) -> EngineWatch:
     """Steps that ended then, on two R-workers, of which one joined after the others' first step."""
-    found = Observer("m")
+    found = EngineWatch("m")
     found.steps.extend(TimedStep(end, STEP) for end in end_seconds)
     workers = (RWorkerState("a", kv_load=200, kv_load_limit=400), RWorkerState("b", kv_load=100), RWorkerState("new"))
     found.state = EngineState(99.0, num_running=running, num_waiting=2, r_workers=workers)
@@ -63,7 +63,7 @@ def test_an_idle_engine_attends_nothing() -> None:
     seen = look(observer(90.0, running=0), now=100.0)
     assert seen["output_tokens_per_second"] == seen["s_utilisation"] == 0
     assert [each["kv_load"] for each in seen["r_workers"]] == [0, 0, 0]
-    assert look(Observer("m"), now=100.0)["r_workers"] == []
+    assert look(EngineWatch("m"), now=100.0)["r_workers"] == []
 
 
 def test_the_timeline_is_of_the_first_layers() -> None:

@@ -14,7 +14,7 @@ from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.engine import LLMEngine
 from fastdecode.server.exchanges import EngineDeadError, Exchange
-from fastdecode.server.observer import Observer
+from fastdecode.server.observer import EngineWatch
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class EngineThread:
     ``start`` loads it. The other methods are the event loop's, and never wait. ``observer`` is told of every step.
     """
 
-    def __init__(self, config: EngineConfig, observer: Observer) -> None:
+    def __init__(self, config: EngineConfig, observer: EngineWatch) -> None:
         self._config = config
         self.observer = observer
         self._inbox: queue.SimpleQueue[Exchange | Sequence[str] | None] = queue.SimpleQueue()

@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from fastdecode.core.metrics import Event
-from fastdecode.server.observer import Observer, RWorkerState, TimedStep
+from fastdecode.server.observer import EngineWatch, RWorkerState, TimedStep
 from fastdecode.server.service import ApiError, Service
 from fastdecode.server.streams import SSE_HEADERS
 
@@ -57,7 +57,7 @@ class Live:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._observer: Observer = service.observer
+        self._observer: EngineWatch = service.observer
         self.num_viewers = 0
         self._event = b""
         self._made_seconds = 0.0
@@ -116,7 +116,7 @@ async def _wait_for_disconnect(receive: Receive, then: Callable[[], None]) -> No
     then()
 
 
-def look(observer: Observer, now: float) -> dict[str, Any]:
+def look(observer: EngineWatch, now: float) -> dict[str, Any]:
     """The engine at ``now`` (``time.perf_counter``) as plain data. Utilisation: part of the last seconds, 0 to 1."""
     state, steps = observer.state, _recent(list(observer.steps), now, observer.state.num_running > 0)
     span = _span(steps, now)

@@ -59,7 +59,7 @@ class TimedStep(NamedTuple):
     record: StepRecord
 
 
-class Observer:
+class EngineWatch:
     """Told by the engine's thread after each step; read by the event loop at any time, as whole values.
 
     ``steps``: the last ones, oldest first. ``timeline``: what each lane did in the last step, of ``metrics.Event``s,

@@ -17,13 +17,6 @@ from fastdecode.server.tool_calls import ForcedCalls, forced_calls
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-SAMPLING = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "bad_words", "skip_special_tokens", "logprobs", "allowed_token_ids",
-)  # fmt: skip
-"""Fields that are SamplingParams of the same name: OpenAI's, and those that vLLM adds."""
-
 _KNOWN_KWARGS = frozenset({
     "chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt", "add_special_tokens",
     "continue_final_message",
@@ -65,14 +58,11 @@ class ResponseFormat(msgspec.Struct):
     json_schema: JsonSchema | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What completions and chats have in common; None is the default. ``guided_json`` and the like are vLLM's older
-    names of ``structured_outputs``."""
+class SampledRequest(msgspec.Struct, kw_only=True):
+    """What all that asks for text has in common; None is the default."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -81,24 +71,38 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | Strings | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     bad_words: Strings | None = None
+    allowed_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
     logit_bias: TokenBias | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
+
+
+class GenerationRequest(SampledRequest, kw_only=True):
+    """What completions and chats have in common. ``guided_json`` and the like are vLLM's older names of
+    ``structured_outputs``."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    allowed_token_ids: TokenIds | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+
+
+SAMPLING = {*SampledRequest.__struct_fields__, "n", "max_tokens", "logprobs"} - {
+    "model", "stream", "logit_bias", "structured_outputs",
+}  # fmt: skip
+"""Fields that are SamplingParams of the same name: OpenAI's, and those that vLLM adds."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):

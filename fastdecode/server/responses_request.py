@@ -8,26 +8,14 @@ from typing import Any, Literal
 import msgspec
 
 from fastdecode.core.errors import RequestError
-from fastdecode.server.protocol import (
-    ChatRequest,
-    JsonSchema,
-    Messages,
-    ResponseFormat,
-    Strings,
-    TokenBias,
-    TokenIds,
-)
+from fastdecode.server.protocol import ChatRequest, JsonSchema, Messages, ResponseFormat, SampledRequest
 
 RESPONSES = "/v1/responses"
 
 LOGPROBS = "message.output_text.logprobs"
 """What ``include`` may name."""
 
-SAME = (
-    "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias",
-    "structured_outputs", "parallel_tool_calls", "chat_template_kwargs",
-)  # fmt: skip
+SAME = (*SampledRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 """Fields that a chat has by the same name: OpenAI's, and those that vLLM adds."""
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -50,32 +38,16 @@ class TextConfig(msgspec.Struct):
     verbosity: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(SampledRequest, kw_only=True):
     """``input``: text, or a list of messages, function calls and their outputs. ``tools``: functions only.
 
-    ``store`` is accepted and nothing is stored, as vLLM does by default. The fields below ``metadata`` are known to be
+    ``store`` is accepted and nothing is stored, as vLLM does by default. The fields below ``store`` are known to be
     refused.
     """
 
     input: str | Messages
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    stop: str | Strings | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    logit_bias: TokenBias | None = None
-    structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     text: TextConfig | None = None
     include: list[str] | None = None

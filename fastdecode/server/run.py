@@ -18,7 +18,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.server.app import make_app
 from fastdecode.server.connection import LimitedProtocol
 from fastdecode.server.engine_thread import EngineThread
-from fastdecode.server.observer import Observer
+from fastdecode.server.observer import EngineWatch
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.service import Service
 from fastdecode.server.tracing import RequestTracer
@@ -42,7 +42,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
         name = settings.model_names(config.model)[0]
         endpoint = settings.otlp_traces_endpoint
         tracer = RequestTracer(endpoint, name) if endpoint else None
-        engine_thread = EngineThread(config, Observer(name))
+        engine_thread = EngineThread(config, EngineWatch(name))
         service = Service(config, settings, engine_thread, tracer)
         try:
             return _Server(service, config, settings).run_on(listener)
