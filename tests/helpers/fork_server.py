@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -70,7 +71,7 @@ def show(words: bytes) -> None:
 
 
 def main() -> None:
-    """Serve; in a new process, run its module's ``main``."""
+    """Serve; in a new process, run its module's ``main``, or its script."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, and for forks
     connection = socket.socket(fileno=int(sys.argv[2]))
     for module in sys.argv[1].split(","):
@@ -80,7 +81,10 @@ def main() -> None:
     asked, files = serve(connection)
     become(asked, files)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(importlib.import_module(asked["module"]).main())
+    if asked["module"].endswith(".py"):
+        runpy.run_path(asked["module"], run_name="__main__")
+    else:
+        sys.exit(importlib.import_module(asked["module"]).main())
 
 
 if __name__ == "__main__":

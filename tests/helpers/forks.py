@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
+RANK_JOB = str(Path(__file__).with_name("rank_job.py"))
 R_SIDE = tuple(f"fastdecode.{name}" for name in ("cli.r_worker", "cluster.joining", "cluster.r_worker.health",
                "cluster.links.spawn", "cluster.links.tcp", "cluster.links.zeromq"))  # fmt: skip
 S_SIDE = tuple(f"fastdecode.{name}" for name in ("build", "cli.serve", "cli.prefill_worker", "cli.run_batch"))
@@ -66,7 +67,7 @@ def true_starts() -> Iterator[None]:
 
 
 def module_of(args: Any) -> tuple[str, list[str]] | None:
-    """The module of ``fastdecode`` that a command runs, and its words; None for other commands."""
+    """The module of ``fastdecode`` or the script RANK_JOB that a command runs, and its words; None for others."""
     if isinstance(args, (str, bytes, os.PathLike)) or not args:
         return None
     words = [str(word) for word in args]
@@ -74,6 +75,8 @@ def module_of(args: Any) -> tuple[str, list[str]] | None:
         return "fastdecode.cli.main", words[1:]
     if words[:2] == [sys.executable, "-m"] and words[2].startswith("fastdecode."):
         return words[2], words[3:]
+    if words[:2] == [sys.executable, RANK_JOB]:
+        return RANK_JOB, words[2:]
     return None
 
 
