@@ -15,6 +15,7 @@ import psutil
 import pytest
 import zmq
 from helpers import model_zoo, r_workers
+from helpers.forks import true_starts
 from helpers.processes import script, segments_of
 from helpers.sessions import HELLO, PATIENCE_SECONDS, frame, log_of, make_key, opened, works
 
@@ -177,7 +178,7 @@ def test_kill_9_of_everything_leaves_nothing(kind: str, monkeypatch: pytest.Monk
     """S-worker and both R-workers in the middle of a step: no process, no segment, no file."""
     mark = f"FASTDECODE_TEST_MARK={uuid.uuid4()}"
     monkeypatch.setenv(*mark.split("="))
-    with r_workers.listening() as (first, one), r_workers.listening() as (second, other):
+    with true_starts(), r_workers.listening() as (first, one), r_workers.listening() as (second, other):
         addresses = [one, other] if kind == "tcp" else []
         process = subprocess.Popen(script(S_WORKER.format(addresses=addresses)), stdout=subprocess.PIPE, text=True)
         assert process.stdout and process.stdout.readline() == "holding\n"
