@@ -175,7 +175,8 @@ def marked(mark: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["spawn", "tcp"])
 def test_kill_9_of_everything_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S-worker and both R-workers in the middle of a step: no process, no segment, no file."""
+    """S-worker and both R-workers in the middle of a step: no process, no segment, no file. Forks would not show the
+    mark."""
     mark = f"FASTDECODE_TEST_MARK={uuid.uuid4()}"
     monkeypatch.setenv(*mark.split("="))
     with true_starts(), r_workers.listening() as (first, one), r_workers.listening() as (second, other):
