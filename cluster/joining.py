@@ -9,18 +9,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from fastdecode.api.settings import is_loopback, split_address
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import MOST_LOGGED, ZmqChannel, ZmqListener
-from fastdecode.cluster.newcomers import Attempts
+from fastdecode.cluster.newcomers import Attempts, Joined
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind
 from fastdecode.cluster.wire.handshake import R_WORKER
 from fastdecode.cluster.wire.messages import PREFILL_WORKER, decode_join, encode_join
 from fastdecode.core.errors import ConfigError, FastDecodeError, FrameError
-from fastdecode.core.types import KVLayout, RWorkerInfo
+from fastdecode.core.types import KVLayout
 
 ASK_SECONDS = 1.0
 """Time between two JOINs: the S-worker may not listen yet, or not have noticed that this R-worker was lost."""
@@ -40,14 +39,6 @@ MOST_AT_ONCE = 64
 """JOINs that are read between two steps: a flood of them must not delay the job."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Joined:
-    """An R-worker that has joined and is open, and its description."""
-
-    worker: RemoteWorker
-    info: RWorkerInfo
 
 
 class JoinListener:

@@ -1,21 +1,74 @@
-"""R-workers that come and go: attempts to open those that ask to join, who has joined, who asked to leave, and in whose
-arithmetic all attend."""
+"""R-workers that come and go: attempts to open those that ask to join, who has joined or come back, who asked to leave,
+and in whose arithmetic all attend."""
 
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.types import ISAS, KVLayout, RWorkerInfo
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
-    from fastdecode.cluster.joining import Joined, JoinListener
+    from fastdecode.cluster.joining import JoinListener
+    from fastdecode.cluster.remote import RemoteWorker
+
+RETURN_SECONDS = 1.0
+"""Between two attempts to open an R-worker that was lost."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An R-worker that has joined and is open, and its description."""
+
+    worker: RemoteWorker
+    info: RWorkerInfo
+
+
+class Returns:
+    """R-workers that were lost and do not ask to join: each is opened again in a thread, until it answers."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._returned: queue.SimpleQueue[Joined] = queue.SimpleQueue()
+        self._is_closed = threading.Event()
+
+    def expect(self, make: Callable[[], RemoteWorker]) -> None:
+        """From now on open ``make()``, again and again; never waits."""
+        threading.Thread(target=self._await, args=(make,), name="return", daemon=True).start()
+
+    def take(self) -> list[Joined]:
+        """Those that have come back since the last call."""
+        return [self._returned.get() for _ in range(self._returned.qsize())]
+
+    def close(self) -> None:
+        """Also those that nobody took; may be called twice."""
+        self._is_closed.set()
+        for joined in self.take():
+            joined.worker.close()
+
+    def _await(self, make: Callable[[], RemoteWorker]) -> None:
+        while not self._is_closed.wait(RETURN_SECONDS):
+            worker = make()
+            try:
+                worker.open(self._layout)
+                joined = Joined(worker, worker.opened())
+            except FastDecodeError as error:
+                worker.close()
+                logger.debug("not back yet: %s", error)
+                continue
+            self._returned.put(joined)
+            if self._is_closed.is_set():
+                self.close()
+            return
 
 
 class Newcomers:

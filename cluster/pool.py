@@ -6,23 +6,24 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode.cluster.newcomers import Arithmetic, Newcomers
+from fastdecode.cluster.newcomers import Arithmetic, Newcomers, Returns
 from fastdecode.cluster.pool_workers import InprocWorker, LostWorker, PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.core.errors import BackendError, WorkerLostError
+from fastdecode.core.errors import BackendError, NoRWorkerError, WorkerLostError
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.joining import JoinListener
+    from fastdecode.cluster.remote import RemoteWorker
 
 FAILURES = (ValueError, KeyError, WorkerLostError)
 """Errors that a ``PoolWorker`` raises: a refusal, or that it is lost."""
@@ -44,6 +45,8 @@ class PoolBackend:
         self.joined: deque[str] = deque(maxlen=MOST_NAMES)
         self.join_listener: JoinListener | None = None
         self._newcomers: Newcomers | None = None
+        self._takes_back = False
+        self._returns: Returns | None = None
         self._arithmetic = Arithmetic()
         self._lost: list[int] = []
         self._layout = KVLayout((), "float32", "float32")
@@ -54,6 +57,10 @@ class PoolBackend:
     def accept_joins(self, listener: JoinListener) -> None:
         """Let R-workers join through ``listener``, which the pool closes; to be called before ``open``."""
         self.join_listener, self._newcomers = listener, Newcomers(listener)
+
+    def take_back(self) -> None:
+        """Let R-workers that were lost come back, where they can; to be called before ``open``."""
+        self._takes_back = True
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         self._layout = layout
@@ -71,6 +78,8 @@ class PoolBackend:
         return infos
 
     def begin_step(self, plan: StepPlan) -> None:
+        if self.workers and self._is_empty:
+            raise self._none_left("all R-workers are lost")
         self._rows = [RoutedRows(self._layout, each) for each in plan.routes or routes_of_spans(plan.workers)]
         self._submitted = np.zeros((len(self._rows), len(self._layout.layers)))
         self._arrived = np.zeros((len(self.workers), *self._submitted.shape))
@@ -144,10 +153,13 @@ class PoolBackend:
 
     def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
         """See ``AttentionBackend.admit``; ``most`` of them, the others another time."""
-        if self._newcomers is None:
+        found = self._returns.take() if self._returns else []
+        if self._newcomers:
+            found += self._newcomers.take(most)
+        if not found:
             return {}
         infos = {}
-        for number, joined in enumerate(self._newcomers.take(most)):
+        for number, joined in enumerate(found):
             index = vacant[number] if number < len(vacant) else len(self.workers)
             self.workers[index : index + 1] = [joined.worker]
             self._blocks[index] = (joined.info.num_blocks,) * 2
@@ -170,8 +182,9 @@ class PoolBackend:
             self._newcomers.forget(name)
 
     def close(self) -> None:
-        if self._newcomers:
-            self._newcomers.close()
+        for each in (self._newcomers, self._returns):
+            if each:
+                each.close()
         for worker in self.workers:
             worker.close()
         self.workers = []
@@ -191,17 +204,35 @@ class PoolBackend:
     def _failed(self, index: int, refused: str, error: Exception) -> None:
         """Go on without worker ``index`` where ``error`` says that it is lost: its rows read zeros from now on.
 
-        BackendError where it refused ``refused``, WorkerLostError where it was the last.
+        BackendError where it refused ``refused``, WorkerLostError where it was the last, NoRWorkerError where it or
+        another may come.
         """
         if not isinstance(error, WorkerLostError):
             raise _refusal(self.workers[index], refused, error) from error
+        gone = self.workers[index]
         self.give_up(index)
         self._lost.append(index)
-        if all(isinstance(worker, LostWorker) for worker in self.workers):
-            raise WorkerLostError(f"{error}, and no other R-worker is left") from error
+        if self._takes_back and (make := self._anew(gone, self._is_empty)):
+            self._returns = self._returns or Returns(self._layout)
+            self._returns.expect(make)
+        if self._is_empty:
+            raise self._none_left(f"{error}, and no other R-worker is left") from error
         logger.warning("%s; its sequences go on from second copies, or are computed again on the others", error)
         for rows in self._rows:
             rows.lose(index)
+
+    @property
+    def _is_empty(self) -> bool:
+        return all(isinstance(worker, LostWorker) for worker in self.workers)
+
+    def _none_left(self, message: str) -> WorkerLostError:
+        """The error that says so, a NoRWorkerError where one may come."""
+        may_come = self._takes_back and (self._newcomers or self._returns)
+        return NoRWorkerError(message) if may_come else WorkerLostError(message)
+
+    def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
+        """What makes ``gone``, which is lost, anew, to be opened until it answers; None for one that asks by itself."""
+        return None
 
     def _replace(self, index: int) -> str:
         """Close worker ``index`` and put a ``LostWorker`` in its place; its name."""

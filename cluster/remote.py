@@ -69,6 +69,10 @@ class RemoteWorker(PoolWorker):
         self._offset_seconds = 0.0
         self._outputs: dict[int, tuple[int, tuple[np.ndarray, ...]]] = {}
 
+    def anew(self) -> RemoteWorker:
+        """Return one of the same name that connects, or starts a process, as this one did."""
+        return RemoteWorker(self.name, self._connect, self._block_size)
+
     def open(self, layout: KVLayout) -> None:
         self._layout = layout
         self.link = self._connect()

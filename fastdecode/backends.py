@@ -46,13 +46,15 @@ def make_backend(
         from fastdecode.cluster.ray.ray_backend import RayBackend
 
         pool: PoolBackend = RayBackend(ray_job)
-        listener = join_listener(config.pool_listen or f"{ray_job.host}:0", config.block_size, ray_job.security)
+        address = config.pool_listen or f"{ray_job.host}:0"
+        listener = join_listener(address, config.block_size, ray_job.security, config.silence_seconds)
     else:
         pool = _make_pool(config, cores)
         if config.pool_listen:
             from fastdecode.cluster.links.tcp import listen_for_joins
 
-            listener = listen_for_joins(config.pool_listen, config.block_size, config.key_file, config.security)
+            guard = config.key_file, config.security, config.silence_seconds
+            listener = listen_for_joins(config.pool_listen, config.block_size, *guard)
     if listener:
         logger.info("R-workers may join at %s", listener.address)
         if (config.pool_listen or "").endswith(":0"):
@@ -60,6 +62,8 @@ def make_backend(
         if prefill_workers:
             listener.invite_prefill_worker = prefill_workers.invite
         pool.accept_joins(listener)
+    if config.wait_for_r_workers and config.tensor_parallel_size == 1:
+        pool.take_back()
     return pool
 
 
@@ -190,10 +194,11 @@ def tuning() -> Tuning:
 
 def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
     spec = config.r_worker_spec
+    guard = config.key_file, config.security, config.silence_seconds
     if spec.kind == "tcp":
         from fastdecode.cluster.links.tcp import TcpBackend
 
-        return TcpBackend(spec.addresses, config.block_size, config.key_file, config.security)
+        return TcpBackend(spec.addresses, config.block_size, *guard)
 
     if spec.kind == "join":
         from fastdecode.cluster.links.tcp import JoiningBackend
@@ -216,7 +221,7 @@ def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
     if spec.kind == "spawn":
         from fastdecode.cluster.links.spawn import SpawnBackend
 
-        return SpawnBackend(sizes, config.block_size, config.key_file, config.security)
+        return SpawnBackend(sizes, config.block_size, *guard)
 
     from fastdecode.cluster.pool import InprocBackend
     from fastdecode.cluster.wire.handshake import read_security

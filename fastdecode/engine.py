@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import time
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -14,13 +16,18 @@ from fastdecode.api.request import make_request
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.text import PromptType, read_prompt
 from fastdecode.build import build
-from fastdecode.core.errors import RequestError, WorkerLostError
+from fastdecode.core.errors import NoRWorkerError, RequestError, WorkerLostError, interrupts_deferred
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.cycle import Cycle
 from fastdecode.live import Sampled
 from fastdecode.scheduler import Scheduler
+
+LOOK_SECONDS = 0.05
+"""Between two looks for an R-worker, while there is none."""
+
+logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -29,12 +36,13 @@ class LLMEngine:
     ``add_request`` and ``abort_request`` between calls of ``step``, which advances every running request by one
     token. ``cycle`` runs the steps in ``world``; ``membership``, and where there are some ``prefills`` and
     ``speculation``, are its companions. ``r_workers``: all that have ever been there, by index; ``in_flight``: requests
-    that have not ended.
+    that have not ended. ``trouble``: why no step is taken though there are requests, "" where nothing is wrong.
     """
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
         """Load the model and open the R-workers: ``backend``, or those that ``config`` names."""
         self._ids = itertools.count()
+        self.trouble, self._deadline = "", 0.0
         self._closed = False
         self._cleanup = contextlib.ExitStack()
         try:
@@ -103,7 +111,7 @@ class LLMEngine:
             self._requests.abort(self.cycle, request_id)
         if self.prefills:
             self.prefills.cancel_unwanted(self.scheduler)
-        self.cycle.settle()
+        self._attempt(self.cycle.settle, waits=False)
 
     def has_unfinished_requests(self) -> bool:
         """True while any request waits or runs."""
@@ -113,16 +121,16 @@ class LLMEngine:
         """One token for every running request, plus prompt chunks; outputs of the requests that grew."""
         if not self.has_unfinished_requests():
             return []
-        self.cycle.turn()
+        self._attempt(self.cycle.turn)
         return self._requests.take_outputs()
 
     def look_around(self) -> None:
         """For an engine that has nothing to do: count workers in that have come, and out that are gone.
 
-        WorkerLostError when none is left.
+        WorkerLostError when none is left, and none has come in time.
         """
         if not self.has_unfinished_requests():
-            self.cycle.look_around()
+            self._attempt(self.cycle.look_around)
 
     def drain_r_worker(self, index: int) -> None:
         """Let R-worker ``index`` of ``r_workers`` go once its sequences have moved to others, which takes some steps.
@@ -153,12 +161,34 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         """Forget every retained prefix, for instance when weights were changed; running requests go on."""
         self.scheduler.store.prefixes.reset()
-        self.cycle.settle()
+        self._attempt(self.cycle.settle, waits=False)
 
     def close(self) -> None:
         """Free the R-workers, write the trace and give this thread its cores back; may be called twice."""
         self._closed = True
         self._cleanup.close()
+
+    def _attempt(self, work: Callable[[], object], waits: bool = True) -> None:
+        """Do ``work`` unless no R-worker is there; then it ``waits`` a moment. Too long without one is an error."""
+        try:
+            if not self.trouble or (waits and self._has_come()):
+                work()
+        except NoRWorkerError as error:
+            seconds = self.config.wait_for_r_workers
+            self.trouble, self._deadline = str(error), time.monotonic() + seconds
+            logger.warning("%s: waiting for one, %g s at most", error, seconds)
+
+    def _has_come(self) -> bool:
+        """Whether an R-worker is there again, which is counted in before the loss of the others is."""
+        with interrupts_deferred():
+            if self.membership.admit(self.cycle):
+                self.trouble = ""
+                self.cycle.tell()
+                return True
+        if time.monotonic() > self._deadline:
+            raise WorkerLostError(f"{self.trouble}; none came within {self.config.wait_for_r_workers:g} s")
+        time.sleep(LOOK_SECONDS)
+        return False
 
     def _write_trace(self, path: str) -> None:
         if self.world.tracer:

@@ -3,19 +3,23 @@ have had."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import model_zoo, r_workers
-from helpers.elastic import NAME, Job, make_llm
+from helpers.elastic import GREEDY, NAME, Job, make_llm
 from helpers.engine_checks import assert_nothing_held
+from helpers.servers import MODEL, RunningServer, serving, total
 
 from fastdecode.cluster.newcomers import MOST_ADDRESSES, Attempts
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, WorkerLostError
 from fastdecode.engine import LLMEngine
 from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
 
@@ -36,6 +40,11 @@ def key(tmp_path: Path) -> str:
     path.write_text("k" * 64)
     path.chmod(0o600)
     return str(path)
+
+
+def elsewhere(address: str) -> dict[str, Any]:
+    """The settings of an engine with an R-worker that listens at ``address``, and no way to join."""
+    return {"r_workers": address, "pool_listen": None, "kv_cache_memory": None, "r_threads": None}
 
 
 def pool_address(engine: LLMEngine) -> str:
@@ -96,13 +105,12 @@ def test_an_idle_engine_sees_them_come_and_go(folder: Path) -> None:
         Job(engine).finish()
 
 
-def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path) -> None:
     """Less silence than the limit is survived; after more its sequences go on elsewhere, and it comes back as another.
 
     The limit is far above what a loaded machine delays a signal or a heartbeat by.
     """
-    monkeypatch.setattr("fastdecode.cluster.links.zeromq.SILENCE_SECONDS", 6.0)
-    with make_llm(folder) as llm:
+    with make_llm(folder, silence_seconds=6.0) as llm:
         engine = llm.engine
         lost: list[int] = []
         engine.on_step = lambda record: lost.append(record.lost_workers)
@@ -122,6 +130,74 @@ def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path, monke
             assert engine.scheduler.snapshot().present == [0, 2]
             process.kill()
             assert "the S-worker is gone" in process.communicate()[1]
+
+
+@pytest.mark.parametrize("kind", ["listening", "spawned"])
+def test_the_last_one_is_waited_for(folder: Path, kind: str) -> None:
+    """One that stood still is taken again, one that was started here is started again; requests go on."""
+    with contextlib.ExitStack() as stack:
+        process, address = stack.enter_context(r_workers.listening()) if kind == "listening" else (None, "")
+        place = elsewhere(address) if process else {"r_workers": "spawn:1", "pool_listen": None}
+        llm = stack.enter_context(make_llm(folder, wait_for_r_workers=600, **place))
+        engine = llm.engine
+        job = Job(engine)
+        for _ in range(3):
+            job.step()
+        pid = process.pid if process else r_workers.spawned_pids(llm)[0]
+        os.kill(pid, signal.SIGSTOP)
+        while not engine.trouble:
+            job.step()
+        assert "no other R-worker is left" in engine.trouble
+        with contextlib.suppress(ProcessLookupError):  # what was started here is killed once it is lost
+            os.kill(pid, signal.SIGCONT)
+        while engine.trouble:
+            job.step()
+        job.finish()
+        assert engine.membership.num_lost == engine.membership.num_joined >= 1
+        assert_nothing_held(engine)
+
+
+def test_the_last_one_is_not_waited_for_for_ever(folder: Path) -> None:
+    with (
+        r_workers.listening() as (process, address),
+        make_llm(folder, wait_for_r_workers=0.5, **elsewhere(address)) as llm,
+    ):
+        engine = llm.engine
+        llm.generate([{"prompt_token_ids": list(range(1, 100))}], GREEDY, use_tqdm=False)  # its prefix is kept
+        process.kill()
+        while not engine.trouble:
+            engine.look_around()
+        engine.add_request("a", [1, 2, 3], GREEDY)
+        engine.abort_request("a")
+        engine.reset_prefix_cache()
+        assert engine.scheduler.snapshot().present == [0], "its loss is dealt with once another can take its place"
+        with pytest.raises(WorkerLostError, match=r"no other R-worker is left; none came within 0\.5 s"):
+            while True:
+                engine.look_around()
+
+
+def test_an_idle_server_waits_for_its_last_one(tmp_path: Path) -> None:
+    """Its health says why; with another process at the address it answers again. Loss and return are counted."""
+
+    def until(server: RunningServer, wanted: int) -> str:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (found := server.request("/health"))[0] != wanted and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert found[0] == wanted
+        return str(found[1])
+
+    with r_workers.listening() as (process, address):
+        flags = ("--r-workers", address, "--max-model-len", "256", "--served-model-name", MODEL)
+        flags += ("--wait-for-r-workers", "600")
+        with serving(tmp_path, *flags, is_bare=True) as server:
+            process.kill()
+            assert "no other R-worker is left" in until(server, 503)
+            with r_workers.listening(listen=f"tcp://{address}"):
+                until(server, 200)
+                body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
+                assert server.request("/v1/completions", body)[0] == 200
+                counts = [total(server, f"fastdecode:r_workers_{name}_total") for name in ("joined", "left", "lost")]
+                assert counts == [1, 0, 1]
 
 
 def test_one_that_joins_takes_the_place_of_one_long_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ def test_two_of_three_may_go_and_work_goes_on(folder: Path) -> None:
 
 
 def test_losing_the_last_one_is_one_clear_error(folder: Path) -> None:
-    with make_llm(folder, r_workers="spawn:1") as llm:
+    with make_llm(folder, r_workers="spawn:1", wait_for_r_workers=0) as llm:
         llm.engine.add_request("a", [1, 2, 3], GREEDY)
         llm.engine.step()
         os.kill(r_workers.spawned_pids(llm)[0], signal.SIGKILL)

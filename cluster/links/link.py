@@ -14,7 +14,8 @@ from fastdecode.cluster.wire.payload import PayloadSlots, aligned_memory
 from fastdecode.core.errors import FrameError
 
 SILENCE_SECONDS = 1.5
-"""An R-worker that gives no sign of life for so long is lost; one whose process ends is noticed at once."""
+"""An R-worker that gives no sign of life for so long is lost, unless told otherwise (`--silence-seconds`); one whose
+process ends is noticed at once."""
 
 TICK_SECONDS = 0.2
 """How long a wait lasts before an R-worker, or a rank, looks at signals and its connection again."""

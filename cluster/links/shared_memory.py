@@ -44,7 +44,9 @@ def make_memory() -> int:
 class SharedMemoryLink(Link):
     """``Link`` over a control socket and shared memory; within a step no layer goes through the socket."""
 
-    def __init__(self, control: socket.socket, descriptor: int, is_s_worker: bool) -> None:
+    def __init__(
+        self, control: socket.socket, descriptor: int, is_s_worker: bool, silence_seconds: float = SILENCE_SECONDS
+    ) -> None:
         """``control``: one end of a socket pair; ``descriptor``: of ``make_memory``. The link closes both."""
         self._stream = StreamChannel(control)
         super().__init__(self._stream)
@@ -53,7 +55,7 @@ class SharedMemoryLink(Link):
         rings = [Ring(head[start : start + Ring.NUM_BYTES]) for start in (0, HEAD_BYTES // 2)]
         self._outbox, self._inbox = rings if is_s_worker else reversed(rings)
         beats = head[-8:].view(np.uint64)
-        self._monitor = HeartbeatMonitor(beats) if is_s_worker else None
+        self._monitor = HeartbeatMonitor(beats, silence_seconds) if is_s_worker else None
         self._heartbeat = None if is_s_worker else Heartbeat(beats)
 
     def place(self, slots: PayloadSlots) -> None:
@@ -187,13 +189,13 @@ class Heartbeat:
 class HeartbeatMonitor:
     """The other end's view of a :class:`Heartbeat`."""
 
-    def __init__(self, word: np.ndarray) -> None:
-        self._word = word
+    def __init__(self, word: np.ndarray, silence_seconds: float = SILENCE_SECONDS) -> None:
+        self._word, self._most_seconds = word, silence_seconds
         self._last = 0
         self._silent_seconds = self._looked = 0.0
 
     def check(self, waited_seconds: float) -> None:
-        """To be called after a wait in vain: SilenceError once such waits add up to SILENCE_SECONDS without a beat.
+        """To be called after a wait in vain: SilenceError once such waits add up to ``silence_seconds`` without a beat.
 
         Only time spent waiting, and spinning before, counts: a process that was itself suspended sees the other's beats
         before it judges.
@@ -204,8 +206,8 @@ class HeartbeatMonitor:
             self._last, self._silent_seconds = beats, 0.0
             return
         self._silent_seconds += min(self._looked - before, waited_seconds + SPIN_SECONDS)
-        if self._silent_seconds >= SILENCE_SECONDS:
-            raise SilenceError(f"its process has stood still for {SILENCE_SECONDS} s")
+        if self._silent_seconds >= self._most_seconds:
+            raise SilenceError(f"its process has stood still for {self._most_seconds:g} s")
 
 
 def _map(descriptor: int, num_bytes: int, start: int) -> np.ndarray:

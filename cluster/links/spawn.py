@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from fastdecode.cluster.links.link import SILENCE_SECONDS
 from fastdecode.cluster.links.shared_memory import SharedMemoryLink, SilenceError, make_memory
 from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.pool_workers import PoolWorker
 from fastdecode.cluster.r_worker.host import Host, RWorkerSize
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.remote import RemoteWorker
@@ -35,25 +37,31 @@ class SpawnBackend(PoolBackend):
         block_size: int,
         key_file: str | None = None,
         security: str | None = None,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        """``key_file`` and ``security`` (see ``TcpBackend``): of their KV ports, where the layout asks for some."""
+        """``key_file`` and ``security`` (see ``TcpBackend``): of their KV ports, where the layout asks for some.
+        ``silence_seconds``: after which one is lost, and killed."""
         flags = _security_flags(key_file, security)
         super().__init__(
             [
-                RemoteWorker(name, partial(_SpawnedLink, size, flags), block_size)
+                RemoteWorker(name, partial(_SpawnedLink, size, flags, silence_seconds), block_size)
                 for name, size in ((f"spawn-{index}", size) for index, size in enumerate(sizes))
             ]
         )
+
+    def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
+        """Another process, where none is left."""
+        return gone.anew if isinstance(gone, RemoteWorker) and is_last else None
 
 
 class _SpawnedLink(SharedMemoryLink):
     """The link to a ``process`` that it starts and ends."""
 
-    def __init__(self, size: RWorkerSize, flags: Sequence[str] = ()) -> None:
+    def __init__(self, size: RWorkerSize, flags: Sequence[str], silence_seconds: float) -> None:
         """``flags``: further ones of its command line."""
         mine, theirs = socket.socketpair()
         memory = make_memory()
-        super().__init__(mine, memory, is_s_worker=True)
+        super().__init__(mine, memory, is_s_worker=True, silence_seconds=silence_seconds)
         with theirs:
             self.process = subprocess.Popen(
                 [*_command(size, theirs.fileno(), memory), *flags],

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from fastdecode.api.settings import split_address
 from fastdecode.cluster.joining import Joiner, JoinListener
-from fastdecode.cluster.links.link import TICK_SECONDS, Link
+from fastdecode.cluster.links.link import SILENCE_SECONDS, TICK_SECONDS, Link
 from fastdecode.cluster.links.zeromq import MOST_LOGGED, PeerChannel, ZmqListener, open_channel
 from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.pool_workers import PoolWorker
 from fastdecode.cluster.r_worker.host import Host
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.r_worker.vitals import Vitals
@@ -34,14 +35,24 @@ class TcpBackend(PoolBackend):
     """``AttentionBackend`` over R-workers that listen at ``addresses`` ("host:port").
 
     ``key_file``: the secret of both sides; without it connections are neither authenticated nor encrypted.
-    ``security``: "encrypt" (also None) or "authenticate", which leaves the data clear.
+    ``security``: "encrypt" (also None) or "authenticate", which leaves the data clear. ``silence_seconds``: after which
+    an R-worker is lost; one that listens again later is taken again.
     """
 
     def __init__(
-        self, addresses: Sequence[str], block_size: int, key_file: str | None = None, security: str | None = None
+        self,
+        addresses: Sequence[str],
+        block_size: int,
+        key_file: str | None = None,
+        security: str | None = None,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        both = read_security(key_file, security)
-        super().__init__([RemoteWorker(each, partial(connect, each, both), block_size) for each in addresses])
+        link = partial(connect, security=read_security(key_file, security), silence_seconds=silence_seconds)
+        super().__init__([RemoteWorker(each, partial(link, each), block_size) for each in addresses])
+        self._addresses = frozenset(addresses)
+
+    def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
+        return gone.anew if isinstance(gone, RemoteWorker) and gone.name in self._addresses else None
 
 
 class JoiningBackend(PoolBackend):
@@ -71,27 +82,34 @@ class JoiningBackend(PoolBackend):
 
 
 def listen_for_joins(
-    address: str, block_size: int, key_file: str | None = None, security: str | None = None
+    address: str,
+    block_size: int,
+    key_file: str | None = None,
+    security: str | None = None,
+    silence_seconds: float = SILENCE_SECONDS,
 ) -> JoinListener:
     """Listen at ``address`` ("host:port") for R-workers that join a pool; ConfigError where that is impossible.
 
     Messages to this listener are encrypted wherever there is a key; ``security`` is for the links to the R-workers.
     """
-    return join_listener(address, block_size, read_security(key_file, security))
+    return join_listener(address, block_size, read_security(key_file, security), silence_seconds)
 
 
-def join_listener(address: str, block_size: int, both: Security) -> JoinListener:
-    """Listen as ``listener`` does, with a key that may be in no file."""
+def join_listener(
+    address: str, block_size: int, both: Security, silence_seconds: float = SILENCE_SECONDS
+) -> JoinListener:
+    """Listen as ``listen_for_joins`` does, with a key that may be in no file."""
     host, port = split_address("pool_listen", address, least_port=0)
     try:
         listener = ZmqListener("127.0.0.1" if host == "localhost" else host, port, both.secret, role=S_WORKER)
     except OSError as error:
         raise ConfigError(f"pool_listen: {error.strerror}") from None
-    return JoinListener(listener, lambda r_worker: connect(r_worker, both), block_size)
+    link = partial(connect, security=both, silence_seconds=silence_seconds)
+    return JoinListener(listener, link, block_size)
 
 
-def connect(address: str, security: Security) -> Link:
-    return Link(open_channel(address, security, partial(_diagnose, address)))
+def connect(address: str, security: Security, silence_seconds: float = SILENCE_SECONDS) -> Link:
+    return Link(open_channel(address, security, partial(_diagnose, address), silence_seconds))
 
 
 def _diagnose(address: str) -> str:

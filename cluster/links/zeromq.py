@@ -142,11 +142,13 @@ class ZmqChannel(_Socket):
     ``diagnose`` is called while no handshake succeeds, and returns the reason, or "" where it knows none.
     """
 
-    def __init__(self, address: str, secret: bytes | None, role: str = S_WORKER) -> None:
-        """``role``: this side's."""
+    def __init__(
+        self, address: str, secret: bytes | None, role: str = S_WORKER, silence_seconds: float = SILENCE_SECONDS
+    ) -> None:
+        """``role``: this side's. The connection ends where nothing is heard for ``silence_seconds``."""
         super().__init__(zmq.DEALER, SocketLimits(received=0))
         self.socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
-        self.socket.heartbeat_timeout = int(SILENCE_SECONDS * 1000)
+        self.socket.heartbeat_timeout = int(silence_seconds * 1000)
         self.socket.heartbeat_ttl = int(PATIENCE_SECONDS * 1000)
         self.diagnose: Callable[[], str] = lambda: ""
         self._next_diagnosis = time.monotonic() + HANDSHAKE_SECONDS
@@ -213,12 +215,17 @@ class ZmqChannel(_Socket):
             )
 
 
-def open_channel(address: str, security: Security, diagnose: Callable[[], str] | None = None) -> ZmqChannel:
+def open_channel(
+    address: str,
+    security: Security,
+    diagnose: Callable[[], str] | None = None,
+    silence_seconds: float = SILENCE_SECONDS,
+) -> ZmqChannel:
     """A channel to the port at ``address`` ("host:port") whose other end has proven that it holds the key, if any.
 
-    BackendError where the two sides do not share a key. ``diagnose``: see ``ZmqChannel``.
+    BackendError where the two sides do not share a key. ``diagnose``, ``silence_seconds``: see ``ZmqChannel``.
     """
-    channel = ZmqChannel(address, security.curve_secret)
+    channel = ZmqChannel(address, security.curve_secret, silence_seconds=silence_seconds)
     channel.diagnose = diagnose or channel.diagnose
     try:
         if security.proof_key is not None:

@@ -28,6 +28,7 @@ from fastdecode.core.machine import total_memory_bytes, usable_cores
 from fastdecode.core.types import ISAS, PREFILL_METHODS, SPLIT_TOKENS
 from fastdecode.drafting.speculative_config import SpeculativeConfig
 
+MOST_SECONDS = 86400
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 """The byte-level model that ships with the package."""
 
@@ -174,6 +175,13 @@ class EngineConfig:
         None, "with --key-file, alike on both sides: authenticate is faster, and whatever listens on the network can "
         "read all", WORKERS, choices=SECURITY_LEVELS, unset="encrypt",
     )  # fmt: skip
+    silence_seconds: float = setting(
+        1.5, "an R-worker that gives no sign of life for so long is lost", WORKERS, metavar="SECONDS"
+    )
+    wait_for_r_workers: float = setting(
+        30.0, "once the last R-worker is lost, how long to wait until it, or another, comes; 0: not at all", WORKERS,
+        metavar="SECONDS",
+    )  # fmt: skip
     uniform_arithmetic: str = setting(
         "auto", "instruction set in which all R-workers attend, so that results depend on none of them", WORKERS,
         choices=("auto", *ISAS), unset="auto: each in its fastest",
@@ -187,6 +195,9 @@ class EngineConfig:
             raise ConfigError("device: 'cuda' needs a GPU, and this machine has no driver for one; use 'auto' or 'cpu'")
         if self.tbt_target is not None and not self.tbt_target > 0:
             raise ConfigError(f"tbt_target must be above 0 seconds, not {self.tbt_target!r}")
+        for name, least in (("silence_seconds", 0.2), ("wait_for_r_workers", 0.0)):
+            if not least <= getattr(self, name) <= MOST_SECONDS:
+                raise ConfigError(f"{name} must be {least:g} to {MOST_SECONDS} seconds, not {getattr(self, name)!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -49,6 +49,10 @@ class WorkerLostError(BackendError):
     """An R-worker is gone, with everything it held; the others go on."""
 
 
+class NoRWorkerError(WorkerLostError):
+    """The last R-worker is gone, and others, or itself, may come."""
+
+
 class RankLostError(FastDecodeError):
     """A rank of tensor parallelism is gone, and the job with it."""
 

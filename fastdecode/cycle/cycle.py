@@ -168,7 +168,11 @@ class Cycle(Generic[T]):
 
     def _end(self, step: ScheduledStep, computed: T) -> None:
         """Commit the step everywhere at once, and hand out what it made."""
-        report = self.world.end_step()
+        try:
+            report = self.world.end_step()
+        except BaseException:
+            self.scheduler.abandon(step)
+            raise
         accepted = self.requests.accepted(step, computed)
         self.scheduler.commit(step, accepted)
         spoilt = self._hear(report)
@@ -224,12 +228,18 @@ class Membership(Companion):
     def before(self, cycle: Cycle) -> None:
         """Count newcomers in, move, and let drained R-workers go."""
         now, workers = cycle.world.now(), cycle.scheduler.store.workers
-        for index, newcomer in cycle.world.admit(workers.vacant).items():
-            self._join(cycle.scheduler, index, newcomer)
+        self.admit(cycle)
         if len(workers) > 1:
             self._move_until(cycle, now + (now - self._updated))
         self.let_go(cycle)
         self._updated = cycle.world.now()
+
+    def admit(self, cycle: Cycle) -> bool:
+        """Count newcomers in; False where there are none."""
+        newcomers = cycle.world.admit(cycle.scheduler.store.workers.vacant)
+        for index, newcomer in newcomers.items():
+            self._join(cycle.scheduler, index, newcomer)
+        return bool(newcomers)
 
     def heard(self, cycle: Cycle, report: StepReport) -> None:
         """R-workers that ask to leave are drained."""

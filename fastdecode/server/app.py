@@ -131,8 +131,10 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get(HEALTH)
     async def health() -> Response:
-        """200 while requests are accepted; 503 once the engine is dead or the server ends."""
+        """200 while requests are served; 503 once the engine is dead, the server ends, or no R-worker is there."""
         service.check_alive()
+        if trouble := service.observer.state.trouble:
+            raise ApiError(503, trouble, "server_error")
         return json_response({})
 
 

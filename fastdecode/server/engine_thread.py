@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
-from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.core.errors import ConfigError, RequestError, WorkerLostError
 from fastdecode.engine import LLMEngine
 from fastdecode.server.exchanges import EngineDeadError, Exchange
 from fastdecode.server.observer import EngineWatch
@@ -109,7 +109,7 @@ class EngineThread:
             while self._read_inbox(self._engine):
                 self._step(self._engine)
         except BaseException as error:
-            logger.exception("the engine has failed")
+            logger.error("the engine has failed: %s", error, exc_info=not isinstance(error, WorkerLostError))
             self.error = error
         finally:
             self._engine.close()

@@ -50,6 +50,7 @@ class EngineState:
     r_workers_joined: int = 0
     r_workers_left: int = 0
     r_workers_lost: int = 0
+    trouble: str = ""
 
 
 class TimedStep(NamedTuple):
@@ -126,6 +127,7 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
         now, known.num_running, known.num_waiting, used / total if total else 0.0,
         counted.preemptions, counted.prefix_hit_tokens, tuple(r_workers), counted.drafts,
         known.num_copies, members.num_joined, members.num_left, members.num_lost,
+        engine.trouble,
     )  # fmt: skip
 
 
