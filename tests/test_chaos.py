@@ -40,6 +40,7 @@ def test_events_can_befall_their_rounds() -> None:
     assert set(seen) >= {*KINDS, "kill", "kill two", "kill rank", "kill prefill", "drain", "terminate", "join", "reset"}
 
 
+@pytest.mark.slow
 def test_what_a_round_leaves_behind_is_found(tmp_path: Path) -> None:
     """A process whose parent is dead, memory without a name, shared memory and a file; and nothing where nothing is."""
     code = f"""

@@ -58,6 +58,7 @@ def expected(name: str = NAME) -> list[list[int]]:
     return [list(tokens) for tokens in model_zoo.reference(name).tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
 def test_every_architecture_matches_generate(name: str, folder: Any) -> None:
     """All chains of one to four workers, in random parts; for some, also all of them gathering all."""

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 NUMBER = re.compile(r"-?\d+\.\d{3}\b")
 
 
+@pytest.mark.slow
 def test_the_tour_shows_what_its_example_prints() -> None:
     """Line by line; numbers of three decimals may differ by the order in which another processor adds."""
     done = subprocess.run(
