@@ -65,7 +65,7 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q --no-compile $(CONSTRAINTS) \
 	  -e '.[gguf,mpi,otel,plot,ray,serve,structured,test]'
-	$(BIN)/python -c 'import fastdecode.build, fastdecode.cli.serve'
+	PYTHONSAFEPATH=1 $(BIN)/python -c 'import fastdecode.build, fastdecode.cli.serve'
 	touch $@
 
 # `$(call build,FOLDER,FLAGS)` compiles only where the content differs: a hash of sources, flags, tools and CPU, since
