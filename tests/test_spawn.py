@@ -42,22 +42,40 @@ PREFILL_WORKERS = """
     from fastdecode.cluster.wire.handshake import Security
 
     def start():
-        pool = spawned_workers(2, {{"model": "demo", "device": "cpu"}}, 1, [0], None, Security())
-        print(*(client.process_id for client in pool.clients), flush=True)
+        pool = spawned_workers(1, {{"device": "cpu"}}, 1, [0], None, Security())
+        pool.clients[0].open(b"")  # it listens
+        print(pool.clients[0].process_id, flush=True)
         time.sleep(1000)
 
     threading.Thread(target=start).start()
 """
 
+WATCHING = """
+    import subprocess, sys, threading, time
+    from fastdecode.core.parent import parent_flags
+
+    def start():
+        code = "import time, fastdecode.core.parent as p; p.die_with(PARENT); print(1, flush=True); time.sleep(1000)"
+        code = code.replace("PARENT", parent_flags()[1])
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        child.stdout.readline()
+        print(child.pid, flush=True)
+
+    threading.Thread(target=start).start()
+    time.sleep(1000)
+"""
+
 
 @pytest.mark.parametrize(
-    ("code", "how"), [(HOLD, "idle"), (HOLD, "busy"), (PREFILL_WORKERS, "starting")], ids=["idle", "busy", "thread"]
+    ("code", "how"),
+    [(HOLD, "idle"), (HOLD, "busy"), (PREFILL_WORKERS, "idle"), (WATCHING, "PARENT")],
+    ids=["idle", "busy", "thread", "watching"],
 )
 def test_kill_9_of_the_parent_leaves_no_child_and_no_segment(code: str, how: str) -> None:
     """Whichever thread had started it."""
     process = subprocess.Popen(script(code.format(how=repr(how))), stdout=subprocess.PIPE, text=True)
     children = [int(pid) for pid in process.stdout.readline().split()] if process.stdout else []
-    assert len(children) == 2 and all(alive(pid) for pid in children)
+    assert children and all(alive(pid) for pid in children)
     segments = segments_of([process.pid, *children])
     process.kill()
     process.communicate()
