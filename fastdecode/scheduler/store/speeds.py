@@ -169,6 +169,9 @@ class Speeds:
         compared = seen & (seconds >= LEAST_SECONDS) & (tokens > 0)
         if not compared.any():
             return
+        if np.count_nonzero(compared) == 1:  # beside itself it is as ever
+            self._new, self._ways = np.zeros_like(self._new), np.zeros_like(self._ways)
+            return
         ratios = np.ones(len(seen))
         now, usual = step[:, compared], self._usual.sums[:, compared]
         ratios[compared] = (now[0] / now[1]) / (usual[0] / usual[1])
