@@ -63,7 +63,7 @@ def test_what_the_system_does_not_give_is_one_clear_line() -> None:
     """In a process that may take 64 MiB more: memory for a cache, and for the stacks of threads."""
     run = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, check=True)
     assert "no memory for a KV cache of 1,073,741,824 bytes; give less --kv-cache-memory" in run.stdout
-    assert "an R-worker's threads do not start (Resource temporarily unavailable), 1 of them: ask" in run.stdout
+    assert "an R-worker's threads do not start (Resource temporarily unavailable), 99 of them: ask" in run.stdout
 
 
 SHORT_OF_MEMORY = """
@@ -76,10 +76,9 @@ layout = KVLayout((LayerLayout(2, 1, 8, 8, 1.0),), "float32", "float32")
 make_rworker(layout, 16, RWorkerSize(1 << 20, 1)).close()
 most = psutil.Process().memory_info().vms + (64 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
-kept = []
-for size in (RWorkerSize(1 << 30, 1), *[RWorkerSize(1 << 12, 1)] * 99):
+for size in (RWorkerSize(1 << 30, 1), RWorkerSize(1 << 12, 99)):
     try:
-        kept.append(make_rworker(layout, 16, size))
+        make_rworker(layout, 16, size)
     except CapacityError as error:
         print(error)
 """

@@ -46,7 +46,8 @@ void Job::wait() const {
     while (!finished()) wait_while(finished_, 0);
 }
 
-ThreadPool::ThreadPool(int num_threads, std::vector<int> cores) {
+// Delegating makes the pool complete before its first thread: where a later one does not start, those before it are joined.
+ThreadPool::ThreadPool(int num_threads, std::vector<int> cores) : ThreadPool() {
     threads_.reserve(num_threads);
     threads_.emplace_back([this] { lead(); });
     for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { help(i); });
@@ -60,7 +61,7 @@ ThreadPool::~ThreadPool() {
     }
     num_submitted_.fetch_add(1, std::memory_order_release);
     num_submitted_.notify_all();
-    threads_[0].join();
+    if (!threads_.empty()) threads_[0].join();
     stopping_.store(true, std::memory_order_release);
     call_.fetch_add(1, std::memory_order_release);
     call_.notify_all();

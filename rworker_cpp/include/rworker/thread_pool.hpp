@@ -41,7 +41,7 @@ class Job {
 
 class ThreadPool {
   public:
-    /// Thread i is pinned to cores[i % cores.size()]; no cores: not pinned.
+    /// Thread i is pinned to cores[i % cores.size()]; no cores: not pinned. Throws std::system_error where one cannot start.
     ThreadPool(int num_threads, std::vector<int> cores);
     ~ThreadPool();  // finishes what was submitted
     ThreadPool(const ThreadPool&) = delete;
@@ -54,6 +54,7 @@ class ThreadPool {
     void run_here(Job& job);
 
   private:
+    ThreadPool() = default;  // no thread yet
     void lead();
     void lead(Job& job);
     void help(int thread);
