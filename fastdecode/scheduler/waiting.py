@@ -103,7 +103,7 @@ class Lifecycle:
 
     def end(self, sequence: Sequence, keep: bool) -> None:
         """``sequence``, which holds a cache, has ended; its full blocks are retained if ``keep``."""
-        self._store.forget_unused(sequence)
+        self._store.residents.forget_unused(sequence)
         self._store.leave(sequence, keep)
         self._queue.release_followers(sequence)
 

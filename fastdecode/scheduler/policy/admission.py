@@ -148,6 +148,6 @@ class ChunkCutter:
     def cut(self, sequence: Sequence) -> None:
         """Put the next tokens of ``sequence``'s prompt into the step, as many as go."""
         if count := self.rows_for(sequence.num_prefill - sequence.num_cached):
-            chunk = self._store.next_rows(sequence, count)
+            chunk = self._store.residents.next_rows(sequence, count)
             self.chunks.append(chunk)
             self._budget -= len(chunk.token_ids)

@@ -69,7 +69,7 @@ class Decodes:
         rows = table.rows
         if limits is None:
             return rows
-        limits = limits - self._store.prompt_loads()
+        limits = limits - self._store.residents.prompt_loads(len(limits))
         for worker in np.flatnonzero(table.kv_loads(len(limits)) > limits):
             loads = table.loads_on(int(worker), rows)
             here, loads = rows[loads > 0], loads[loads > 0]

@@ -1,9 +1,16 @@
-"""The sequences that hold a cache: who computes a prompt, who decodes, and who holds the S-worker's scratch."""
+"""The sequences that hold a cache: who computes a prompt and what comes next of it, who decodes, who has scratch."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from fastdecode.core.step import Chunk
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.table import SequenceTable
+
+MOST_PARTIAL_RESULTS = 2048
+"""Rows of a prompt's chunk times the ranges that it attends in. Of every row and head a range answers with float32
+numbers, some 17 kB with 32 heads of 128, and an R-worker takes at most 256 MiB of them for a layer."""
 
 
 class Residents:
@@ -44,6 +51,38 @@ class Residents:
         """The sequences of which R-worker ``worker`` has something, oldest first."""
         return sorted(self.table.on(worker), key=lambda sequence: sequence.sequence_id)
 
+    def prompt_loads(self, num_workers: int) -> np.ndarray:
+        """KV tokens that each R-worker will attend for the prompts that attend there: int64 [num_workers]."""
+        loads = np.zeros(num_workers, np.int64)
+        for prompt in self.prompts.values():
+            for each in prompt.segments if prompt.attends_in_prompt else ():
+                loads[each.home] += min(self.table.segment_tokens, prompt.num_prefill - each.start)
+        return loads
+
+    def next_rows(self, sequence: Sequence, most: int) -> Chunk:
+        """The next tokens of ``sequence``'s prompt, at most ``most`` and none beyond its tail, attended by the homes of
+        its segments."""
+        tail, start, closed = sequence.tail, sequence.num_cached, []
+        count = min(most, self.table.segment_tokens - tail.num_tokens)
+        if sequence.num_closed and sequence.attends_in_prompt:
+            count = min(count, max(1, MOST_PARTIAL_RESULTS // (1 + sequence.num_closed)))
+            closed = sequence.closed
+        last = start + count == sequence.num_prefill
+        return Chunk(
+            sequence.sequence_id,
+            tail.home,
+            start,
+            sequence.tokens(start, count),
+            attends=sequence.attends_in_prompt,
+            samples=last and sequence.num_prefill == sequence.num_tokens,
+            last_of_prompt=last,
+            is_decode=False,
+            base=tail.start,
+            cache_id=tail.cache_id,
+            reads=tuple((each.home, each.cache_id, each.start) for each in closed),
+            copy=next(iter(tail.workers[1:]), -1),
+        )
+
     def enter(self, sequence: Sequence, may_use_scratch: bool) -> None:
         """``sequence`` begins its prompt, over the scratch where it may and that has room."""
         self.prompts[sequence.sequence_id] = sequence
@@ -71,6 +110,10 @@ class Residents:
             self.table.stop(sequence)
         self._give_up_scratch(sequence)
         self.prompts[sequence.sequence_id] = sequence
+
+    def forget_unused(self, sequence: Sequence) -> None:
+        """Tokens of ``sequence`` that are cached, but not its own: drafts accepted beyond its end."""
+        self.table.num_cached[sequence.row] = min(sequence.num_cached, sequence.num_tokens)
 
     def leave(self, sequence: Sequence) -> bool:
         """``sequence`` runs no more; True where its prompt was being computed."""

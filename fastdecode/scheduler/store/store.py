@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from fastdecode.core.remote_prefill import StoredAt
-from fastdecode.core.step import Chunk, MiniBatch
+from fastdecode.core.step import MiniBatch
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.copies import Holdings, TransfersUnderWay
@@ -16,10 +16,6 @@ from fastdecode.scheduler.store.prefix import Hit, PrefixCache
 from fastdecode.scheduler.store.residents import Residents
 from fastdecode.scheduler.store.table import SequenceTable
 from fastdecode.scheduler.store.workers import Workers
-
-MOST_PARTIAL_RESULTS = 2048
-"""Rows of a prompt's chunk times the ranges that it attends in. Of every row and head a range answers with float32
-numbers, some 17 kB with 32 heads of 128, and an R-worker takes at most 256 MiB of them for a layer."""
 
 
 class Store:
@@ -52,38 +48,6 @@ class Store:
     def make_room(self, worker: int, num_blocks: int) -> bool:
         """Have ``num_blocks`` blocks free on R-worker ``worker``; False where not even evicted prefixes leave them."""
         return self.workers[worker].free >= num_blocks or self.prefixes.make_room(worker, num_blocks)
-
-    def prompt_loads(self) -> np.ndarray:
-        """KV tokens that each R-worker will attend for the prompts that attend there: int64 [num_workers]."""
-        loads = np.zeros(len(self.workers), np.int64)
-        for prompt in self.residents.prompts.values():
-            for each in prompt.segments if prompt.attends_in_prompt else ():
-                loads[each.home] += min(self.table.segment_tokens, prompt.num_prefill - each.start)
-        return loads
-
-    def next_rows(self, sequence: Sequence, most: int) -> Chunk:
-        """The next tokens of ``sequence``'s prompt, at most ``most`` and none beyond its tail, attended by the homes of
-        its segments."""
-        tail, start, closed = sequence.tail, sequence.num_cached, []
-        count = min(most, self.table.segment_tokens - tail.num_tokens)
-        if sequence.num_closed and sequence.attends_in_prompt:
-            count = min(count, max(1, MOST_PARTIAL_RESULTS // (1 + sequence.num_closed)))
-            closed = sequence.closed
-        last = start + count == sequence.num_prefill
-        return Chunk(
-            sequence.sequence_id,
-            tail.home,
-            start,
-            sequence.tokens(start, count),
-            attends=sequence.attends_in_prompt,
-            samples=last and sequence.num_prefill == sequence.num_tokens,
-            last_of_prompt=last,
-            is_decode=False,
-            base=tail.start,
-            cache_id=tail.cache_id,
-            reads=tuple((each.home, each.cache_id, each.start) for each in closed),
-            copy=next(iter(tail.workers[1:]), -1),
-        )
 
     def begin(self, sequence: Sequence, segments: list[Segment], hit: Hit | None, second: int = -1) -> None:
         """``sequence`` begins its prompt in ``segments``, which have copies and blocks, ``hit``'s among them; with a
@@ -179,10 +143,6 @@ class Store:
         parent.tail.num_blocks -= has_partial * len(parent.siblings)
         self.residents.fork(parent)
         parent.siblings = ()
-
-    def forget_unused(self, sequence: Sequence) -> None:
-        """Tokens of ``sequence`` that are cached, but not its own: drafts accepted beyond its end."""
-        self.table.num_cached[sequence.row] = min(sequence.num_cached, sequence.num_tokens)
 
     def leave(self, sequence: Sequence, keep: bool) -> None:
         """``sequence`` gives up its cache; its full blocks are retained if ``keep`` and prefix caching say so."""
