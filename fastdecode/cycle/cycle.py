@@ -182,6 +182,8 @@ class Cycle(Generic[T]):
         self.settle()
         if step.num_tokens or step.arrived:
             self._record(step, report, num_output_tokens)
+        else:  # a step without rows waits for prefill workers: the next record counts whom it found lost
+            self._lost_between += report.lost
 
     def _hear(self, report: StepReport) -> list[int]:
         """Who is lost and who asks to go; returns the sequences that lost something."""
