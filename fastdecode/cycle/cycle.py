@@ -66,7 +66,7 @@ class Cycle(Generic[T]):
         self.scheduler, self.world, self.requests = scheduler, world, requests
         self.companions = tuple(companions)
         self.on_step = on_step
-        self._lost_between: tuple[int, ...] = ()
+        self._lost: tuple[int, ...] = ()  # since the last record: in steps without rows, which have none, and between
 
     def turn(self) -> ScheduledStep:
         """One step, with what comes before it and after it.
@@ -105,7 +105,6 @@ class Cycle(Generic[T]):
             except BaseException:
                 self.world.abandon_step()
                 raise
-            self._lost_between += report.lost
             self._hear(report)
         return report.lost
 
@@ -182,11 +181,10 @@ class Cycle(Generic[T]):
         self.settle()
         if step.num_tokens or step.arrived:
             self._record(step, report, num_output_tokens)
-        else:  # a step without rows waits for prefill workers: the next record counts whom it found lost
-            self._lost_between += report.lost
 
     def _hear(self, report: StepReport) -> list[int]:
         """Who is lost and who asks to go; returns the sequences that lost something."""
+        self._lost += report.lost
         spoilt = self.lose(report.lost)
         for companion in self.companions:
             companion.heard(self, report)
@@ -194,9 +192,8 @@ class Cycle(Generic[T]):
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
         """The scheduler learns from the step alone; the record has what companions took too."""
-        report = replace(report, lost=(*self._lost_between, *report.lost)) if self._lost_between else report
-        self._lost_between = ()
-        record = self.world.record(step, report, num_output_tokens)
+        record = self.world.record(step, replace(report, lost=self._lost), num_output_tokens)
+        self._lost = ()
         s_seconds = record.s_seconds - sum(each.s_seconds for each in self.companions)
         wait_seconds = record.wait_seconds - sum(each.wait_seconds for each in self.companions)
         self.scheduler.observe(step, s_seconds, wait_seconds, record.r_seconds)
