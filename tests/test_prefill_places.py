@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from helpers import model_zoo, prefill_workers, r_workers
 from helpers.engine_checks import assert_nothing_held
-from helpers.prefill_workers import Watched
+from helpers.prefill_workers import Watched, texts_that_grow
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.remote_prefill import RemotePrefill
@@ -44,9 +43,7 @@ def addresses(folder: Path) -> Iterator[str]:
 
 def batches() -> list[list[list[int]]]:
     """Texts, texts of which some go on from these, and others."""
-    rng = random.Random(0)
-    first = [[rng.randrange(500) for _ in range(length)] for length in LENGTHS]
-    longer = [[*text[: 32 * (len(text) // 50)], *range(100 + 10 * i)] for i, text in enumerate(first)]
+    first, longer = texts_that_grow(LENGTHS)
     return [first, longer, [text[::-1] for text in first]]
 
 

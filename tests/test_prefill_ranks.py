@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from helpers import model_zoo, prefill_workers, r_workers
 from helpers.engine_checks import assert_nothing_held
-from helpers.prefill_workers import Watched
+from helpers.prefill_workers import Watched, texts_that_grow
 from helpers.processes import children_of
 
 from fastdecode import LLM, SamplingParams
@@ -37,13 +36,6 @@ def addresses(folder: Path) -> Iterator[str]:
         yield found
 
 
-def batches() -> list[list[list[int]]]:
-    """Texts, and texts of which some go on from these."""
-    rng = random.Random(0)
-    first = [[rng.randrange(500) for _ in range(length)] for length in LENGTHS]
-    return [first, [[*text[: 32 * (len(text) // 50)], *range(100 + 10 * i)] for i, text in enumerate(first)]]
-
-
 def params_of(number: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 
@@ -52,7 +44,7 @@ def params_of(number: int) -> SamplingParams:
 def wanted(folder: Path) -> list[list[list[list[int]]]]:
     """Of one rank with one R-worker, without prefill workers."""
     with LLM(str(folder), r_workers="inproc:1", kv_shard_tokens=2048, **SETTINGS) as llm:
-        return [Watched(llm).run(texts, params_of) for texts in batches()]
+        return [Watched(llm).run(texts, params_of) for texts in texts_that_grow(LENGTHS)]
 
 
 @pytest.mark.slow
@@ -68,7 +60,7 @@ def test_tokens_are_those_of_one_rank(folder: Path, addresses: str, wanted: list
         ) as llm,
     ):  # fmt: skip
         there = Watched(llm, range(3))
-        assert [there.run(texts, params_of) for texts in batches()] == wanted
+        assert [there.run(texts, params_of) for texts in texts_that_grow(LENGTHS)] == wanted
         assert any(each.prefix for each in there.handed) and any(len(each.stores) > 2 for each in there.handed)
         assert len(there.computed) == len(there.handed)  # no way to an R-worker failed
         assert_nothing_held(llm.engine)
@@ -77,7 +69,7 @@ def test_tokens_are_those_of_one_rank(folder: Path, addresses: str, wanted: list
         for victim in (theirs[1], here[2], mortal.pid):
             there.handed.clear()
             kill = partial(os.kill, victim, signal.SIGKILL)
-            assert there.run(batches()[0], params_of, {3: under_way(there, kill)}) == wanted[0]
+            assert there.run(texts_that_grow(LENGTHS)[0], params_of, {3: under_way(there, kill)}) == wanted[0]
             assert_nothing_held(llm.engine)
         assert len(llm.engine.scheduler.snapshot().present) == 2
         assert len(llm.engine.scheduler.remote_prompts.policy.workers) == 2

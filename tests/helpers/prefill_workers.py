@@ -148,3 +148,10 @@ class AnyParts:
     def lost(self, worker: int) -> None:
         """See ``PrefillPolicy``."""
         self.workers.remove(worker)
+
+
+def texts_that_grow(lengths: Sequence[int]) -> list[list[list[int]]]:
+    """Texts of these lengths, and as many of which some go on from them."""
+    rng = random.Random(0)
+    first = [[rng.randrange(500) for _ in range(length)] for length in lengths]
+    return [first, [[*text[: 32 * (len(text) // 50)], *range(100 + 10 * i)] for i, text in enumerate(first)]]
