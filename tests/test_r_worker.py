@@ -34,7 +34,7 @@ from helpers.sessions import (
 
 from fastdecode.cli.main import main
 from fastdecode.cluster.links.tcp import TcpBackend
-from fastdecode.cluster.wire.frames import Kind
+from fastdecode.cluster.wire.frames import VERSION, Kind
 from fastdecode.cluster.wire.messages import Hello, encode_hello
 from fastdecode.cluster.wire.payload import encode_plan
 from fastdecode.core.errors import BackendError, ConfigError, WorkerLostError
@@ -307,7 +307,7 @@ BAD: dict[str, list[bytes]] = {
     "announces too much": frame(Kind.HELLO, HELLO, length0=2**62),
     "announces what it lacks": frame(Kind.HELLO, HELLO, length0=1 << 27),
     "another magic": frame(Kind.HELLO, HELLO, magic=b"XXXX"),
-    "another version": frame(Kind.HELLO, HELLO, version=9),
+    "another version": frame(Kind.HELLO, HELLO, version=VERSION + 1),
     "another kind": frame(77, HELLO),
     "another session": frame(Kind.HELLO, HELLO, epoch=3),
     "not JSON": frame(Kind.HELLO, b"\x80\x04pickle"),
