@@ -220,15 +220,15 @@ class ScheduledStep:
         """Cached tokens attended in this step, over all R-workers."""
         return sum(self.kv_loads)
 
-    @property
+    @cached_property
     def is_decode(self) -> bool:
         """True when no chunk holds prompt tokens, that is, every sequence adds new tokens to finished context."""
         return not any(len(mini_batch.prompts) for mini_batch in self.mini_batches)
 
-    @property
+    @cached_property
     def num_prompt_rows(self) -> int:
         """Rows of prompts."""
-        return sum(int(mini_batch.prompts["num_rows"].sum()) for mini_batch in self.mini_batches)
+        return 0 if self.is_decode else sum(int(each.prompts["num_rows"].sum()) for each in self.mini_batches)
 
     @property
     def only_decodes_attend(self) -> bool:

@@ -73,7 +73,7 @@ class MovePrices:
         hidden = max(0.0, busiest - wait_seconds)
         self._seen.add(float(r_seconds.sum()), float(work.sum()), hidden, 1.0, step_seconds)
         at_work = r_seconds[work > 0]
-        above_mean = busiest - float(at_work.mean()) if len(at_work) else 0.0
+        above_mean = busiest - float(at_work.sum() / len(at_work)) if len(at_work) else 0.0
         self._is_uneven = min(above_mean, wait_seconds) > UNEVEN * step_seconds
         self._credit = min(self._credit + SHARE * step_seconds, 0.0)
         self._pause = max(0, self._pause - 1)

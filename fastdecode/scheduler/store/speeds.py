@@ -28,8 +28,9 @@ class Observed:
     @cached_property
     def shows_speeds(self) -> bool:
         """True where the R-workers did little else than attend for decodes."""
-        few = self.step.num_prompt_rows <= MOST_PROMPT_ROWS * sum(self.step.kv_loads)
-        return self.step.only_decodes_attend and few
+        step = self.step
+        few = step.num_prompt_rows <= MOST_PROMPT_ROWS * sum(step.kv_loads)
+        return step.is_decode or (few and step.only_decodes_attend)
 
     @cached_property
     def decodes(self) -> bool:
@@ -61,7 +62,7 @@ class Decayed:
         if where is None:
             self.sums = self.kept * self.sums + values
         else:
-            self.sums[:, where] = self.kept * self.sums[:, where] + np.array(values, np.float64)[:, where]
+            self.sums = np.where(where, self.kept * self.sums + values, self.sums)
 
     def ratio(self, top: int, bottom: int, least: float = 1e-300) -> float:
         """Return one sum over another, or over ``least`` where that is more."""
@@ -117,19 +118,17 @@ class Speeds:
         within ``TOLERANCE``. An R-worker that was never seen at work counts in proportion to its bandwidth."""
         tokens, seconds = self._usual.sums
         seen = seconds >= LEAST_SECONDS
-        if not seen.any():
+        surprise = tokens[seen] / seconds[seen] / self.bandwidths[seen]
+        if not len(surprise) or surprise.max() <= TOLERANCE * surprise.min():
             return self.bandwidths
         speeds = np.where(seen, tokens / np.where(seen, seconds, 1.0), 0.0)
-        surprise = speeds[seen] / self.bandwidths[seen]
-        if surprise.max() <= TOLERANCE * surprise.min():
-            return self.bandwidths
         return np.where(seen, speeds, self.bandwidths * speeds.sum() / self.bandwidths[seen].sum())
 
     @property
     def relative_times(self) -> np.ndarray:
         """The time that attending takes each beside one of mean speed; float64 [num_workers]."""
         speeds = self.lasting
-        return float(speeds.mean()) / np.maximum(speeds, 1e-300)
+        return speeds.sum() / len(speeds) / np.maximum(speeds, 1e-300)
 
     def latest(self, present: Sequence[int]) -> np.ndarray:
         """For what costs nothing to take back: float64 [num_workers], in any one unit, none of them 0; as ``lasting``
@@ -147,8 +146,8 @@ class Speeds:
         seen &= seconds > 0
         self._note_changes(step, seen & (tokens > 0))
         self._usual.add(tokens, seconds, where=seen)
-        changed = (np.abs(self._ways) >= NUM_STEPS) & (self._new[1] >= LEAST_SECONDS)
-        if changed.any():
+        if np.abs(self._ways).max() >= NUM_STEPS:
+            changed = (np.abs(self._ways) >= NUM_STEPS) & (self._new[1] >= LEAST_SECONDS)
             self._usual.sums[:, changed] = self._new[:, changed]
             self._ways[changed] = 0
 
@@ -169,17 +168,17 @@ class Speeds:
         compared = seen & (seconds >= LEAST_SECONDS) & (tokens > 0)
         if not compared.any():
             return
-        if np.count_nonzero(compared) == 1:  # beside itself it is as ever
-            self._new, self._ways = np.zeros_like(self._new), np.zeros_like(self._ways)
+        speeds, usual = step[0, compared] / step[1, compared], tokens[compared] / seconds[compared]
+        ratios = speeds / usual
+        ratios /= _median(ratios)
+        if ratios.max() <= CHANGED and ratios.min() >= 1 / CHANGED:  # as usual, or alone: beside itself it is as ever
+            self._new[:], self._ways[:] = 0.0, 0
             return
-        ratios = np.ones(len(seen))
-        now, usual = step[:, compared], self._usual.sums[:, compared]
-        ratios[compared] = (now[0] / now[1]) / (usual[0] / usual[1])
-        ratios[compared] /= _median(ratios[compared])
-        way = (ratios > CHANGED).astype(np.int64) - (ratios < 1 / CHANGED)
-        goes_on = (way != 0) & (np.sign(self._ways) == way)
-        self._new = np.where(goes_on, self._new, 0.0) + np.where(way != 0, step, 0.0)
-        self._ways = np.where(goes_on, self._ways, 0) + way
+        way = np.zeros_like(self._ways)
+        way[compared] = (ratios > CHANGED).astype(np.int64) - (ratios < 1 / CHANGED)
+        goes_on = self._ways * way > 0
+        self._new = self._new * goes_on + step * (way != 0)
+        self._ways = self._ways * goes_on + way
 
 
 def _median(values: np.ndarray) -> float:
