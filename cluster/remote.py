@@ -34,7 +34,14 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_report, encode_plan, row_counts
-from fastdecode.core.errors import BackendError, CapacityError, FrameError, WorkerLostError, interrupts_deferred
+from fastdecode.core.errors import (
+    BackendError,
+    CapacityError,
+    ConfigError,
+    FrameError,
+    WorkerLostError,
+    interrupts_deferred,
+)
 from fastdecode.core.types import KvAddress, KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
 TICK_SECONDS = 0.05
@@ -79,7 +86,11 @@ class RemoteWorker(PoolWorker):
         self._send(Kind.HELLO, encode_hello(Hello(process_name(), layout, self._block_size)))
 
     def opened(self) -> RWorkerInfo:
-        welcome = decode_welcome(self._body(self._answer(Kind.WELCOME, OPEN_SECONDS), MAX_JSON_BYTES))
+        try:
+            answer = self._answer(Kind.WELCOME, OPEN_SECONDS)
+        except ValueError as refusal:  # of what the settings ask for; nothing else is under way yet
+            raise ConfigError(f"R-worker {self.name}: {refusal}") from refusal
+        welcome = decode_welcome(self._body(answer, MAX_JSON_BYTES))
         if welcome.fingerprint != fingerprint(self._layout, self._block_size):
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
         if bool(welcome.kv_address) != bool(self._layout.kv_port):

@@ -63,7 +63,7 @@ def test_what_the_system_does_not_give_is_one_clear_line() -> None:
     """In a process that may take 64 MiB more: memory for a cache, and for the stacks of threads."""
     run = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, check=True)
     assert "no memory for a KV cache of 1,073,741,824 bytes; give less --kv-cache-memory" in run.stdout
-    assert "an R-worker's threads do not start (Resource temporarily unavailable), 99 of them: ask" in run.stdout
+    assert "an R-worker's 99 thread(s) do not start (Resource temporarily unavailable): give fewer" in run.stdout
 
 
 SHORT_OF_MEMORY = """

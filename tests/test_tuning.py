@@ -208,5 +208,5 @@ def test_unlike_r_workers_are_named_and_can_be_made_alike(
         backend.close()
         assert "different arithmetic" not in caplog.text
         backend = TcpBackend([free, forced], 16)
-        with pytest.raises(ValueError, match=r"asks for avx2 arithmetic, and FASTDECODE_ISA is scalar here"):
+        with pytest.raises(ConfigError, match=rf"{forced}: .* asks for avx2 arithmetic, and FASTDECODE_ISA is scalar"):
             backend.open(replace(LAYOUT, isa="avx2"))

@@ -332,7 +332,7 @@ def test_the_whole_report() -> None:
     assert report["kv_load"] == {"peak_tokens": 300, "mean_tokens": 200.0, "limit_tokens": 512}
     lines = list(summary_lines(report))
     assert lines[-1] == "Throughput: 1.50 requests/s, 32.00 total tokens/s, 2.00 output tokens/s"
-    assert lines[0] == "Decode: 8.0 tokens/s over 2 steps, step p50 1000.00 ms, p99 1000.00 ms"
+    assert lines[0] == "Decode: 8.0 tokens/s over 2 steps without prompts, step p50 1000.00 ms, p99 1000.00 ms"
     assert lines[1].startswith(
         "Of decode time: S 50%, waiting for R 40%, host 10.0%   (R-worker busy 60%, transfer 5.0%"
     )

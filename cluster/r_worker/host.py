@@ -113,13 +113,12 @@ def check_isa(isa: str) -> None:
 
 
 def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rworker.RWorker:
-    """A cache of as many blocks as fit; CapacityError if not even one does, ValueError for an impossible layout.
-
-    BackendError, as ``check_isa``, for kernels that do not compute what they should.
+    """A cache of as many blocks as fit; CapacityError if not even one does, ValueError for an impossible layout,
+    ConfigError for an instruction set that is not to be had. BackendError, as ``check_isa``, for kernels that do not compute what they should.
     """
     tuned, forced = tuning(), forced_isa()
     if "auto" not in (forced, layout.isa) and forced != layout.isa:
-        raise ValueError(f"the S-worker asks for {layout.isa} arithmetic, and FASTDECODE_ISA is {forced} here")
+        raise ConfigError(f"the S-worker asks for {layout.isa} arithmetic, and FASTDECODE_ISA is {forced} here")
     if layout.isa != "auto" and not has_isa(layout.isa):
         known = ", ".join(_rworker.supported_isas())
         raise ConfigError(f"uniform_arithmetic: this R-worker's processor has {known}, and not {layout.isa}")
@@ -158,7 +157,7 @@ def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
         ) from None
     except RuntimeError as error:  # std::system_error of a thread that did not start
         raise CapacityError(
-            f"an R-worker's threads do not start ({error}), {size.num_threads} of them: ask for fewer, or R-workers"
+            f"an R-worker's {size.num_threads} thread(s) do not start ({error}): give fewer threads, or R-workers"
         ) from None
 
 

@@ -89,6 +89,9 @@ def parse_cores(name: str, spec: str | None) -> list[int] | None:
 SECURITY_LEVELS = ("encrypt", "authenticate")
 """What a key file is for: authenticated and encrypted connections, or authenticated ones that carry clear data."""
 
+MAX_HERE = 1024
+"""Workers of one kind on one machine; more is a slip of the finger."""
+
 
 @dataclass(frozen=True)
 class RWorkerSpec:
@@ -121,7 +124,7 @@ class PrefillWorkerSpec:
 def parse_prefill_workers(spec: str) -> PrefillWorkerSpec:
     """spawn:N, mpi:N or host:port,host:port; ConfigError for anything else, or an address twice."""
     if match := re.fullmatch(r"(spawn|mpi):([1-9]\d{0,3})", spec):
-        return PrefillWorkerSpec(match.group(1), int(match.group(2)))
+        return PrefillWorkerSpec(match.group(1), _count("prefill_workers", match))
     if not _ADDRESSES.fullmatch(spec) or re.match(r"(spawn|mpi):", spec):
         raise ConfigError(f"prefill_workers must be spawn:N, mpi:N or host:port,host:port, not {spec!r}")
     addresses = _split_addresses("prefill_workers", "a prefill worker", spec)
@@ -134,7 +137,7 @@ def parse_r_workers(spec: str) -> RWorkerSpec:
     if match := re.fullmatch(r"ray:([1-9]\d{0,5})(:strict-spread)?", spec):
         return RWorkerSpec("ray", int(match.group(1)), strict_spread=bool(match.group(2)))
     if match := re.fullmatch(r"(inproc|spawn|join):([1-9]\d{0,5})", spec):
-        return RWorkerSpec(match.group(1), int(match.group(2)))
+        return RWorkerSpec(match.group(1), _count("r_workers", match))
     if spec == "inproc":
         return RWorkerSpec("inproc", 1)
     if spec == "mpi":
@@ -145,6 +148,14 @@ def parse_r_workers(spec: str) -> RWorkerSpec:
         )
     addresses = _split_addresses("r_workers", "an R-worker", spec)
     return RWorkerSpec("tcp", len(addresses), addresses)
+
+
+def _count(name: str, match: re.Match[str]) -> int:
+    """The second group of ``match``; ConfigError for more than one machine can have, where the first says one machine."""
+    count = int(match.group(2))
+    if match.group(1) in ("inproc", "spawn") and count > MAX_HERE:
+        raise ConfigError(f"{name}: {match.group()} is more than {MAX_HERE}, the most on one machine")
+    return count
 
 
 _ADDRESSES = re.compile(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*")

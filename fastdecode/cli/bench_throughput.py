@@ -85,6 +85,8 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
     run, tracer = ThroughputRun(), None
     interrupted: BaseException | None = None
     try:
+        if args.measure_overlap and engine.num_mini_batches < 2:
+            raise ConfigError("measure_overlap: with one mini-batch nothing overlaps; give --num-mini-batches 2")
         model = engine.s_model
         items = make_workload(
             spec, model.vocab_size, model.max_model_len, model.tokenizer.encode if model.tokenizer else None

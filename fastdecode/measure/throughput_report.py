@@ -146,7 +146,7 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
     decode, parts = report["decode"], report.get("breakdown")
     if decode["steps"]:
         yield (
-            f"Decode: {decode['tokens_per_second']:.1f} tokens/s over {decode['steps']} steps, "
+            f"Decode: {decode['tokens_per_second']:.1f} tokens/s over {decode['steps']} steps without prompts, "
             f"step p50 {decode['step_seconds_p50'] * 1e3:.2f} ms, p99 {decode['step_seconds_p99'] * 1e3:.2f} ms"
         )
     if parts and parts["wall_seconds"]:

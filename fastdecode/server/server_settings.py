@@ -72,8 +72,13 @@ class ServerSettings:
 
     def check_certificate(self) -> None:
         """ConfigError where TLS is asked for and its files are not a key and a certificate that belong together."""
-        if self.ssl_certfile is None:
+        if self.ssl_certfile is None or self.ssl_keyfile is None:
             return
+        for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
+            try:
+                Path(path).read_bytes()
+            except OSError as error:
+                raise ConfigError(f"{name}: cannot read {path!r} ({error.strerror})") from None
 
         def refuse_password() -> str:
             raise ConfigError(f"ssl_keyfile: {self.ssl_keyfile!r} is locked by a password: give one that is not")
