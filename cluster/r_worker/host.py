@@ -114,7 +114,9 @@ def check_isa(isa: str) -> None:
 
 def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rworker.RWorker:
     """A cache of as many blocks as fit; CapacityError if not even one does, ValueError for an impossible layout,
-    ConfigError for an instruction set that is not to be had. BackendError, as ``check_isa``, for kernels that do not compute what they should.
+    ConfigError for an instruction set that is not to be had.
+
+    BackendError, as ``check_isa``, for kernels that do not compute what they should.
     """
     tuned, forced = tuning(), forced_isa()
     if "auto" not in (forced, layout.isa) and forced != layout.isa:

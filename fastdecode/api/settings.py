@@ -151,7 +151,7 @@ def parse_r_workers(spec: str) -> RWorkerSpec:
 
 
 def _count(name: str, match: re.Match[str]) -> int:
-    """The second group of ``match``; ConfigError for more than one machine can have, where the first says one machine."""
+    """The second group of ``match``; ConfigError for more than MAX_HERE where the first one says this machine."""
     count = int(match.group(2))
     if match.group(1) in ("inproc", "spawn") and count > MAX_HERE:
         raise ConfigError(f"{name}: {match.group()} is more than {MAX_HERE}, the most on one machine")
