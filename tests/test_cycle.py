@@ -47,3 +47,20 @@ def test_a_loss_between_steps_is_counted_with_the_next_step() -> None:
     run.step()
     run.step()
     assert [record.lost_workers for record in records] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("lost", [(0, 1), (1, 2), (2, 0)])
+def test_losses_in_steps_that_only_wait_for_prefill_workers_are_counted_once(lost: tuple[int, int]) -> None:
+    """Two steps without rows, which have no record, each find an R-worker gone, the prompt's own or another: the next
+    record counts both, and none after it."""
+    limits = replace(AMPLE, num_blocks=(200,) * 3, bandwidths=(1.0,) * 3)
+    run, records = Run("stall-free", limits, [Job([1] * 21, 3, [3])], prefills_seed=9), list[StepRecord]()
+    run.cycle.on_step = records.append
+    run.arrive_and_abort()
+    for worker in (None, *lost):
+        assert not run.step(loses=worker).num_tokens and len(run.scheduler.remote_prompts)
+    assert not records and run.scheduler.snapshot().present == [worker for worker in range(3) if worker not in lost]
+    run.step_number += 1
+    run.to_the_end()
+    assert [record.lost_workers for record in records] == [2] + [0] * (len(records) - 1)
+    assert len(run.members[0][0].output_token_ids) == 3
