@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -55,8 +55,8 @@ class Merge:
     ``merged``: MERGED [num_merged]; ``parts``: PART [num_parts], those of one MERGED record together, in token order.
     """
 
-    merged: np.ndarray = field(default_factory=lambda: np.zeros(0, MERGED))
-    parts: np.ndarray = field(default_factory=lambda: np.zeros(0, PART))
+    merged: np.ndarray
+    parts: np.ndarray
 
     def with_part_of(self, worker: int) -> np.ndarray:
         """Whether R-worker ``worker`` has a part in them: bool [num_merged]."""
@@ -71,12 +71,15 @@ class Merge:
         return Merge(merged, parts)
 
 
+NO_MERGE = Merge(np.zeros(0, MERGED), np.zeros(0, PART))
+
+
 @dataclass(frozen=True, eq=False)
 class MiniBatchRoutes:
     """Who gets which rows of one mini-batch: ``workers``, a Route per R-worker, and how partial results are merged."""
 
     workers: tuple[Route, ...]
-    merge: Merge = field(default_factory=Merge)
+    merge: Merge = NO_MERGE
 
 
 def plan_mini_batch(
@@ -89,7 +92,7 @@ def plan_mini_batch(
     bounds = np.searchsorted(chunks["worker"], np.arange(num_workers + 1))
     own = _own_spans(chunks)
     spans = _pieces(own, bounds)
-    in_ranges, merge = bool(chunks["base"].any()), Merge()
+    in_ranges, merge = bool(chunks["base"].any()), NO_MERGE
     routes = _own_routes(chunks, bounds, in_ranges)
     if in_ranges:
         merge, num_partials = _merge(chunks, reads, num_workers)
@@ -163,8 +166,9 @@ def _own_routes(chunks: np.ndarray, bounds: np.ndarray, in_ranges: bool) -> list
     ``in_ranges``: some chunk is the tail of a longer sequence.
     """
     counts, attends = chunks["num_rows"], chunks["attends"]
-    kv = pairwise(_totals(counts)[bounds].tolist())
-    q = list(pairwise(_totals(counts * attends)[bounds].tolist()))
+    q = kv = list(pairwise(_totals(counts)[bounds].tolist()))
+    if not attends.all():
+        q = list(pairwise(_totals(counts * attends)[bounds].tolist()))
     if not in_ranges:
         return [_own_route(*each) for each in zip(q, kv, strict=True)]
     num_outputs = np.diff(_totals(counts * (attends & (chunks["base"] == 0)))[bounds]).tolist()
