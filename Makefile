@@ -68,21 +68,20 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
 	PYTHONSAFEPATH=1 $(BIN)/python -c 'import fastdecode.build, fastdecode.cli.serve'
 	touch $@
 
-# `$(call build,FOLDER,FLAGS)` compiles only where the content differs: a hash of sources, flags, tools and CPU, since
-# the dates that CMake goes by change with every checkout. What compilers say is shown where they fail.
+# `$(call build,FOLDER,FLAGS,TARGET)` compiles only where the content differs: a hash of sources, flags, tools and CPU,
+# since the dates that CMake goes by change with every checkout. What compilers say is shown where they fail.
 CONTENT = $(shell { cat Makefile CMakeLists.txt $(sort $(SOURCES)); c++ --version; $(BIN)/cmake --version; \
   $(BIN)/python -m pybind11 --version; grep -m1 ^flags /proc/cpuinfo; } | sha256sum | cut -c 1-32)
 build = test "$$(cat $1/.content 2>/dev/null)" = "$(CONTENT)" || { mkdir -p $1 && { $(BIN)/cmake -S . -B $1 $2 && \
-  nice $(BIN)/cmake --build $1 -j$$(nproc); } > $1/build.log 2>&1 && echo $(CONTENT) > $1/.content || \
+  nice $(BIN)/cmake --build $1 --target $3 -j$$(nproc); } > $1/build.log 2>&1 && echo $(CONTENT) > $1/.content || \
   { cat $1/build.log; exit 1; }; }
 
 # AVX-512 in plain C++ (rworker_cpp/emulation): what this CPU cannot run by itself is tested so, and what it can is held
 # against it bit for bit.
 emulated: $(STAMP)
 	$(call build,out/emulated,-DFASTDECODE_EMULATION=ON -DFASTDECODE_KERNEL_OPTIMIZATION=-O1 \
-	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 -DFASTDECODE_BUILD_TESTS=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
-	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir))
-	out/emulated/rworker_cpp/rworker_tests
+	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir),_rworker)
 	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q tests/rworker
 
 # The kernels with every g++, clang and zig that is found, at -O2 and -O3: minutes for each.
@@ -99,7 +98,7 @@ sanitize-quick: THREAD_FLAVOR := -DFASTDECODE_SCALAR=ON
 sanitize sanitize-quick: $(STAMP)
 	for kind in "address,undefined $(ADDRESS_FLAVOR)" "thread $(THREAD_FLAVOR)"; do set -- $$kind; \
 	  { $(call build,out/$@/$$1,-DFASTDECODE_SANITIZE=$$1 -DFASTDECODE_BUILD_TESTS=ON \
-	    -DFASTDECODE_BUILD_BINDINGS=OFF $(FLAVOR) $$2); } && out/$@/$$1/rworker_cpp/rworker_tests || exit 1; done
+	    -DFASTDECODE_BUILD_BINDINGS=OFF $(FLAVOR) $$2,rworker_tests); } && out/$@/$$1/rworker_cpp/rworker_tests || exit 1; done
 
 # What R-workers and S-workers read from the wire, under libFuzzer; its inputs are kept in out/fuzz.
 FUZZ_RUNS ?= 1000000
