@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastdecode.api.config import MODEL, EngineConfig, flag_names
 from fastdecode.api.settings import PrefillWorkerSpec, RWorkerSpec, is_loopback, split_address
-from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.core.errors import CapacityError
 from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
-from fastdecode.core.types import SPLIT_TOKENS, KVLayout, RWorkerInfo
-from fastdecode.scheduler.policy.needs import fits_pool
+from fastdecode.core.types import KVLayout, RWorkerInfo
 
 if TYPE_CHECKING:
     from fastdecode.cluster.joining import JoinListener
@@ -262,18 +261,16 @@ def kv_cache_bytes(config: EngineConfig) -> int:
 def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
     """Every R-worker must hold one longest sequence, or all together its ranges; CapacityError says how much memory
     that takes. ConfigError where there is one R-worker for two copies."""
-    if config.kv_replicas > len(workers) and not config.pool_listen:
-        raise ConfigError("kv_replicas: two copies need two R-workers, and there is one: give more, or kv_replicas 1")
-    num_blocks, block_size = [worker.num_blocks for worker in workers], workers[0].block_size
-    if config.may_shard and (config.kv_shard_tokens or len(workers) > 1):
-        range_tokens = config.kv_shard_tokens or SPLIT_TOKENS
-        if fits_pool(max_model_len, range_tokens, num_blocks, block_size):
-            return
+    placing = config.placing
+    if not config.pool_listen:
+        placing.check_r_workers(len(workers))
+    if placing.fits_pool(max_model_len, [worker.num_blocks for worker in workers], workers[0].block_size):
+        return
     worker = min(workers, key=lambda worker: worker.num_blocks)
     tokens = worker.num_blocks * worker.block_size
     if tokens >= max_model_len:
         return
-    others = f", all {len(workers)} of them too little for its ranges" if len(workers) > 1 and config.may_shard else ""
+    others = f", all {len(workers)} of them too little for its ranges" if len(workers) > 1 and placing.may_cut else ""
     blocks = -(-max_model_len // worker.block_size)
     needed = blocks * worker.block_size * layout.kv_bytes_per_token
     raise CapacityError(

@@ -20,8 +20,6 @@ from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
-from fastdecode.scheduler.policy.needs import choose_range_tokens
-from fastdecode.scheduler.store.place import UNLIMITED
 from fastdecode.sworker import SModel, SWorker
 
 CPU_TILE_TOKENS = 64
@@ -59,6 +57,8 @@ def make_scheduler(
         room = min(worker.num_blocks for worker in r_workers) * config.block_size
         step_time = calibrated or profile_steps(s_worker, len(r_workers), min(budget, model.max_model_len, room))
         budget = budget_within(config.tbt_target, step_time, config.max_num_seqs, budget)
+    balanced = calibrated.balanced_kv_tokens_each(config.max_num_seqs) if calibrated else None
+    num_blocks = tuple(worker.num_blocks for worker in r_workers)
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
@@ -66,29 +66,19 @@ def make_scheduler(
         scratch_tokens=scratch_tokens,
         max_model_len=model.max_model_len,
         block_size=config.block_size,
-        num_blocks=tuple(worker.num_blocks for worker in r_workers),
+        num_blocks=num_blocks,
         bandwidths=_bandwidths(r_workers),
         kv_load_limit=config.kv_load_limit,
-        balanced_kv_tokens=calibrated.balanced_kv_tokens_each(config.max_num_seqs) if calibrated else None,
+        balanced_kv_tokens=balanced,
         idle_s_share=calibrated.idle_s_share(config.max_num_seqs) if calibrated else 1.0,
         micro_batch_interval=config.micro_batch_interval,
         prefix_caching=config.enable_prefix_caching,
-        kv_replicas=config.kv_replicas,
         hosts=tuple(worker.host for worker in r_workers),
         seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
+        placing=config.placing.chosen(model.max_model_len, num_blocks, config.block_size, balanced),
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
     )
-    limits = replace(limits, range_tokens=_range_tokens(config, limits))
     return Scheduler(schedule, limits, prefill_policy, _draft_policy(limits, calibrated))
-
-
-def _range_tokens(config: EngineConfig, limits: Limits) -> int:
-    """Tokens of the ranges of long sequences; more than any has where they lie on one R-worker each."""
-    if not config.may_shard:
-        return UNLIMITED
-    longest, balanced = limits.max_model_len, limits.balanced_kv_tokens
-    wanted = config.kv_shard_tokens
-    return wanted or choose_range_tokens(longest, limits.num_blocks, limits.block_size, balanced) or UNLIMITED
 
 
 def _draft_policy(limits: Limits, calibrated: StepModel | None) -> DraftPolicy | None:

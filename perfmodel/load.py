@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fastdecode.core.placing import Placing
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import SPLIT_TOKENS
 
@@ -56,15 +57,16 @@ def tail_partials(num_tokens: int) -> int:
     return bin(-(-num_tokens // SPLIT_TOKENS)).count("1")
 
 
-def mean_parts(num_rows: float, context: float, range_tokens: float) -> RangeParts:
+def mean_parts(num_rows: float, context: float, placing: Placing) -> RangeParts:
     """Return the reads and partial results of ``num_rows`` rows over ``context`` tokens each, with tails of any length.
 
-    A sequence is cut into ranges of ``range_tokens``, the last of which is its tail.
+    A sequence is cut into ranges as ``placing`` says, the last of which is its tail.
     """
-    if context < range_tokens:
+    length = placing.segment_tokens
+    if context < length:
         return NO_RANGES
-    closed = context // range_tokens
-    splits = range(1, int(range_tokens // SPLIT_TOKENS) + 1)
+    closed = context // length
+    splits = range(1, length // SPLIT_TOKENS + 1)
     tail = sum(tail_partials(each * SPLIT_TOKENS) for each in splits) / len(splits)
     return RangeParts(num_rows * closed, num_rows * (closed + tail))
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fastdecode.core.errors import ConfigError, PlanError
+from fastdecode.core.placing import WHOLE, Placing
 from fastdecode.core.types import SPLIT_TOKENS
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
@@ -34,11 +35,9 @@ class Planner:
 
     ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F, chosen when
     None. ``…_overhead_seconds``: the host's own time in a step, once, for each sequence (``row``), and for each
-    R-worker that is told of it. ``kv_bytes_per_token`` over all layers is only reported. ``range_tokens``: longer
-    sequences lie in ranges of so many tokens on several R-workers. ``kv_replicas``: R-workers, 1 or 2, that each
-    sequence is cached on. ``read_share``: part of a context that the mean layer reads, its window counted; ``r_part``
-    has the seconds of a cached token of that layer. ``num_r_workers``: of a pool that is there; as many as keep up with
-    the S-worker when None.
+    R-worker that is told of it. ``kv_bytes_per_token`` over all layers is only reported. ``read_share``: part of a
+    context that the mean layer reads, its window counted; ``r_part`` has the seconds of a cached token of that layer.
+    ``num_r_workers``: of a pool that is there; as many as keep up with the S-worker when None.
     """
 
     workload: Workload
@@ -56,8 +55,7 @@ class Planner:
     interval_steps: int | None = None
     kv_bytes_per_token: int | None = None
     num_ranks: int = 1
-    range_tokens: float = math.inf
-    kv_replicas: int = 1
+    placing: Placing = WHOLE
     read_share: float = 1.0
     num_r_workers: int | None = None
     storage: StorageCosts = NO_STORAGE_COSTS
@@ -86,10 +84,10 @@ class Planner:
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         interval = self._interval(in_flight)
         exact, for_memory = self.balanced_r_workers(mini_batch_size), self.memory_r_workers(in_flight)
-        needed = self.num_r_workers or max(_round_up(exact), self.kv_replicas)
+        needed = self.num_r_workers or max(_round_up(exact), self.placing.copies)
         if self.num_r_workers and for_memory > needed:
             raise PlanError(
-                f"{needed} R-worker(s) cannot hold {in_flight} sequences in flight ({self.kv_replicas} of each), "
+                f"{needed} R-worker(s) cannot hold {in_flight} sequences in flight ({self.placing.copies} of each), "
                 f"{for_memory} could: take a smaller mini-batch, or give more --kv-cache-memory"
             )
         chosen = self.candidate(mini_batch_size, max(needed, for_memory))
@@ -110,7 +108,7 @@ class Planner:
             ),
             tensor_parallel_size=self.num_ranks,
             total_r_workers=self.num_ranks * chosen.num_r_workers,
-            kv_replicas=self.kv_replicas,
+            kv_replicas=self.placing.copies,
             **vars(chosen),
         )
 
@@ -191,7 +189,7 @@ class Planner:
 
     def load(self, rows: float, sampled: float, kv_tokens: float, num_r_workers: float) -> Load:
         """Return the load of a step with so many rows, with what ranges and second copies add for mean sequences."""
-        parts = mean_parts(sampled, self.workload.mean_context, self.range_tokens)
+        parts = mean_parts(sampled, self.workload.mean_context, self.placing)
         return Load(rows, sampled, kv_tokens, *parts, self.copied_rows(rows, num_r_workers))
 
     def mean_step(self, in_flight: float, num_r_workers: float) -> tuple[float, float]:
@@ -213,11 +211,11 @@ class Planner:
     @property
     def _attended_context(self) -> float:
         """Half of all steps attend on second copies, and these read the prefix that home copies share."""
-        return self.workload.mean_context + (self.kv_replicas - 1) / 2 * self.workload.shared_prefix_len
+        return self.workload.mean_context + (self.placing.copies - 1) / 2 * self.workload.shared_prefix_len
 
     def copied_rows(self, rows: float, num_r_workers: float = math.inf) -> float:
         """Return the part of ``rows``, prompts' as well, that a second R-worker stores too, where there is one."""
-        return rows if self.kv_replicas > 1 and num_r_workers > 1 else 0.0
+        return rows if self.placing.twice and num_r_workers > 1 else 0.0
 
     def _balanced_sequence_seconds(self, mini_batch_size: int) -> float:
         workers = self.num_r_workers or max(self.balanced_r_workers(mini_batch_size), 1.0)
@@ -268,11 +266,11 @@ class Planner:
     def memory_r_workers(self, in_flight: int) -> int:
         """Equation 9 at the schedule's peak; every R-worker holds a shared prefix of its own. What second copies hold
         is theirs alone, a shared prefix too."""
-        shared, copies = self.workload.shared_prefix_len, self.kv_replicas - 1
+        shared, copies = self.workload.shared_prefix_len, self.placing.copies - 1
         peak_context = self._load_limit(in_flight) / in_flight
         held = peak_context - shared + copies * peak_context
         needed = _round_up(equations.memory_r_workers(in_flight, held, self.capacity_tokens - shared))
-        return max(needed, self.kv_replicas)
+        return max(needed, self.placing.copies)
 
     def _r_worker_bandwidth(self) -> float | None:
         if self.kv_bytes_per_token is None:

@@ -12,6 +12,7 @@ from helpers.scheduler_harness import AMPLE, Job, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastdecode.core.placing import Placing
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer, placement_costs
 
 pytestmark = pytest.mark.slow
@@ -120,7 +121,7 @@ def test_closed_ranges_attend_where_they_even_the_load(slowness: tuple[float, fl
     The oracle tries all numbers of ranges on the first R-worker, the tail on either.
     """
     limits = replace(
-        AMPLE, block_size=4, num_blocks=(999, 999), bandwidths=(1.0, 1.0), range_tokens=16, kv_replicas=2,
+        AMPLE, block_size=4, num_blocks=(999, 999), bandwidths=(1.0, 1.0), placing=Placing(16, 2),
         seconds_per_moved_token=1e-9,
     )  # fmt: skip
     run = Run("stall-free", limits, [Job([1] * 130, 60, [60])])

@@ -19,8 +19,9 @@ from helpers.scheduler_harness import AMPLE, Job, Run
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import RequestError
+from fastdecode.core.placing import Placing, choose_range_tokens, pool_holds
 from fastdecode.core.step import ScheduledStep
-from fastdecode.scheduler.policy.needs import choose_range_tokens, place_ranges, pool_holds
+from fastdecode.scheduler.policy.needs import place_ranges
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
@@ -235,7 +236,7 @@ def test_what_a_pool_holds_finds_its_places() -> None:
 def test_one_long_sequence_among_many_short_ones_lies_evenly(num_workers: int) -> None:
     """The busiest R-worker attends at most a tenth more than the mean one, in every step."""
     places = {"num_blocks": (1 << 16,) * num_workers, "bandwidths": (1.0,) * num_workers}
-    limits = replace(AMPLE, max_num_seqs=80, max_model_len=40_000, range_tokens=4096, scratch_tokens=0, **places)
+    limits = replace(AMPLE, max_num_seqs=80, max_model_len=40_000, placing=Placing(4096), scratch_tokens=0, **places)
     rng = np.random.default_rng(0)
     short = [Job([2] * int(rng.integers(100, 1500)), 99, [99]) for _ in range(64)]
     run = Run("sls", limits, [Job([1] * 32_768, 99, [99]), *short], recounts=False)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from helpers.scheduler_harness import AMPLE, Job, Run
 
+from fastdecode.core.placing import Placing
 from fastdecode.core.remote_prefill import PrefillPart, RemotePrefill
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import Verb
@@ -222,7 +223,7 @@ def places(prefill: RemotePrefill) -> list[tuple[int, int, int, int]]:
 
 
 def test_a_prompt_goes_to_both_copies() -> None:
-    scheduler = make((100, 100), kv_replicas=2)
+    scheduler = make((100, 100), placing=Placing(copies=2))
     sequence = Sequence(1, list(range(100)), 10)
     scheduler.add(sequence)
     planned = step(scheduler)
@@ -238,7 +239,7 @@ def test_a_prompt_goes_to_both_copies() -> None:
 
 def test_a_prompt_goes_to_each_of_its_ranges_and_after_a_prefix_to_those_left() -> None:
     """A closed range that was cached stores nothing, and serves its prefix."""
-    scheduler = make((100, 100, 100), range_tokens=32)
+    scheduler = make((100, 100, 100), placing=Placing(32))
     first = Sequence(1, list(range(100)), 10)
     scheduler.add(first)
     (prefill,) = step(scheduler).prefills
@@ -262,7 +263,7 @@ def test_a_prompt_goes_to_each_of_its_ranges_and_after_a_prefix_to_those_left() 
 
 def test_a_prompt_goes_on_with_the_r_worker_that_is_left() -> None:
     """Of two copies, in one segment or several, one is lost; that of a segment with one copy ends the job."""
-    scheduler = make((100, 100, 100), kv_replicas=2)
+    scheduler = make((100, 100, 100), placing=Placing(copies=2))
     sequence = Sequence(1, list(range(100)), 10)
     scheduler.add(sequence)
     (prefill,) = step(scheduler).prefills
@@ -280,7 +281,7 @@ def test_a_prompt_goes_on_with_the_r_worker_that_is_left() -> None:
 
 def test_a_prompt_in_ranges_begins_with_two_copies_of_each() -> None:
     """So the loss of any R-worker costs none of it."""
-    scheduler = make((100, 100, 100), kv_replicas=2, range_tokens=32)
+    scheduler = make((100, 100, 100), placing=Placing(32, 2))
     sequence = Sequence(1, list(range(100)), 10)
     scheduler.add(sequence)
     (prefill,) = step(scheduler).prefills
@@ -292,7 +293,7 @@ def test_a_prompt_in_ranges_begins_with_two_copies_of_each() -> None:
 
 
 def test_a_lost_r_worker_ends_the_jobs_that_store_there_alone() -> None:
-    scheduler = make((100, 100, 100), range_tokens=32)
+    scheduler = make((100, 100, 100), placing=Placing(32))
     sequence = Sequence(1, list(range(100)), 10)
     scheduler.add(sequence)
     (prefill,) = step(scheduler).prefills
@@ -306,7 +307,7 @@ def test_a_lost_r_worker_ends_the_jobs_that_store_there_alone() -> None:
 @pytest.mark.parametrize("num_missed", [1, 2])
 def test_a_copy_that_could_not_be_stored_is_given_up(num_missed: int) -> None:
     """Its R-worker stands, and is told; without any copy the prompt is computed again."""
-    scheduler = make((100, 100, 100), kv_replicas=2)
+    scheduler = make((100, 100, 100), placing=Placing(copies=2))
     sequence = Sequence(1, list(range(100)), 10)
     scheduler.add(sequence)
     (prefill,) = step(scheduler).prefills

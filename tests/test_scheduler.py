@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode.core.errors import RequestError
+from fastdecode.core.placing import UNLIMITED, Placing
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
 from fastdecode.core.types import CONTROL, SPAN, SpanMode, Verb
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler, Sequence
-from fastdecode.scheduler.store.place import UNLIMITED
 
 
 @st.composite
@@ -56,7 +56,7 @@ def runs(draw: st.DrawFn) -> Run:
         prefix_caching=draw(st.booleans()),
         seconds_per_moved_token=0.0,
         num_speculative_tokens=draw(st.sampled_from([0, 1, 3, 8])),
-        range_tokens=draw(range_lengths(schedule, block_size)),
+        placing=Placing(draw(range_lengths(schedule, block_size))),
     )
 
     slowness = draw(
@@ -138,9 +138,8 @@ def test_every_promise_with_two_copies(
     largest, limit = max(run.limits.num_blocks), run.limits.kv_load_limit
     limits = replace(
         run.limits,
-        kv_replicas=2,
         hosts=("a", "b", "a"),
-        range_tokens=run.limits.range_tokens if in_ranges else UNLIMITED,
+        placing=Placing(run.limits.placing.segment_tokens if in_ranges else UNLIMITED, 2),
         num_blocks=(largest, max(1, largest - 3), largest),
         bandwidths=(1.0, 2.0, 1.0),
         kv_load_limit=None if limit is None else 8 * limit,
@@ -171,9 +170,8 @@ def test_every_promise_of_prompts_that_prefill_workers_compute(
         run.limits,
         block_size=block_size,
         prefix_caching=True,
-        kv_replicas=copies,
         hosts=("a", "b", "a"),
-        range_tokens=UNLIMITED if reserves else min(UNLIMITED, blocks * block_size),
+        placing=Placing(UNLIMITED if reserves else min(UNLIMITED, blocks * block_size), copies),
         num_blocks=(largest, largest, largest),
         bandwidths=(1.0, 2.0, 1.0),
         kv_load_limit=None,
@@ -341,7 +339,7 @@ def test_a_prompt_that_attends_in_many_ranges_goes_in_shorter_pieces() -> None:
     """Each row has a partial result of each range, and R-workers take so many of them at once."""
     scheduler = scheduler_of(
         scratch_tokens=0,
-        range_tokens=512,
+        placing=Placing(512),
         num_blocks=(500, 500),
         bandwidths=(1.0, 1.0),
         max_num_batched_tokens=5000,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.scheduler_harness import AMPLE
 
+from fastdecode.core.placing import Placing
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
 from fastdecode.scheduler.policy.move_prices import MovePrices, TransferPrice
@@ -18,7 +19,7 @@ BLOCK, NUM_BLOCKS = 4, 10
 def with_two_copies() -> tuple[Scheduler, Sequence, int]:
     """A sequence of two full blocks, which decodes and is on two of three R-workers; and the third R-worker."""
     limits = replace(
-        AMPLE, block_size=BLOCK, num_blocks=(NUM_BLOCKS,) * 3, bandwidths=(1.0,) * 3, kv_replicas=2,
+        AMPLE, block_size=BLOCK, num_blocks=(NUM_BLOCKS,) * 3, bandwidths=(1.0,) * 3, placing=Placing(copies=2),
         max_model_len=BLOCK * NUM_BLOCKS,
     )  # fmt: skip
     scheduler, sequence = Scheduler(SCHEDULES["stall-free"], limits), Sequence(0, [1] * (2 * BLOCK), 5)

@@ -25,7 +25,8 @@ from fastdecode.api.settings import (
 )
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import total_memory_bytes, usable_cores
-from fastdecode.core.types import ISAS, PREFILL_METHODS, SPLIT_TOKENS
+from fastdecode.core.placing import AskedPlacing
+from fastdecode.core.types import ISAS, PREFILL_METHODS
 from fastdecode.drafting.speculative_config import SpeculativeConfig
 
 MOST_SECONDS = 86400
@@ -206,7 +207,7 @@ class EngineConfig:
         if self.profile is not None and not Path(self.profile).is_file():
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
         _ = self.speculative
-        self._check_ranges()
+        self.placing.check()
         self._check_r_workers()
         self._check_prefill_workers()
         self._check_memory()
@@ -225,22 +226,6 @@ class EngineConfig:
             )
         if self.profile is not None:
             raise ConfigError(f"profile is not for tensor_parallel_size {size}: leave one of them out")
-
-    def _check_ranges(self) -> None:
-        """Ranges are whole splits, and not for schedules that keep a sequence on one R-worker."""
-        if self.kv_shard_tokens is None:
-            return
-        if self.kv_shard_tokens not in range_lengths(self.kv_shard_tokens):
-            below, above = range_lengths(self.kv_shard_tokens)
-            raise ConfigError(
-                f"kv_shard_tokens must be {SPLIT_TOKENS} times a power of two, not {self.kv_shard_tokens}; nearest are "
-                f"{below} and {above}"
-            )
-        if not self.may_shard:
-            raise ConfigError(
-                f"kv_shard_tokens: schedule {self.schedule} stands for systems that keep the cache of the longest "
-                f"sequence in one piece, to compare with, and ranges are what they lack; leave one of them out"
-            )
 
     def _check_r_workers(self) -> None:
         """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
@@ -338,9 +323,9 @@ class EngineConfig:
         return SpeculativeConfig.of(self.speculative_config)
 
     @property
-    def may_shard(self) -> bool:
-        """True where a sequence may lie on several R-workers."""
-        return self.schedule not in ("request-level", "hybrid")
+    def placing(self) -> AskedPlacing:
+        """How sequences are to be placed."""
+        return AskedPlacing(self.kv_shard_tokens, self.kv_replicas, self.schedule)
 
     @property
     def prefill_worker_spec(self) -> PrefillWorkerSpec | None:
@@ -386,12 +371,6 @@ class EngineConfig:
     def separate_cores(self) -> bool:
         """True when S and R were given cores of their own, so that they can work at the same time."""
         return bool(self.s_core_list and self.r_core_list and not set(self.s_core_list) & set(self.r_core_list))
-
-
-def range_lengths(num_tokens: int) -> tuple[int, int]:
-    """The two range lengths nearest to ``num_tokens``: the longest that is not above it, if any, and the next."""
-    doublings = max(0, (num_tokens // SPLIT_TOKENS).bit_length() - 1)
-    return SPLIT_TOKENS << doublings, SPLIT_TOKENS << (doublings + 1)
 
 
 def flag_names(group: str) -> list[str]:

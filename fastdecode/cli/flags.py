@@ -16,9 +16,13 @@ from fastdecode.backends import prepare
 from fastdecode.cli.output import check_output_files
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import mend_binding, usable_cores
+from fastdecode.core.placing import AskedPlacing
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
 """Settings of the scheduler, in the engine and in the simulator."""
+
+PLACING = ("kv_shard_tokens", "kv_replicas")
+"""Settings of where the cache of a sequence lies, in the engine, in plans and in the simulator."""
 
 _SWITCHES = ("async_", "calculate_", "disable_", "enable_", "multi_step_", "ray_", "use_")
 """What the names of vLLM's flags without a value begin with."""
@@ -32,6 +36,16 @@ def add_flags(group: Any, kind: type, names: Iterable[str], **changes: dict[str,
     known = {each.name: each for each in fields(kind)}
     for name in names:
         _add_flag(group, known[name], changes.get(name, {}))
+
+
+def add_placing_flags(group: Any, unset: str) -> None:
+    """``--kv-shard-tokens`` and ``--kv-replicas``; ``unset``: how the length of ranges is chosen."""
+    add_flags(group, EngineConfig, PLACING, kv_shard_tokens={"unset": unset})
+
+
+def asked_placing(args: argparse.Namespace) -> AskedPlacing:
+    """What these flags ask for, with the schedule where there is one."""
+    return AskedPlacing(args.kv_shard_tokens, args.kv_replicas, getattr(args, "schedule", EngineConfig.schedule))
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:

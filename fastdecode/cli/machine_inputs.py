@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import parse_bytes
+from fastdecode.cli.flags import asked_placing
 from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.deployment import check_alike
@@ -174,7 +175,7 @@ def _planner(
         interval_steps=args.interval_steps,
         kv_bytes_per_token=kv_bytes,
         num_ranks=args.tensor_parallel_size,
-        kv_replicas=args.kv_replicas,
+        placing=asked_placing(args).uncut,
         read_share=share,
         num_r_workers=args.num_r_workers,
         storage=StorageCosts.of(shape, r_part),

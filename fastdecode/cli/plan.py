@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from fastdecode.api.config import EngineConfig
-from fastdecode.cli.flags import add_common_flags, add_flags
+from fastdecode.cli.flags import add_common_flags, add_placing_flags
 from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, write_json
 from fastdecode.cli.plan_emit import FORMATS, emit
@@ -60,10 +59,7 @@ def _add_workload_flags(group: Any) -> None:
     size.add_argument(
         "--latency-limit", type=float, metavar="SECONDS", help="of a whole sequence: the largest B for it"
     )
-    add_flags(
-        group, EngineConfig, ("kv_shard_tokens", "kv_replicas"),
-        kv_shard_tokens={"unset": "auto: as the engine chooses"},
-    )  # fmt: skip
+    add_placing_flags(group, "auto: as the engine chooses")
     group.add_argument("--interval-steps", type=int, metavar="F", help="between micro-batches (a 32nd of the output)")
     add_pipeline_flags(group)
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags
+from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags, add_placing_flags
 from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.cli.simulate_events import add_event_flags, compared, event_lines, event_report
@@ -58,10 +58,8 @@ def add_command(commands: Any) -> None:
     add_prefill_flags(parser.add_argument_group("prefill workers"), automatic=False)
     add_speculation_flags(parser.add_argument_group("speculative decoding"))
     group = parser.add_argument_group("engine")
-    add_flags(
-        group, EngineConfig, (*SCHEDULE, "kv_shard_tokens", "kv_replicas"),
-        kv_shard_tokens={"unset": "auto: what takes an R-worker longer to read than S time, or does not fit one"},
-    )  # fmt: skip
+    add_flags(group, EngineConfig, SCHEDULE)
+    add_placing_flags(group, "auto: what takes an R-worker longer to read than S time, or does not fit one")
     add_pipeline_flags(group, automatic=True)
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="(the workload's longest)")
     group.add_argument(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.cli.flags import SCHEDULE
+from fastdecode.cli.flags import PLACING, SCHEDULE, asked_placing
 from fastdecode.cli.machine_flags import BARE_FLAGS
 from fastdecode.cli.machine_inputs import PlanInputs, named_shape, rank_group, read_inputs
 from fastdecode.cli.simulate_events import read_timeline
@@ -41,9 +41,7 @@ from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
-from fastdecode.scheduler.policy.needs import choose_range_tokens
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
-from fastdecode.scheduler.store.place import UNLIMITED
 
 CHOICES = (2, 3)
 """Numbers of mini-batches that ``auto`` compares."""
@@ -51,7 +49,7 @@ CHOICES = (2, 3)
 AGES = 16
 """At which steps of sequences that start together are looked at."""
 
-CHECKED = (*SCHEDULE, "num_mini_batches", "max_model_len", "kv_shard_tokens", "kv_replicas")
+CHECKED = (*SCHEDULE, *PLACING, "num_mini_batches", "max_model_len")
 """Flags that mean to the simulator what they mean to the engine."""
 
 OF_R_WORKERS = (
@@ -158,8 +156,7 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     for name in OF_R_WORKERS:
         if getattr(args, name) is not None and getattr(args, name) is not False:
             raise ConfigError(f"num_r_workers is 0, the GPU alone: {name} has no place there; leave it out")
-    if args.kv_replicas > 1:
-        raise ConfigError("num_r_workers is 0, the GPU alone: kv_replicas has no place there; leave it out")
+    asked_placing(args).check_r_workers(0)
     read_drafting(args, None)
     if args.model is None or args.gpu is None:
         raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
@@ -186,8 +183,8 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     inputs = read_inputs(plan_args)
     planner = inputs.planner
     workers = args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers
-    if args.kv_replicas > workers:
-        raise ConfigError("kv_replicas: two copies need two R-workers, and num_r_workers is 1: give more")
+    placing = asked_placing(args)
+    placing.check_r_workers(workers)
     model = planner.step_model(workers)
     capacity = planner.capacity_tokens
     blocks = UNBOUNDED_TOKENS if math.isinf(capacity) else int(capacity) // args.block_size
@@ -203,10 +200,9 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
         idle_s_share=model.idle_s_share(args.max_num_seqs),
         bandwidths=speeds or (1.0,) * workers,
         seconds_per_moved_token=per_moved,
-        kv_replicas=args.kv_replicas,
+        placing=placing.chosen(args.max_model_len or workload.longest, (blocks,) * workers, args.block_size, balanced),
         hosts=tuple(str(index // planner.r_workers_per_host) for index in range(workers)),
     )
-    limits = replace(limits, range_tokens=_range_tokens(args, limits))
     machine = SplitMachine(model, planner.read_share * planner.num_ranks * kv_bytes, speeds, per_moved)
     of_each = f" of each of {planner.num_ranks} ranks" if planner.num_ranks > 1 else ""
     title = f"{inputs.title}, {workers} R-worker(s){of_each}"
@@ -217,15 +213,6 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
         machine, limits, args.schedule, workload, rate, title, inputs.assumptions, prefill, num_prefill, drafting,
         read_timeline(args, workers),
     )  # fmt: skip
-
-
-def _range_tokens(args: argparse.Namespace, limits: Limits) -> int:
-    """As the engine chooses it with a profile."""
-    if not EngineConfig(schedule=args.schedule, kv_replicas=args.kv_replicas).may_shard:
-        return UNLIMITED
-    longest, balanced = limits.max_model_len, limits.balanced_kv_tokens
-    wanted: int | None = args.kv_shard_tokens
-    return wanted or choose_range_tokens(longest, limits.num_blocks, limits.block_size, balanced) or UNLIMITED
 
 
 def _speeds(text: str | None, num_r_workers: int) -> tuple[float, ...] | None:

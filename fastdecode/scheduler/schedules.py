@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from fastdecode.scheduler.store.place import UNLIMITED
+from fastdecode.core.placing import WHOLE, Placing
 
 
 class Prefill(Enum):
@@ -52,9 +52,8 @@ class Limits:
     R-worker of mean speed attends in the time of the S-part, where that is known beforehand; without a load limit it
     gives one. ``idle_s_share``: S-part seconds of a step with hardly any row over those of one with all seats taken.
     ``seconds_per_moved_token``: what a cached token takes from one R-worker to another, before any was moved; infinite
-    where nothing is to move for evenness. ``range_tokens``: longer sequences lie in ranges of so many tokens, a
-    multiple of the block size. ``kv_replicas``: R-workers on which each sequence is cached, 1 or 2. ``hosts``: the
-    machine of each R-worker, by any name that tells them apart; empty where that is not known."""
+    where nothing is to move for evenness. ``hosts``: the machine of each R-worker, by any name that tells them apart;
+    empty where that is not known."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -71,6 +70,5 @@ class Limits:
     idle_s_share: float = 1.0
     seconds_per_moved_token: float = math.inf
     num_speculative_tokens: int = 0
-    range_tokens: int = UNLIMITED
-    kv_replicas: int = 1
+    placing: Placing = WHOLE
     hosts: tuple[str, ...] = ()

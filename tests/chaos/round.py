@@ -22,7 +22,6 @@ from chaos.processes import Leftovers, Processes
 from chaos.reference import Answers, Reference, engine_config, params_of, prompt_of, take
 from fastdecode.core.errors import RequestError
 from fastdecode.engine import LLMEngine
-from fastdecode.scheduler.policy.needs import fits_pool
 
 MOST_STEPS = 4000
 AMPLE_TOKENS = 40_000
@@ -132,8 +131,8 @@ class Round:
             for sequence in found:
                 longest = len(sequence.prompt_token_ids) + sequence.max_tokens
                 fits = max(blocks) * config.block_size >= longest
-                if config.kv_shard_tokens and config.may_shard:
-                    fits |= fits_pool(longest, config.kv_shard_tokens, blocks, config.block_size)
+                if config.kv_shard_tokens:
+                    fits |= config.placing.fits_pool(longest, blocks, config.block_size)
                 self._hopeless[sequence.sequence_id] = not fits
             return found
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from fastdecode.cluster.wire.payload import encode_plan
 from fastdecode.core.errors import RequestError
+from fastdecode.core.placing import UNLIMITED, Placing
 from fastdecode.core.remote_prefill import PrefillPart, RemotePrefill
 from fastdecode.core.step import ScheduledStep
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler, Sequence
-from fastdecode.scheduler.store.place import UNLIMITED
 from helpers.drafting import AlwaysMost
 
 MOST_STEPS = 600
@@ -137,8 +137,10 @@ class GoldenRun:
             balanced_kv_tokens=rng.choice([None, None, 100]),
             seconds_per_moved_token=rng.choice([0.0, 0.001]),
             num_speculative_tokens=rng.choice([0, 0, 1, 4]),
-            range_tokens=rng.choice([2, 4, 8]) * block_size if mode in ("ranges", "both") else UNLIMITED,
-            kv_replicas=2 if mode in ("two copies", "both") else 1,
+            placing=Placing(
+                rng.choice([2, 4, 8]) * block_size if mode in ("ranges", "both") else UNLIMITED,
+                2 if mode in ("two copies", "both") else 1,
+            ),
             hosts=tuple(rng.choice("ab") for _ in num_blocks),
         )
 

@@ -137,7 +137,7 @@ class Run(Companion):
             self.arrive_and_abort()
             if self.alive:
                 lost = (losses or {}).get(self.step_number)
-                within = lost is not None and bool(self.limits.range_tokens % 3)
+                within = lost is not None and bool(self.limits.placing.segment_tokens % 3)
                 self.step(fails=self.step_number in fail_steps, loses=lost if within else None)
                 if lost is not None and not within:
                     self.lose(lost)
@@ -269,7 +269,7 @@ class Run(Companion):
     def _check_chunk(self, chunk: Chunk, drafts: list[int]) -> None:
         """Right tokens after the right tokens: whatever was forked, retained or recomputed."""
         member = self.alive[chunk.sequence_id]
-        range_tokens = self.limits.range_tokens
+        range_tokens = self.limits.placing.segment_tokens
         tokens = [*member.prompt_token_ids, *member.output_token_ids]
         end = chunk.context_len + len(chunk.token_ids)
         assert chunk.base <= chunk.context_len < end <= chunk.base + range_tokens
@@ -311,11 +311,11 @@ class Run(Companion):
         head, schedule = next(iter(self.scheduler.queue), None), SCHEDULES[self.schedule]
         if head is None or schedule.stabilizes_load or schedule.waves or self.limits.prefix_caching:
             return
-        if self.limits.kv_replicas > 1 or self.prefills_seed is not None:
+        if self.limits.placing.twice or self.prefills_seed is not None:
             return  # it waits for blocks on two R-workers, or goes to prefill workers another time
         if schedule.prefill is Prefill.FIRST and self.has_preempted:
             return  # its blocks came free after the prompts were looked at
-        if head.max_cached > self.limits.range_tokens or self.scheduler.snapshot().draining:
+        if head.max_cached > self.limits.placing.segment_tokens or self.scheduler.snapshot().draining:
             return  # its ranges need several places; it goes to an R-worker that drains only if it fits no other
         members, workers = 1 + len(head.siblings), self.scheduler.store.workers
         partial = head.num_tokens % self.limits.block_size
@@ -351,7 +351,7 @@ class Run(Companion):
             partial = next((each.target for each in self.scheduler.store.transfers if each.sequence is sequence), -1)
             held = [at for at, each in self.naive.held if each == sequence.sequence_id and at != partial]
             assert sequence.is_sharded or sorted(held) in (sorted(sequence.holders), [])
-            assert len(sequence.holders) <= self.limits.kv_replicas
+            assert len(sequence.holders) <= self.limits.placing.copies
 
     def check_decoding_blocks(self) -> None:
         """Of what decodes those that its tokens take, whatever was drafted, or, after a move, the next one too."""

@@ -13,6 +13,7 @@ from helpers.hardware import LIMITS, PlainMachine
 
 from fastdecode.core.errors import ConfigError, PlanError, WorkerLostError
 from fastdecode.core.metrics import StepRecord
+from fastdecode.core.placing import Placing
 from fastdecode.perfmodel.gpu_only import GpuStepTime
 from fastdecode.perfmodel.hardware import GPUS
 from fastdecode.perfmodel.load import Load
@@ -36,7 +37,7 @@ from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 
-TWO = replace(LIMITS, kv_replicas=2)
+TWO = replace(LIMITS, placing=Placing(copies=2))
 LOSE_ONE = '{"seconds": 1, "event": "lose", "r_worker": 1}'
 
 

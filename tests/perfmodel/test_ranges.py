@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fastdecode.cli.main import main
 from fastdecode.cluster.wire.payload import row_counts
 from fastdecode.core.metrics import StepRecord
+from fastdecode.core.placing import WHOLE, Placing
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.perfmodel.load import NO_RANGES, Load, RangeParts, mean_parts
 from fastdecode.perfmodel.model_shape import BUILT_IN
@@ -74,8 +75,8 @@ def test_a_step_with_ranges_by_hand() -> None:
 
 def test_the_mean_step_of_sequences_in_ranges() -> None:
     """A tail of one to four splits has 1, 1, 2 and 1 partial results."""
-    assert mean_parts(10, 2047, 2048) == NO_RANGES == mean_parts(10, 1e9, float("inf"))
-    assert mean_parts(10, 5000, 2048) == (20, 10 * (2 + 1.25))
+    assert mean_parts(10, 2047, Placing(2048)) == NO_RANGES == mean_parts(10, 1e9, WHOLE)
+    assert mean_parts(10, 5000, Placing(2048)) == (20, 10 * (2 + 1.25))
 
 
 def imbalance(steps: list[StepRecord], num_sequences: int) -> float:
@@ -90,7 +91,7 @@ def test_a_long_sequence_beside_short_ones_is_shared(num_r_workers: int) -> None
     limits = Limits(
         max_num_seqs=65, max_num_batched_tokens=8192, num_mini_batches=2, scratch_tokens=1 << 40, max_model_len=40000,
         block_size=32, num_blocks=(1 << 20,) * num_r_workers, bandwidths=(1.0,) * num_r_workers, prefix_caching=False,
-        range_tokens=4096,
+        placing=Placing(4096),
     )  # fmt: skip
     steps: list[StepRecord] = []
     simulator = Simulator(Scheduler(SCHEDULES["stall-free"], limits), SplitMachine(model(num_r_workers)), steps.append)

@@ -11,6 +11,7 @@ import pytest
 
 from fastdecode.cli.main import main
 from fastdecode.core.metrics import StepRecord
+from fastdecode.core.placing import Placing
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.planner import Planner
@@ -24,6 +25,7 @@ from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 SHAPE = BUILT_IN["llama-7b"]
 S_SECONDS, R_SECONDS, PCIE, LINK = 1e-3, 1e-7, 4e9, 1e9
 COSTS = StorageCosts.of(SHAPE, RPart(R_SECONDS))
+TWICE = Placing(copies=2)
 TRANSPORT = Transport(SHAPE.attending_row_bytes, (PCIE, LINK))
 S_PART = MeasuredSPart((1,), (S_SECONDS,), (0.0,))
 NAMES = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452", "--seq-len", "1024", "--mini-batch-size", "1024"]
@@ -57,18 +59,20 @@ def test_what_is_copied_by_hand() -> None:
 
 def test_two_copies_take_twice_the_memory() -> None:
     """1,081,344 tokens at the peak, 90,000 in each; what is read is read once."""
-    one, two = (planner(capacity_tokens=90_000.0, kv_replicas=number).plan(1024) for number in (1, 2))
+    one, two = (planner(capacity_tokens=90_000.0, placing=Placing(copies=number)).plan(1024) for number in (1, 2))
     assert (one.num_r_workers, two.num_r_workers, two.r_workers_set_by) == (13, 25, "memory")
     assert (one.kv_load_limit, one.kv_replicas, two.kv_replicas) == (two.kv_load_limit, 1, 2)
-    assert planner(kv_replicas=2).plan(2).num_r_workers == 2  # never fewer
+    assert planner(placing=TWICE).plan(2).num_r_workers == 2  # never fewer
     stored = 2 * APPENDED_TOKENS * R_SECONDS  # of each row, on one of them: beside 512 tokens that are read
-    exact = [planner(kv_replicas=number, transport=Transport()).balanced_r_workers(1024) for number in (1, 2)]
+    exact = [
+        planner(placing=Placing(copies=number), transport=Transport()).balanced_r_workers(1024) for number in (1, 2)
+    ]
     assert exact[1] / exact[0] == pytest.approx(1 + stored / 2 / (512 * R_SECONDS))
-    assert planner(kv_replicas=2).candidate(64, 1).step_seconds == planner().candidate(64, 1).step_seconds
+    assert planner(placing=TWICE).candidate(64, 1).step_seconds == planner().candidate(64, 1).step_seconds
     # 500 of 600 prompt tokens are shared, 100 come out. At the peak 512 sequences hold 200 tokens of their own, and
     # their second copies 700; each R-worker has room for 4,500 beside the prefix.
     shared = planner(
-        workload=Workload(700, 600, shared_prefix_len=500), interval_steps=100, capacity_tokens=5000.0, kv_replicas=2
+        workload=Workload(700, 600, shared_prefix_len=500), interval_steps=100, capacity_tokens=5000.0, placing=TWICE
     )
     assert shared.memory_r_workers(512) == -(-512 * (200 + 700) // 4500)
     assert shared.mean_step(512, 4)[1] == 512 * (150 + 250) + 2 * 4 * 500  # half of them read the prefix themselves
@@ -136,7 +140,7 @@ def test_simulated_copies_even_the_load(tmp_path: Path, capsys: pytest.CaptureFi
     assert transfers[1] > 1.2 * transfers[0]
     assert main(["simulate", *WHAT, *SIZES, "--kv-replicas", "2", "--kv-shard-tokens", "1024"]) == 0
     assert main(["simulate", *WHAT[:4], *SIZES, "--kv-replicas", "2", "--num-r-workers", "0"]) == 2
-    assert "the GPU alone: kv_replicas has no place there" in capsys.readouterr().err
+    assert "two copies need two R-workers, and there is none" in capsys.readouterr().err
 
 
 def limits(**more: Any) -> Limits:
@@ -144,7 +148,7 @@ def limits(**more: Any) -> Limits:
     figures: dict[str, Any] = {
         "max_num_seqs": 64, "max_num_batched_tokens": 2048, "num_mini_batches": 2, "scratch_tokens": 1 << 40,
         "max_model_len": 400, "block_size": 16, "num_blocks": (1 << 20,) * 4, "bandwidths": (1.0,) * 4,
-        "prefix_caching": False, "kv_replicas": 2,
+        "prefix_caching": False, "placing": TWICE,
     }  # fmt: skip
     return Limits(**figures | more)
 

@@ -14,6 +14,7 @@ from helpers.hardware import LIMITS, PlainMachine
 from fastdecode.cli.main import main
 from fastdecode.cli.variants.speculative_decoding import plan_speculation
 from fastdecode.core.metrics import StepRecord
+from fastdecode.core.placing import Placing
 from fastdecode.core.protocols import DraftPolicy
 from fastdecode.perfmodel.draft_times import DraftCost, Drafting, row_share
 from fastdecode.perfmodel.equations import tokens_per_verification
@@ -124,7 +125,7 @@ def test_fewer_r_workers_suffice() -> None:
 def test_drafts_over_ranges_and_copies_cost_what_these_cost() -> None:
     """Without a draft that is accepted a plan with drafts is the plan itself."""
     costs = StorageCosts.of(BUILT_IN["llama-7b"], RPart(1e-6))
-    each = replace(planner(1e-6), range_tokens=512, kv_replicas=2, storage=costs)
+    each = replace(planner(1e-6), placing=Placing(512, 2), storage=costs)
     plan = each.plan(64)
     found = plan_speculation(each, plan, Drafting(4, 0.0, DraftCost(), 0.04))
     assert found.num_draft_tokens == 0

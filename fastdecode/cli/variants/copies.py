@@ -80,7 +80,7 @@ class CopyVariant(Variant[ReplicaPlan]):
 
 
 def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
-    planner = replace(case.planner, kv_replicas=kv_replicas)
+    planner = replace(case.planner, placing=replace(case.planner.placing, copies=kv_replicas))
     plan = planner.plan(case.plan.mini_batch_size)
     return CopiesNeed(
         plan.num_r_workers, planner.memory_r_workers(plan.in_flight), plan.num_hosts, plan.output_tokens_per_second,
@@ -91,7 +91,7 @@ def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
 def _lost_sequences(case: PlanCase) -> float:
     """Sequences that have a range, or all they cache, on one R-worker."""
     in_flight, planner = case.plan.in_flight, case.planner
-    ranges = max(1, math.ceil(planner.workload.mean_context / planner.range_tokens))
+    ranges = max(1, math.ceil(planner.workload.mean_context / planner.placing.segment_tokens))
     return min(in_flight, in_flight * ranges / case.plan.num_r_workers)
 
 

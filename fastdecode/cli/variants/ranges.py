@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import PlanError
+from fastdecode.core.placing import UNLIMITED
 from fastdecode.perfmodel.planner import Planner
-from fastdecode.scheduler.policy.needs import choose_range_tokens
 
 UNBOUNDED_BLOCKS = 1 << 40
 """KV blocks of an R-worker where nothing says how many it has."""
@@ -44,24 +44,23 @@ class RangeVariant(Variant[RangePlan]):
         longest, block_size = math.ceil(planner.workload.seq_len), config.block_size
         blocks = UNBOUNDED_BLOCKS if math.isinf(capacity) else int(capacity) // block_size
         balanced = planner.step_model(count).balanced_kv_tokens_each(case.plan.in_flight)
-        chosen = asked
-        if chosen is None and config.may_shard:
-            chosen = choose_range_tokens(longest, (blocks,) * count, block_size, balanced)
+        chosen = config.placing.chosen(longest, (blocks,) * count, block_size, balanced).segment_tokens
         needed = blocks * block_size < longest
-        if needed and chosen is None:
+        if needed and chosen == UNLIMITED:
             raise PlanError(
                 f"{count} R-worker(s) hold {count * blocks * block_size} cached tokens, and no ranges of one sequence "
                 f"of {longest} fit: give more --kv-cache-memory"
             )
-        chosen = chosen if chosen is not None and chosen < longest else None
-        reason = "" if chosen is None else "asked for" if asked else "memory" if needed else "time"
+        reason = "" if chosen >= longest else "asked for" if asked else "memory" if needed else "time"
         held = None if math.isinf(capacity) else blocks * block_size
-        return RangePlan(chosen, reason, longest / max(balanced, 1), held)
+        return RangePlan(chosen if reason else None, reason, longest / max(balanced, 1), held)
 
     def planner(self, case: PlanCase, figures: RangePlan) -> Planner:
         """Return the planner with what the ranges cost."""
         tokens = figures.kv_shard_tokens
-        return replace(case.planner, range_tokens=tokens) if tokens else case.planner
+        if not tokens:
+            return case.planner
+        return replace(case.planner, placing=replace(case.planner.placing, segment_tokens=tokens))
 
     def lines(self, case: PlanCase, figures: RangePlan) -> Iterator[Line]:
         """Yield the length of a range, and why there are any."""

@@ -22,7 +22,7 @@ class Decodes:
         """With two copies of each sequence, who attends is chosen in each step."""
         self._store, self._table, self._workers = store, store.table, store.workers
         self._admission, self._load_limit = admission, admission.load_limit
-        self._attendance = Attendance(store) if limits.kv_replicas > 1 else None
+        self._attendance = Attendance(store) if limits.placing.twice else None
         self._transfers, self._lifecycle = transfers, lifecycle
 
     def rows(self) -> np.ndarray:

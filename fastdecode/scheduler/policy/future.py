@@ -47,7 +47,7 @@ class Future:
                 self._limits.max_num_batched_tokens,
                 table.segment_tokens,
                 self._closed(left),
-                table.seconds[rows] if self._limits.kv_replicas > 1 else None,
+                table.seconds[rows] if self._limits.placing.twice else None,
             )
             for sequence in self._residents.prompts.values():
                 self._forecast.add(self._in_prompt(sequence))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode.scheduler.store.place import UNLIMITED
+from fastdecode.core.placing import UNLIMITED
 
 SAMPLES, LEAST_SAMPLES, CELLS = 64, 16, 8192
 """Steps of the horizon, evenly spread, at which R-workers are compared: fewer where there are more R-workers than
@@ -94,13 +94,13 @@ class LoadForecast:
         decode_steps: np.ndarray,
         num_workers: int,
         token_budget: int,
-        range_tokens: int = UNLIMITED,
+        segment_tokens: int = UNLIMITED,
         closed: tuple[np.ndarray, np.ndarray] | None = None,
         copies: np.ndarray | None = None,
     ) -> None:
         """``workers``, ``cached`` and ``decode_steps``, int64 [n], are of the sequences that decode, or their tails.
 
-        ``closed``: of their closed ranges, of ``range_tokens`` each, R-workers and decode steps, int64 [num_closed].
+        ``closed``: of their closed ranges, of ``segment_tokens`` each, R-workers and decode steps, int64 [num_closed].
         ``copies``: R-workers of their second copies, int64 [n], -1 where there is none; None: nowhere is one.
         """
         horizon = int(decode_steps.max(initial=0)) + 1
@@ -114,16 +114,16 @@ class LoadForecast:
         cached_ending = np.bincount(place, attended, num_workers * horizon).reshape(cells)
         if closed is not None:
             held = closed[0] * horizon + closed[1]
-            cached_ending = cached_ending + range_tokens * np.bincount(held, minlength=cached_ending.size).reshape(
+            cached_ending = cached_ending + segment_tokens * np.bincount(held, minlength=cached_ending.size).reshape(
                 cells
             )
         # In step t attend those with more than t steps to go: sums over later ends.
         attending = num_ending.sum(axis=1, keepdims=True) - np.cumsum(num_ending, axis=1)
         tokens = cached_ending.sum(axis=1, keepdims=True) - np.cumsum(cached_ending, axis=1)
         self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)
-        self._range_tokens = range_tokens
-        if (cached + decode_steps > range_tokens).any():
-            beyond = beyond_ranges(workers, cached, decode_steps, range_tokens, cells)
+        self._segment_tokens = segment_tokens
+        if (cached + decode_steps > segment_tokens).any():
+            beyond = beyond_ranges(workers, cached, decode_steps, segment_tokens, cells)
             self.loads += beyond.mean(axis=0) - beyond
         self._budget = token_budget
         self.room = token_budget - attending.sum(axis=0, dtype=np.float64)
@@ -189,8 +189,8 @@ class LoadForecast:
         self._take_room(newcomer.num_left, start)
         for worker in newcomer.holders:
             self.loads[worker, start:end] += self._ramp(newcomer)
-        if newcomer.num_prefill - newcomer.base + newcomer.decode_steps > self._range_tokens:
-            first = start + self._range_tokens - (newcomer.num_prefill - newcomer.base)
+        if newcomer.num_prefill - newcomer.base + newcomer.decode_steps > self._segment_tokens:
+            first = start + self._segment_tokens - (newcomer.num_prefill - newcomer.base)
             self.loads[:, first:end] += np.arange(1, end - first + 1) * members / len(self.loads)
         for worker in {*newcomer.holders, *(worker for worker, _ in newcomer.reads)}:
             self._sampled[worker] = self.loads[worker, :: self._stride]
@@ -200,7 +200,7 @@ class LoadForecast:
         """What the new sequences attend from their first decode on, on each of their holders."""
         first = newcomer.num_prefill - newcomer.base + 1
         one = np.arange(first, first + newcomer.decode_steps, dtype=np.float64)
-        return np.minimum(one, self._range_tokens) * ((1 + newcomer.num_siblings) / len(newcomer.holders))
+        return np.minimum(one, self._segment_tokens) * ((1 + newcomer.num_siblings) / len(newcomer.holders))
 
     def mean_loads(self, newcomer: Newcomer) -> np.ndarray:
         """Of each R-worker in the steps in which ``newcomer`` decodes: float64 [num_workers]."""
@@ -260,16 +260,16 @@ def placement_costs(
 
 
 def beyond_ranges(
-    workers: np.ndarray, cached: np.ndarray, decode_steps: np.ndarray, range_tokens: int, shape: tuple[int, int]
+    workers: np.ndarray, cached: np.ndarray, decode_steps: np.ndarray, segment_tokens: int, shape: tuple[int, int]
 ) -> np.ndarray:
     """Tokens that tails will have beyond their ends, which other R-workers will have: float64 [num_workers, horizon].
 
     ``workers``, ``cached`` (tokens of the tail) and ``decode_steps``: int64 [n].
     """
-    crossing = np.flatnonzero(cached + decode_steps > range_tokens)
+    crossing = np.flatnonzero(cached + decode_steps > segment_tokens)
     if not len(crossing):
         return np.zeros(shape)
-    first, last = range_tokens - cached[crossing], decode_steps[crossing]
+    first, last = segment_tokens - cached[crossing], decode_steps[crossing]
     rows, size = workers[crossing] * shape[1], shape[0] * shape[1]
     begun, done = (np.bincount(rows + step, minlength=size).reshape(shape) for step in (first, last))
     num_beyond = np.cumsum(begun - done, axis=1)

@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as PySequence
 
 import numpy as np
 
-from fastdecode.core.types import SPLIT_TOKENS
+from fastdecode.core.placing import UNLIMITED, Size, sizes_of, slots_beside
 from fastdecode.scheduler.schedules import Limits, Schedule
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import UNLIMITED, Segment, starts
-
-LEAST_RANGE_TOKENS = 4096
-"""Of ranges whose length is chosen freely."""
-
-
-Size = tuple[int, int]
-"""Blocks and tokens of a range."""
-
-
-def pool_holds(sizes: PySequence[Size], capacities: np.ndarray) -> bool:
-    """Whether ranges of ``sizes``, all alike but for one, fit ``capacities``, int64 [num_workers, 2], as ``sizes``."""
-    other = max(sizes) if max(sizes) > sizes[0] else sizes[-1]
-    return bool((slots_beside(np.array(other), np.array(sizes[0]), capacities) >= len(sizes) - 1).any())
-
-
-def slots_beside(other: np.ndarray, whole: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Return how many ranges of size ``whole`` the pool holds beside one of size ``other`` on each R-worker:
-    [num_workers], -1 where that one does not fit.
-
-    They do wherever they are put one after the other: what is left beside as many as fit is always the same. ``left``:
-    [num_workers, as many as a size has].
-    """
-    slots, fits = (np.maximum(left, 0) // whole).min(axis=1), (left >= other).all(axis=1)
-    beside = slots.sum() - slots + (np.maximum(left - other, 0) // whole).min(axis=1)
-    return np.where(fits, beside, -1)
+from fastdecode.scheduler.store.place import Segment
 
 
 def place_ranges(
@@ -77,44 +51,11 @@ def place_ranges(
     return places
 
 
-def sizes_of(num_tokens: int, range_tokens: int, block_size: int) -> list[Size]:
-    """Return the size of each range of a sequence of ``num_tokens``."""
-    tokens = [min(range_tokens, num_tokens - start) for start in starts(num_tokens, range_tokens)]
-    return [(-(-each // block_size), each) for each in tokens]
-
-
-def choose_range_tokens(
-    longest: int, num_blocks: PySequence[int], block_size: int, balanced_kv_tokens: int | None
-) -> int | None:
-    """Tokens of a range where the user leaves it open; None where every R-worker holds a longest sequence, and none is
-    known to take one longer to read than the S-part takes; also where not even the smallest ranges fit the pool.
-
-    ``balanced_kv_tokens``: what an R-worker attends in S time, if known.
-    """
-    if len(num_blocks) == 1:
-        return None
-    fits_one = -(-longest // block_size) <= min(num_blocks)
-    range_tokens = LEAST_RANGE_TOKENS
-    while range_tokens < (longest if balanced_kv_tokens is None else balanced_kv_tokens):
-        range_tokens *= 2
-    if fits_one:
-        return range_tokens if range_tokens < longest and balanced_kv_tokens is not None else None
-    while range_tokens > SPLIT_TOKENS and not fits_pool(longest, range_tokens, num_blocks, block_size):
-        range_tokens //= 2
-    return range_tokens if fits_pool(longest, range_tokens, num_blocks, block_size) else None
-
-
-def fits_pool(longest: int, range_tokens: int, num_blocks: PySequence[int], block_size: int) -> bool:
-    """Whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in ranges."""
-    blocks = np.array(num_blocks)
-    return pool_holds(sizes_of(longest, range_tokens, block_size), np.column_stack([blocks, blocks * block_size]))
-
-
 class Needs:
     """Counts with the R-workers' own arithmetic. ``segment_tokens``: longer sequences have several segments."""
 
     def __init__(self, schedule: Schedule, limits: Limits) -> None:
-        self.segment_tokens = limits.range_tokens
+        self.segment_tokens = limits.placing.segment_tokens
         self._block_size = limits.block_size
         self._reserved = limits.max_model_len if schedule.reserves_longest else 0
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from fastdecode.core.placing import starts
 from fastdecode.scheduler.policy.future import Future
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer, placement_costs
 from fastdecode.scheduler.policy.load_limit import LoadLimit
@@ -13,7 +14,7 @@ from fastdecode.scheduler.policy.needs import Needs, Size, place_ranges
 from fastdecode.scheduler.policy.room import Room
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Copy, Segment, starts
+from fastdecode.scheduler.store.place import Copy, Segment
 from fastdecode.scheduler.store.prefix import Hit
 from fastdecode.scheduler.store.store import Store
 
@@ -86,7 +87,7 @@ class CopyPlacement:
     """
 
     def __init__(self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future) -> None:
-        self.is_wanted = limits.kv_replicas > 1
+        self.is_wanted = limits.placing.twice
         self._store, self._workers, self._table = store, store.workers, store.table
         self._needs, self._room, self._future = needs, room, future
 
@@ -149,7 +150,7 @@ class SegmentPlacement:
     def __init__(
         self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future, load_limit: LoadLimit
     ) -> None:
-        self._num_copies = limits.kv_replicas
+        self._twice = limits.placing.twice
         self._workers, self._prefixes, self._needs = store.workers, store.prefixes, needs
         self._room, self._future, self._load_limit = room, future, load_limit
 
@@ -194,7 +195,7 @@ class SegmentPlacement:
         starting = starts(sequence.num_tokens, self._needs.segment_tokens)
         each = zip(ids, starting, needed, [*places, *rest], strict=True)
         segments = [Segment(cache_id, start, blocks, [Copy(worker)]) for cache_id, start, blocks, worker in each]
-        for segment in segments[len(places) :] if self._num_copies > 1 else ():
+        for segment in segments[len(places) :] if self._twice else ():
             self._copy_too(segment, room)
         return segments
 

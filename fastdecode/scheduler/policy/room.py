@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from fastdecode.core.errors import RequestError
+from fastdecode.core.placing import UNLIMITED, pool_holds
 from fastdecode.scheduler.policy.load_limit import LoadLimit
-from fastdecode.scheduler.policy.needs import Needs, pool_holds
+from fastdecode.scheduler.policy.needs import Needs
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import UNLIMITED, Segment
+from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.prefix import Hit
 from fastdecode.scheduler.store.store import Store
 

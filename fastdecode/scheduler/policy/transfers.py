@@ -164,7 +164,7 @@ class Transfers:
 
     def __init__(self, store: Store, admission: Admission, limits: Limits, lifecycle: Lifecycle) -> None:
         """With two copies of each sequence, who attends evens the load instead of moves."""
-        self._store, self._lifecycle, has_two = store, lifecycle, limits.kv_replicas > 1
+        self._store, self._lifecycle, has_two = store, lifecycle, limits.placing.twice
         self._price = TransferPrice(limits.seconds_per_moved_token)
         corrects = math.isfinite(limits.seconds_per_moved_token) and not has_two
         self.moves = Moves(store, admission, self._price, corrects)

@@ -7,9 +7,6 @@ from typing import Protocol
 
 import numpy as np
 
-UNLIMITED = 1 << 60
-"""Tokens of a segment where sequences have one only."""
-
 
 @dataclass(eq=False, slots=True)
 class Block:
@@ -109,8 +106,3 @@ class Segment:
         """The segment keeps its counts, and its row is another's from here on."""
         self._num_tokens, self._num_blocks = self.num_tokens, self.num_blocks
         self._progress, self._row = None, -1
-
-
-def starts(num_tokens: int, segment_tokens: int) -> range:
-    """First token of each segment of so many tokens; there is at least one."""
-    return range(0, max(num_tokens, 1), segment_tokens)

@@ -6,8 +6,9 @@ import hashlib
 import itertools
 from array import array
 
+from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import UNLIMITED, Block, Copy, Segment
+from fastdecode.scheduler.store.place import Block, Copy, Segment
 from fastdecode.scheduler.store.workers import Prefix, Workers
 
 Hit = tuple[int, Prefix]

@@ -29,8 +29,8 @@ class Store:
     def __init__(self, limits: Limits, retains: bool) -> None:
         """``retains``: what sequences leave is kept for others that begin alike, where ``limits`` say so."""
         self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.block_size, limits.hosts)
-        self.prefixes = PrefixCache(self.workers, limits.prefix_caching and retains, limits.range_tokens)
-        self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.range_tokens)
+        self.prefixes = PrefixCache(self.workers, limits.prefix_caching and retains, limits.placing.segment_tokens)
+        self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.placing.segment_tokens)
         self.residents = Residents(self.table, limits.scratch_tokens)
         self.transfers = TransfersUnderWay(self)
         self._holdings = Holdings(self.workers, self.prefixes)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.step import CHUNK, NO_READS, READ, MiniBatch
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import UNLIMITED
 
 
 class SequenceTable:

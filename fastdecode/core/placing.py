@@ -1,0 +1,153 @@
+"""How the cache of a sequence is placed: in segments of how many tokens, each of them on how many R-workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.types import SPLIT_TOKENS
+
+UNLIMITED = 1 << 60
+"""Tokens of a segment where sequences have one only."""
+
+LEAST_RANGE_TOKENS = 4096
+"""Of ranges whose length is chosen freely."""
+
+Size = tuple[int, int]
+"""Blocks and tokens of a range."""
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Longer sequences lie in ranges of ``segment_tokens``, each on an R-worker of its own; a multiple of the block
+    size, ``UNLIMITED`` where every sequence is one segment. ``copies``: R-workers that hold each segment, 1 or 2."""
+
+    segment_tokens: int = UNLIMITED
+    copies: int = 1
+
+    @property
+    def twice(self) -> bool:
+        """True where each segment has two copies."""
+        return self.copies > 1
+
+
+WHOLE = Placing()
+"""Every sequence is one segment with one copy."""
+
+
+@dataclass(frozen=True)
+class AskedPlacing:
+    """The settings of it: ``kv_shard_tokens``, None where the length of ranges is to be chosen, ``kv_replicas``, and
+    the schedule that is to go with them."""
+
+    kv_shard_tokens: int | None = None
+    kv_replicas: int = 1
+    schedule: str = "sls"
+
+    @property
+    def uncut(self) -> Placing:
+        """The same where no sequence is longer than a range."""
+        return Placing(copies=self.kv_replicas)
+
+    @property
+    def may_cut(self) -> bool:
+        """True where a sequence may lie on several R-workers."""
+        return self.schedule not in ("request-level", "hybrid")
+
+    def check(self) -> None:
+        """ConfigError unless ranges are whole splits, and not for schedules that keep a sequence on one R-worker."""
+        wanted = self.kv_shard_tokens
+        if wanted is None:
+            return
+        below = SPLIT_TOKENS << max(0, (wanted // SPLIT_TOKENS).bit_length() - 1)
+        if wanted not in (below, 2 * below):
+            raise ConfigError(
+                f"kv_shard_tokens must be {SPLIT_TOKENS} times a power of two, not {wanted}; nearest are {below} and "
+                f"{2 * below}"
+            )
+        if not self.may_cut:
+            raise ConfigError(
+                f"kv_shard_tokens: schedule {self.schedule} stands for systems that keep the cache of the longest "
+                f"sequence in one piece, to compare with, and ranges are what they lack; leave one of them out"
+            )
+
+    def check_r_workers(self, count: int) -> None:
+        """ConfigError where ``count`` R-workers are too few for two copies."""
+        if self.kv_replicas > max(count, 1):
+            raise ConfigError(
+                f"kv_replicas: two copies need two R-workers, and there is {'one' if count else 'none'}: give more, or "
+                f"kv_replicas 1"
+            )
+
+    def chosen(self, longest: int, num_blocks: Sequence[int], block_size: int, balanced: int | None) -> Placing:
+        """What is asked for, or chosen for sequences of ``longest`` tokens: see :func:`choose_range_tokens`."""
+        wanted = self.kv_shard_tokens
+        if wanted is None and self.may_cut:
+            wanted = choose_range_tokens(longest, num_blocks, block_size, balanced)
+        return Placing(wanted or UNLIMITED, self.kv_replicas)
+
+    def fits_pool(self, longest: int, num_blocks: Sequence[int], block_size: int) -> bool:
+        """Whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in the ranges asked for, or where
+        these are to be chosen in any."""
+        if not self.may_cut or (self.kv_shard_tokens is None and len(num_blocks) == 1):
+            return False
+        return fits_pool(longest, self.kv_shard_tokens or SPLIT_TOKENS, num_blocks, block_size)
+
+
+def choose_range_tokens(
+    longest: int, num_blocks: Sequence[int], block_size: int, balanced_kv_tokens: int | None
+) -> int | None:
+    """Tokens of a range where the user leaves it open; None where every R-worker holds a longest sequence, and none is
+    known to take one longer to read than the S-part takes; also where not even the smallest ranges fit the pool.
+
+    ``balanced_kv_tokens``: what an R-worker attends in S time, if known.
+    """
+    if len(num_blocks) == 1:
+        return None
+    fits_one = -(-longest // block_size) <= min(num_blocks)
+    range_tokens = LEAST_RANGE_TOKENS
+    while range_tokens < (longest if balanced_kv_tokens is None else balanced_kv_tokens):
+        range_tokens *= 2
+    if fits_one:
+        return range_tokens if range_tokens < longest and balanced_kv_tokens is not None else None
+    while range_tokens > SPLIT_TOKENS and not fits_pool(longest, range_tokens, num_blocks, block_size):
+        range_tokens //= 2
+    return range_tokens if fits_pool(longest, range_tokens, num_blocks, block_size) else None
+
+
+def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_size: int) -> bool:
+    """Whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in ranges."""
+    blocks = np.array(num_blocks)
+    return pool_holds(sizes_of(longest, range_tokens, block_size), np.column_stack([blocks, blocks * block_size]))
+
+
+def pool_holds(sizes: Sequence[Size], capacities: np.ndarray) -> bool:
+    """Whether ranges of ``sizes``, all alike but for one, fit ``capacities``, int64 [num_workers, 2], as ``sizes``."""
+    other = max(sizes) if max(sizes) > sizes[0] else sizes[-1]
+    return bool((slots_beside(np.array(other), np.array(sizes[0]), capacities) >= len(sizes) - 1).any())
+
+
+def slots_beside(other: np.ndarray, whole: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """Return how many ranges of size ``whole`` the pool holds beside one of size ``other`` on each R-worker:
+    [num_workers], -1 where that one does not fit.
+
+    They do wherever they are put one after the other: what is left beside as many as fit is always the same. ``left``:
+    [num_workers, as many as a size has].
+    """
+    slots, fits = (np.maximum(left, 0) // whole).min(axis=1), (left >= other).all(axis=1)
+    beside = slots.sum() - slots + (np.maximum(left - other, 0) // whole).min(axis=1)
+    return np.where(fits, beside, -1)
+
+
+def sizes_of(num_tokens: int, segment_tokens: int, block_size: int) -> list[Size]:
+    """Return the size of each range of a sequence of ``num_tokens``."""
+    tokens = [min(segment_tokens, num_tokens - start) for start in starts(num_tokens, segment_tokens)]
+    return [(-(-each // block_size), each) for each in tokens]
+
+
+def starts(num_tokens: int, segment_tokens: int) -> range:
+    """First token of each segment of so many tokens; there is at least one."""
+    return range(0, max(num_tokens, 1), segment_tokens)
