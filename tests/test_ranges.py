@@ -21,7 +21,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import RequestError
 from fastdecode.core.placing import Placing, choose_range_tokens, pool_holds
 from fastdecode.core.step import ScheduledStep
-from fastdecode.scheduler.policy.needs import place_ranges
+from fastdecode.scheduler.policy.needs import place_segments
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
@@ -224,7 +224,7 @@ def test_what_a_pool_holds_finds_its_places() -> None:
         started = [(blocks, tokens) for blocks, _, tokens in sizes]
         wanted = pool_holds(started, capacities) and pool_holds([whole] * len(sizes), capacities)
         loads, endless = rng.random(len(capacities)), np.full(len(capacities), np.inf)
-        places = place_ranges(sizes, capacities[:, 0].copy(), capacities.copy(), loads, endless, np.ones(len(loads)))
+        places = place_segments(sizes, capacities[:, 0].copy(), capacities.copy(), loads, endless, np.ones(len(loads)))
         assert (places is not None) == wanted
         found += wanted and siblings + last > 2
         for worker, (blocks, _) in enumerate(capacities.tolist()):

@@ -82,7 +82,7 @@ class Sequence:
         return self.segments[0].workers if len(self.segments) == 1 else []
 
     @property
-    def is_sharded(self) -> bool:
+    def has_several(self) -> bool:
         """True where it has more than one segment."""
         return len(self.segments) > 1
 
@@ -108,7 +108,7 @@ class Sequence:
 
     def is_on(self, worker: int) -> bool:
         """True where R-worker ``worker`` has a copy of a segment."""
-        return any(copy.worker == worker for segment in self.segments for copy in segment.copies)
+        return any(segment.on(worker) for segment in self.segments)
 
     def tokens(self, start: int, count: int) -> list[int]:
         """``count`` tokens of prompt + output from position ``start``."""

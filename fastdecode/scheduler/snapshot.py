@@ -14,8 +14,8 @@ class RWorkerSnapshot:
     """One R-worker, or the place of one that is gone.
 
     Of its ``num_blocks`` KV blocks ``free`` hold nothing, ``retained`` only prefixes that can be evicted at any time,
-    and ``reserved`` belong to copies that are under way to it. ``num_sequences`` append there; ``num_copies`` of
-    segments are there, tails and copies under way included. ``num_controls``: what it has yet to be told.
+    and ``reserved`` belong to copies that are under way to it. ``num_sequences`` append there. ``num_controls``: what
+    it has yet to be told.
     """
 
     index: int
@@ -25,7 +25,6 @@ class RWorkerSnapshot:
     retained: int
     reserved: int
     num_sequences: int
-    num_copies: int
     num_controls: int
     is_draining: bool
     is_gone: bool
@@ -181,7 +180,6 @@ def _r_workers(store: Store) -> tuple[RWorkerSnapshot, ...]:
             retained=each.cached,
             reserved=sum(transfer.num_blocks for transfer in store.transfers if transfer.target == each.index),
             num_sequences=each.num_sequences,
-            num_copies=each.num_copies,
             num_controls=len(each.controls),
             is_draining=each.is_draining,
             is_gone=each.is_gone,

@@ -350,7 +350,7 @@ class Run(Companion):
         for sequence in self.scheduler.store.residents.all:
             partial = next((each.target for each in self.scheduler.store.transfers if each.sequence is sequence), -1)
             held = [at for at, each in self.naive.held if each == sequence.sequence_id and at != partial]
-            assert sequence.is_sharded or sorted(held) in (sorted(sequence.holders), [])
+            assert sequence.has_several or sorted(held) in (sorted(sequence.holders), [])
             assert len(sequence.holders) <= self.limits.placing.copies
 
     def check_decoding_blocks(self) -> None:

@@ -12,11 +12,11 @@ from fastdecode.scheduler.policy.load_control import LoadControl
 from fastdecode.scheduler.policy.load_forecast import Newcomer
 from fastdecode.scheduler.policy.load_limit import LoadLimit
 from fastdecode.scheduler.policy.needs import Needs
-from fastdecode.scheduler.policy.placement import CopyPlacement, HomePlacement, SegmentPlacement
+from fastdecode.scheduler.policy.placement import HomePlacement, SecondPlacement, SegmentPlacement
 from fastdecode.scheduler.policy.room import Room
 from fastdecode.scheduler.schedules import Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Copy, Segment
+from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.prefix import Hit
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
@@ -41,7 +41,7 @@ class Admission:
         self.needs = Needs(schedule, limits)
         self.room = Room(self.needs, limits, store, self.load_limit)
         self.homes = HomePlacement(limits, store, self.room, self.future, self.load_limit)
-        self.copies = CopyPlacement(limits, store, self.needs, self.room, self.future)
+        self.seconds = SecondPlacement(limits, store, self.needs, self.room, self.future)
         self.segments = SegmentPlacement(limits, store, self.needs, self.room, self.future, self.load_limit)
         self.num_starts = 0
         self._schedule, self._limits, self._store, self._queue = schedule, limits, store, queue
@@ -83,13 +83,13 @@ class Admission:
             hit = hits.get(index)
             if not self.room.to_begin(sequence, index, hit):
                 continue
-            if (second := self.copies.beside(sequence, index, hit, costs)) is None:
+            if (second := self.seconds.beside(sequence, index, hit, costs)) is None:
                 continue
             taken_over = hit[0] * self._store.workers.block_size if hit else -1
             there = replace(self.future.newcomer(sequence, index, taken_over), copy=second)
             begins = would_begin(there.num_left, there.num_prefill - there.num_left)
             if begins and self.load_limit.fits(there, self.future.forecast):
-                only = Segment(sequence.sequence_id, 0, self.needs.at_start(sequence), [Copy(index)])
+                only = Segment(sequence.sequence_id, 0, self.needs.at_start(sequence), [index])
                 self._begin(sequence, there, [only], hit)
                 return sequence
         return None

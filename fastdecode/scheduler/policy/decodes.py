@@ -119,8 +119,8 @@ class Attendance:
     def _closed(self) -> list[tuple[Sequence, Segment]]:
         """Closed segments with two copies of sequences that decode."""
         decoding = self._store.residents.decoding
-        sharded = [each for each in self._table.sharded() if each.sequence_id in decoding]
-        return [(each, segment) for each in sharded for segment in each.closed if len(segment.copies) > 1]
+        several = [each for each in self._table.several() if each.sequence_id in decoding]
+        return [(each, segment) for each in several for segment in each.closed if segment.twice]
 
 
 class _Choice:

@@ -79,7 +79,7 @@ class Future:
     def in_segments(self, newcomer: Newcomer, segments: list[Segment]) -> Newcomer:
         """Return ``newcomer`` with all its ``segments``; those that are lost have no load."""
         *others, last = segments
-        reads = tuple((each.home, self._table.segment_tokens) for each in others if each.copies)
+        reads = tuple((each.home, self._table.segment_tokens) for each in others if each.home >= 0)
         return replace(newcomer, worker=last.home, base=last.start, reads=reads)
 
     def outlook(self, load_limit: int) -> Outlook:
@@ -116,7 +116,7 @@ class Future:
 
     def _in_prompt(self, sequence: Sequence) -> Newcomer:
         newcomer = self._newcomer(sequence, sequence.worker, sequence.attends_in_prompt)
-        if sequence.is_sharded:
+        if sequence.has_several:
             return self.in_segments(newcomer, sequence.segments)
         return replace(newcomer, copy=int(self._table.seconds[sequence.row]))
 

@@ -96,19 +96,19 @@ class LoadForecast:
         token_budget: int,
         segment_tokens: int = UNLIMITED,
         closed: tuple[np.ndarray, np.ndarray] | None = None,
-        copies: np.ndarray | None = None,
+        seconds: np.ndarray | None = None,
     ) -> None:
         """``workers``, ``cached`` and ``decode_steps``, int64 [n], are of the sequences that decode, or their tails.
 
         ``closed``: of their closed ranges, of ``segment_tokens`` each, R-workers and decode steps, int64 [num_closed].
-        ``copies``: R-workers of their second copies, int64 [n], -1 where there is none; None: nowhere is one.
+        ``seconds``: R-workers of their second copies, int64 [n], -1 where there is none; None: nowhere is one.
         """
         horizon = int(decode_steps.max(initial=0)) + 1
         cells = (num_workers, horizon)
         place, weights = workers * horizon + decode_steps, np.ones(len(workers))
         attended = cached + 1.0
-        if copies is not None:
-            place = np.concatenate([place, np.where(copies >= 0, copies, workers) * horizon + decode_steps])
+        if seconds is not None:
+            place = np.concatenate([place, np.where(seconds >= 0, seconds, workers) * horizon + decode_steps])
             weights, attended = np.full(len(place), 0.5), np.tile(attended / 2, 2)
         num_ending = np.bincount(place, weights, num_workers * horizon).reshape(cells)
         cached_ending = np.bincount(place, attended, num_workers * horizon).reshape(cells)
@@ -123,7 +123,7 @@ class LoadForecast:
         self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)
         self._segment_tokens = segment_tokens
         if (cached + decode_steps > segment_tokens).any():
-            beyond = beyond_ranges(workers, cached, decode_steps, segment_tokens, cells)
+            beyond = beyond_segments(workers, cached, decode_steps, segment_tokens, cells)
             self.loads += beyond.mean(axis=0) - beyond
         self._budget = token_budget
         self.room = token_budget - attending.sum(axis=0, dtype=np.float64)
@@ -259,7 +259,7 @@ def placement_costs(
     return costs
 
 
-def beyond_ranges(
+def beyond_segments(
     workers: np.ndarray, cached: np.ndarray, decode_steps: np.ndarray, segment_tokens: int, shape: tuple[int, int]
 ) -> np.ndarray:
     """Tokens that tails will have beyond their ends, which other R-workers will have: float64 [num_workers, horizon].

@@ -12,7 +12,7 @@ from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Segment
 
 
-def place_ranges(
+def place_segments(
     sizes: Iterable[tuple[int, Size, int]],
     room: np.ndarray,
     capacities: np.ndarray,

@@ -10,7 +10,7 @@ from fastdecode.core.placing import starts
 from fastdecode.scheduler.policy.future import Future
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer, placement_costs
 from fastdecode.scheduler.policy.load_limit import LoadLimit
-from fastdecode.scheduler.policy.needs import Needs, Size, place_ranges
+from fastdecode.scheduler.policy.needs import Needs, Size, place_segments
 from fastdecode.scheduler.policy.room import Room
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
@@ -80,7 +80,7 @@ class HomePlacement:
         return float(forecast.loads[:, 0].sum()) / max(1, len(self._store.residents)) / self._num_present
 
 
-class CopyPlacement:
+class SecondPlacement:
     """A second copy goes on another R-worker than its home, of another host where there is one; among those that cost
     least on the one that shares fewest sequences with the home: so what one R-worker has too much of can go on to any
     other.
@@ -188,13 +188,13 @@ class SegmentPlacement:
             load_room[worker] -= tokens
         if (load_room < 0)[places].any():
             return None
-        rest = place_ranges(sizes[len(places) :], room, capacities, loads, load_room, self._speeds(sequence))
+        rest = place_segments(sizes[len(places) :], room, capacities, loads, load_room, self._speeds(sequence))
         if rest is None:
             return None
         ids = [sequence.sequence_id, *(self._prefixes.new_id() for _ in needed[1:])]
         starting = starts(sequence.num_tokens, self._needs.segment_tokens)
         each = zip(ids, starting, needed, [*places, *rest], strict=True)
-        segments = [Segment(cache_id, start, blocks, [Copy(worker)]) for cache_id, start, blocks, worker in each]
+        segments = [Segment(cache_id, start, blocks, [worker]) for cache_id, start, blocks, worker in each]
         for segment in segments[len(places) :] if self._twice else ():
             self._copy_too(segment, room)
         return segments
@@ -222,19 +222,19 @@ class SegmentPlacement:
         speeds, endless = self._speeds(sequence, capacities, most), np.full(len(self._workers), np.inf)
         for spare in (self._workers.num_sequences, 0):
             room = self._workers.available - spare
-            if found := place_ranges([(1, most, 0)], room, capacities.copy(), loads, endless, speeds):
+            if found := place_segments([(1, most, 0)], room, capacities.copy(), loads, endless, speeds):
                 return found[0], True
-        found = place_ranges([(0, most, 0)], capacities[:, 0].copy(), capacities, loads, endless, speeds)
+        found = place_segments([(0, most, 0)], capacities[:, 0].copy(), capacities, loads, endless, speeds)
         return (found or [-1])[0], False
 
     def again(self, sequence: Sequence) -> list[tuple[Segment, int]] | None:
         """Places for the segments of ``sequence`` that were lost; None where there is no room."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
-        lost = [each for each in sequence.segments if not each.copies]
+        lost = [each for each in sequence.segments if each.home < 0]
         most, length = self._needs.sizes_at_end(sequence), self._needs.segment_tokens
         sizes = [(each.num_blocks, most[each.start // length], length) for each in lost]
         room, limits = self._workers.available - self._workers.num_sequences, self._load_limit.ceilings
-        places = place_ranges(sizes, room, self._room.left_for(sequence), loads, limits, self._speeds(sequence))
+        places = place_segments(sizes, room, self._room.left_for(sequence), loads, limits, self._speeds(sequence))
         return None if places is None else list(zip(lost, places, strict=True))
 
     def _speeds(self, sequence: Sequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:

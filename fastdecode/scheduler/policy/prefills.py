@@ -92,9 +92,9 @@ class RemotePrompts:
         if sequence is None or sequence.job_id != job_id:
             return True
         lacking = {(each.r_worker, each.cache_id) for each in self._places[job_id] if each.ticket in missed}
-        copies = [(segment, worker) for segment in sequence.segments for worker in segment.workers]
-        for segment, worker in [each for each in copies if (each[1], each[0].cache_id) in lacking]:
-            if len(segment.copies) < 2:
+        held = [(segment, worker) for segment in sequence.segments for worker in segment.workers]
+        for segment, worker in [each for each in held if (each[1], each[0].cache_id) in lacking]:
+            if not segment.twice:
                 return False
             self._store.drop_copy(sequence, segment, worker)
         return True

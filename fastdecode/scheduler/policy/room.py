@@ -75,7 +75,7 @@ class Room:
         able = self._leaves_a_block(self._needs.at_start(sequence), self._workers.num_sequences, available)
         return able & (self._needs.at_most(sequence) <= self._workers.num_blocks)
 
-    def to_copy(self, sequence: Sequence, num_blocks: int, worker: int) -> bool:
+    def to_go_on(self, sequence: Sequence, num_blocks: int, worker: int) -> bool:
         """Whether ``num_blocks`` blocks of ``sequence``, of one segment, could go on on ``worker`` without a preemption
         there."""
         there = self._workers[worker]
@@ -87,7 +87,7 @@ class Room:
             return False
         needed, there = self._needs.elsewhere(sequence, moved), self._workers[worker]
         if sequence.num_tokens <= self._needs.segment_tokens:
-            return self.to_copy(sequence, needed, worker)
+            return self.to_go_on(sequence, needed, worker)
         most = self._needs.sizes_at_end(sequence)[moved.start // self._needs.segment_tokens]
         fits = (np.array(most) <= self.left_for(sequence)[worker]).all()
         return bool(fits) and needed + there.num_sequences <= there.available
@@ -104,7 +104,7 @@ class Room:
         """Return what the segments of ``sequence`` leave to it of :meth:`alone`: int64 [num_workers, 2]."""
         capacities = self.alone(sequence)
         for segment, size in zip(sequence.segments, self._needs.sizes_at_end(sequence), strict=False):
-            if segment.copies:
+            if segment.home >= 0:
                 capacities[segment.home] -= size
         return capacities
 

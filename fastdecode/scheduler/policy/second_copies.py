@@ -7,7 +7,7 @@ import numpy as np
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.move_prices import TransferPrice
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.copies import Transfer
+from fastdecode.scheduler.store.holdings import Transfer
 from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.speeds import Observed
 from fastdecode.scheduler.store.store import Store
@@ -71,7 +71,7 @@ class SecondCopies:
             self.give_up(worker)
             for sequence in self._residents.on(worker):
                 for segment in sequence.segments if not sequence.job_id else ():
-                    if segment.on(worker) and len(segment.copies) > 1:
+                    if segment.on(worker) and segment.twice:
                         self._store.drop_copy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
                 self._store.transfers.drop(transfer)  # all of it is to move at once
@@ -86,10 +86,9 @@ class SecondCopies:
     def give_up_spare(self, worker: int) -> bool:
         """Give up one of two copies of a segment of the youngest long sequence that has one on ``worker``; False where
         none has. Those in one segment keep theirs: any of them can go on with what one R-worker has."""
-        sharded = sorted(self._table.sharded(), key=lambda each: -each.sequence_id)
-        for sequence in sharded:
+        for sequence in sorted(self._table.several(), key=lambda each: -each.sequence_id):
             for segment in reversed(sequence.segments):
-                if segment.on(worker) and len(segment.copies) > 1:
+                if segment.on(worker) and segment.twice:
                     self._store.drop_copy(sequence, segment, worker)
                     return True
         return False
@@ -129,13 +128,13 @@ class SecondCopies:
         self._table.refresh()
         rows = self._table.rows
         ids = self._table.chunks["sequence_id"][rows[self._table.seconds[rows] < 0]].tolist()
-        ids += [each.sequence_id for each in self._table.sharded() if each.sequence_id in self._residents.decoding]
+        ids += [each.sequence_id for each in self._table.several() if each.sequence_id in self._residents.decoding]
         for sequence_id in sorted(set(ids))[:MOST_TRIED]:
             sequence = self._residents.decoding[sequence_id]
             for segment in sequence.segments:
                 target = -1
-                if segment.num_tokens and len(segment.copies) == 1:
-                    target = self._admission.copies.later(sequence, segment)
+                if segment.num_tokens and not segment.twice:
+                    target = self._admission.seconds.later(sequence, segment)
                 if target >= 0:
                     return sequence, segment, target
         return None
@@ -162,6 +161,6 @@ class SecondCopies:
         for sequence in self._residents.on(source):
             decodes = sequence.sequence_id in self._residents.decoding
             may_go = decodes and len(sequence.holders) == 2 and target not in sequence.holders
-            if may_go and self._admission.room.to_copy(sequence, sequence.tail.num_blocks + 1, target):
+            if may_go and self._admission.room.to_go_on(sequence, sequence.tail.num_blocks + 1, target):
                 return sequence, sequence.tail, target, source
         return None

@@ -46,7 +46,7 @@ class Losses:
                 starved.append(sequence)
         here = self._residents.on(worker)
         broken: list[Sequence] = []
-        whole = [each for each in here if not each.is_sharded or (each.job_id and _loses_some(each, {worker}))]
+        whole = [each for each in here if not each.has_several or (each.job_id and _loses_some(each, {worker}))]
         for sequence in [each for each in here if each not in whole]:
             loses_some = _loses_some(sequence, {worker})
             if not loses_some and sequence.sequence_id not in attended:
@@ -95,9 +95,9 @@ class Losses:
             most = segment.num_blocks
             if decoded:
                 most = min(most, self._store.workers.blocks_for(sequence.num_tokens - segment.start))
-            if segment.copies and segment.num_tokens and segment.start + segment.num_tokens > num_sound:
+            if segment.home >= 0 and segment.num_tokens and segment.start + segment.num_tokens > num_sound:
                 has_room &= self._store.cut(segment, max(0, num_sound - segment.start), most)
-            elif not segment.copies:
+            elif segment.home < 0:
                 segment.num_blocks = most
         whole = [each.num_tokens == self._store.table.segment_tokens for each in sequence.segments]
         self._store.set_tail(sequence, [*whole[:-1], False].index(False))
@@ -106,4 +106,4 @@ class Losses:
 
 def _loses_some(sequence: Sequence, workers: set[int]) -> bool:
     """Whether R-workers ``workers`` alone hold some segment of ``sequence``."""
-    return any(segment.copies and set(segment.workers) <= workers for segment in sequence.segments)
+    return any(segment.home >= 0 and set(segment.workers) <= workers for segment in sequence.segments)

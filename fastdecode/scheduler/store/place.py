@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -52,8 +53,8 @@ class Segment:
 
     __slots__ = ("_num_blocks", "_num_tokens", "_progress", "_row", "cache_id", "copies", "start")
 
-    def __init__(self, cache_id: int, start: int = 0, num_blocks: int = 0, copies: list[Copy] | None = None) -> None:
-        self.cache_id, self.start, self.copies = cache_id, start, copies or []
+    def __init__(self, cache_id: int, start: int = 0, num_blocks: int = 0, workers: Iterable[int] = ()) -> None:
+        self.cache_id, self.start, self.copies = cache_id, start, [Copy(worker) for worker in workers]
         self._num_tokens, self._num_blocks = 0, num_blocks
         self._progress: Progress | None = None
         self._row = -1
@@ -91,6 +92,11 @@ class Segment:
     def home(self) -> int:
         """The R-worker of the first copy; -1: there is none."""
         return self.copies[0].worker if self.copies else -1
+
+    @property
+    def twice(self) -> bool:
+        """True where two R-workers have a copy."""
+        return len(self.copies) > 1
 
     def on(self, worker: int) -> Copy | None:
         """The copy on R-worker ``worker``, if there is one."""

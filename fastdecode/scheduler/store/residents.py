@@ -42,9 +42,8 @@ class Residents:
     @property
     def num_copies(self) -> tuple[int, int]:
         """Sequences that hold their cache once, and twice; of several segments those all of which have two copies."""
-        twice = sum(all(len(each.copies) > 1 for each in it.segments) for it in self.table.sharded())
-        alone = [it.row for it in self.table.sharded()]
-        twice += int((self.table.seconds >= 0).sum()) - int((self.table.seconds[alone] >= 0).sum())
+        twice = int(np.count_nonzero(self.table.seconds >= 0))
+        twice -= sum(it.tail.twice and not all(each.twice for each in it.segments) for it in self.table.several())
         return len(self.prompts) + len(self.decoding) - twice, twice
 
     def on(self, worker: int) -> list[Sequence]:

@@ -10,7 +10,7 @@ from fastdecode.core.remote_prefill import StoredAt
 from fastdecode.core.step import MiniBatch
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.copies import Holdings, TransfersUnderWay
+from fastdecode.scheduler.store.holdings import Holdings, TransfersUnderWay
 from fastdecode.scheduler.store.place import Copy, Segment
 from fastdecode.scheduler.store.prefix import Hit, PrefixCache
 from fastdecode.scheduler.store.residents import Residents
@@ -42,7 +42,7 @@ class Store:
         there are none where R-workers heard controls alone. Of a prompt that arrived the last row is computed again
         where something else is, for the token that follows it."""
         self.last_rows = mini_batches
-        self.num_sound = self.table.cached_of_sharded() if mini_batches else {}
+        self.num_sound = self.table.cached_of_several() if mini_batches else {}
         self.num_sound |= {each: self.residents.prompts[each].num_prefill - 1 for each in arrived}
 
     def make_room(self, worker: int, num_blocks: int) -> bool:
@@ -81,7 +81,7 @@ class Store:
 
     def extend(self, sequence: Sequence, worker: int) -> None:
         """``sequence``, whose tail is whole, gets a new one on R-worker ``worker``, of no blocks yet."""
-        segment = Segment(self.prefixes.new_id(), sequence.num_cached, copies=[Copy(worker)])
+        segment = Segment(self.prefixes.new_id(), sequence.num_cached, workers=[worker])
         self._holdings.take(segment, segment.copies[0])
         sequence.segments.append(segment)
         self.go_on(sequence)

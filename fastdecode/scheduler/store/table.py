@@ -40,7 +40,7 @@ class SequenceTable:
         self._free = list(range(most_rows))
         self._added: dict[int, None] = {}
         self._stopped = np.zeros(most_rows, bool)
-        self._sharded: dict[int, None] = {}
+        self._several: dict[int, None] = {}
         self._reads: dict[int, np.ndarray] = {}
 
     def open(self, sequence: Sequence) -> None:
@@ -57,16 +57,16 @@ class SequenceTable:
         """The tail of ``sequence`` is another one, or segments have other copies, from now on."""
         row, tail = sequence.row, sequence.tail
         num_cached = tail.start + tail.num_tokens
-        for segment in sequence.segments if sequence.is_sharded else ():
+        for segment in sequence.segments if sequence.has_several else ():
             segment.release()
         self.bases[row], self.cache_ids[row], self.num_cached[row] = tail.start, tail.cache_id, num_cached
         tail.bind(self, row)
         self.homes[row], self.seconds[row], *_ = (*tail.workers, -1, -1)
-        self.on_second[row] &= len(tail.copies) > 1
-        self._sharded.pop(row, None)
+        self.on_second[row] &= tail.twice
+        self._several.pop(row, None)
         self._reads.pop(row, None)
-        if sequence.is_sharded:
-            self._sharded[row] = None
+        if sequence.has_several:
+            self._several[row] = None
         if closed := sequence.closed:
             self._reads[row] = np.array([(0, each.home, each.cache_id, each.start) for each in closed], READ)
 
@@ -83,7 +83,7 @@ class SequenceTable:
         """``sequence`` holds nothing any more."""
         row = sequence.row
         self.stop(sequence)
-        self._sharded.pop(row, None)
+        self._several.pop(row, None)
         self._reads.pop(row, None)
         self._free.append(row)
         self.homes[row], self.seconds[row], self.sequences[row] = -1, -1, None
@@ -111,14 +111,14 @@ class SequenceTable:
             raise KeyError(f"row {row} is not in use")
         return found
 
-    def sharded(self) -> list[Sequence]:
+    def several(self) -> list[Sequence]:
         """Sequences of several segments."""
-        return [self.sequence(row) for row in self._sharded]
+        return [self.sequence(row) for row in self._several]
 
     def on(self, worker: int) -> list[Sequence]:
         """Sequences of which R-worker ``worker`` has something, in no order."""
         rows = np.flatnonzero((self.homes == worker) | (self.seconds == worker)).tolist()
-        more = [row for row in self._sharded if self.sequence(row).is_on(worker)]
+        more = [row for row in self._several if self.sequence(row).is_on(worker)]
         return [self.sequence(row) for row in dict.fromkeys([*rows, *more])]
 
     def attending(self, rows: np.ndarray) -> np.ndarray:
@@ -169,7 +169,7 @@ class SequenceTable:
             loads += self.segment_tokens * np.bincount(self.reads(self.rows)["worker"], minlength=num_workers)
         return loads
 
-    def cached_of_sharded(self) -> dict[int, int]:
+    def cached_of_several(self) -> dict[int, int]:
         """Cached tokens of each sequence with closed segments."""
         return {int(self.chunks["sequence_id"][row]): int(self.num_cached[row]) for row in self._reads}
 
