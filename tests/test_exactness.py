@@ -19,6 +19,7 @@ from fastdecode import LLM, SamplingParams
 pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+SHORT = replace(GREEDY, max_tokens=24)
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +55,11 @@ def generate(
         return generated(llm, prompts, params)
 
 
+def expected(name: str, count: int = 64) -> list[list[int]]:
+    """The first tokens that transformers generates for each prompt."""
+    return [list(tokens[:count]) for tokens in model_zoo.reference(name).tokens]
+
+
 def reschedule(llm: LLM, **limits: Any) -> None:
     """Have an engine that holds nothing go on within other limits."""
     scheduler = llm.engine.scheduler
@@ -63,14 +69,15 @@ def reschedule(llm: LLM, **limits: Any) -> None:
 @pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
 def test_every_architecture_matches_generate(name: str, zoo_folder: Any) -> None:
     """All prompts in one batch, with 2 and 3 mini-batches (``make test-all``: 1, too, as nearly all tests have); the
-    prompts attend on the S-worker too."""
-    expected = [list(tokens) for tokens in model_zoo.reference(name).tokens]
+    prompts attend on the S-worker too. Only ``make test-all`` has all 64 tokens without drafts."""
     with made(zoo_folder(name), prefill_scratch="64MiB") as llm:
         room = llm.engine.scheduler.limits.scratch_tokens
         assert room > max(map(len, model_zoo.prompts(name)))
-        for num_mini_batches, scratch_tokens in ((2, room), (3, 0), (1, 0))[: 3 if SEES_ALL else 2]:
+        runs = ((2, room, 64), (3, 0, 64), (1, 0, 64)) if SEES_ALL else ((2, room, 32), (3, 0, 8))
+        for num_mini_batches, scratch_tokens, count in runs:
             reschedule(llm, num_mini_batches=num_mini_batches, scratch_tokens=scratch_tokens)
-            assert generated(llm, model_zoo.prompts(name)) == expected, (num_mini_batches, scratch_tokens)
+            params = replace(GREEDY, max_tokens=count)
+            assert generated(llm, model_zoo.prompts(name), params) == expected(name, count), num_mini_batches
 
 
 VARIATIONS: dict[str, dict[str, Any]] = {
@@ -94,23 +101,27 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variation", VARIATIONS)
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "variation"),
+    [
+        pytest.param(name, variation, marks=[pytest.mark.thorough] * ((i - j) % 3 > 0))
+        for i, name in enumerate(["llama-gqa", "gemma2", "gpt_oss"])
+        for j, variation in enumerate(VARIATIONS)
+    ],
+)
 def test_same_tokens_however_it_is_run(name: str, variation: str, zoo_folder: Any) -> None:
     """Mini-batches, threads, block size, chunk size, placement and company change no token."""
-    expected = [list(tokens[:24]) for tokens in model_zoo.reference(name).tokens]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
-    assert generate(zoo_folder(name), model_zoo.prompts(name), params, **VARIATIONS[variation]) == expected
+    tokens = generate(zoo_folder(name), model_zoo.prompts(name), SHORT, **VARIATIONS[variation])
+    assert tokens == expected(name, SHORT.max_tokens)
 
 
-@pytest.mark.parametrize("num_mini_batches", [1, 2])
-def test_listening_workers_give_the_same_tokens(num_mini_batches: int, zoo_folder: Any) -> None:
+def test_listening_workers_give_the_same_tokens(zoo_folder: Any) -> None:
     """Two processes over TCP, with prompts in chunks."""
-    expected = [list(tokens) for tokens in model_zoo.reference("gemma2").tokens]
     with r_workers.listening() as (_, first), r_workers.listening() as (_, second):
         settings = {"r_workers": f"{first},{second}", "kv_cache_memory": None, "r_threads": None}
-        settings |= {"num_mini_batches": num_mini_batches, "max_num_batched_tokens": 64, "max_num_seqs": 16}
-        assert generate(zoo_folder("gemma2"), model_zoo.prompts("gemma2"), **settings) == expected
+        settings |= {"num_mini_batches": 2, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+        tokens = generate(zoo_folder("gemma2"), model_zoo.prompts("gemma2"), SHORT, **settings)
+        assert tokens == expected("gemma2", SHORT.max_tokens)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "bloom"])
@@ -122,14 +133,12 @@ def test_every_instruction_set_matches(isa: str, name: str, zoo_folder: Any, mon
     if isa not in _rworker.supported_isas():
         pytest.skip(f"this CPU has no {isa}")
     monkeypatch.setenv("FASTDECODE_ISA", isa)
-    expected = [list(tokens) for tokens in model_zoo.reference(name).tokens]
-    assert generate(zoo_folder(name), model_zoo.prompts(name)) == expected
+    assert generate(zoo_folder(name), model_zoo.prompts(name), SHORT) == expected(name, SHORT.max_tokens)
 
 
 def test_alone_as_in_a_crowd(zoo_folder: Any) -> None:
     """One prompt by itself."""
-    prompts, reference = model_zoo.prompts("mistral"), model_zoo.reference("mistral")
-    assert generate(zoo_folder("mistral"), prompts[:1]) == [list(reference.tokens[0])]
+    assert generate(zoo_folder("mistral"), model_zoo.prompts("mistral")[:1]) == expected("mistral")[:1]
 
 
 DENSE = [name for name in model_zoo.ARCHITECTURES if name not in ("mixtral", "qwen3_moe", "gpt_oss")]
@@ -140,8 +149,8 @@ DENSE = [name for name in model_zoo.ARCHITECTURES if name not in ("mixtral", "qw
 def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any) -> None:
     """After each token of our text each side's choice is among the other's best ten of 512, and mostly the same."""
     theirs = model_zoo.load_model(name, torch.bfloat16)
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False, logprobs=10)
-    with LLM(str(zoo_folder(name)), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=512, s_threads=1) as llm:
+    params = replace(GREEDY, logprobs=10)
+    with made(zoo_folder(name), dtype="bfloat16") as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in model_zoo.prompts(name)]
         outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
     same = []
@@ -156,34 +165,14 @@ def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any) -> 
 
 @pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
 def test_every_architecture_matches_with_drafts(name: str, zoo_folder: Any) -> None:
-    """Right drafts and wrong ones, from 1 to 8 of them, over 1 to 3 mini-batches and R-workers."""
-    number = list(model_zoo.ARCHITECTURES).index(name)
-    num_drafts, r_workers = 1 + number % 8, 1 + number // 3 % 3
-    with drafting(zoo_folder(name), num_drafts, num_mini_batches=1 + number % 3, r_workers=r_workers) as llm:
-        check_drafts(name, llm, num_drafts)
-
-
-def test_any_number_of_drafts(zoo_folder: Any) -> None:
-    with drafting(zoo_folder("llama-gqa"), num_drafts=8, num_mini_batches=2, r_workers=2) as llm:
-        for num_drafts in range(8, 0, -1):
-            reschedule(llm, num_speculative_tokens=num_drafts)
-            check_drafts("llama-gqa", llm, num_drafts)
-
-
-def drafting(folder: Path, num_drafts: int, num_mini_batches: int, r_workers: int) -> LLM:
-    """An engine that may draft so many tokens; check_drafts has others guess them than n-grams."""
-    speculative_config = {"method": "ngram", "num_speculative_tokens": num_drafts}
-    return made(
-        folder, kv_cache_memory="64MiB", num_mini_batches=num_mini_batches, r_workers=f"inproc:{r_workers}",
-        block_size=16, speculative_config=speculative_config,
-    )  # fmt: skip
-
-
-def check_drafts(name: str, llm: LLM, num_drafts: int) -> None:
-    """Tokens equal transformers' though three in ten drafts are wrong."""
-    prompts, expected = model_zoo.prompts(name), [list(tokens) for tokens in model_zoo.reference(name).tokens]
-    always_draft(llm.engine, Clairvoyant(dict(zip(map(tuple, prompts), expected, strict=True)), error=0.3))
-    assert generated(llm, prompts) == expected
-    counts = llm.engine.scheduler.statistics.drafts
+    """Though three in ten drafts are wrong; from 1 to 8 of them, over 1 to 3 mini-batches and R-workers."""
+    number, prompts, wanted = list(model_zoo.ARCHITECTURES).index(name), model_zoo.prompts(name), expected(name)
+    num_drafts, r_workers = 1 + number % 8, f"inproc:{1 + number // 3 % 3}"
+    settings = {"r_workers": r_workers, "num_mini_batches": 1 + number % 3, "block_size": 16}
+    speculative = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    with made(zoo_folder(name), speculative_config=speculative, **settings) as llm:
+        always_draft(llm.engine, Clairvoyant(dict(zip(map(tuple, prompts), wanted, strict=True)), error=0.3))
+        assert generated(llm, prompts) == wanted
+        counts = llm.engine.scheduler.statistics.drafts
     assert 0.2 < counts.num_accepted_tokens / counts.num_draft_tokens < 0.9
     assert len(counts.num_accepted_tokens_per_pos) == num_drafts

@@ -23,7 +23,7 @@ from fastdecode.core.placing import Placing, choose_range_tokens, pool_holds
 from fastdecode.core.step import ScheduledStep
 from fastdecode.scheduler.policy.needs import place_segments
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
 LENGTHS = (1500, 30, 505, 1010)
 POSITIONS = {"max_position_embeddings": 4096}
