@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from fastdecode import LLM, SamplingParams
 NAME = "llama-gqa"
 SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "block_size": 16}
 SETTINGS |= {"kv_cache_memory": "64MiB", "s_threads": 1, "r_threads": 1}
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
-SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True, detokenize=False, n=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True, detokenize=False, n=4)
 
 pytestmark = pytest.mark.slow
 
@@ -30,11 +30,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_zoo.save_model(NAME, tmp_path_factory.mktemp("zoo") / NAME)
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+BOTH = "bfloat16", "float16"
+
+
+@pytest.fixture(scope="module", params=BOTH)
 def workers(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """A dtype, and the addresses of three prefill workers that compute in it, for one test after another."""
     with prefill_workers.threads(folder, 3, dtype=request.param) as addresses:
         yield request.param, addresses
+
+
+def each_once(values: Sequence[Any], names: str) -> pytest.MarkDecorator:
+    """A value with one dtype in ``make test``, with the other one in ``make test-all`` alone."""
+    return pytest.mark.parametrize(
+        ("workers", names),
+        [
+            pytest.param(dtype, value, marks=[pytest.mark.thorough] * (dtype != BOTH[i % 2]))
+            for i, value in enumerate(values)
+            for dtype in BOTH
+        ],
+        indirect=["workers"],
+    )
 
 
 class Watched:
@@ -73,7 +89,7 @@ class Watched:
                 self.cached[number] = data.tobytes()
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4"])
+@each_once(["auto", "int8", "int4"], "kv_cache_dtype")
 def test_caches_and_tokens_are_those_of_the_s_worker(
     folder: Path, workers: tuple[str, str], kv_cache_dtype: str
 ) -> None:
@@ -97,18 +113,16 @@ def test_caches_and_tokens_are_those_of_the_s_worker(
         assert_nothing_held(llm.engine)
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "kv_replicas"), [("auto", 2), ("int4", 1)])
-def test_a_killed_r_worker_changes_no_token(
-    folder: Path, workers: tuple[str, str], kv_cache_dtype: str, kv_replicas: int
-) -> None:
+@each_once([("auto", 2), ("int4", 1)], "stored")
+def test_a_killed_r_worker_changes_no_token(folder: Path, workers: tuple[str, str], stored: tuple[str, int]) -> None:
     """kill -9 in the prompts or later: what was computed on prefill workers is computed again, there or here."""
-    dtype, addresses = workers
+    (dtype, addresses), (kv_cache_dtype, kv_replicas) = workers, stored
     prompts = model_zoo.prompts(NAME) * 2
     settings = {**SETTINGS, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     with LLM(str(folder), **settings) as llm:
         wanted = Watched(llm).run(prompts, sampled=True)
     rng = random.Random(f"{dtype} {kv_cache_dtype} {kv_replicas}")
-    for kill_at in (rng.randrange(2, 8), rng.randrange(8, 40)):
+    for kill_at in (rng.randrange(2, 8), rng.randrange(8, 24)):
         more = {"r_workers": "spawn:3", "kv_replicas": kv_replicas, "prefill_workers": addresses}
         with LLM(str(folder), **settings, **more) as llm:
             there = Watched(llm, AnyParts([0, 1, 2], seed=kill_at, least=rng.choice((1, 60))))

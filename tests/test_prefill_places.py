@@ -17,8 +17,8 @@ from helpers.prefill_workers import Watched, texts_that_grow
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.remote_prefill import RemotePrefill
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
-SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True, detokenize=False, n=3)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=12, ignore_eos=True, detokenize=False, n=3)
 MODEL: dict[str, Any] = {"max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 4096}, "dtype": "bfloat16"}
 SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "kv_cache_memory": "16MiB", **MODEL}
 SETTINGS |= {"s_threads": 1, "r_threads": 1, "block_size": 16}

@@ -23,7 +23,7 @@ from fastdecode.cluster.wire.handshake import read_security
 from fastdecode.core.errors import BackendError
 from fastdecode.core.types import KVLayout
 
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "128MiB"}
 NAME = "llama-gqa"
 GATHERING = ("llama-gqa", "gemma2", "gpt_oss", "bloom")
@@ -55,7 +55,7 @@ def generate(llm: LLM, prompts: list[list[int]], policy: AnyParts | None = None)
 
 
 def expected(name: str = NAME) -> list[list[int]]:
-    return [list(tokens) for tokens in model_zoo.reference(name).tokens]
+    return [list(tokens[:24]) for tokens in model_zoo.reference(name).tokens]
 
 
 @pytest.mark.slow
@@ -82,13 +82,13 @@ def test_a_draft_policy_beside_prefill_workers(folder: Any) -> None:
             assert generate(llm, [prompt], policy) == [tokens]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("kind", ["inproc:2", "spawn:2", "tcp"])
+@pytest.mark.parametrize(("kind", "kv_cache_dtype"), [("inproc:2", "auto"), ("spawn:2", "int8"), ("tcp", "auto")])
 def test_every_kind_of_r_worker(kind: str, kv_cache_dtype: str, folder: Any) -> None:
     """The cache that prefill workers fill is the one that the S-worker would have filled."""
     prompts = model_zoo.prompts(NAME)
-    with prefill_workers.threads(folder(), 2) as addresses, r_workers.listening() as (_, address):
-        spec = address if kind == "tcp" else kind
+    with contextlib.ExitStack() as stack:
+        addresses = stack.enter_context(prefill_workers.threads(folder(), 2))
+        spec = stack.enter_context(r_workers.listening())[1] if kind == "tcp" else kind
         memory = {} if kind == "tcp" else {"kv_cache_memory": "64MiB", "r_threads": 1}
         settings = {**SETTINGS, "kv_cache_memory": None, "s_threads": 1, "kv_cache_dtype": kv_cache_dtype, **memory}
         with LLM(str(folder()), r_workers=spec, prefill_scratch="64MiB", **settings) as llm:
@@ -124,7 +124,7 @@ def test_spawned_workers_are_killed_again_and_again(folder: Any) -> None:
     with make_llm(folder(), "spawn:3", prefill_threads=1) as llm:
         policy = llm.engine.scheduler.remote_prompts.policy = AnyParts([0, 1, 2], sizes=(2, 3))
         pids = [client.process_id for client in llm.engine.prefills.backend.clients]
-        prompts = model_zoo.prompts(NAME) * 3
+        prompts = model_zoo.prompts(NAME) * 2
         tokens: dict[str, list[int]] = {}
         for number, prompt in enumerate(prompts):
             llm.engine.add_request(str(number), prompt, GREEDY)
@@ -133,11 +133,11 @@ def test_spawned_workers_are_killed_again_and_again(folder: Any) -> None:
         while llm.engine.has_unfinished_requests():
             for output in llm.engine.step():
                 tokens[output.request_id] = list(output.outputs[0].token_ids)
-            if victims and policy.started_jobs and kills.random() < 0.2:
+            if victims and policy.started_jobs and kills.random() < 0.4:
                 os.kill(victims.pop(), signal.SIGKILL)
         assert not victims
         assert len(policy.workers) == 1
-        assert [tokens[str(number)] for number in range(len(prompts))] == expected() * 3
+        assert [tokens[str(number)] for number in range(len(prompts))] == expected() * 2
         assert_nothing_held(llm.engine)
         assert generate(llm, model_zoo.prompts(NAME)) == expected()
 
