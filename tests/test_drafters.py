@@ -31,11 +31,11 @@ from fastdecode.engine import LLMEngine
 from fastdecode.scheduler.policy.drafts import DraftCounts
 
 NAME = "llama-gqa"
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 SAMPLINGS = {
     "greedy": GREEDY,
-    "random": SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=24, detokenize=False, logprobs=2),
-    "several": SamplingParams(temperature=0.5, top_k=20, n=3, seed=4, max_tokens=16, detokenize=False),
+    "random": SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=16, detokenize=False, logprobs=2),
+    "several": SamplingParams(temperature=0.5, top_k=20, n=3, seed=4, max_tokens=12, detokenize=False),
 }
 
 
@@ -106,7 +106,7 @@ def tokens_of(outputs: list[list[dict[str, Any]]]) -> list[list[int]]:
     return [list(output[0]["token_ids"]) for output in outputs]
 
 
-def expected(name: str, count: int = 24) -> list[list[int]]:
+def expected(name: str, count: int = 16) -> list[list[int]]:
     return [list(tokens[:count]) for tokens in model_zoo.reference(name).tokens]
 
 
@@ -117,7 +117,7 @@ def test_the_first_layer_drafts_as_a_model_of_one_layer(name: str, folder: Any) 
     number = model_zoo.ARCHITECTURES.index(name)
     settings = {"num_mini_batches": 1 + number % 3, "r_workers": f"inproc:{1 + number // 3 % 3}"}
     prompts, num_drafts = model_zoo.prompts(name)[1::2], 1 + number % 4
-    params, wanted = replace(GREEDY, max_tokens=16), expected(name, 16)[1::2]
+    params, wanted = replace(GREEDY, max_tokens=8), expected(name, 8)[1::2]
     mine, counts = run(folder(name), prompts, params, early_exit(num_drafts), **settings)
     assert tokens_of(mine) == wanted
     theirs, same = run(folder(name), prompts, params, draft_model(num_drafts, folder(name, 1)), **settings)
@@ -126,8 +126,7 @@ def test_the_first_layer_drafts_as_a_model_of_one_layer(name: str, folder: Any) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("num_drafts", [1, 8])
+@pytest.mark.parametrize(("num_drafts", "sampling"), [(8, "greedy"), (1, "random"), (8, "several")])
 def test_a_draft_model_like_the_target_is_always_right(num_drafts: int, sampling: str, folder: Any) -> None:
     """At any temperature: its tokens are drawn with the same numbers."""
     params, prompts = SAMPLINGS[sampling], model_zoo.prompts(NAME)
@@ -151,14 +150,13 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("num_drafts", [3])
-def test_first_layers_that_say_all_are_always_right(num_drafts: int, sampling: str, shallow: str) -> None:
+def test_first_layers_that_say_all_are_always_right(sampling: str, shallow: str) -> None:
     params, prompts = SAMPLINGS[sampling], model_zoo.prompts(NAME)
     wanted, _ = run(shallow, prompts, params)
-    for settings in ({}, {"r_workers": "inproc:2", "num_mini_batches": 3}):
-        outputs, counts = run(shallow, prompts, params, early_exit(num_drafts), **settings)
-        assert outputs == wanted
-        assert counts.num_accepted_tokens == counts.num_draft_tokens > 0
+    settings = {} if sampling == "several" else {"r_workers": "inproc:2", "num_mini_batches": 3}
+    outputs, counts = run(shallow, prompts, params, early_exit(3), **settings)
+    assert outputs == wanted
+    assert counts.num_accepted_tokens == counts.num_draft_tokens > 0
 
 
 def test_first_layers_draft_over_ranges(shallow: str) -> None:
@@ -206,7 +204,7 @@ TWICE = ("small budget", "early_exit"), ("preemption", "early_exit"), ("wide spr
 )
 def test_same_tokens_however_little_room_there_is(variation: str, method: str, folder: Any) -> None:
     """Preempted sequences, draft prompts in parts, and a draft cache that some sequences must leave."""
-    settings, params = SHORT_OF_ROOM[variation], replace(GREEDY, max_tokens=64)
+    settings, params = SHORT_OF_ROOM[variation], replace(GREEDY, max_tokens=40)
     prompts = model_zoo.prompts(NAME) + [[*model_zoo.prompts(NAME)[0][:64], 7, number] for number in range(4)]
     speculative = early_exit(4, 2) if method == "early_exit" else draft_model(4, folder(NAME))
     with make_llm(folder(NAME), speculative, **settings) as llm:
@@ -234,7 +232,7 @@ def test_a_draft_cache_that_is_too_small(num_blocks: int, folder: Any) -> None:
         counts = llm.engine.scheduler.statistics.drafts
         assert_idle(llm.engine)
     assert num_blocks - 3 <= max(used) <= num_blocks
-    assert 0 < counts.num_accepted_tokens == counts.num_draft_tokens < 8 * 19
+    assert 0 < counts.num_accepted_tokens == counts.num_draft_tokens < 8 * 13
 
 
 @pytest.fixture(params=["early_exit", "draft_model"])
@@ -289,7 +287,7 @@ def finish(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 12])
+@pytest.mark.parametrize("number", [1, 8])
 def test_an_r_worker_killed_while_drafts_are_made(
     number: int, speculative: dict[str, Any], folder: Any, interrupted: Any
 ) -> None:
