@@ -68,10 +68,16 @@ def test_bytes_are_token_major_stored_bits(kv_dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("source", ISAS)
-@pytest.mark.parametrize("target", ISAS)
-@pytest.mark.parametrize("sizes", [(16, 64), (64, 16), (32, 32)])
+@pytest.mark.parametrize(
+    ("sizes", "target", "source", "kv_dtype"),
+    [
+        pytest.param(sizes, target, source, kv_dtype, marks=[pytest.mark.thorough] * ((h + i + j + k) % 3 > 0))
+        for h, sizes in enumerate([(16, 64), (64, 16), (32, 32)])
+        for i, target in enumerate(ISAS)
+        for j, source in enumerate(ISAS)
+        for k, kv_dtype in enumerate(KV_DTYPES)
+    ],
+)
 def test_round_trip_between_block_sizes_and_isas(
     kv_dtype: str, source: str, target: str, sizes: tuple[int, int]
 ) -> None:
