@@ -45,8 +45,8 @@ test: $(STAMP)
 pytest: $(STAMP)
 	$(BIN)/pytest -q -n $(WORKERS)
 
-# All that is drawn at random, and tests marked thorough; `make test` looks at a quarter of the properties' examples, and
-# an eighth of the traces.
+# All that is drawn at random, and tests marked thorough; `make test` looks at an eighth of the properties' examples, and
+# a sixteenth of the traces.
 test-all: export FASTDECODE_TEST_ALL = 1
 test-all: test
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import r_workers
 from helpers.engine_checks import assert_nothing_held
+from helpers.examples import SEES_ALL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastdecode import LLM, SamplingParams, StructuredOutputsParams
@@ -99,6 +100,7 @@ def test_two_r_workers_in_two_mini_batches_change_nothing(folder: str, expected:
         assert token_ids(llm) == expected
 
 
+@pytest.mark.thorough  # test_recovery.py, with a smaller model
 def test_one_of_three_r_workers_is_killed(folder: str, expected: list[list[int]]) -> None:
     """``kill -9`` in the middle of the answers."""
     with LLM(folder, **SETTINGS, r_workers="spawn:3") as llm:
@@ -117,13 +119,16 @@ def test_one_of_three_r_workers_is_killed(folder: str, expected: list[list[int]]
 
 
 def test_every_cache_predicts_a_text_as_well(llm: LLM, folder: str) -> None:
-    """16-bit and int8 within half a percent, of float32 and of each other; int4 within a third."""
+    """16-bit and int8 within half a percent, of float32 and of each other; int4 within a third.
+
+    ``make test`` leaves out float16, which rounds less than bfloat16."""
+    sixteen_bits = ("bfloat16", "float16")[: 2 if SEES_ALL else 1]
     text = (DEMO_MODEL / "heldout.txt").read_text(encoding="utf-8")[4000:4900]
     found = {"float32": measure_perplexity(llm.engine, text, 1000).perplexity}
-    for dtype in ("bfloat16", "float16", "int8", "int4"):
+    for dtype in (*sixteen_bits, "int8", "int4"):
         with LLM(folder, **SETTINGS, kv_cache_dtype=dtype) as other:
             found[dtype] = measure_perplexity(other.engine, text, 1000).perplexity
-    for dtype in ("bfloat16", "float16", "int8"):
+    for dtype in (*sixteen_bits, "int8"):
         assert found[dtype] == pytest.approx(found["float32"], rel=5e-3), found
     assert found["int8"] == pytest.approx(found["bfloat16"], rel=5e-3), found
     assert found["float32"] < found["int4"] < 1.33 * found["float32"], found

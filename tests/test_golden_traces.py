@@ -19,8 +19,8 @@ from helpers.golden import GoldenRun
 
 RECORDED = Path(__file__).parent / "golden_traces.json"
 NUM_RUNS, NUM_GROUPS = 2000, 8
-STRIDE = 1 if SEES_ALL else 8
-"""Every run is repeated by ``make test-all``, one in eight by ``make test``."""
+STRIDE = 1 if SEES_ALL else 16
+"""Every run is repeated by ``make test-all``, one in sixteen by ``make test``."""
 
 
 @pytest.mark.parametrize("group", [0, *(pytest.param(group, marks=pytest.mark.slow) for group in range(1, NUM_GROUPS))])
