@@ -28,6 +28,8 @@ NOT_TAKEN = sorted(REFUSED.keys() - set(CompletionRequest.__struct_fields__))
 LONG_GRAMMAR = "start: " + " | ".join(f'"word{number}"' for number in range(2500))
 """More alternatives than llguidance follows, which it says at the first token."""
 
+IDLE = "idle: free memory goes back"
+
 POST = b"POST /v1/completions HTTP/1.1\r\n"
 
 
@@ -39,10 +41,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
         assert running.request("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
         wait_until_idle(running)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while "idle: free memory goes back" not in running.log.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
         log = running.log.read_text()
         assert "Traceback" not in log and "word2499" not in log
 
@@ -98,6 +96,16 @@ def test_a_bad_body_is_answered_with_what_is_wrong(server: RunningServer, body: 
     status, answer = server.request("/v1/completions", body)
     assert status == 400 and message in answer["error"]["message"], answer
     assert set(answer["error"]) == {"message", "type", "param", "code"} and "\n" not in answer["error"]["message"]
+
+
+def test_what_a_refused_body_took_goes_back(server: RunningServer) -> None:
+    for body in (completion(), b"[" * (MOST_BYTES - 1)):
+        before = server.log.read_text().count(IDLE)
+        server.request("/v1/completions", body)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while server.log.read_text().count(IDLE) == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

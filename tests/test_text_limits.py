@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
+from helpers.examples import examples
 from helpers.servers import RunningServer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from fastdecode.api.text import encode_text
 from fastdecode.api.text_limits import TextBound, check_conversation_can_fit
 from fastdecode.core.errors import RequestError
-from fastdecode.server.protocol import MOST_VALUES, parse_json
+from fastdecode.server.json_bounds import MOST_NODES, MOST_VALUES, outside_strings, parse_json
 from fastdecode.sworker.token_bytes import NFC_SHRINKS, _spellings, text_bound
 
 
@@ -163,7 +169,26 @@ def test_long_texts_hold_up_nobody(chat_server: RunningServer, route: str, field
 def test_a_body_of_millions_of_values_is_not_read() -> None:
     """Reading them would hold up every other request."""
     assert len(parse_json(b"[" + b"1," * (MOST_VALUES - 2) + b"1]")) == MOST_VALUES - 1
-    for many in (b"1,", b'"a",', b'{"a":1},', b"[[[[]]]],"):
-        with pytest.raises(RequestError, match="more than 1048576 values: send several requests"):
-            parse_json(b"[" + many * MOST_VALUES + b"1]")
-    assert parse_json(b'"' + b"a" * 10 * MOST_VALUES + b'"')
+    assert len(parse_json(b"[" + b"{}," * (MOST_NODES - 2) + b"1]")) == MOST_NODES - 1
+    for many, number, what in (
+        (b"1,", MOST_VALUES, "1048576 values"),
+        (b'"a",', MOST_VALUES, "1048576 values"),
+        (b"[1],", MOST_NODES, "65536 lists, objects and fields"),
+        (b'"a":1,', MOST_NODES + 1, "65536 lists, objects and fields"),
+    ):
+        with pytest.raises(RequestError, match=f"more than {what}: send several requests"):
+            parse_json(b"[" + many * number + b"1]")
+
+
+@pytest.mark.parametrize("text", ["a", '{"a":[1],', "\\", '"', '\\"[', "é,"])
+def test_a_long_text_is_one_value_whatever_it_says(text: str) -> None:
+    long = text * (MOST_VALUES + 1)
+    assert parse_json(json.dumps({"prompt": long}, ensure_ascii=False).encode()) == {"prompt": long}
+
+
+@given(st.recursive(st.text('a\\",[{:é', max_size=9) | st.integers(0, 99), st.lists), st.integers(1, 9))
+@settings(max_examples=examples(100), deadline=None)
+def test_strings_are_left_out_wherever_a_piece_ends(value: Any, piece_bytes: int) -> None:
+    data = json.dumps(value).encode()
+    without = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", data)
+    assert b"".join(outside_strings(data, piece_bytes)) == without

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fastdecode import __version__
 from fastdecode.api.text_limits import LONG_TEXT_BYTES
 from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.server.json_bounds import parse_json
 from fastdecode.server.live import PAGE, add_live
 from fastdecode.server.openapi import document, takes
 from fastdecode.server.prometheus import CONTENT_TYPE
@@ -28,7 +29,6 @@ from fastdecode.server.protocol import (
     DetokenizeRequest,
     StreamOptions,
     TokenizeRequest,
-    parse_json,
     read_body,
 )
 from fastdecode.server.responses_answer import ResponseForm
@@ -150,19 +150,22 @@ async def _generate(
 
 async def _read(service: Service, request: Request, kind: type[Body]) -> tuple[Body, int]:
     """The body as ``kind``, and its length; ApiError or RequestError where it is too long, too slow, or not that."""
-    data = await _receive(service, request)
-    is_long = len(data) > LONG_TEXT_BYTES
-    body, unknown = await service.off_loop(len(data), _parse, data, kind) if is_long else _parse(data, kind)
+    try:
+        data = await _receive(service, request)
+        is_long = len(data) > LONG_TEXT_BYTES
+        body, unknown = await service.off_loop(len(data), _parse, data, kind) if is_long else _parse(data, kind)
+    finally:
+        service.trim_when_idle()
     if unknown:
         logger.warning("%s: fields that are not understood are ignored: %.500s", request.url.path, ascii(unknown))
     return body, len(data)
 
 
-def _parse(data: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
+def _parse(data: bytearray, kind: type[Body]) -> tuple[Body, list[str]]:
     return read_body(parse_json(data), kind)
 
 
-async def _receive(service: Service, request: Request) -> bytes:
+async def _receive(service: Service, request: Request) -> bytearray:
     most, seconds = service.settings.max_request_bytes, service.settings.request_timeout
     too_long = ApiError(413, f"the body is longer than {most} bytes")
     length = request.headers.get("content-length", "0")
@@ -174,13 +177,13 @@ async def _receive(service: Service, request: Request) -> bytes:
         raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
 
 
-async def _join(request: Request, most: int, too_long: ApiError) -> bytes:
+async def _join(request: Request, most: int, too_long: ApiError) -> bytearray:
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > most:
             raise too_long
-    return bytes(body)
+    return body  # no copy, for which all streams would wait
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -24,9 +24,6 @@ _KNOWN_KWARGS = frozenset({
 """Arguments of a chat template that ``chat_template_kwargs`` may not replace."""
 
 
-MOST_VALUES = 1 << 20
-"""Values in a body, about: Python holds up all other requests while it reads them."""
-
 MOST_FIELDS = 1024
 
 Strings = Annotated[list[str], Meta(max_length=1024)]
@@ -152,16 +149,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
-
-
-def parse_json(data: bytes) -> Any:
-    """RequestError where ``data`` is no JSON in UTF-8, or has more values than are read at once."""
-    if len(data) > MOST_VALUES and sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        raise RequestError(f"the body has more than {MOST_VALUES} values: send several requests")
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
 def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:

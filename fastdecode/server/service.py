@@ -143,7 +143,7 @@ class Service:
             await self._prepare(params)
         except BaseException:
             self._num_sequences -= num_sequences
-            self._trim_when_idle()
+            self.trim_when_idle()
             raise
         exchange = Exchange(new_id(), found, params, arrival_seconds)
         self._exchanges[exchange] = self._tracer.context(headers) if self._tracer else None
@@ -156,20 +156,15 @@ class Service:
             context = self._exchanges.pop(exchange)
             self._num_sequences -= exchange.num_sequences
             self.engine_thread.release(exchange)
-            self._trim_when_idle()
+            self.trim_when_idle()
             if self._tracer:
                 self._tracer.ended(exchange, context)
 
-    def _trim_when_idle(self) -> None:
+    def trim_when_idle(self) -> None:
         """What a burst or a long text took goes back once nothing has come for long."""
         if self._trim:
             self._trim.cancel()
         self._trim = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._trim_unless_busy)
-
-    def _trim_unless_busy(self) -> None:
-        if not self._exchanges:
-            self._long_texts.submit(return_free_memory)
-            logger.info("idle: free memory goes back to the system")
 
     def check_alive(self) -> None:
         """ApiError 503 once the engine is dead or the server ends."""
@@ -215,6 +210,11 @@ class Service:
         vocabulary holds up all threads, and so all streams."""
         if self._grammars:
             self._compiling.submit(_read_vocabulary, self._grammars)
+
+    def _trim_unless_busy(self) -> None:
+        if not self._exchanges:
+            self._long_texts.submit(return_free_memory)
+            logger.info("idle: free memory goes back to the system")
 
     def _count(self, request: CompletionRequest | ChatRequest) -> tuple[SamplingParams, int]:
         """How tokens are chosen, and how many sequences that makes."""

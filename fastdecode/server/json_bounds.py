@@ -1,0 +1,63 @@
+"""Bodies of requests as JSON: how much one may hold, counted before Python holds up all other requests to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fastdecode.core.errors import RequestError
+
+MOST_VALUES = 1 << 20
+"""Elements and fields in a body, about."""
+
+MOST_NODES = 1 << 16
+"""Lists, objects and fields of objects in a body: each takes as long to read as ten numbers."""
+
+PIECE_BYTES = 1 << 18
+
+
+def parse_json(data: bytes | bytearray) -> Any:
+    """RequestError where ``data`` is no JSON in UTF-8, or has more values than are read at once."""
+    if len(data) > MOST_NODES:
+        _check_size(data)
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
+def outside_strings(data: bytes | bytearray, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+    """What of the JSON ``data`` stands outside its strings, in pieces, between which other threads run."""
+    within, rest = False, b""
+    for start in range(0, len(data), piece_bytes):
+        piece = rest + data[start : start + piece_bytes]
+        rest = b"\\" * ((len(piece) - len(piece.rstrip(b"\\"))) % 2)  # what it escapes is in the next piece
+        whole = piece[: len(piece) - len(rest)]
+        parts = whole.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        yield b"".join(parts[within::2])
+        within ^= len(parts) % 2 == 0
+
+
+def _check_size(data: bytes | bytearray) -> None:
+    """RequestError for more than MOST_VALUES or MOST_NODES. Texts are looked at twice only where they seem to be so
+    many values."""
+    raw = (bytes(data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES))
+    if _too_many(raw) and (found := _too_many(outside_strings(data))):
+        raise RequestError(f"the body has more than {found}: send several requests")
+
+
+def _too_many(pieces: Iterable[bytes]) -> str:
+    """The bound that ``pieces`` of JSON without its strings exceed, or "". numpy lets other threads run meanwhile."""
+    num_values = num_nodes = 0
+    for piece in pieces:
+        characters = np.frombuffer(piece, np.uint8)
+        num_values += int(np.count_nonzero(characters == ord(",")))
+        num_nodes += sum(int(np.count_nonzero(characters == ord(each))) for each in "[{:")
+        if num_nodes > MOST_NODES:
+            return f"{MOST_NODES} lists, objects and fields"
+        if num_values + num_nodes > MOST_VALUES:
+            return f"{MOST_VALUES} values"
+    return ""
