@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from helpers import r_workers
-from helpers.forks import FASTDECODE, module_of, true_starts
+from helpers.forks import FASTDECODE, module_of, relayed, true_starts
+from helpers.processes import alive
 
 
 def test_only_commands_of_the_product_are_forked() -> None:
@@ -49,8 +51,31 @@ def test_environment_and_folder_are_those_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_relay_is_as_its_fork(tmp_path: Path) -> None:
+    """In its files, environment and folder, with its status or its signal; and neither outlives the other."""
+    code = "import os, sys, time; print(os.getpid(), os.environ['OURS'], os.getcwd(), flush=True)\n"
+    environment = os.environ | {"OURS": "here"}
+
+    def start(then: str) -> tuple[subprocess.Popen[str], int]:
+        command = relayed([sys.executable, "-c", code + then])
+        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        fork, *rest = process.stdout.readline().split() if process.stdout else ()
+        assert rest == ["here", str(tmp_path)] and int(fork) != process.pid
+        return process, int(fork)
+
+    assert start("sys.exit(7)")[0].wait() == 7
+    assert start("os.kill(os.getpid(), 9)")[0].wait() == -signal.SIGKILL
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process, fork = start("time.sleep(600)")
+        process.send_signal(number)
+        assert process.wait() == -number
+        while alive(fork):
+            time.sleep(0.01)
+
+
+@pytest.mark.slow
 def test_what_is_started_from_nothing_does_the_same() -> None:
-    """An S-worker and its R-worker; a fork's own processes always start so. So do all ranks of test_mpi*.py."""
+    """An S-worker and its R-worker; a fork's own processes always start so, and R-workers of test_mpi*.py."""
     command = [FASTDECODE, "generate", "def main():", "--max-tokens", "8", "--temperature", "0", "--device", "cpu"]
     command += ["--r-workers", "spawn:1", "--kv-cache-memory", "16MiB"]
     with true_starts():

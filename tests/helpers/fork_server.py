@@ -1,4 +1,4 @@
-"""``python fork_server.py MODULES SOCKET ROOM``: import the modules, then fork a process for each request.
+"""``python fork_server.py MODULES SOCKETS ROOM``: import the modules, then fork a process for each request.
 
 A process of its own, which has one thread and neither pytest nor the tests in memory (see forks.py).
 """
@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -20,27 +21,50 @@ import time
 from typing import Any
 
 
-def serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def serve(tests: socket.socket, relays: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Answer with a process id each; returns in the new processes alone, with the request and its files."""
     while True:
+        with contextlib.suppress(ChildProcessError):  # forks of relays have ended
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        is_relayed = tests not in select.select([tests, relays], [], [])[0]
+        connection = relays.accept()[0] if is_relayed else tests
         size, files, _, _ = socket.recv_fds(connection, 8, 64)
-        if not size:
+        if not size and not is_relayed:
             os._exit(0)
-        asked = json.loads(connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL))
+        asked = json.loads(connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL) or "{}")
         child = os.fork()
         if child == 0:
+            between = os.getpid()
             grandchild = os.fork()
             if grandchild:
-                connection.sendall(grandchild.to_bytes(8, "little"))
+                with contextlib.suppress(OSError):  # of a relay that was killed
+                    connection.sendall(grandchild.to_bytes(8, "little"))
+                if is_relayed:
+                    watch(connection, grandchild)
                 os._exit(0)
-            while os.getppid() not in (asked["parent"], 1):  # until the process between is gone
+            while not is_relayed and os.getppid() == between:  # until the process between is gone
                 time.sleep(0.0002)
-            connection.close()
             return asked, files
-        os.waitpid(child, 0)
-        connection.sendall(b"!")  # the new process has its parent
+        if is_relayed:
+            connection.close()
+        else:
+            os.waitpid(child, 0)
+            connection.sendall(b"!")  # the new process has its parent
         for file in files:
             os.close(file)
+
+
+def watch(relay: socket.socket, fork: int) -> None:
+    """Tell a relay the status with which its fork ends; a relay that ends first was killed, and so is the fork."""
+    for file in {int(name) for name in os.listdir("/proc/self/fd")} - {relay.fileno()}:  # noqa: PTH208
+        with contextlib.suppress(OSError):  # that of the list itself
+            os.close(file)
+    if relay.fileno() in select.select([relay.fileno(), os.pidfd_open(fork)], [], [])[0]:
+        os.kill(fork, signal.SIGKILL)
+    status = os.waitpid(fork, 0)[1]
+    with contextlib.suppress(OSError):
+        relay.sendall(status.to_bytes(8, "little"))
 
 
 def become(asked: dict[str, Any], files: list[int]) -> None:
@@ -71,20 +95,48 @@ def show(words: bytes) -> None:
 
 
 def main() -> None:
-    """Serve; in a new process, run its module's ``main``, or its script."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, and for forks
-    connection = socket.socket(fileno=int(sys.argv[2]))
+    """Import, then serve."""
+    tests, relays = (socket.socket(fileno=int(number)) for number in sys.argv[2].split(","))
     for module in sys.argv[1].split(","):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    asked, files = serve(connection)
+    serve_and_run(tests, relays)
+
+
+def serve_and_run(tests: socket.socket, relays: socket.socket) -> None:
+    """Serve; in a new process, run its module's ``main``, or its script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, and for forks
+    asked, files = serve(tests, relays)
     become(asked, files)
+    if asked["is_to_fork"]:
+        begin_server()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if asked["module"].endswith(".py"):
         runpy.run_path(asked["module"], run_name="__main__")
+    elif asked["module"] == "-c":
+        exec(asked["words"].pop(), {"__name__": "__main__"})
     else:
         sys.exit(importlib.import_module(asked["module"]).main())
+
+
+def begin_server() -> None:
+    """Let a fork of this process serve it, as this one's own server does."""
+    mine, theirs = socket.socketpair()
+    relays = socket.socket(socket.AF_UNIX)
+    relays.bind(f"\0fastdecode-tests-{os.getpid()}")
+    relays.listen()
+    child = os.fork()
+    if child == 0:
+        mine.close()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.dup2(nothing, 1)
+        serve_and_run(theirs, relays)
+        sys.exit()
+    theirs.close()
+    relays.close()
+    os.environ["FASTDECODE_TEST_FORK_SERVER"] = f"{os.getpid()} {child} {mine.detach()}"
 
 
 if __name__ == "__main__":

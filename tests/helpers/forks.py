@@ -4,6 +4,10 @@
 test process as any other: it has the words, the environment, the files and the session that were asked for, its own
 process id, and it ends by the same signals. Only the imports are not done again, which are most of what a start costs.
 What the rest of a start does (imports, variables that libraries read when they are loaded) is for `true_starts`.
+
+Processes of ``pytest -n`` are such forks, too, and have a server of their own from their beginning.
+
+What mpirun starts is not the tests' child: it is a ``relayed`` command (relay.py), which stands for its fork.
 """
 
 from __future__ import annotations
@@ -17,15 +21,21 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 RANK_JOB = str(Path(__file__).with_name("rank_job.py"))
+RELAY = str(Path(__file__).with_name("relay.py"))
 R_SIDE = tuple(f"fastdecode.{name}" for name in ("cli.r_worker", "cluster.joining", "cluster.r_worker.health",
                "cluster.links.spawn", "cluster.links.tcp", "cluster.links.zeromq"))  # fmt: skip
 S_SIDE = tuple(f"fastdecode.{name}" for name in ("build", "cli.serve", "cli.prefill_worker", "cli.run_batch"))
+XDIST_WORKER = [sys.executable, "-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]
+"""How pytest-xdist starts a process that runs tests."""
+SERVER_VARIABLE = "FASTDECODE_TEST_FORK_SERVER"
+"""Tells a fork that runs tests of its own server: its process id, that of the server, and the socket's number."""
 READ_EARLY = ("GOMP_", "HF_", "KMP_", "LD_", "LRU_", "MALLOC_", "OMP_", "ONEDNN_", "OMPI_", "PMIX_", "PYTHON", "TORCH_")
 """Beginnings of variables that are read before the first line of a program, or by what it imports."""
 
@@ -48,8 +58,8 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         asked = {
             "module": module[0], "words": [module[0], *module[1]], "shown": list(map(str, args)),
             "env": dict(os.environ if env is None else env), "cwd": os.fspath(cwd or Path.cwd()),
-            "pass_fds": list(pass_fds), "new_session": bool(rest[18]), "parent": os.getpid(),
-            "cores": sorted(os.sched_getaffinity(0)),
+            "pass_fds": list(pass_fds), "new_session": bool(rest[18]),
+            "cores": sorted(os.sched_getaffinity(0)), "is_to_fork": module[0] == "-c",
         }  # fmt: skip
         self.pid = _server_of("r-worker" in module[1]).fork(asked, [*files, *pass_fds])
         self._child_created = True
@@ -67,7 +77,8 @@ def true_starts() -> Iterator[None]:
 
 
 def module_of(args: Any) -> tuple[str, list[str]] | None:
-    """The module of ``fastdecode`` or the script RANK_JOB that a command runs, and its words; None for others."""
+    """The module of ``fastdecode`` or the script RANK_JOB that a command runs, or "-c" for XDIST_WORKER, and its words;
+    None for others."""
     if isinstance(args, (str, bytes, os.PathLike)) or not args:
         return None
     words = [str(word) for word in args]
@@ -77,7 +88,17 @@ def module_of(args: Any) -> tuple[str, list[str]] | None:
         return words[2], words[3:]
     if words[:2] == [sys.executable, RANK_JOB]:
         return RANK_JOB, words[2:]
+    if words == XDIST_WORKER and "RWORKER_EXTENSION" not in os.environ:
+        return "-c", words[3:]
     return None
+
+
+def relayed(words: Sequence[str]) -> list[str]:
+    """A command for others to start: what ``words`` do, in a fork of the S-side server; scripts (``-c``), too."""
+    module = ("-c", words[2:]) if list(words[:2]) == [sys.executable, "-c"] else module_of(words)
+    if module is None or not _STATE["is_on"]:
+        return list(words)
+    return [sys.executable, "-I", "-S", RELAY, _server_of(False).address, module[0], *module[1]]
 
 
 def _is_read_early(env: Any) -> bool:
@@ -89,19 +110,11 @@ def _is_read_early(env: Any) -> bool:
 
 
 class _Server:
-    """A process that has imported ``modules`` and forks; the socket to it."""
+    """A process that has imported what forks need; ``connection`` to it, and the ``address`` for relays."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        mine, theirs = socket.socketpair()
-        room = "." * 4000  # which /proc shows as the words of its forks
-        command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), ",".join(modules)]
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), room], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONSAFEPATH": "1"},
-            )  # fmt: skip
-        self._socket = mine
-        self._owner = os.getpid()
+    def __init__(self, connection: socket.socket, address: str, wait: Callable[[], object]) -> None:
+        self.address = address
+        self._socket, self._wait, self._owner = connection, wait, os.getpid()
         atexit.register(self.end)
 
     def fork(self, asked: dict[str, Any], files: Sequence[int]) -> int:
@@ -119,14 +132,41 @@ class _Server:
         """It ends when its socket closes; not by a fork of the tests' process."""
         if os.getpid() == self._owner:
             self._socket.close()
-            self._process.wait()
+            self._wait()
+
+
+def _start_server(modules: Sequence[str]) -> _Server:
+    mine, theirs = socket.socketpair()
+    relays = socket.socket(socket.AF_UNIX)
+    address = f"fastdecode-tests-{os.getpid()}-{len(modules)}"
+    relays.bind("\0" + address)
+    relays.listen()
+    room = "." * 4000  # which /proc shows as the words of its forks
+    with theirs, relays:
+        ends = theirs.fileno(), relays.fileno()
+        command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), ",".join(modules)]
+        process = subprocess.Popen(
+            [*command, f"{ends[0]},{ends[1]}", room], pass_fds=ends, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONSAFEPATH": "1"},
+        )  # fmt: skip
+    return _Server(mine, address, process.wait)
+
+
+def _own_server() -> _Server | None:
+    """The one that a fork was given when it began (fork_server.py)."""
+    process_id, server_id, number = map(int, os.environ.get(SERVER_VARIABLE, "0 0 0").split())
+    if process_id != os.getpid():
+        return None
+    connection = socket.socket(fileno=number)
+    return _Server(connection, f"fastdecode-tests-{process_id}", partial(os.waitpid, server_id, 0))
 
 
 def _server_of(is_r_worker: bool) -> _Server:
     with _LOCK:
         key = (os.getpid(), is_r_worker)
         if key not in _STATE["servers"]:
-            _STATE["servers"][key] = _Server(R_SIDE if is_r_worker else S_SIDE)
+            own = None if is_r_worker else _own_server()
+            _STATE["servers"][key] = own or _start_server(R_SIDE if is_r_worker else S_SIDE)
         return _STATE["servers"][key]
 
 

@@ -14,6 +14,7 @@ import psutil
 
 from fastdecode.cli.launch import find_mpiexec, needed_environment
 from helpers import r_workers
+from helpers.forks import relayed
 
 PATIENCE_SECONDS = 120
 R_WORKER = [r_workers.FASTDECODE, "r-worker", "--transport", "mpi", *r_workers.SMALL]
@@ -27,13 +28,14 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def command(*segments: tuple[int, Sequence[str]]) -> list[str]:
-    """mpirun with so many processes of each command, the S-worker's first."""
+    """mpirun with so many processes of each command, the S-worker's first; R-workers alone are no forks."""
     found = find_mpiexec()
     if found is None:
         raise RuntimeError("the environment has no mpirun; make installs it")
     words = [found.path]
     for index, (count, segment) in enumerate(segments):
-        words += [":"] * bool(index) + ["-n", str(count), *segment]
+        starts = segment if "r-worker" in segment else relayed(segment)
+        words += [":"] * bool(index) + ["-n", str(count), *starts]
     return words
 
 
