@@ -80,17 +80,17 @@ def capacity(workload: SimulatedWorkload, slo: Slo, machine: PlainMachine) -> fl
 
 
 def test_capacity_is_that_of_the_machine() -> None:
-    """8 seats and 10 steps of 0.1 s each: 8 requests a second. At a rate r above that the i-th of 100 requests waits
-    i(1/8 − 1/r), half a second at the median where r is 8.70.
+    """8 seats and 10 steps of 0.1 s each: 8 requests a second. At a rate r above that the i-th of 50 requests waits
+    i(1/8 − 1/r), half a second at the median where r is 9.52.
 
     Twice the machine is twice the capacity, and a looser SLO never less of it.
     """
-    workload = SimulatedWorkload([[0]] * 100, [10] * 100, np.arange(100.0))
+    workload = SimulatedWorkload([[0]] * 50, [10] * 50, np.arange(50.0))
     slo, machine = Slo(0.15, 0.5), PlainMachine(0.1)
     found = capacity(workload, slo, machine)
-    assert 8 / 1.02 < found < 8.71
+    assert 8 / 1.02 < found < 9.53
     assert capacity(workload, Slo(0.075, 0.25), PlainMachine(0.05)) == pytest.approx(2 * found, rel=0.03)
-    assert found <= capacity(workload, Slo(0.15, 1.0), machine) < 9.6
+    assert found <= capacity(workload, Slo(0.15, 1.0), machine) < 12.0
 
 
 def test_log_normals_go_through_median_and_p90() -> None:
