@@ -192,7 +192,8 @@ class Cycle(Generic[T]):
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
         """The scheduler learns from the step alone; the record has what companions took too."""
-        record = self.world.record(step, replace(report, lost=self._lost), num_output_tokens)
+        report = replace(report, lost=self._lost) if self._lost else report
+        record = self.world.record(step, report, num_output_tokens)
         self._lost = ()
         s_seconds = record.s_seconds - sum(each.s_seconds for each in self.companions)
         wait_seconds = record.wait_seconds - sum(each.wait_seconds for each in self.companions)
