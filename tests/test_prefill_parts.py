@@ -187,7 +187,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> SModel:
     return load("llama-gqa", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("name", model_zoo.RECIPES)
+FEW = "llama-gqa", "gemma2", "bloom"
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in model_zoo.ARCHITECTURES if name not in FEW]
+
+
+@pytest.mark.parametrize("name", [*FEW, *MORE])
 def test_every_architecture_gives_its_own_logits(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path)
     prompt = model_zoo.prompts(name)[0]
@@ -223,8 +227,14 @@ def begun(chain: Chain) -> Chain:
     return chain
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), SIXTEEN_BITS)
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "kv_dtype"),
+    [
+        pytest.param(name, *dtypes, marks=[pytest.mark.thorough] * ((i + j) % 3 > 0))
+        for i, name in enumerate(["llama-gqa", "qwen3", "gemma2"])
+        for j, dtypes in enumerate(SIXTEEN_BITS)
+    ],
+)
 def test_sixteen_bits_do_not_depend_on_the_cuts(name: str, dtype: str, kv_dtype: str, tmp_path: Path) -> None:
     """Neither the last token's logits nor what is stored, with a prefix or without."""
     model = load(name, tmp_path, dtype)

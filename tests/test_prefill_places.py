@@ -59,7 +59,9 @@ def wanted(folder: Path) -> list[list[list[list[int]]]]:
         return [Watched(llm).run(texts, params_of) for texts in batches()]
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    "pair", ["both", *(pytest.param(pair, marks=pytest.mark.slow) for pair in ("two copies", "ranges"))]
+)
 def test_tokens_are_those_of_one_r_worker(
     folder: Path, addresses: str, wanted: list[list[list[list[int]]]], pair: str
 ) -> None:

@@ -70,6 +70,7 @@ def test_every_architecture_matches_generate(name: str, folder: Any) -> None:
                 assert len(policy.started_jobs) == len(model_zoo.prompts(name))
 
 
+@pytest.mark.slow
 def test_a_draft_policy_beside_prefill_workers(folder: Any) -> None:
     """The first steps have no row: they sample the first tokens of prompts that prefill workers computed."""
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -82,7 +83,14 @@ def test_a_draft_policy_beside_prefill_workers(folder: Any) -> None:
             assert generate(llm, [prompt], policy) == [tokens]
 
 
-@pytest.mark.parametrize(("kind", "kv_cache_dtype"), [("inproc:2", "auto"), ("spawn:2", "int8"), ("tcp", "auto")])
+@pytest.mark.parametrize(
+    ("kind", "kv_cache_dtype"),
+    [
+        ("inproc:2", "auto"),
+        pytest.param("spawn:2", "int8", marks=pytest.mark.slow),
+        pytest.param("tcp", "auto", marks=pytest.mark.slow),
+    ],
+)
 def test_every_kind_of_r_worker(kind: str, kv_cache_dtype: str, folder: Any) -> None:
     """The cache that prefill workers fill is the one that the S-worker would have filled."""
     prompts = model_zoo.prompts(NAME)
@@ -119,6 +127,7 @@ def test_ctrl_c_as_a_prompt_arrives(folder: Any, monkeypatch: pytest.MonkeyPatch
         assert list(outputs[0].outputs[0].token_ids) == expected()[0]
 
 
+@pytest.mark.slow
 def test_spawned_workers_are_killed_again_and_again(folder: Any) -> None:
     """Two of three are killed at random moments while prompts are under way: no request is lost, no token differs."""
     with make_llm(folder(), "spawn:3", prefill_threads=1) as llm:
@@ -142,6 +151,7 @@ def test_spawned_workers_are_killed_again_and_again(folder: Any) -> None:
         assert generate(llm, model_zoo.prompts(NAME)) == expected()
 
 
+@pytest.mark.slow
 def test_the_s_worker_computes_what_is_left_when_all_are_gone(folder: Any) -> None:
     with prefill_workers.process(folder()) as (process, address), make_llm(folder(), address) as llm:
         policy = llm.engine.scheduler.remote_prompts.policy = AnyParts([0])
@@ -157,6 +167,7 @@ def test_the_s_worker_computes_what_is_left_when_all_are_gone(folder: Any) -> No
         assert policy.workers == []
 
 
+@pytest.mark.slow
 def test_an_aborted_prompt_stops_its_chain(folder: Any) -> None:
     with prefill_workers.threads(folder(), 2) as addresses, make_llm(folder(), addresses) as llm:
         llm.engine.scheduler.remote_prompts.policy = AnyParts([0, 1], sizes=(2,))
@@ -174,7 +185,7 @@ def test_an_aborted_prompt_stops_its_chain(folder: Any) -> None:
         assert generate(llm, model_zoo.prompts(NAME)) == expected()
 
 
-@pytest.mark.parametrize("security", ["encrypt", "authenticate"])
+@pytest.mark.parametrize("security", ["encrypt", pytest.param("authenticate", marks=pytest.mark.slow)])
 def test_with_a_key(security: str, folder: Any, tmp_path: Path) -> None:
     """On every connection: S-worker, prefill workers and R-worker."""
     key = tmp_path / "key"
@@ -193,6 +204,7 @@ def test_with_a_key(security: str, folder: Any, tmp_path: Path) -> None:
             make_llm(folder(), addresses)
 
 
+@pytest.mark.slow
 def test_one_joins_a_running_job(folder: Any) -> None:
     """And takes prompts from then on, also once the first is gone."""
     with (
