@@ -26,7 +26,7 @@ from fastdecode.scheduler import Scheduler
 pytestmark = pytest.mark.slow
 
 MACHINE = SplitMachine(StepModel(3, MeasuredSPart((1,), (1e-3,), (1e-3,)), RPart(1e-6), 3))
-FIXED = {"random_input_len": 40, "random_output_len": 24, "num_prompts": 20}
+FIXED = {"random_input_len": 40, "random_output_len": 20, "num_prompts": 16}
 VARIED = {**FIXED, "random_range_ratio": 0.5}
 SHARED = {**FIXED, "random_prefix_len": 80}
 
