@@ -36,11 +36,14 @@ pytestmark = pytest.mark.slow
 PATIENCE_SECONDS = 60.0
 """What is waited for comes much sooner on an idle machine, and here only has to come."""
 
+BREAK_SECONDS = 0.03
+"""After each step of a job that goes on while Ray starts processes, which takes a while and should have the cores."""
+
 NODE: dict[str, Any] = {"num_cpus": 4, "memory": 1 << 30, "object_store_memory": 80 << 20, "include_dashboard": False}
 
 QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_timeout_ms": 1000}
-QUICK |= {"health_check_failure_threshold": 2}
-"""Ray misses a dead node after one second, and not 15."""
+QUICK |= {"health_check_failure_threshold": 2, "prestart_worker_first_driver": False, "enable_worker_prestart": False}
+"""Ray misses a dead node after one second, and not 15, and starts no Python process that nothing runs in."""
 
 HOSTS = [Node("a", 8, 8 << 30), Node("b", 8, 8 << 30), Node("c", 2, 4 << 30)]
 
@@ -112,9 +115,9 @@ def present(engine: LLMEngine) -> int:
 def run_until_replaced(job: Job, victims: int, before: set[int]) -> None:
     """Step until as many are back as were killed, in processes that Ray has started since."""
     engine, joined = job.engine, len(job.engine.backend.joined)  # type: ignore[attr-defined]
-    job.step_until(lambda: len(engine.backend.joined) >= joined + victims)  # type: ignore[attr-defined]
+    job.step_until(lambda: len(engine.backend.joined) >= joined + victims, BREAK_SECONDS)  # type: ignore[attr-defined]
     assert len([process for process in actors() if process.pid not in before]) >= victims
-    job.step_until(lambda: present(engine) == 6)
+    job.step_until(lambda: present(engine) == 6, BREAK_SECONDS)
 
 
 def test_six_on_three_nodes_and_what_is_killed_is_replaced(folder: Path, cluster: Any) -> None:
@@ -192,11 +195,11 @@ def test_a_node_that_ray_drains_is_left_first(folder: Path, cluster: Any) -> Non
         preempted = engine.scheduler.statistics.preemptions
         reason, until = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, int(time.time() * 1000) + 600_000
         GcsClient(cluster.address).drain_node(leaves.node_id, reason, "spot", until)
-        job.step_until(lambda: present(engine) == 2, pause_seconds=0.01)
+        job.step_until(lambda: present(engine) == 2, BREAK_SECONDS)
         assert engine.scheduler.statistics.preemptions == preempted, "all have moved"
         cluster.add_node(**NODE)
         cluster.remove_node(leaves)
-        job.step_until(lambda: present(engine) == 3, pause_seconds=0.01)
+        job.step_until(lambda: present(engine) == 3, BREAK_SECONDS)
         job.finish()
     assert_nothing_left()
 
@@ -241,8 +244,14 @@ def test_a_cluster_started_here_ends_with_its_job(monkeypatch: pytest.MonkeyPatc
     ("asked", "message"),
     [
         ((13, 1, 1 << 20), r"cannot place 13 R-worker\(s\) of 1 CPU\(s\) .* room for 12\. Missing: 1 CPU\(s\)"),
-        ((1, 5, 1 << 20), r"cannot place 1 R-worker\(s\) of 5 CPU\(s\) .* 4 CPU\(s\) and 1\.00 GiB; .* room for 0"),
-        ((1, 1, 2 << 30), r"2\.00 GiB each, .* Missing: 1 CPU\(s\) and 2\.00 GiB more"),
+        pytest.param(
+            (1, 5, 1 << 20),
+            r"cannot place 1 R-worker\(s\) of 5 CPU\(s\) .* 4 CPU\(s\) and 1\.00 GiB; .* room for 0",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            (1, 1, 2 << 30), r"2\.00 GiB each, .* Missing: 1 CPU\(s\) and 2\.00 GiB more", marks=pytest.mark.thorough
+        ),
         ((4, 1, 1 << 20, True), r"each on a node of its own\. .* Missing: 1 more node"),
     ],
     ids=str,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,12 @@ NUMBER = re.compile(r"-?\d+\.\d{3}\b")
 
 
 @pytest.mark.slow
-def test_the_tour_shows_what_its_example_prints() -> None:
+def test_the_tour_shows_what_its_example_prints(capfd: pytest.CaptureFixture[str]) -> None:
     """Line by line; numbers of three decimals may differ by the order in which another processor adds."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "tour.py")], capture_output=True, text=True, check=True
-    )
+    runpy.run_path(str(ROOT / "examples" / "tour.py"), run_name="__main__")
     blocks = re.findall(r"^```\n(.*?)^```$", (ROOT / "docs" / "tour.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
     shown = "".join(block for block in blocks if "──" not in block).splitlines()
-    printed = [line for line in done.stdout.splitlines() if line]
+    printed = [line for line in capfd.readouterr().out.splitlines() if line]
     assert [NUMBER.sub("…", line) for line in shown] == [NUMBER.sub("…", line) for line in printed]
     for wanted, found in zip(shown, printed, strict=True):
         numbers = [[float(each) for each in NUMBER.findall(line)] for line in (wanted, found)]
