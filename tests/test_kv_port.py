@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from fastdecode.cluster.links.zeromq import ZmqChannel
 from fastdecode.cluster.pool import InprocBackend, PoolBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.r_worker.kv_port import NICENESS
-from fastdecode.cluster.wire.frames import Frame, Kind
+from fastdecode.cluster.wire.frames import Conversation, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security, read_security
 from fastdecode.cluster.wire.messages import KV_ROWS, MOST_IN_FLIGHT, decode_refusal
 from fastdecode.core.errors import BackendError
@@ -231,6 +232,27 @@ def test_an_answer_to_another_question_ends_the_feed(how: str) -> None:
         with pytest.raises(ConnectionError, match=r"it sent a"):
             answers(feed, 1)
     assert not into.any()
+
+
+def test_what_is_no_peer_and_does_not_wait_for_an_answer_ends_no_port() -> None:
+    """It says nothing, in ZeroMQ's first protocol, a few times, and is gone."""
+
+    def answer(port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
+        port.send(identity, Kind.PONG)
+
+    with ExitStack() as opened:
+        port = Port("127.0.0.1", 0, Security(), answer)
+        opened.callback(port.close)
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", port.tcp_port)) as stranger:
+                stranger.sendall(b"\x01\x00" * 9)
+        channel = ZmqChannel(port.address, None)
+        opened.callback(channel.close)
+        conversation = Conversation(channel)
+        conversation.epoch = port.epoch
+        conversation.send(Kind.PING)
+        answered = conversation.receive(PATIENCE_SECONDS)
+    assert answered and answered.kind is Kind.PONG
 
 
 def test_the_fake_backend_knows_jobs() -> None:

@@ -131,8 +131,7 @@ class Port:
 
     def refuse(self, identity: bytes, error: str, message: str) -> None:
         """Have the port's thread send a refusal that does not tell the epoch. To be called by the handler."""
-        with contextlib.suppress(ConnectionError):
-            self._refuse(Conversation(PeerChannel(self._listener, identity)), error, message)
+        self._refuse(Conversation(PeerChannel(self._listener, identity)), error, message)
 
     def renew_epoch(self) -> None:
         """Draw another epoch: frames of those who knew the old one are refused. To be called by the handler."""
@@ -238,7 +237,8 @@ class Port:
         if message not in self._logged and len(self._logged) < MOST_LOGGED:
             self._logged.add(message)
             log.warning("refused: %s", message)
-        conversation.send(Kind.REFUSED, encode_refusal(error, message))
+        with contextlib.suppress(ConnectionError):  # it is gone
+            conversation.send(Kind.REFUSED, encode_refusal(error, message))
 
     def _conversation(self, identity: bytes) -> Conversation:
         found = self._peers.get(identity)
