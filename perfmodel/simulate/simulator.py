@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.cycle import Cycle, Membership
-from fastdecode.perfmodel.simulate.events import Timeline
+from fastdecode.perfmodel.simulate.events import LOSE, Timeline
 from fastdecode.perfmodel.simulate.interruptions import Interruptions
 from fastdecode.perfmodel.simulate.prefill_fleet import PrefillFleet, SimulatedPrefills
 from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter, SimulatedSpeculation
@@ -26,6 +26,9 @@ from fastdecode.perfmodel.simulate.simulated_world import SimulatedWorld
 from fastdecode.perfmodel.simulate.tokens import Clock
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest
 from fastdecode.scheduler import Scheduler
+
+MOST_LOSSES = 100
+"""Of each R-worker, in the mean, before one request has ended: a run that goes on beyond them may never end."""
 
 
 class Simulator:
@@ -51,6 +54,7 @@ class Simulator:
         self.on_step = on_step
         self.prefill = prefill
         self.num_steps = 0
+        self._num_ended = self._lost_before = 0
         self._clock = clock = Clock()
         prefills = SimulatedPrefills(prefill, clock) if prefill else None
         self.world = SimulatedWorld(scheduler.limits, machine, clock, prefills, drafter, events)
@@ -64,7 +68,8 @@ class Simulator:
     def run(self, requests: Iterable[SimulatedRequest], until: Callable[[Simulator], bool] | None = None) -> None:
         """Run ``requests`` until all have ended, or until ``until`` says after a step that it has seen enough.
 
-        RequestError where one could never run; WorkerLostError where no R-worker is left.
+        RequestError where one could never run; WorkerLostError where no R-worker is left, and PlanError where R-workers
+        are lost MOST_LOSSES times each, in the mean, and no request ends meanwhile.
         """
         arriving = deque(sorted(requests, key=lambda request: request.arrival_seconds))
         self.requests.expect(arriving)
@@ -77,6 +82,7 @@ class Simulator:
                     continue
                 self.world.next_arrival_seconds = arriving[0].arrival_seconds if arriving else math.inf
                 self._cycle.turn()
+                self._check_progress()
                 if until is not None and until(self):
                     return
         finally:
@@ -108,6 +114,16 @@ class Simulator:
             self._clock.wait_until(self.world.next_event_seconds)
             self._cycle.look_around()
         self._clock.wait_until(moment)
+
+    def _check_progress(self) -> None:
+        if self._num_ended != (ended := self.num_finished + self.requests.num_given_up):
+            self._num_ended, self._lost_before = ended, self.world.happened[LOSE]
+        lost, num_r_workers = self.world.happened[LOSE] - self._lost_before, len(self.scheduler.limits.num_blocks)
+        if lost > MOST_LOSSES * num_r_workers:
+            raise PlanError(
+                f"at {self.now_seconds:.6g} simulated seconds {num_r_workers} R-workers have been lost {lost} times "
+                f"and no request has ended meanwhile: they live too short for this workload"
+            )
 
     def _count(self, record: StepRecord) -> None:
         self.num_steps += 1

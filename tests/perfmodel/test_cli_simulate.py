@@ -163,6 +163,11 @@ def test_where_no_rate_keeps_the_slo_the_report_has_the_rate_it_ran_at(
         ([*NAMES, "--mtbf", "1", "--restart-seconds", "-1"], 2, "restart_seconds must be at least 0, not -1.0"),
         ([*ALONE, "--mtbf", "1"], 2, "the GPU alone: mtbf has no place there"),
         ([*NAMES, "--num-r-workers", "1", "--mtbf", "1e-6"], 1, "simulated seconds the last R-worker is lost"),
+        (
+            [*NAMES, "--num-r-workers=8", "--mtbf=1e-4", "--restart-seconds=0", "--num-prompts=1", "--input-len=16384"],
+            1,
+            "8 R-workers have been lost 801 times and no request has ended meanwhile",
+        ),
         ([*NAMES, "--output-json", "."], 2, ".: is a folder; name a file to write"),
         ([*NAMES, "--output-json", "/no/such/folder/x.json"], 2, "there is no such folder"),
     ],
