@@ -18,8 +18,9 @@ from helpers.processes import children_of
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.core.errors import ConfigError, RankLostError
+from fastdecode.core.errors import ConfigError, RankLostError, WorkerLostError
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.core.types import StepReport
 from fastdecode.tensor_parallel.rank_messages import Message, read_step, step_message
 from fastdecode.tensor_parallel.rank_place import cores_of, find_place, settings_of
 
@@ -158,6 +159,27 @@ def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(RankLostError, match=rf"rank 1 \(process {rank} "):
             llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_the_last_r_worker_of_one_rank_is_lost_at_the_end_of_a_step(tmp_path: Path) -> None:
+    """The other rank hears of it where it would hear of the step's end, so that the job ends and none waits."""
+    job = job_of("llama-gqa", tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+    settings = SETTINGS | {"r_workers": "spawn:1", "tensor_parallel_size": 2}
+    with LLM(job["folder"], skip_tokenizer_init=True, **settings) as llm:
+        (victim,) = children_of(os.getpid(), "r-worker")
+        pool = llm.engine.backend.pool  # type: ignore[attr-defined]
+        end_step = pool.end_step
+
+        def end_after_its_death() -> StepReport:
+            os.kill(victim, signal.SIGKILL)
+            return end_step()
+
+        pool.end_step = end_after_its_death
+        with pytest.raises(WorkerLostError, match="no other R-worker is left"):
+            llm.generate([{"prompt_token_ids": job["prompts"][0]}], params, use_tqdm=False)
+    assert not children_of(os.getpid(), "tensor_parallel.process")
 
 
 def test_steps_survive_the_way() -> None:

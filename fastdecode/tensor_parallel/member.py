@@ -70,10 +70,9 @@ class Member:
         self._compare(begin)
 
     def end_step(self) -> StepReport:
-        """The groups' reports as one. What is lost in one group is given up in the others."""
-        own = self.pool.end_step()
-        now = time.perf_counter()
-        messages = [Message.decode(each) for each in self.rank.all_gather(report_message(own, now).encode(), soon=True)]
+        """The groups' reports as one. What is lost in one group is given up in the others; WorkerLostError on all ranks
+        where one group has nothing left."""
+        messages = self._exchange(lambda: report_message(self.pool.end_step(), time.perf_counter()), soon=True)
         now = time.perf_counter()
         for rank, message in enumerate(messages):
             self._seconds_ahead[rank] = min(self._seconds_ahead[rank], now - message.told["now"])
@@ -125,16 +124,20 @@ class Member:
 
     def _compare(self, do: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Return what ``do`` returns on each rank; raises the first one's error where it fails on any."""
+        return [each.told for each in self._exchange(lambda: Message("done", do()))]
+
+    def _exchange(self, make: Callable[[], Message], soon: bool = False) -> list[Message]:
+        """What ``make`` makes on each rank, an error of any raised on all; ``soon``: see ``Rank.all_gather``."""
         try:
-            answer = Message("done", do())
+            answer = make()
         except FastDecodeError as error:
             answer = Message("failed", {"error": type(error).__name__, "text": str(error)})
-        answers = [Message.decode(each) for each in self.rank.all_gather(answer.encode())]
+        answers = [Message.decode(each) for each in self.rank.all_gather(answer.encode(), soon)]
         for rank, each in enumerate(answers):
             if each.kind == "failed":
                 text = each.told["text"] if rank == self.rank.index else f"rank {rank}: {each.told['text']}"
                 raise getattr(errors, each.told["error"], BackendError)(text)
-        return [each.told for each in answers]
+        return answers
 
 
 def _logical(partners: Sequence[dict[str, Any]]) -> RWorkerInfo:

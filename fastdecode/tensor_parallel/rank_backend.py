@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastdecode.core.errors import RankLostError, interrupts_deferred
+from fastdecode.core.errors import FastDecodeError, RankLostError, interrupts_deferred
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import KVLayout, RWorkerInfo, StepPlan, StepReport, Verb
 from fastdecode.tensor_parallel.lifeline import Lifelines
@@ -158,13 +158,17 @@ class TensorParallelBackend:
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
-        """RankLostError where a rank goes meanwhile; whatever fails within the layers ends the job, too."""
+        """RankLostError where a rank goes meanwhile. Whatever fails within the layers ends the job, too, and so does
+        an error that is none of ours: other ranks do not know of it."""
         self._check()
         try:
             yield
         except RuntimeError as error:  # of torch.distributed
             self._broken = True
             raise RankLostError(self._lifelines.describe(error)) from error
-        except BaseException:
+        except FastDecodeError:
             self._broken = self._open
+            raise
+        except BaseException:
+            self._broken = True
             raise

@@ -202,12 +202,14 @@ class Follower:
                 self._member.reserve(read_step(message).to_step_plan())
             elif message.kind == "import":
                 self._member.import_(told["worker"], told["sequence_id"], told["num_tokens"], told["start"])
+            elif message.kind == "end":
+                self._member.end_step()
             else:
                 self._member.admit(told["vacant"])
 
     _do: ClassVar[dict[str, Callable[[Follower, Message], object]]] = {
         "step": _step,
-        "end": lambda self, message: self._member.end_step(),
+        "end": _compared,
         "abandon": lambda self, message: self._pool.abandon_step(),
         "reserve": _compared,
         "export": _compared,
