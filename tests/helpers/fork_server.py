@@ -108,6 +108,8 @@ def serve_and_run(tests: socket.socket, relays: socket.socket) -> None:
     """Serve; in a new process, run its module's ``main``, or its script."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, and for forks
     asked, files = serve(tests, relays)
+    for each in (tests, relays):  # or they would close, at the end, what has their numbers then
+        each.close()
     become(asked, files)
     if asked["is_to_fork"]:
         begin_server()
