@@ -149,6 +149,10 @@ def serve(config: EngineConfig, place: RankPlace) -> None:
     raise SystemExit(0)
 
 
+COMPARED = ("admit", "end", "export", "import", "reserve")
+"""Kinds of messages after which all ranks compare (``Member``)."""
+
+
 class Follower:
     """A rank after the first: its part of the model, its R-workers, and what rank 0 says."""
 
@@ -185,7 +189,11 @@ class Follower:
         """Do what rank 0 says until it says no more."""
         with self._cleanup:
             while (message := Message.decode(self._rank.broadcast())).kind != "close":
-                self._do[message.kind](self, message)
+                try:
+                    self._do[message.kind](self, message)
+                except FastDecodeError:
+                    if message.kind not in COMPARED:  # else all ranks know of it, and the first one decides
+                        raise
 
     def _step(self, message: Message) -> None:
         step = read_step(message)
@@ -193,28 +201,14 @@ class Follower:
         if message.told["computes"]:
             self._computes[message.told["by"]].follow(step, message.told["overlap"])
 
-    def _compared(self, message: Message) -> None:
-        told = message.told
-        with contextlib.suppress(FastDecodeError):  # all ranks know of it, and the first one decides
-            if message.kind == "export":
-                self._member.export(told["worker"], told["sequence_id"], told["start"], told["num_tokens"])
-            elif message.kind == "reserve":
-                self._member.reserve(read_step(message).to_step_plan())
-            elif message.kind == "import":
-                self._member.import_(told["worker"], told["sequence_id"], told["num_tokens"], told["start"])
-            elif message.kind == "end":
-                self._member.end_step()
-            else:
-                self._member.admit(told["vacant"])
-
     _do: ClassVar[dict[str, Callable[[Follower, Message], object]]] = {
         "step": _step,
-        "end": _compared,
         "abandon": lambda self, message: self._pool.abandon_step(),
-        "reserve": _compared,
-        "export": _compared,
-        "import": _compared,
-        "admit": _compared,
         "dismiss": lambda self, message: self._member.dismiss(message.told["worker"]),
         "forget": lambda self, message: self._s_worker.forget(message.told["sequence_id"]),
+        "admit": lambda self, message: self._member.admit(message.told["vacant"]),
+        "end": lambda self, message: self._member.end_step(),
+        "export": lambda self, message: self._member.export(**message.told),
+        "import": lambda self, message: self._member.import_(**message.told),
+        "reserve": lambda self, message: self._member.reserve(read_step(message).to_step_plan()),
     }
