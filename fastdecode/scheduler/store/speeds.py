@@ -29,8 +29,9 @@ class Observed:
     def shows_speeds(self) -> bool:
         """True where the R-workers did little else than attend for decodes."""
         step = self.step
-        few = step.num_prompt_rows <= MOST_PROMPT_ROWS * sum(step.kv_loads)
-        return step.is_decode or (few and step.only_decodes_attend)
+        if step.is_decode:
+            return True
+        return step.num_prompt_rows <= MOST_PROMPT_ROWS * sum(step.kv_loads) and step.only_decodes_attend
 
     @cached_property
     def decodes(self) -> bool:
