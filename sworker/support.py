@@ -6,13 +6,16 @@ our attention, and reads off the model's KV layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import KVLayout, LayerLayout
+from fastdecode.sworker.masks import MaskProbe, ProbedGreenlet, Sight, asking_for_masks
 from fastdecode.sworker.pipeline import ModelGreenlet
 from fastdecode.sworker.staging import DTYPE_NAME
 
@@ -99,8 +102,7 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
     layer, asks for something an R-worker does not do, or mixes rows elsewhere than in attention; ModelLoadError when
     its weights give no finite logits.
     """
-    recorder = _Recorder(hf_config)
-    logits = _forward(model, recorder)
+    recorder, logits = _probe(model, hf_config)
     num_layers = hf_config.get_text_config().num_hidden_layers
     if sorted(recorder.layers) != list(range(num_layers)) or recorder.num_calls != num_layers:
         refuse(hf_config, f"calls the attention interface {recorder.num_calls} times for its {num_layers} layers")
@@ -127,7 +129,7 @@ def repeats_rows(model: torch.nn.Module, hf_config: Any) -> bool:
     vocab_size = int(hf_config.get_text_config().vocab_size)
     tokens = torch.arange(7, 7 + num_rows) * 31 % vocab_size
     few, more = (
-        _forward(model, _Recorder(hf_config), tokens[:count].tolist(), range(count))
+        _forward(model, hf_config, ModelGreenlet, _Recorder(hf_config).answer, tokens[:count].tolist(), range(count))
         for count in (len(TOKENS), num_rows)
     )
     return torch.equal(few, more[: len(few)])
@@ -135,37 +137,61 @@ def repeats_rows(model: torch.nn.Module, hf_config: Any) -> bool:
 
 def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[LayerLayout, ...]:
     """Return what the attention calls of a forward say, in order; UnsupportedModelError where it fails."""
-    recorder = _Recorder(hf_config)
-    _forward(model, recorder)
+    recorder, _ = _probe(model, hf_config)
     return tuple(recorder.layers[index] for index in sorted(recorder.layers))
 
 
+def _probe(model: torch.nn.Module, hf_config: Any) -> tuple[_Recorder, torch.Tensor]:
+    """Record a forward over the probe row, whose masks are known from one over a plain text; and its logits."""
+    texts, rows = MaskProbe(), MaskProbe()
+    with asking_for_masks(model):
+        with contextlib.suppress(_FirstCallError):
+            _forward(model, hf_config, partial(ProbedGreenlet, masks=texts), _stop, TOKENS, range(len(TOKENS)))
+        recorder = _Recorder(hf_config, rows, [asked.sight() for asked in texts.asked])
+        return recorder, _forward(model, hf_config, partial(ProbedGreenlet, masks=rows), recorder.record)
+
+
+class _FirstCallError(Exception):
+    """A forward came to its first attention call, with all its masks made."""
+
+
+def _stop(*_: Any, **__: Any) -> NoReturn:
+    raise _FirstCallError
+
+
 def _forward(
-    model: torch.nn.Module, recorder: _Recorder, token_ids: Sequence[int] = TOKENS, places: Sequence[int] = POSITIONS
+    model: torch.nn.Module,
+    hf_config: Any,
+    kind: Callable[..., ModelGreenlet],
+    attend: Callable[..., torch.Tensor],
+    token_ids: Sequence[int] = TOKENS,
+    places: Sequence[int] = POSITIONS,
 ) -> torch.Tensor:
-    """Logits [rows, vocab] of the probe row, its attention answered by ``recorder``."""
+    """Logits [rows, vocab] of the probe row, its attention answered by ``attend``, in a greenlet of ``kind``."""
     device = next(model.parameters()).device
     tokens, positions = (torch.tensor([ids], device=device) for ids in (token_ids, places))
-    running = ModelGreenlet(lambda: model(input_ids=tokens, position_ids=positions, use_cache=False), recorder.record)
+    running = kind(lambda: model(input_ids=tokens, position_ids=positions, use_cache=False), attend)
     try:
         with torch.inference_mode():
             return running.switch().logits[0]
-    except UnsupportedModelError:
+    except (UnsupportedModelError, _FirstCallError):
         raise
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        refuse(recorder.hf_config, f"fails in a forward over packed rows ({reason})")
+        refuse(hf_config, f"fails in a forward over packed rows ({reason})")
 
 
 class _Recorder:
     """Answers attention calls with the values themselves and notes shapes and scoring rules."""
 
-    def __init__(self, hf_config: Any) -> None:
+    def __init__(self, hf_config: Any, masks: MaskProbe | None = None, sights: Sequence[Sight | None] = ()) -> None:
+        """``masks``: those that the forward asks for; ``sights``: the rule of each, None where it is none we know."""
         self.hf_config = hf_config
         self.layers: dict[int, LayerLayout] = {}
         self.num_calls = 0
         self.dtype = torch.float32
-        self._layer_types = getattr(hf_config.get_text_config(), "layer_types", None) or ()
+        self._masks = masks or MaskProbe()
+        self._sights = sights
 
     def record(
         self,
@@ -182,7 +208,7 @@ class _Recorder:
         **kwargs: Any,
     ) -> torch.Tensor:
         """One layer's call; see :func:`fastdecode.sworker.pipeline.attend` for shapes."""
-        self._check(module, query, key, attention_mask, kwargs)
+        self._check(module, query, key, kwargs)
         layer = self.num_calls
         self.num_calls += 1
         self.dtype = query.dtype
@@ -192,16 +218,31 @@ class _Recorder:
             key_head_dim=query.shape[3],
             value_head_dim=value.shape[3],
             scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
-            window=sliding_window or self._window(module, layer),
+            window=sliding_window or 0 if attention_mask is None else self._sight(attention_mask).window,
             soft_cap=float(softcap or 0.0),
             sinks=() if s_aux is None else tuple(s_aux.float().tolist()),
             alibi_slopes=alibi_slopes,
         )
-        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2)
+        return self.answer(module, query, key, value)
 
-    def _check(self, module: Any, query: torch.Tensor, key: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
-        if mask is not None:
+    @staticmethod
+    def answer(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Each query head's values, [1, T, num_heads, value_head_dim], one row after another as ours are."""
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
+
+    def _sight(self, mask: torch.Tensor) -> Sight:
+        """The rule of the mask that came with a call: ``generate`` heeds it, whatever window the call names."""
+        number = self._masks.find(mask)
+        if number is None:
             refuse(self.hf_config, "adds a mask or bias of its own to the scores (ALiBi, dynamic masks)")
+        sight = self._sights[number] if number < len(self._sights) else None
+        if sight is None:
+            refuse(self.hf_config, "asks for a mask that is neither causal nor a sliding window")
+        return sight
+
+    def _check(self, module: Any, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
         if getattr(module, "is_causal", True) is False or kwargs.pop("is_causal", True) is False:
             refuse(self.hf_config, "attends in both directions")
         if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
@@ -209,12 +250,3 @@ class _Recorder:
         unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
         if unknown:
             refuse(self.hf_config, f"asks its attention for {', '.join(unknown)}")
-
-    def _window(self, module: Any, layer: int) -> int:
-        """Some models tell their window only to the mask they build; the module has it too."""
-        if layer >= len(self._layer_types) or self._layer_types[layer] != "sliding_attention":
-            return 0
-        window = getattr(module, "sliding_window", None)
-        if not window:
-            refuse(self.hf_config, "has a sliding window that its attention calls do not name")
-        return int(window)
