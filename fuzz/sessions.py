@@ -458,7 +458,7 @@ class KvPortRun:
             start = provider.PickValueInList(list(NUMBERS))
         rows = {(job, layer, start + i) for i in range(count if 0 < count < 100 else 0)}
         spec = self._layout.layers[min(layer, len(self._layout.layers) - 1)]
-        sizes = [max(0, min(count, 40)) * spec.num_kv_heads * d for d in (spec.key_head_dim, spec.value_head_dim)]
+        sizes = [max(0, min(count, 40)) * spec.num_kv_heads * d for d in (spec.key_head_dim, spec.stored_value_dim)]
         parts = [messages.KV_ROWS.pack(job, start, count)]
         parts += [bytes([7]) * (size * WIRE_DTYPE[self._layout.model_dtype].itemsize) for size in sizes]
         is_right, kind = bool(rows) and rows <= self._missing, Kind.KV

@@ -199,10 +199,10 @@ class _Capture:
         attention: list[AttentionRows] = []
 
         def in_attention_call(
-            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **more: Any
         ) -> torch.Tensor:
             q, k, v = (self._kept(name, rows_of(heads)) for name, heads in (("q", query), ("k", key), ("v", value)))
-            o = self._rows("o", count, (query.shape[1], value.shape[3]), query.dtype)
+            o = self._rows("o", count, (query.shape[1], more.get("values_in_keys") or value.shape[3]), query.dtype)
             attention.append(AttentionRows(q, k, v, o))
             attend(attention[-1])
             return o[None]
@@ -229,7 +229,8 @@ class _Capture:
         """RuntimeError if the graphs differ from the model's own forward, over tokens that were not captured."""
 
         def values_as_o(rows: AttentionRows) -> None:
-            rows.o.copy_(rows.v.repeat_interleave(rows.o.shape[1] // rows.v.shape[1], dim=1))
+            values = rows.v if rows.v.shape[2] else rows.k[..., : rows.o.shape[2]]
+            rows.o.copy_(values.repeat_interleave(rows.o.shape[1] // values.shape[1], dim=1))
 
         numbers = torch.arange(count, device=self._device)
         captured.input_ids.copy_(numbers % 7)

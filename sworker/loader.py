@@ -20,6 +20,7 @@ from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModel
 from fastdecode.perfmodel.model_shape import ModelShape, read_shape
 from fastdecode.sworker import gguf, sharding
 from fastdecode.sworker.experts import use_padded_experts
+from fastdecode.sworker.latents import use_latent_rows
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.sharding import Rank
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
@@ -77,6 +78,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)")
     with _one_clear_error(config.model):
         adapt(model)
+        use_latent_rows(model, config.kv_cache_dtype)
         if device.type == "cpu":
             use_padded_experts(model)
         return gguf.unpacked(model).eval().requires_grad_(False)

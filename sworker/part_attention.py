@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.types import KVLayout, LayerLayout, SpanMode, Verb
-from fastdecode.sworker.prompts import causal_mask, prompt_attention
+from fastdecode.sworker.prompts import causal_mask, prompt_attention, values_of
 from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 TIMED_ROWS = 512
@@ -106,14 +106,15 @@ class LayerCaches:
         if num_tokens > context_len:
             rows = slice(0, num_tokens - context_len)
             queries = np.empty((0, shape.num_heads, shape.key_head_dim), kv.k.dtype)
-            _step(cache, SpanMode.APPEND, context_len, queries, kv.k[rows], kv.v[rows])
+            _step(cache, SpanMode.APPEND, context_len, queries, kv.k[rows], kv.v[rows], shape.value_head_dim)
         return cache
 
     def attend(self, layer: int, q: np.ndarray, kv: PromptKV, start: int) -> np.ndarray:
         """o of the rows ``q`` at positions ``start`` and on, as ``PartAttention.attend``, as numpy carries them."""
         own = slice(start - len(kv.prefix), start - len(kv.prefix) + len(q))
         try:
-            return _step(self.filled(layer, kv, start), SpanMode.ATTEND, start, q, kv.k[own], kv.v[own])
+            cache, value_dim = self.filled(layer, kv, start), self.layout.layers[layer].value_head_dim
+            return _step(cache, SpanMode.ATTEND, start, q, kv.k[own], kv.v[own], value_dim)
         finally:
             self.clear(layer)
 
@@ -131,9 +132,11 @@ class LayerCaches:
         self._caches.clear()
 
 
-def _step(cache: LayerCache, mode: SpanMode, start: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+def _step(
+    cache: LayerCache, mode: SpanMode, start: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, value_dim: int
+) -> np.ndarray:
     """Store rows from token ``start`` on, and have those with queries attend; their o."""
-    o = np.empty((len(q), q.shape[1], v.shape[2]), q.dtype)
+    o = np.empty((len(q), q.shape[1], value_dim), q.dtype)
     cache.begin_step(np.zeros((0, 4), np.int64), [np.array([[SEQUENCE_ID, start, len(k), mode]], np.int64)])
     try:
         cache.run(0, 0, q, k, v, o)
@@ -192,7 +195,7 @@ def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Lay
     Where they do (tensor/sequence parallel), all keys are multiplied and the later ones masked: such code takes no
     advantage of causality (KV-Runahead, section 4.1).
     """
-    end = start + len(q)
+    end, v = start + len(q), values_of(k, v, layer)
     plain = not (layer.soft_cap or layer.sinks or layer.window or layer.alibi_slopes)
     if end == len(k) or not plain:
         return prompt_attention(q, k[:end], v[:end], layer)
@@ -210,7 +213,7 @@ def attention_pair_seconds(attention: PartAttention, layout: KVLayout, device: t
     q = torch.ones((TIMED_ROWS, layer.num_heads, layer.key_head_dim), dtype=dtype, device=device)
     k, v = (
         to_numpy(torch.ones((2 * TIMED_ROWS, layer.num_kv_heads, dim), dtype=dtype))
-        for dim in (layer.key_head_dim, layer.value_head_dim)
+        for dim in (layer.key_head_dim, layer.stored_value_dim)
     )
     kv = PromptKV(np.zeros((0, layer.kv_bytes_per_token(layout.kv_dtype)), np.uint8), k, v)
     seconds = []

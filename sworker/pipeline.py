@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.protocols import AttentionBackend
+from fastdecode.sworker.latents import LatentRows
 from fastdecode.sworker.prompts import PromptAttention
 from fastdecode.sworker.staging import HostStaging, PackedRows, Staging, rows_of
 from fastdecode.sworker.threads import SharedCores
@@ -41,11 +42,18 @@ def attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``query`` [1, num_heads, T, head_dim], ``key`` and ``value`` [1, num_kv_heads, T, …] → o [1, T, num_heads, …]."""
+    """``query`` [1, num_heads, T, head_dim], ``key`` and ``value`` [1, num_kv_heads, T, …] → o [1, T, num_heads, …].
+
+    What answers is told by ``values_in_keys``, where it is not 0, that values are so many first dims of the keys.
+    """
     current = getcurrent()
     if not isinstance(current, ModelGreenlet):
         raise RuntimeError("a model loaded by FastDecode runs only inside its pipeline")
-    return current.attend(module, query, key, value, attention_mask, **kwargs), None
+    if not isinstance(module, LatentRows):
+        return current.attend(module, query, key, value, attention_mask, **kwargs), None
+    kwargs["values_in_keys"] = module.kv_lora_rank
+    o = current.attend(module, module.absorb(query), key, value, attention_mask, **kwargs)
+    return module.expand_output(o), None
 
 
 def register_attention() -> None:

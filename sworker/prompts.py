@@ -55,6 +55,11 @@ def sinks_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
     return torch.tensor(layer.sinks, device=device)
 
 
+def values_of(k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+    """Values of rows ``k`` and ``v`` [rows, num_kv_heads, …]: ``v``, or the first dims of ``k`` where they are so."""
+    return k[..., : layer.value_head_dim] if layer.values_in_keys else v
+
+
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
     """The oracle: window, soft cap, ALiBi and sinks in plain operations, float32 inside.
 
@@ -63,7 +68,7 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer
     """
     group = layer.num_heads // layer.num_kv_heads
     keys = k.float().repeat_interleave(group, dim=1)
-    values = v.float().repeat_interleave(group, dim=1)
+    values = values_of(k, v, layer).float().repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * layer.scale
     if layer.soft_cap:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
@@ -87,7 +92,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: L
     if layer.soft_cap or layer.sinks:
         return reference_attention(q, k, v, layer)
     group = layer.num_heads // layer.num_kv_heads
-    queries, keys, values = (rows.transpose(0, 1)[None] for rows in (q, k, v))
+    queries, keys, values = (rows.transpose(0, 1)[None] for rows in (q, k, values_of(k, v, layer)))
     if group > 1:
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     if len(q) == len(k) and not layer.alibi_slopes and not (layer.window and layer.window < len(k)):

@@ -205,6 +205,7 @@ class _Recorder:
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         alibi_slopes: tuple[float, ...] = (),
+        values_in_keys: int = 0,
         **kwargs: Any,
     ) -> torch.Tensor:
         """One layer's call; see :func:`fastdecode.sworker.pipeline.attend` for shapes."""
@@ -212,6 +213,7 @@ class _Recorder:
         layer = self.num_calls
         self.num_calls += 1
         self.dtype = query.dtype
+        value = key[..., :values_in_keys] if values_in_keys else value
         self.layers[int(getattr(module, "layer_idx", layer))] = LayerLayout(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
@@ -222,6 +224,7 @@ class _Recorder:
             soft_cap=float(softcap or 0.0),
             sinks=() if s_aux is None else tuple(s_aux.float().tolist()),
             alibi_slopes=alibi_slopes,
+            values_in_keys=values_in_keys > 0,
         )
         return self.answer(module, query, key, value)
 

@@ -126,7 +126,7 @@ def test_refused_with_the_reason(config: str, settings: dict[str, Any], reason: 
         ("GPT-2", [(4, 4, 8, 8, 0)] * 2),
         ("StableLM", [(4, 2, 8, 8, 0)] * 2),
         ("Gemma 3", [(4, 2, 16, 16, 8)] * 2 + [(4, 2, 16, 16, 0)]),
-        ("DeepSeek-V3", [(4, 4, 16, 12, 0)] * 2),
+        ("DeepSeek-V3", [(4, 1, 24, 16, 0)] * 2),
         ("Qwen2-MoE", [(4, 2, 8, 8, 8), (4, 2, 8, 8, 0)]),
     ],
 )

@@ -72,7 +72,7 @@ class LayerRows:
         self.kv = PromptKV(
             np.empty((context_len, layer.kv_bytes_per_token(layout.kv_dtype)), np.uint8),
             np.empty((num_rows, layer.num_kv_heads, layer.key_head_dim), dtype),
-            np.empty((num_rows, layer.num_kv_heads, layer.value_head_dim), dtype),
+            np.empty((num_rows, layer.num_kv_heads, layer.stored_value_dim), dtype),
         )
         self.filled = [0] * num_parts
 

@@ -113,4 +113,4 @@ def _by_head(layer: LayerLayout, kv_dtype: str, stored: np.ndarray, num_heads: i
     """Views of ``stored``, uint8 [rows, bytes]: keys and values [rows, num_heads, bytes of a head]."""
     key_bytes, value_bytes = layer.head_bytes(kv_dtype)
     keys, values = stored[:, : num_heads * key_bytes], stored[:, num_heads * key_bytes :]
-    return keys.reshape(-1, num_heads, key_bytes), values.reshape(-1, num_heads, value_bytes)
+    return keys.reshape(len(stored), num_heads, key_bytes), values.reshape(len(stored), num_heads, value_bytes)

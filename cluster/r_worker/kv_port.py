@@ -43,7 +43,7 @@ class RowStore:
         self._worker.check_store(job_id, frame.layer, start, num_rows)
         layer = self._layers[frame.layer]
         k = reader.array((num_rows, layer.num_kv_heads, layer.key_head_dim), self._dtype)
-        v = reader.array((num_rows, layer.num_kv_heads, layer.value_head_dim), self._dtype)
+        v = reader.array((num_rows, layer.num_kv_heads, layer.stored_value_dim), self._dtype)
         self._worker.store(job_id, frame.layer, start, k, v)
         port.send(identity, Kind.STORED, KV_STORED.pack(job_id, frame.layer, start, num_rows))
 

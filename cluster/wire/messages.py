@@ -28,7 +28,7 @@ MAX_JSON_BYTES = 1 << 22
 
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 12
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 MAX_ROWS = 1 << 24
 MAX_CORES = 1 << 12
 MAX_TEXT = 4096
@@ -91,6 +91,7 @@ class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     soft_cap: Number
     sinks: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
     alibi_slopes: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
+    values_in_keys: bool
 
 
 class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -47,6 +47,7 @@ class LayerLayout:
     ``window`` counts the tokens a query sees, itself included (0: all). ``soft_cap`` is 0 when absent.
     ``sinks`` holds one extra logit per query head, or is empty. ``alibi_slopes`` holds one slope per query head, or is
     empty: a score, scaled and capped, gains slope · (position of the key - position of the query).
+    ``values_in_keys``: values are the first ``value_head_dim`` elements of the keys, and are neither sent nor stored.
     """
 
     num_heads: int
@@ -58,11 +59,17 @@ class LayerLayout:
     soft_cap: float = 0.0
     sinks: tuple[float, ...] = ()
     alibi_slopes: tuple[float, ...] = ()
+    values_in_keys: bool = False
+
+    @property
+    def stored_value_dim(self) -> int:
+        """Elements of V that travel and are stored for a token and KV head."""
+        return 0 if self.values_in_keys else self.value_head_dim
 
     @property
     def kv_elements_per_token(self) -> int:
         """Elements of K and V one cached token holds in this layer."""
-        return self.num_kv_heads * (self.key_head_dim + self.value_head_dim)
+        return self.num_kv_heads * (self.key_head_dim + self.stored_value_dim)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes of K, V and their scales one cached token takes in this layer."""
@@ -70,7 +77,7 @@ class LayerLayout:
 
     def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
         """Bytes of one cached token's K, and of its V, of one head, each with its scales."""
-        return _row_bytes(self.key_head_dim, kv_dtype), _row_bytes(self.value_head_dim, kv_dtype)
+        return _row_bytes(self.key_head_dim, kv_dtype), _row_bytes(self.stored_value_dim, kv_dtype)
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ class KVLayout:
 
 def _row_bytes(dim: int, kv_dtype: str) -> int:
     """One token's keys or values of one head: int8 has a float32 scale, int4 a bfloat16 scale and zero per group."""
-    scales = {"int8": 4, "int4": 4 * -(-dim // INT4_GROUP_DIMS)}.get(kv_dtype, 0)
+    scales = {"int8": 4 * (dim > 0), "int4": 4 * -(-dim // INT4_GROUP_DIMS)}.get(kv_dtype, 0)
     return -(-dim * KV_BITS[kv_dtype] // 8) + scales
 
 

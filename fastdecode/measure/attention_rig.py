@@ -109,7 +109,7 @@ class AttentionRig:
             for heads, dim in (
                 (each.num_heads, each.key_head_dim),
                 (each.num_kv_heads, each.key_head_dim),
-                (each.num_kv_heads, each.value_head_dim),
+                (each.num_kv_heads, each.stored_value_dim),
             )
         )
         return q, k, v

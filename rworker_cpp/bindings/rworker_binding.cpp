@@ -22,16 +22,16 @@ using rworker::LayerSpec;
 using rworker::Span;
 
 LayerSpec parse_layer(const py::handle& item, std::size_t index) {
-    if (!py::isinstance<py::tuple>(item) || py::len(item) != 9)
+    if (!py::isinstance<py::tuple>(item) || py::len(item) < 9 || py::len(item) > 10)
         throw Error("layers[" + std::to_string(index) +
                     "] must be a tuple (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, "
-                    "soft_cap, sinks, alibi_slopes)");
+                    "soft_cap, sinks, alibi_slopes[, values_in_keys])");
     const auto values = py::reinterpret_borrow<py::tuple>(item);
     return {values[0].cast<std::int64_t>(), values[1].cast<std::int64_t>(),
             values[2].cast<std::int64_t>(), values[3].cast<std::int64_t>(),
             values[4].cast<float>(),        values[5].cast<std::int64_t>(),
             values[6].cast<float>(),        values[7].cast<std::vector<float>>(),
-            values[8].cast<std::vector<float>>()};
+            values[8].cast<std::vector<float>>(), values.size() > 9 && values[9].cast<bool>()};
 }
 
 std::vector<LayerSpec> parse_layers(const py::list& layers) {
@@ -132,7 +132,7 @@ rworker::Payload PyRWorker::checked_payload(std::int64_t mini_batch, std::int64_
     const LayerSpec& spec = open.cache().layers()[layer];
     check_array(q, {"q", rows.queries, spec.num_heads, spec.key_dim});
     check_array(k, {"k", rows.stored, spec.num_kv_heads, spec.key_dim});
-    check_array(v, {"v", rows.stored, spec.num_kv_heads, spec.value_dim});
+    check_array(v, {"v", rows.stored, spec.num_kv_heads, spec.stored_value_dim()});
     check_array(out, {"out", rows.out, spec.num_heads, spec.value_dim});
     if (!out.writeable()) throw Error("out is read-only; it must be writeable");
     if (!partials && rows.partials == 0) return {q.data(), k.data(), v.data(), out.mutable_data()};
@@ -192,7 +192,7 @@ py::tuple PyRWorker::read_tokens(std::int64_t sequence_id, std::int64_t layer) c
     const LayerSpec& spec = cache.layers()[layer];
     const std::int64_t length = cache.sequence(sequence_id).length;
     py::array_t<float> keys({length, spec.num_kv_heads, spec.key_dim});
-    py::array_t<float> values({length, spec.num_kv_heads, spec.value_dim});
+    py::array_t<float> values({length, spec.num_kv_heads, spec.stored_value_dim()});
     cache.read_tokens(sequence_id, layer, keys.mutable_data(), values.mutable_data());
     return py::make_tuple(keys, values);
 }
@@ -239,7 +239,7 @@ void PyRWorker::store(std::int64_t job_id, std::int64_t layer, std::int64_t star
     }
     const LayerSpec& spec = open->cache().layers()[layer];
     check_array(k, {"k", num_rows, spec.num_kv_heads, spec.key_dim});
-    check_array(v, {"v", num_rows, spec.num_kv_heads, spec.value_dim});
+    check_array(v, {"v", num_rows, spec.num_kv_heads, spec.stored_value_dim()});
     const rworker::IncomingRows rows{k.data(), v.data(), start, num_rows, open->model_dtype()};
     const py::gil_scoped_release unlocked;
     open->store(job_id, layer, rows);

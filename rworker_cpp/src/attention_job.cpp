@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "rworker/values_of_keys.hpp"
+
 namespace rworker {
 namespace {
 
@@ -62,13 +64,13 @@ void AttentionJob::append(const Piece& piece) const {
         .view = worker_.cache_.view(layer_, piece.head, span.blocks),
         .dtype = dtype,
         .keys = advance(payload_.keys, row * spec_->key_dim, dtype),
-        .values = advance(payload_.values, row * spec_->value_dim, dtype),
+        .values = advance(payload_.values, row * spec_->stored_value_dim(), dtype),
         .key_stride = spec_->num_kv_heads * spec_->key_dim,
-        .value_stride = spec_->num_kv_heads * spec_->value_dim,
+        .value_stride = spec_->num_kv_heads * spec_->stored_value_dim(),
         .begin = begin,
         .end = end,
         .key_dim = int(spec_->key_dim),
-        .value_dim = int(spec_->value_dim),
+        .value_dim = int(spec_->stored_value_dim()),
     });
 }
 
@@ -84,7 +86,7 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
     }
     const DType dtype = worker_.model_dtype_;
     worker_.kernels_.attend[int(worker_.cache_.dtype())]({
-        .view = worker_.cache_.view(layer_, piece.head, span.blocks),
+        .view = view_to_attend(piece, thread),
         .dtype = dtype,
         .queries = advance(payload_.queries, piece.head * spec_->group() * spec_->key_dim, dtype),
         .tokens = list_->tokens.data() + unit.first_token,
@@ -108,6 +110,17 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
     });
     if (span.one_split()) return merge(span, piece.head, partials, partial_stride, thread);
     count_off(unit, piece.head, thread);
+}
+
+/// With values where they are not stored: made of the keys that are about to be read.
+HeadView AttentionJob::view_to_attend(const Piece& piece, int thread) const {
+    HeadView view = worker_.cache_.view(layer_, piece.head, list_->spans[piece.unit->span].blocks);
+    if (!spec_->values_in_keys) return view;
+    const NextTokens tokens = tokens_of(piece);
+    std::uint8_t* const memory = worker_.split_values_[thread].data();
+    view.split_values = memory + (64 - reinterpret_cast<std::uintptr_t>(memory) % 64) % 64;
+    make_values(worker_.cache_.dtype(), view, tokens.begin, tokens.end, int(spec_->key_dim), int(spec_->value_dim));
+    return view;
 }
 
 void AttentionJob::count_off(const WorkUnit& unit, std::int64_t head, int thread) const {
@@ -170,6 +183,7 @@ void AttentionJob::prefetch_append(const Piece& piece) const {
     const bool fills = token + 1 == kTileTokens;
     prefetch_to_write(block + tile * view.key_tile_bytes + (fills ? 0 : token * row_bytes),
                       fills ? view.key_tile_bytes : row_bytes);
+    if (spec_->values_in_keys) return;
     prefetch_to_write(
         block + view.values_offset_bytes + tile * view.value_tile_bytes + token / 2 * (view.value_tile_bytes / 8),
         view.value_tile_bytes / 8);

@@ -29,7 +29,7 @@ struct RowBytes {
     std::int64_t keys, values;
     RowBytes(const LayerSpec& layer, DType dtype)
         : keys(layer.num_kv_heads * layer.key_dim * item_bytes(dtype)),
-          values(layer.num_kv_heads * layer.value_dim * item_bytes(dtype)) {}
+          values(layer.num_kv_heads * layer.stored_value_dim() * item_bytes(dtype)) {}
 };
 
 /// Of `rows` those of tokens [start, end).
@@ -244,7 +244,8 @@ void KVCache::stage(Incoming& job, std::int64_t layer, const IncomingRows& rows,
     staged.keys.resize(kTileTokens * bytes.keys);
     staged.values.resize(kTileTokens * bytes.values);
     std::memcpy(staged.keys.data() + row * bytes.keys, rows.keys, rows.num_rows * bytes.keys);
-    std::memcpy(staged.values.data() + row * bytes.values, rows.values, rows.num_rows * bytes.values);
+    if (bytes.values > 0)
+        std::memcpy(staged.values.data() + row * bytes.values, rows.values, rows.num_rows * bytes.values);
     staged.num_rows += rows.num_rows;
     job.count(layer, rows.start, rows.end());
     if (staged.num_rows < last - first) return;
@@ -261,13 +262,13 @@ void KVCache::write_rows(const Incoming& job, std::int64_t layer, const Incoming
             .view = view(layer, head, job.blocks().data()),
             .dtype = rows.dtype,
             .keys = byte_at(rows.keys, head * spec.key_dim * item_bytes(rows.dtype)),
-            .values = byte_at(rows.values, head * spec.value_dim * item_bytes(rows.dtype)),
+            .values = byte_at(rows.values, head * spec.stored_value_dim() * item_bytes(rows.dtype)),
             .key_stride = spec.num_kv_heads * spec.key_dim,
-            .value_stride = spec.num_kv_heads * spec.value_dim,
+            .value_stride = spec.num_kv_heads * spec.stored_value_dim(),
             .begin = rows.start,
             .end = rows.end(),
             .key_dim = int(spec.key_dim),
-            .value_dim = int(spec.value_dim),
+            .value_dim = int(spec.stored_value_dim()),
         });
 }
 

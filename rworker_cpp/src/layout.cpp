@@ -73,8 +73,9 @@ DType parse_kv_dtype(const std::string& name) {
 
 std::int64_t token_bytes(const LayerSpec& layer, DType kv_dtype) {
     const std::int64_t bits = bits_of(kv_dtype);
-    return (layer.key_dim * bits + 7) / 8 + (layer.value_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.key_dim) +
-           scale_bytes(kv_dtype, layer.value_dim);
+    const std::int64_t keys = (layer.key_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.key_dim);
+    if (layer.values_in_keys) return keys;
+    return keys + (layer.value_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.value_dim);
 }
 
 LayerLayout::LayerLayout(const LayerSpec& layer, DType kv_dtype, std::int64_t block_size, std::int64_t region_offset)
@@ -83,8 +84,9 @@ LayerLayout::LayerLayout(const LayerSpec& layer, DType kv_dtype, std::int64_t bl
     key_tile_bytes = kTileTokens * (scale_bytes(kv_dtype, key_dim) + key_dim * bits_of(kv_dtype) / 8);
     value_tile_bytes = kTileTokens * (scale_bytes(kv_dtype, value_dim) + value_dim * bits_of(kv_dtype) / 8);
     const std::int64_t tiles = block_size / kTileTokens;
-    values_offset_bytes = round_up(tiles * key_tile_bytes, 64);
-    head_bytes = values_offset_bytes + round_up(tiles * value_tile_bytes, 64);
+    const std::int64_t keys_bytes = round_up(tiles * key_tile_bytes, 64);
+    values_offset_bytes = layer.values_in_keys ? 0 : keys_bytes;
+    head_bytes = keys_bytes + (layer.values_in_keys ? 0 : round_up(tiles * value_tile_bytes, 64));
     block_bytes = layer.num_kv_heads * head_bytes;
 }
 

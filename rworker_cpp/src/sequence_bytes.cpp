@@ -50,7 +50,7 @@ void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* k
         const std::int64_t row = position * spec.num_kv_heads + head;
         for (std::int64_t dim = 0; dim < spec.key_dim; ++dim)
             keys[row * spec.key_dim + dim] = load_key(dtype_, at.key_order, at.key_tile, at.token, dim, spec.key_dim);
-        for (std::int64_t dim = 0; dim < spec.value_dim; ++dim)
+        for (std::int64_t dim = 0; dim < spec.stored_value_dim(); ++dim)
             values[row * spec.value_dim + dim] = load_value(dtype_, at.value_tile, at.token, dim, spec.value_dim);
     });
 }

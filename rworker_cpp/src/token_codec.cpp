@@ -114,6 +114,7 @@ void TokenCodec::read_key(const TokenPlace& place, std::uint8_t* out) const {
 }
 
 void TokenCodec::read_value(const TokenPlace& place, std::uint8_t* out) const {
+    if (layer_.values_in_keys) return;
     const RowPlace row = value_place(dtype_, place.token, layer_.value_dim);
     read_row(dtype_, place.value_tile, row, place.token, layer_.value_dim, out);
 }
@@ -124,6 +125,7 @@ void TokenCodec::write_key(const TokenPlace& place, const std::uint8_t* data) co
 }
 
 void TokenCodec::write_value(const TokenPlace& place, const std::uint8_t* data) const {
+    if (layer_.values_in_keys) return;
     const RowPlace row = value_place(dtype_, place.token, layer_.value_dim);
     write_row(dtype_, place.value_tile, row, place.token, layer_.value_dim, data);
 }

@@ -15,14 +15,17 @@ void require(bool holds, const std::string& message) {
     if (!holds) throw Error(message);
 }
 
-void check_layer(const LayerSpec& layer, std::size_t index) {
+void check_layer(const LayerSpec& layer, DType kv_dtype, std::size_t index) {
     const std::string name = "layers[" + std::to_string(index) + "]: ";
     require(layer.num_kv_heads >= 1 && layer.num_heads >= 1 && layer.num_heads % layer.num_kv_heads == 0,
             name + "num_heads (" + std::to_string(layer.num_heads) + ") must be a positive multiple of num_kv_heads (" +
                 std::to_string(layer.num_kv_heads) + ")");
+    const int most = is_quantized(kv_dtype) ? kMaxQuantizedHeadDim : kMaxHeadDim;
     for (const std::int64_t dim : {layer.key_dim, layer.value_dim})
-        require(dim >= 1 && dim <= kMaxHeadDim,
-                name + "head dims must be 1 to " + std::to_string(kMaxHeadDim) + ", not " + std::to_string(dim));
+        require(dim >= 1 && dim <= most,
+                name + "head dims must be 1 to " + std::to_string(most) + ", not " + std::to_string(dim));
+    require(!layer.values_in_keys || (layer.value_dim <= layer.key_dim && !is_quantized(kv_dtype)),
+            name + "values_in_keys needs keys of at least value_dim elements, in float32, float16 or bfloat16");
     require(layer.window >= 0, name + "window must not be negative");
     require(layer.soft_cap >= 0.0f, name + "soft_cap must not be negative");
     require(layer.sinks.empty() || std::int64_t(layer.sinks.size()) == layer.num_heads,
@@ -37,7 +40,7 @@ void check_layer(const LayerSpec& layer, std::size_t index) {
 
 WorkerConfig checked(WorkerConfig config) {
     require(!config.layers.empty(), "layers is empty; a worker needs at least one");
-    for (std::size_t i = 0; i < config.layers.size(); ++i) check_layer(config.layers[i], i);
+    for (std::size_t i = 0; i < config.layers.size(); ++i) check_layer(config.layers[i], config.kv_dtype, i);
     require(config.block_size >= kTileTokens && config.block_size <= 256 &&
                 std::has_single_bit(std::uint64_t(config.block_size)),
             "block_size is " + std::to_string(config.block_size) + "; it must be 16, 32, 64, 128 or 256");
@@ -48,6 +51,15 @@ WorkerConfig checked(WorkerConfig config) {
     for (const int core : config.cores)
         require(core >= 0 && core < 1024, "cores has " + std::to_string(core) + "; core numbers are 0 to 1023");
     return config;
+}
+
+/// Bytes for the values of one split on a cache line of their own, where they are made of keys; 0 where no layer's are.
+std::int64_t most_split_values(const KVCache& cache) {
+    std::int64_t most = 0;
+    for (std::size_t i = 0; i < cache.layers().size(); ++i)
+        if (cache.layers()[i].values_in_keys)
+            most = std::max(most, kSplitTokens / kTileTokens * cache.layout(std::int64_t(i)).value_tile_bytes + 64);
+    return most;
 }
 
 std::vector<Span> all_spans(std::span<const std::vector<Span>> mini_batches) {
@@ -87,6 +99,7 @@ Worker::Worker(WorkerConfig config)
       model_dtype_(config.model_dtype),
       own_partials_(config.num_threads),
       scratch_(config.num_threads),
+      split_values_(config.num_threads),
       pool_(config.num_threads, config.cores) {
     std::int64_t scratch = 0;
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
@@ -98,6 +111,7 @@ Worker::Worker(WorkerConfig config)
         scratch = std::max(scratch, scratch_floats(layer.key_dim, layer.value_dim));
     }
     for (std::vector<float>& floats : scratch_) floats.resize(scratch);
+    for (std::vector<std::uint8_t>& bytes : split_values_) bytes.resize(most_split_values(cache_));
 }
 
 Worker::~Worker() = default;

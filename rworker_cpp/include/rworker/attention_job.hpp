@@ -29,6 +29,7 @@ class AttentionJob final : public Job {
 
     void append(const Piece& piece) const;
     void attend(const Piece& piece, const NextTokens* next, int thread) const;
+    HeadView view_to_attend(const Piece& piece, int thread) const;
     void count_off(const WorkUnit& unit, std::int64_t head, int thread) const;
     void merge(const PlannedSpan& span, std::int64_t head, float* partials, std::int64_t stride, int thread) const;
     NextTokens tokens_of(const Piece& piece) const;

@@ -18,7 +18,8 @@ constexpr int kChunkTokens = 64;  // tokens scored before each step of the onlin
 constexpr int kSplitTokens =
     512;  // a sequence is cut here, always at multiples, so that results do not depend on who else runs
 constexpr int kBlockRows = 64;  // query rows that pass over a split together
-constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeadDim = 576;
+constexpr int kMaxQuantizedHeadDim = 512;  // integer sums of more products could overflow
 constexpr int kStreams = 8;  // pages read side by side where memory is scattered
 constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 scale and zero
 
@@ -37,6 +38,7 @@ struct HeadView {
     int64_t values_offset_bytes;  // from a block's keys to its values
     int64_t key_tile_bytes, value_tile_bytes;
     int log2_tiles_per_block;
+    uint8_t* split_values = nullptr;  // if given, where the values of the split's tiles lie, in place of their blocks
 };
 
 /// Store tokens [begin, end): rows of `key_dim` and `value_dim` elements of `dtype`, `*_stride` elements apart. A tile

@@ -10,6 +10,9 @@
 //     float32, float16   [token][value_dim16]
 //     bfloat16           [token pair][value_dim16][2 tokens]
 //
+// Where values are the first dims of the keys (multi-head latent attention), a block has keys alone; for each split that
+// is attended to, value tiles are made of them in a thread's own memory (values_of_keys.hpp).
+//
 // Quantised tiles begin with their scales, 64 bytes to a line of 16 tokens, so that these stream with the codes.
 //   int8   value = scale * (byte - 128), one scale for a token's keys and one for its values
 //     keys     [tile] { [16] float32 scale;  [ceil(key_dim / 4)][16][4 dims] bytes }

@@ -21,7 +21,7 @@ class TokenCodec {
     TokenCodec(DType dtype, const LayerSpec& layer) : dtype_(dtype), layer_(layer) {}
 
     std::int64_t key_bytes() const { return row_bytes(layer_.key_dim); }
-    std::int64_t value_bytes() const { return row_bytes(layer_.value_dim); }
+    std::int64_t value_bytes() const { return layer_.values_in_keys ? 0 : row_bytes(layer_.value_dim); }
     /// Of all KV heads of the layer.
     std::int64_t token_bytes() const { return layer_.num_kv_heads * (key_bytes() + value_bytes()); }
 

@@ -29,11 +29,13 @@ struct LayerSpec {
     std::vector<float> sinks;  // one logit per query head, or empty
     // ALiBi, one per query head, or empty: a score gains slope * (position of the key - position of the query)
     std::vector<float> alibi_slopes = {};
+    bool values_in_keys = false;  // values are a key's first value_dim elements, and come and are stored only as such
 
+    std::int64_t stored_value_dim() const { return values_in_keys ? 0 : value_dim; }
     std::int64_t group() const { return num_heads / num_kv_heads; }
     bool same_work(const LayerSpec& other) const {
         return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && key_dim == other.key_dim &&
-               value_dim == other.value_dim && window == other.window;
+               value_dim == other.value_dim && window == other.window && values_in_keys == other.values_in_keys;
     }
 };
 

@@ -132,6 +132,7 @@ class Worker {
     std::vector<float> shared_partials_;               // of the running job
     std::vector<std::vector<float>> own_partials_;     // per thread
     std::vector<std::vector<float>> scratch_;          // per thread
+    std::vector<std::vector<std::uint8_t>> split_values_;  // per thread; empty where all values are stored
     std::vector<std::unique_ptr<AttentionJob>> jobs_;  // one per mini-batch
     ThreadPool pool_;                                  // last: its threads end before what they use
 };

@@ -80,7 +80,7 @@ void append(const AppendArgs& args) {
             convert_row<L, D>(args.dtype, key_row(args, first + token), args.key_dim, row);
             __builtin_memcpy(words, row, size_t(lines) * sizeof(Word));
         });
-        for (int token = begin; token < end; ++token) {
+        for (int token = begin; args.value_dim > 0 && token < end; ++token) {
             convert_row<L, D>(args.dtype, value_row(args, first + token), args.value_dim, row);
             store_value<D>(row, round_up16(args.value_dim), token, tile.values);
         }

@@ -63,6 +63,10 @@ inline Tile tile_of(const HeadView& view, int64_t tile) {
     const int64_t block = view.blocks[tile >> view.log2_tiles_per_block];
     const int64_t within = tile & ((int64_t(1) << view.log2_tiles_per_block) - 1);
     uint8_t* data = view.base + block * view.block_stride_bytes;
+    if (view.split_values) {
+        constexpr int64_t split_tiles = rworker::kSplitTokens / kTileTokens;
+        return {data + within * view.key_tile_bytes, view.split_values + tile % split_tiles * view.value_tile_bytes};
+    }
     return {data + within * view.key_tile_bytes, data + view.values_offset_bytes + within * view.value_tile_bytes};
 }
 

@@ -1,0 +1,65 @@
+#include "rworker/values_of_keys.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace rworker {
+namespace {
+
+/// Where word `line` of a token's keys lies in a tile: lanes of tokens once it is full, until then rows.
+struct KeyWords {
+    std::int64_t token_stride, line_stride;
+
+    KeyWords(bool full, std::int64_t lines) : token_stride(full ? 1 : lines), line_stride(full ? kTileTokens : 1) {}
+};
+
+/// One element to a word: values are [token][dim].
+template <class Word>
+void turn_tile(const Word* keys, KeyWords at, int tokens, int value_dim, int padded_dim, Word* values) {
+    for (int first = 0; first < tokens; first += 4) {
+        const int count = std::min(tokens - first, 4);
+        for (int dim = 0; dim < value_dim; ++dim)
+            for (int token = first; token < first + count; ++token)
+                values[token * padded_dim + dim] = keys[token * at.token_stride + dim * at.line_stride];
+    }
+}
+
+/// Pairs of dims to a word become pairs of tokens: values are [token pair][dim][2 tokens]. A last token without a
+/// partner has zeros for it.
+void turn_pairs(const std::uint32_t* keys, KeyWords at, int tokens, int value_dim, int padded_dim,
+                std::uint32_t* values) {
+    for (int line = 0; line < (value_dim + 1) / 2; ++line)
+        for (int token = 0; token < tokens; token += 2) {
+            const std::uint32_t* const word = keys + token * at.token_stride + line * at.line_stride;
+            const std::uint32_t a = *word, b = token + 1 < tokens ? word[at.token_stride] : 0;
+            const std::uint32_t dims[2] = {(a & 0xffff) | b << 16, a >> 16 | (b & 0xffff0000)};
+            std::memcpy(values + token / 2 * padded_dim + 2 * line, dims, sizeof(dims));
+        }
+}
+
+}  // namespace
+
+void make_values(DType dtype, const HeadView& view, std::int64_t begin, std::int64_t end, int key_dim, int value_dim) {
+    constexpr std::int64_t split_tiles = kSplitTokens / kTileTokens;
+    const std::int64_t within_block = (std::int64_t(1) << view.log2_tiles_per_block) - 1;
+    const int padded_dim = (value_dim + 15) / 16 * 16, lines = dtype == DType::bfloat16 ? (key_dim + 1) / 2 : key_dim;
+    for (std::int64_t tile = begin / kTileTokens; tile * kTileTokens < end; ++tile) {
+        const std::uint8_t* const keys = view.base +
+                                         view.blocks[tile >> view.log2_tiles_per_block] * view.block_stride_bytes +
+                                         (tile & within_block) * view.key_tile_bytes;
+        std::uint8_t* const values = view.split_values + tile % split_tiles * view.value_tile_bytes;
+        const int tokens = int(std::min<std::int64_t>(end - tile * kTileTokens, kTileTokens));
+        const KeyWords at(tokens == kTileTokens, lines);
+        if (dtype == DType::bfloat16)
+            turn_pairs(reinterpret_cast<const std::uint32_t*>(keys), at, tokens, value_dim, padded_dim,
+                       reinterpret_cast<std::uint32_t*>(values));
+        else if (dtype == DType::float16)
+            turn_tile(reinterpret_cast<const std::uint16_t*>(keys), at, tokens, value_dim, padded_dim,
+                      reinterpret_cast<std::uint16_t*>(values));
+        else
+            turn_tile(reinterpret_cast<const std::uint32_t*>(keys), at, tokens, value_dim, padded_dim,
+                      reinterpret_cast<std::uint32_t*>(values));
+    }
+}
+
+}  // namespace rworker
