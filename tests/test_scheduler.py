@@ -354,6 +354,22 @@ def test_a_prompt_that_attends_in_many_ranges_goes_in_shorter_pieces() -> None:
     assert rows == [(0, 512), (1, 512), (2, 512), (3, 512), (4, 409), (4, 43)]
 
 
+def test_a_range_that_was_attended_on_a_lost_r_worker_is_computed_again() -> None:
+    """The step fills the first range, whose second copy stays, and its R-worker goes, which alone has the next one."""
+    limits = limits_of(max_num_batched_tokens=8, scratch_tokens=0, num_blocks=(100, 100), bandwidths=(1.0, 1.0))
+    scheduler = Scheduler(SCHEDULES["stall-free"], replace(limits, placing=Placing(8, 2), hosts=("a", "b")))
+    sequence = Sequence(0, list(range(12)), 3)
+    scheduler.add(sequence)
+    step = scheduler.schedule()
+    first, ahead = sequence.segments
+    assert first.twice and ahead.twice
+    scheduler.store.drop_copy(sequence, ahead, first.workers[1])
+    scheduler.commit(step)
+    assert scheduler.members.spoilt([first.home]) == [0]
+    scheduler.members.lost(first.home)
+    assert [chunk.context_len for mini_batch in scheduler.schedule().mini_batches for chunk in mini_batch] == [0]
+
+
 def test_prompts_that_do_not_fit_the_scratch_attend_on_the_r_worker() -> None:
     scheduler = scheduler_of(scratch_tokens=20)
     for i, length in enumerate((12, 12, 8)):

@@ -170,8 +170,8 @@ class SequenceTable:
         return loads
 
     def cached_of_several(self) -> dict[int, int]:
-        """Cached tokens of each sequence with closed segments."""
-        return {int(self.chunks["sequence_id"][row]): int(self.num_cached[row]) for row in self._reads}
+        """Cached tokens of each sequence of several segments."""
+        return {int(self.chunks["sequence_id"][row]): int(self.num_cached[row]) for row in self._several}
 
     def loads_on(self, worker: int, rows: np.ndarray) -> np.ndarray:
         """KV tokens that each of ``rows`` has R-worker ``worker`` attend; int64 [n]."""
