@@ -138,22 +138,20 @@ def largest(meets: Callable[[int], bool], most: int = MOST_SEQUENCES) -> int:
 def token_budget(
     step_time: StepTime,
     target_seconds: float,
-    kv_tokens: int = 0,
     tile_tokens: int = TILE_TOKENS,
     most_tokens: int = 1 << 20,
 ) -> int:
     """τ: the largest multiple of ``tile_tokens`` whose step takes at most ``target_seconds``, the time between tokens.
 
-    ``kv_tokens``: cached tokens attended in that step. ``step_time`` must not fall with more tokens. PlanError says by
-    how much one tile is too slow.
+    ``step_time`` must not fall with more tokens. PlanError says by how much one tile is too slow.
     """
     if tile_tokens < 1 or most_tokens < tile_tokens:
         raise ConfigError(f"a tile of {tile_tokens} tokens and at most {most_tokens} leave no budget")
-    least = step_time(tile_tokens, kv_tokens)
+    least = step_time(tile_tokens, 0)
     if least > target_seconds:
         raise PlanError(
             f"a step of one tile ({tile_tokens} tokens) takes {least:.3g} s, {least - target_seconds:.3g} s more than "
             f"the target of {target_seconds:.3g} s between tokens"
         )
     most_tiles = most_tokens // tile_tokens
-    return tile_tokens * largest(lambda tiles: step_time(tiles * tile_tokens, kv_tokens) <= target_seconds, most_tiles)
+    return tile_tokens * largest(lambda tiles: step_time(tiles * tile_tokens, 0) <= target_seconds, most_tiles)

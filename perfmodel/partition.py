@@ -54,9 +54,9 @@ def closed_form(
     speeds = list(speeds) or [1.0] * num_workers
     attention = model.attention
     rows = max(num_tokens // num_workers, 1)
-    per_row = model.s_part.layer_seconds(rows) / rows + attention.row_seconds
+    per_row = model.s_part.layer_seconds(rows) / rows
     per_pair = attention.pair_seconds
-    per_row += per_pair * (rows if attention.masked_square else min(attention.tile_rows, rows)) / 2  # not causal
+    per_row += per_pair * min(attention.tile_rows, rows) / 2  # not causal
     per_row += per_pair * context_len
     delays = _delays(model, num_tokens, num_workers, speeds, context_len)
     work = model.num_layers * (per_row * num_tokens + per_pair * num_tokens**2 / 2)
@@ -68,35 +68,30 @@ def closed_form(
     return _of_cuts(num_tokens, _in_order(cuts, num_tokens))
 
 
-def balanced(
-    model: PrefillTimes, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
-) -> Parts:
-    """Cut as :func:`closed_form` does, by bisection of F over the model's seconds: tiles, masks and fixed costs too."""
-    speeds = list(speeds) or [1.0] * num_workers
-    delays = _delays(model, num_tokens, num_workers, speeds, context_len)
+def balanced(model: PrefillTimes, num_tokens: int, num_workers: int) -> Parts:
+    """Cut as :func:`closed_form` does, by bisection of F over the model's seconds: tiles and fixed costs too."""
+    delays = _delays(model, num_tokens, num_workers, [1.0] * num_workers, 0)
 
     def filled(end_seconds: float) -> Parts:
         """As many tokens to each worker as it computes until then; the last one takes what is left."""
         done, parts = 0, []
-        for speed, delay in zip(speeds[:-1], delays, strict=False):
-            layer = (end_seconds - delay) / model.num_layers
-            parts.append(_most_rows(model, context_len + done, layer, speed, num_tokens - done))
+        for delay in delays[:-1]:
+            parts.append(_most_rows(model, done, (end_seconds - delay) / model.num_layers, num_tokens - done))
             done += parts[-1]
         return (*parts, num_tokens - done)
 
-    low, high = 0.0, model.alone_seconds(num_tokens, min(speeds), context_len) + delays[-1]
+    low, high = 0.0, model.alone_seconds(num_tokens) + delays[-1]
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         parts = filled(middle)
-        before = context_len + num_tokens - parts[-1]
-        last = delays[-1] + model.num_layers * model.part_seconds(parts[-1], before, speeds[-1]).all
+        last = delays[-1] + model.num_layers * model.part_seconds(parts[-1], num_tokens - parts[-1]).all
         low, high = (low, middle) if last <= middle else (middle, high)
     return _of_cuts(num_tokens, _in_order(list(itertools.accumulate(filled(high)))[:-1], num_tokens))
 
 
-def _most_rows(model: PrefillTimes, context: int, layer_seconds: float, speed: float, most: int) -> int:
+def _most_rows(model: PrefillTimes, context: int, layer_seconds: float, most: int) -> int:
     """Tokens after ``context`` that take at most ``layer_seconds`` a layer; none where one takes more."""
-    return bisect_right(range(1, most + 1), layer_seconds, key=lambda n: model.part_seconds(n, context, speed).all)
+    return bisect_right(range(1, most + 1), layer_seconds, key=lambda n: model.part_seconds(n, context).all)
 
 
 def _delays(

@@ -22,18 +22,14 @@ class PromptAttentionTimes:
     """One layer's attention of a part: ``pair_seconds`` per (query, key) pair that is computed.
 
     Kernels compute a causal triangle in tiles, ``tile_rows`` queries at a time, each of which meets all keys up to the
-    tile's end; with ``masked_square`` a part that has context before it computes its whole square and masks half of it.
-    ``row_seconds`` per query, ``call_seconds`` per part.
+    tile's end.
     """
 
     pair_seconds: float
     tile_rows: int = 1
-    masked_square: bool = False
-    row_seconds: float = 0.0
-    call_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.pair_seconds < math.inf or self.tile_rows < 1 or min(self.row_seconds, self.call_seconds) < 0:
+        if not 0 < self.pair_seconds < math.inf or self.tile_rows < 1:
             raise ConfigError(
                 f"attention must take finite seconds above zero per pair, and tiles have a row at least, "
                 f"not {self.pair_seconds!r} and {self.tile_rows}"
@@ -41,20 +37,15 @@ class PromptAttentionTimes:
 
     def pairs(self, rows: int, context: int) -> float:
         """(query, key) pairs that ``rows`` queries compute over ``context`` earlier keys and their own."""
-        if self.masked_square and context:
-            return rows * (context + rows)
         return rows * context + triangle_pairs(rows, self.tile_rows)
 
     def seconds(self, rows: int, context: int) -> float:
         """Return the seconds of a part of the chain."""
-        return self._seconds(rows, self.pairs(rows, context))
+        return self.pair_seconds * self.pairs(rows, context)
 
     def square_seconds(self, rows: int, num_keys: int) -> float:
         """Return the seconds of ``rows`` queries that all meet all ``num_keys``, as TSP computes them (section 4.1)."""
-        return self._seconds(rows, rows * num_keys)
-
-    def _seconds(self, rows: int, pairs: float) -> float:
-        return self.call_seconds + self.row_seconds * rows + self.pair_seconds * pairs
+        return self.pair_seconds * rows * num_keys
 
 
 def triangle_pairs(rows: int, tile_rows: int) -> float:
@@ -194,12 +185,7 @@ class PrefillTimes:
 
     def times(self, factor: float) -> PrefillTimes:
         """Return these times with products and attention ``factor`` times as slow."""
-        attention = replace(
-            self.attention,
-            pair_seconds=factor * self.attention.pair_seconds,
-            row_seconds=factor * self.attention.row_seconds,
-            call_seconds=factor * self.attention.call_seconds,
-        )
+        attention = replace(self.attention, pair_seconds=factor * self.attention.pair_seconds)
         return replace(self, s_part=SlowerSPart(self.s_part, factor), attention=attention)
 
     def alone_seconds(self, num_tokens: int, speed: float = 1.0, context_len: int = 0) -> float:

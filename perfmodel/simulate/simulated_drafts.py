@@ -13,25 +13,16 @@ from fastdecode.perfmodel.simulate.tokens import Clock
 
 
 class SimulatedDrafter:
-    """Proposes what the scheduler wants, and draws how much of it is accepted.
+    """Proposes what the scheduler wants, and draws how much of it is accepted."""
 
-    Each sequence's acceptance is drawn once, from a beta distribution with the mean of ``drafting`` and standard
-    deviation ``spread``. Nothing is proposed for one in 1 - ``found`` of all wants, as where n-grams find nothing.
-    """
-
-    def __init__(
-        self, drafting: Drafting, num_r_workers: int, spread: float = 0.0, found: float = 1.0, seed: int = 0
-    ) -> None:
+    def __init__(self, drafting: Drafting, num_r_workers: int) -> None:
         self.drafting = drafting
         self._num_r_workers = num_r_workers
-        self._spread, self._found = spread, found
-        self._rng = np.random.default_rng(seed)
-        self._acceptance: dict[int, float] = {}
+        self._rng = np.random.default_rng(0)
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """So many tokens for each sequence, or none; which ones has no effect."""
-        found = self._rng.random(len(wanted)) < self._found
-        return {each: [0] * count for (each, count), is_found in zip(wanted.items(), found, strict=True) if is_found}
+        """Return so many tokens for each sequence; which ones has no effect."""
+        return {each: [0] * count for each, count in wanted.items()}
 
     def seconds(self, wanted: Mapping[int, int], kv_tokens: float) -> float:
         """Return the seconds of drafting for sequences with ``kv_tokens`` in all."""
@@ -42,9 +33,8 @@ class SimulatedDrafter:
         """How many draft tokens of each sequence are accepted."""
         if not drafts:
             return {}
-        rates = np.array([self._rate(sequence_id) for sequence_id in drafts])
         counts = np.array([len(tokens) for tokens in drafts.values()])
-        draws = self._rng.random((len(drafts), int(counts.max()))) < rates[:, None]
+        draws = self._rng.random((len(drafts), int(counts.max()))) < self.drafting.acceptance_rate
         runs = np.minimum(np.cumprod(draws, axis=1).sum(axis=1), counts)
         return dict(zip(drafts, runs.tolist(), strict=True))
 
@@ -57,15 +47,6 @@ class SimulatedDrafter:
             more = (chunks["num_rows"] - 1) * chunks["is_decode"] * chunks["context_len"]
             loads += self.drafting.row_share * np.bincount(chunks["worker"], more, len(loads))
         return loads.tolist()
-
-    def _rate(self, sequence_id: int) -> float:
-        mean, spread = self.drafting.acceptance_rate, self._spread
-        if not spread or not 0 < mean < 1:
-            return mean
-        if sequence_id not in self._acceptance:
-            weight = max(mean * (1 - mean) / spread**2 - 1, 1e-3)
-            self._acceptance[sequence_id] = float(self._rng.beta(mean * weight, (1 - mean) * weight))
-        return self._acceptance[sequence_id]
 
 
 class SimulatedSpeculation(Companion):

@@ -48,7 +48,7 @@ def test_parts_cover_the_prompt(model: PrefillTimes, num_tokens: int, num_worker
     check(of_fractions(num_tokens, fractions), num_tokens, num_workers)
     for context in (0, data.draw(st.integers(1, 10_000))):
         check(closed_form(model, num_tokens, num_workers, speeds, context), num_tokens, num_workers)
-        check(balanced(model, num_tokens, num_workers, speeds, context), num_tokens, num_workers)
+    check(balanced(model, num_tokens, num_workers), num_tokens, num_workers)
 
 
 @given(models, st.integers(8, 400), st.integers(2, 3))
@@ -97,7 +97,8 @@ def test_the_closed_form_comes_near_a_search(num_workers: int, context: int) -> 
     found = searched(lambda parts: model.chain_seconds(parts, (), context)[-1], formed, least_stride=32)
     best, ours = (model.chain_seconds(parts, (), context)[-1] for parts in (found, formed))
     assert ours <= 1.05 * best
-    assert ours <= 1.05 * model.chain_seconds(balanced(model, 8192, num_workers, (), context), (), context)[-1]
+    if not context:
+        assert ours <= 1.05 * model.chain_seconds(balanced(model, 8192, num_workers))[-1]
     assert ours < model.chain_seconds(even(8192, num_workers), (), context)[-1]
     assert formed[0] - formed[-1] <= (lambda plain: plain[0] - plain[-1])(closed_form(model, 8192, num_workers))
     assert list(formed) == sorted(formed, reverse=True)  # "the earlier processes need to consume more contexts"

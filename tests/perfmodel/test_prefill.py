@@ -72,7 +72,7 @@ def test_a_chain_takes_as_long_as_its_definition_says(
     speeds = tuple(data.draw(st.floats(0.25, 4)) for _ in parts)
     link = PrefillLink(data.draw(st.floats(1e6, 1e12)), data.draw(st.floats(0, 0.1)))
     stored = data.draw(st.sampled_from((None, 2112.0)))
-    attention = PromptAttentionTimes(1e-6, 64, call_seconds=1e-4)
+    attention = PromptAttentionTimes(1e-6, 64)
     prefill = model(link=link, job_seconds=0.25, attention=attention, stored_kv_bytes=stored)
     wanted = defined_seconds(prefill, parts, speeds, context)
     assert prefill.chain_seconds(parts, speeds, context)[-1] == pytest.approx(wanted)
@@ -134,18 +134,11 @@ def test_tiles_compute_at_least_the_triangle_and_less_than_a_tile_more(parts: tu
     assert triangle_pairs(parts[0], tile) == brute
 
 
-def test_a_masked_part_computes_its_square() -> None:
-    masked = PromptAttentionTimes(1.0, masked_square=True)
-    assert masked.pairs(10, 0) == 55
-    assert masked.pairs(10, 5) == 150
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: PromptAttentionTimes(0.0),
         lambda: PromptAttentionTimes(1.0, 0),
-        lambda: PromptAttentionTimes(1.0, call_seconds=-1),
         lambda: PrefillLink(0.0),
         lambda: PrefillLink(1.0, float("inf")),
         lambda: model(num_layers=0),
