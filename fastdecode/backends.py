@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastdecode.api.config import MODEL, EngineConfig, flag_names
-from fastdecode.api.settings import PrefillWorkerSpec, RWorkerSpec, is_loopback, split_address
+from fastdecode.api.settings import WorkerSpec, is_loopback, split_address
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
@@ -153,7 +153,7 @@ def _kv_port(config: EngineConfig, ranks_on_one_machine: bool) -> Literal["", "l
     return "loopback" if near else "any"
 
 
-def _is_near(spec: RWorkerSpec | PrefillWorkerSpec) -> bool:
+def _is_near(spec: WorkerSpec) -> bool:
     """True where these workers are on this machine, and are reached over nothing but it."""
     if spec.kind == "ray":
         return False

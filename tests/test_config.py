@@ -11,7 +11,7 @@ import pytest
 from fastdecode import engine_setup
 from fastdecode.api import config as config_module
 from fastdecode.api.config import EngineConfig
-from fastdecode.api.settings import RWorkerSpec, parse_bytes
+from fastdecode.api.settings import WorkerSpec, parse_bytes
 from fastdecode.backends import check_room, kv_cache_bytes
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.machine import total_memory_bytes
@@ -98,7 +98,7 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", ["kv_cache_memory", "r_threads", "r_cores", "key_file"])
 def test_what_r_workers_of_an_mpi_job_have_themselves(name: str) -> None:
-    assert EngineConfig(r_workers="mpi").r_worker_spec == RWorkerSpec("mpi", 0)
+    assert EngineConfig(r_workers="mpi").r_worker_spec == WorkerSpec("mpi", 0)
     with pytest.raises(ConfigError, match=f"^{name}"):
         EngineConfig(r_workers="mpi", **{name: 1 if name == "r_threads" else "1"})
 
@@ -135,7 +135,7 @@ def test_inproc_workers(spec: str, count: int) -> None:
 @pytest.mark.parametrize("spec", ["127.0.0.1:5580", "localhost:5580,127.0.0.1:5581"])
 def test_listening_workers_have_their_own_settings(spec: str) -> None:
     config = EngineConfig(r_workers=spec)
-    assert config.r_worker_spec == RWorkerSpec("tcp", 1 + spec.count(","), tuple(spec.split(",")))
+    assert config.r_worker_spec == WorkerSpec("tcp", 1 + spec.count(","), tuple(spec.split(",")))
     for settings in ({"kv_cache_memory": "1GiB"}, {"r_threads": 1}, {"r_cores": "0"}):
         with pytest.raises(ConfigError, match=r"give it to `fastdecode r-worker`"):
             EngineConfig(r_workers=spec, **settings)

@@ -265,8 +265,7 @@ def test_breakdown_of_nothing() -> None:
 
 
 def test_decode_figures() -> None:
-    steps = [replace(STEP, wall_seconds=(i + 1) / 100) for i in range(101)]
-    figures = decode_figures(steps)
+    figures = decode_figures([(i + 1) / 100 for i in range(101)], 808)
     assert figures == pytest.approx(
         {
             "steps": 101,
@@ -279,7 +278,7 @@ def test_decode_figures() -> None:
             "step_seconds_max": 1.01,
         }
     )
-    assert set(decode_figures([]).values()) == {0}
+    assert set(decode_figures([], 0).values()) == {0}
 
 
 def output(prompt_len: int, arrival: float, *moments: float) -> RequestOutput:

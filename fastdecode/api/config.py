@@ -10,8 +10,7 @@ from typing import Any
 
 from fastdecode.api.settings import (
     SECURITY_LEVELS,
-    PrefillWorkerSpec,
-    RWorkerSpec,
+    WorkerSpec,
     check_key,
     check_security,
     check_settings,
@@ -313,7 +312,7 @@ class EngineConfig:
         return parse_kv_cache_memory(value) if name == "kv_cache_memory" else parse_bytes(name, value)
 
     @property
-    def r_worker_spec(self) -> RWorkerSpec:
+    def r_worker_spec(self) -> WorkerSpec:
         """What ``r_workers`` asks for."""
         return parse_r_workers(self.r_workers)
 
@@ -328,7 +327,7 @@ class EngineConfig:
         return AskedPlacing(self.kv_shard_tokens, self.kv_replicas, self.schedule)
 
     @property
-    def prefill_worker_spec(self) -> PrefillWorkerSpec | None:
+    def prefill_worker_spec(self) -> WorkerSpec | None:
         """What ``prefill_workers`` asks for."""
         return None if self.prefill_workers is None else parse_prefill_workers(self.prefill_workers)
 

@@ -94,11 +94,11 @@ MAX_HERE = 1024
 
 
 @dataclass(frozen=True)
-class RWorkerSpec:
-    """``kind``: "inproc", "spawn", "tcp", "mpi", "join" or "ray"; ``addresses``: "host:port" of each, for tcp.
+class WorkerSpec:
+    """R-workers or prefill workers; ``kind``: "inproc", "spawn", "tcp", "mpi", "join" or "ray".
 
-    ``count`` is 0 for mpi: as many as the job has ranks beside this one; for join the first ones, which are waited for.
-    ``strict_spread``: of ray, no two on one node.
+    ``addresses``: "host:port" of each, for tcp. ``count`` is 0 for R-workers of mpi: as many as the job has ranks
+    beside this one; for join the first ones, which are waited for. ``strict_spread``: of ray, no two on one node.
     """
 
     kind: str
@@ -112,42 +112,33 @@ class RWorkerSpec:
         return self.kind in ("inproc", "spawn")
 
 
-@dataclass(frozen=True)
-class PrefillWorkerSpec:
-    """``kind``: "spawn", "tcp" or "mpi"; ``addresses``: "host:port" of each, for tcp."""
-
-    kind: str
-    count: int
-    addresses: tuple[str, ...] = ()
-
-
-def parse_prefill_workers(spec: str) -> PrefillWorkerSpec:
+def parse_prefill_workers(spec: str) -> WorkerSpec:
     """spawn:N, mpi:N or host:port,host:port; ConfigError for anything else, or an address twice."""
     if match := re.fullmatch(r"(spawn|mpi):([1-9]\d{0,3})", spec):
-        return PrefillWorkerSpec(match.group(1), _count("prefill_workers", match))
+        return WorkerSpec(match.group(1), _count("prefill_workers", match))
     if not _ADDRESSES.fullmatch(spec) or re.match(r"(spawn|mpi):", spec):
         raise ConfigError(f"prefill_workers must be spawn:N, mpi:N or host:port,host:port, not {spec!r}")
     addresses = _split_addresses("prefill_workers", "a prefill worker", spec)
-    return PrefillWorkerSpec("tcp", len(addresses), addresses)
+    return WorkerSpec("tcp", len(addresses), addresses)
 
 
-def parse_r_workers(spec: str) -> RWorkerSpec:
+def parse_r_workers(spec: str) -> WorkerSpec:
     """inproc, inproc:N, spawn:N, join:N, ray:N, ray:N:strict-spread, mpi or host:port,host:port; ConfigError for
     anything else, or an address twice."""
     if match := re.fullmatch(r"ray:([1-9]\d{0,5})(:strict-spread)?", spec):
-        return RWorkerSpec("ray", int(match.group(1)), strict_spread=bool(match.group(2)))
+        return WorkerSpec("ray", int(match.group(1)), strict_spread=bool(match.group(2)))
     if match := re.fullmatch(r"(inproc|spawn|join):([1-9]\d{0,5})", spec):
-        return RWorkerSpec(match.group(1), _count("r_workers", match))
+        return WorkerSpec(match.group(1), _count("r_workers", match))
     if spec == "inproc":
-        return RWorkerSpec("inproc", 1)
+        return WorkerSpec("inproc", 1)
     if spec == "mpi":
-        return RWorkerSpec("mpi", 0)
+        return WorkerSpec("mpi", 0)
     if not _ADDRESSES.fullmatch(spec) or re.match(r"(inproc|spawn|join|mpi|ray):", spec):
         raise ConfigError(
             f"r_workers must be inproc, inproc:N, spawn:N, join:N, ray:N, mpi or host:port,host:port, not {spec!r}"
         )
     addresses = _split_addresses("r_workers", "an R-worker", spec)
-    return RWorkerSpec("tcp", len(addresses), addresses)
+    return WorkerSpec("tcp", len(addresses), addresses)
 
 
 def _count(name: str, match: re.Match[str]) -> int:

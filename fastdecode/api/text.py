@@ -93,11 +93,11 @@ class TextStream:
         """The text that can be shown: all of it, less a tail that may turn out to begin a stop string."""
         if finished or not self._longest_stop:
             return self.text
-        tail = max((_overlap(self.text, string) for string in self._stop), default=0)
+        tail = max((overlap(self.text, string) for string in self._stop), default=0)
         return self.text[: len(self.text) - tail]
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """Length of the longest end of ``text`` that is a proper beginning of ``string``."""
     lengths = range(min(len(text), len(string) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(string[:length])), 0)

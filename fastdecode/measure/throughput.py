@@ -11,7 +11,6 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.machine import usable_cores
-from fastdecode.core.metrics import StepRecord
 from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
 from fastdecode.measure.throughput_report import ThroughputRun, decode_figures
 
@@ -123,7 +122,8 @@ def _report(
 ) -> dict[str, Any]:
     """The report of the requests in ``batches``, which are the first ones."""
     count = sum(batch.num_sequences for batch in batches)
-    steps = [_decode_step(seconds, batch.num_sequences) for batch in batches for seconds in batch.decode_step_seconds]
+    walls = [seconds for batch in batches for seconds in batch.decode_step_seconds]
+    decoded = sum(batch.num_sequences * len(batch.decode_step_seconds) for batch in batches)
     prompt_tokens, output_tokens = sum(map(len, prompts[:count])), sum(output_lens[:count])
     return {
         "elapsed_time": elapsed,
@@ -134,23 +134,6 @@ def _report(
         "tokens_per_second": (prompt_tokens + output_tokens) / elapsed,
         "output_tokens_per_second": output_tokens / elapsed,
         "prefill": {"seconds": sum(batch.prefill_seconds for batch in batches), "tokens": prompt_tokens},
-        "decode": decode_figures(steps),
+        "decode": decode_figures(walls, decoded),
         **dict.fromkeys(NOT_MEASURED),
     }
-
-
-def _decode_step(seconds: float, num_sequences: int) -> StepRecord:
-    return StepRecord(
-        is_decode=True,
-        overlapped=False,
-        num_tokens=num_sequences,
-        num_output_tokens=num_sequences,
-        kv_loads=(0,),
-        wall_seconds=seconds,
-        s_seconds=seconds,
-        wait_seconds=0.0,
-        host_seconds=0.0,
-        r_seconds=(0.0,),
-        transfer_seconds=(0.0,),
-        kv_bytes_read=0,
-    )

@@ -34,6 +34,7 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
     output_tokens = sum(len(output.outputs[0].token_ids) for output in run.outputs)
     seconds = run.elapsed_seconds
     decode = [step for step in run.steps if step.is_decode]
+    overlapped = [step for step in decode if step.overlapped]
     with_prompt = [step for step in run.steps if not step.is_decode]
     loads = [step.kv_load for step in run.steps]
     return {
@@ -48,7 +49,9 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
             "seconds": sum(step.wall_seconds for step in with_prompt),
             "tokens": sum(step.num_prompt_tokens for step in with_prompt),
         },
-        "decode": decode_figures([step for step in decode if step.overlapped]),
+        "decode": decode_figures(
+            [step.wall_seconds for step in overlapped], sum(step.num_output_tokens for step in overlapped)
+        ),
         "breakdown": breakdown(decode, separate_cores),
         **latencies(run.outputs),
         "kv_load": {
@@ -66,12 +69,10 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
     }
 
 
-def decode_figures(steps: Sequence[StepRecord]) -> dict[str, Any]:
-    """Rates and step times of the steps without any prompt token."""
-    walls = [step.wall_seconds for step in steps]
-    tokens = sum(step.num_output_tokens for step in steps)
+def decode_figures(walls: Sequence[float], tokens: int) -> dict[str, Any]:
+    """Return rates and times of steps without any prompt token, which took ``walls`` seconds and gave ``tokens``."""
     return {
-        "steps": len(steps),
+        "steps": len(walls),
         "tokens": tokens,
         "seconds": sum(walls),
         "tokens_per_second": _rate(tokens, sum(walls)),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdecode.api.structured_outputs import StructuredOutputsParams
+from fastdecode.api.text import overlap
 from fastdecode.core.errors import RequestError
 
 _CHOICES = 'none, auto, required or {"type": "function", "function": {"name": …}}'
@@ -201,7 +202,7 @@ class FreeReader:
             parts += calls
             self._num_read = last
         else:
-            held = 0 if finished else _overlap(text[self._num_read :], _OPEN)
+            held = 0 if finished else overlap(text[self._num_read :], _OPEN)
             shown += text[self._num_read : len(text) - held]
             self._num_read = len(text) - held
         return ("" if self._num_calls and not shown.strip() else shown), parts
@@ -228,11 +229,6 @@ def _name_and_arguments(call: Any) -> tuple[Any, Any]:
         return None, None
     arguments = call.get("arguments", call.get("parameters"))
     return (call["name"], arguments) if isinstance(arguments, dict) else (None, None)
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``mark``."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def new_call_id() -> str:
