@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from fastdecode.api.settings import is_loopback, split_address
 from fastdecode.cluster.links.link import Link
-from fastdecode.cluster.links.zeromq import MOST_LOGGED, ZmqChannel, ZmqListener
+from fastdecode.cluster.links.peer import MOST_LOGGED
+from fastdecode.cluster.links.zeromq import ZmqChannel, ZmqListener
 from fastdecode.cluster.newcomers import Attempts, Joined
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind

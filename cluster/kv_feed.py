@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode.cluster.links.zeromq import open_channel
+from fastdecode.cluster.links.zeromq import ZmqChannel
 from fastdecode.cluster.wire.frames import Conversation, Frame, Kind
-from fastdecode.cluster.wire.handshake import Security
+from fastdecode.cluster.wire.handshake import Security, proven
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES, MOST_IN_FLIGHT, decode_refusal
 from fastdecode.core.errors import FrameError
 
@@ -75,7 +75,7 @@ class KvFeed:
     def __init__(self, address: str, epoch: int, security: Security) -> None:
         """``address`` and ``epoch``: the port's. BackendError where the two sides do not share a key."""
         self.address = address
-        self._channel = open_channel(address, security)
+        self._channel = proven(ZmqChannel(address, security.curve_secret), security, address)
         self._conversation = Conversation(self._channel)
         self._conversation.epoch = epoch
         self._in_flight: deque[_Piece] = deque()

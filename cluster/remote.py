@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import struct
 import time
 from collections.abc import Callable
@@ -12,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.api.settings import is_loopback
 from fastdecode.cluster.links.link import Link, Spin
 from fastdecode.cluster.pool_workers import PoolWorker
-from fastdecode.cluster.r_worker.host import host_id, own_address, process_name
+from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.messages import (
@@ -27,13 +25,13 @@ from fastdecode.cluster.wire.messages import (
     MAX_JSON_BYTES,
     NUM_BYTES,
     Hello,
-    Welcome,
     decode_refusal,
     decode_welcome,
     encode_hello,
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_report, encode_plan, row_counts
+from fastdecode.cluster.worker_info import clock_offset, worker_info
 from fastdecode.core.errors import (
     BackendError,
     CapacityError,
@@ -42,7 +40,7 @@ from fastdecode.core.errors import (
     WorkerLostError,
     interrupts_deferred,
 )
-from fastdecode.core.types import KvAddress, KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
 TICK_SECONDS = 0.05
 """How long a wait lasts before the S-worker checks the connection again."""
@@ -52,8 +50,6 @@ OPEN_SECONDS = 30.0
 
 ANSWER_SECONDS = 120.0
 """Most time to any other answer. Each takes less than a millisecond, unless the machine stands still."""
-
-NUM_PINGS = 8
 
 
 class RemoteWorker(PoolWorker):
@@ -96,18 +92,8 @@ class RemoteWorker(PoolWorker):
         if bool(welcome.kv_address) != bool(self._layout.kv_port):
             raise self._lose("it opened a KV port that was not asked for, or none")
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.kv_bytes_per_token
-        self._offset_seconds = _clock_offset(self._ping)
-        return RWorkerInfo(
-            name=self.name,
-            num_blocks=welcome.num_blocks,
-            block_size=self._block_size,
-            num_threads=welcome.num_threads,
-            isa=welcome.isa,
-            own_cores=_has_own_cores(welcome),
-            read_gb_per_s=welcome.read_gb_per_s,
-            kv_ports=_kv_ports(self.name, self._layout.kv_port, welcome),
-            host=welcome.host_id,
-        )
+        self._offset_seconds = clock_offset(self._ping)
+        return worker_info(self.name, self._layout, self._block_size, welcome)
 
     @interrupts_deferred()
     def begin_step(self, plan: WorkerPlan) -> None:
@@ -295,11 +281,6 @@ class _Losses:
             raise self._worker._lose(link.give_up(error) if link else str(error)) from error
 
 
-def _has_own_cores(welcome: Welcome) -> bool:
-    """True for another machine, and for cores of this one that the S-worker keeps off."""
-    return welcome.host_id != host_id() or not set(welcome.cores) & os.sched_getaffinity(0)
-
-
 def _refusal(name: str, error: str, message: str) -> Exception:
     """The error that R-worker ``name`` means by refusing a request with ``error``."""
     if error == "capacity":
@@ -307,25 +288,3 @@ def _refusal(name: str, error: str, message: str) -> Exception:
     if error == "refused":
         return ValueError(message)
     return BackendError(f"R-worker {name} refused: {message}")
-
-
-def _kv_ports(name: str, kv_port: str, welcome: Welcome) -> tuple[KvAddress, ...]:
-    """Return the KV port for prefill workers, if any; its host may be the one at which R-worker ``name`` is found."""
-    address = welcome.kv_address
-    if address.startswith(":"):
-        host = name.rpartition(":")[0]
-        address = f"{host if kv_port == 'loopback' or not is_loopback(host) else own_address()}{address}"
-    return (KvAddress(address, welcome.kv_epoch),) if address else ()
-
-
-def _clock_offset(ping: Callable[[], float]) -> float:
-    """The worker's clock, which ``ping`` tells, minus ours in seconds, by the quickest of NUM_PINGS; 0 where both may
-    be the same."""
-    rounds = []
-    for _ in range(NUM_PINGS):
-        asked = time.perf_counter()
-        theirs = ping()
-        answered = time.perf_counter()
-        rounds.append((answered - asked, theirs - (asked + answered) / 2))
-    round_seconds, offset = min(rounds)
-    return 0.0 if abs(offset) <= round_seconds / 2 else offset

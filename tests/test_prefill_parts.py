@@ -22,8 +22,6 @@ from fastdecode._rworker import RWorker
 from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.prefill.jobs import (
     LAYERS_AHEAD,
-    Arrays,
-    EarlyRows,
     JobCancelledError,
     PromptJob,
     ReadRange,
@@ -31,6 +29,7 @@ from fastdecode.cluster.prefill.jobs import (
     StoreRange,
 )
 from fastdecode.cluster.prefill.messages import Place, PlacedRange, Prompt, decode_prompt, encode
+from fastdecode.cluster.prefill.rows import Arrays, EarlyRows
 from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, make_rworker
 from fastdecode.core.errors import FrameError
 from fastdecode.core.remote_prefill import PromptKV

@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from fastdecode.cluster.links.link import TICK_SECONDS
-from fastdecode.cluster.links.zeromq import MOST_LOGGED, PeerChannel, SocketLimits, ZmqListener
+from fastdecode.cluster.links.peer import MOST_LOGGED, PeerChannel
+from fastdecode.cluster.links.zeromq import ZmqListener
 from fastdecode.cluster.wire.frames import Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, R_WORKER, Gate, Security
 from fastdecode.cluster.wire.messages import MOST_IN_FLIGHT, encode_refusal
 from fastdecode.core.errors import CapacityError, FrameError
 
-LIMITS = SocketLimits(part_bytes=1 << 23, received=3 * MOST_IN_FLIGHT)
+LIMITS = 1 << 23, 3 * MOST_IN_FLIGHT
 """One row of keys of the largest layer fits, and what a peer may have under way: libzmq counts up to half of the queue
 as waiting though it was read. A peer that heeds no window takes 1.1 GiB, and then waits.
 """
@@ -108,7 +109,7 @@ class Port:
         self._is_closing = False
         self._watched: tuple[bytes, Callable[[], None]] | None = None
         self._next_look = 0.0
-        bind = partial(ZmqListener, host, port, security.curve_secret, role, LIMITS)
+        bind = partial(ZmqListener, host, port, security.curve_secret, role, *LIMITS)
         bound: SimpleQueue[ZmqListener | Exception] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(bind, niceness, bound), name="port", daemon=True)
         self._thread.start()
@@ -174,11 +175,9 @@ class Port:
             self._listener.close()
 
     def _turn(self) -> None:
-        if self._listener.poll(TICK_SECONDS):
-            self._receive(self._listener.next_peer())
+        if peer := self._listener.accept(TICK_SECONDS):
+            self._receive(peer)
             self._listener.skip()
-        else:
-            self._listener.log_failures(self._listener.events())
         self._look_after()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)

@@ -11,7 +11,8 @@ from functools import partial
 from fastdecode.api.settings import split_address
 from fastdecode.cluster.joining import Joiner, JoinListener
 from fastdecode.cluster.links.link import SILENCE_SECONDS, TICK_SECONDS, Link
-from fastdecode.cluster.links.zeromq import MOST_LOGGED, PeerChannel, ZmqListener, open_channel
+from fastdecode.cluster.links.peer import MOST_LOGGED, PeerChannel
+from fastdecode.cluster.links.zeromq import ZmqChannel, ZmqListener
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.pool_workers import PoolWorker
 from fastdecode.cluster.r_worker.host import Host
@@ -19,7 +20,7 @@ from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind, decode
-from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, read_security
+from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, proven, read_security
 from fastdecode.cluster.wire.messages import Hello, encode_refusal
 from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.types import KVLayout, RWorkerInfo
@@ -109,7 +110,10 @@ def join_listener(
 
 
 def connect(address: str, security: Security, silence_seconds: float = SILENCE_SECONDS) -> Link:
-    return Link(open_channel(address, security, partial(_diagnose, address), silence_seconds))
+    """A link to the R-worker at ``address`` ("host:port"); BackendError where the two sides do not share a key."""
+    channel = ZmqChannel(address, security.curve_secret, silence_seconds=silence_seconds)
+    channel.diagnose = partial(_diagnose, address)
+    return Link(proven(channel, security, address))
 
 
 def _diagnose(address: str) -> str:

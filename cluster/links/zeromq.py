@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +19,9 @@ import zmq.utils.monitor
 import zmq.utils.z85
 
 from fastdecode.cluster.links.link import SILENCE_SECONDS
+from fastdecode.cluster.links.peer import PeerChannel
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER
-from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER, Security, derive_key, prove
+from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER, derive_key
 from fastdecode.core.errors import BackendError, FrameError
 
 PATIENCE_SECONDS = 30.0
@@ -38,27 +38,13 @@ What comes to a connecting side is an answer: without a limit its queue is as lo
 
 RETRY_SECONDS = 0.02  # between two attempts to send to a full queue
 
-DEPARTURE_SECONDS = 2.0
-"""How long after the end of any connection the listener checks whether the served peer is still there."""
-
 HANDSHAKE_SECONDS = 2.0
 """A ZeroMQ handshake takes milliseconds; where it takes longer, the other end may be no ZeroMQ socket at all."""
-
-MOST_LOGGED = 100
-"""Strangers at a socket that are logged one by one; further ones are not."""
 
 _ZAP_DOMAIN = "fastdecode"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 log = logging.getLogger("fastdecode.r_worker")
-
-
-@dataclass(frozen=True)
-class SocketLimits:
-    """The limits of what a socket takes in: bytes of one part, and messages of each peer that wait (0: no limit)."""
-
-    part_bytes: int = FRAME_LIMIT
-    received: int = MAX_QUEUED
 
 
 class _Socket:
@@ -69,12 +55,12 @@ class _Socket:
     its queue has no limit.
     """
 
-    def __init__(self, kind: int, limits: SocketLimits) -> None:
-        """``kind``: ZeroMQ's."""
+    def __init__(self, kind: int, part_bytes: int, received: int) -> None:
+        """``kind``: ZeroMQ's. ``part_bytes``: most of a part. ``received``: queued messages of a peer, 0: no limit."""
         self.context = zmq.Context()
         self.socket: zmq.Socket = self.context.socket(kind)
-        self.socket.maxmsgsize, self.socket.linger = limits.part_bytes, 200
-        self.socket.sndhwm, self.socket.rcvhwm = MAX_QUEUED, limits.received
+        self.socket.maxmsgsize, self.socket.linger = part_bytes, 200
+        self.socket.sndhwm, self.socket.rcvhwm = MAX_QUEUED, received
         self.socket.sndtimeo = int(PATIENCE_SECONDS * 1000)
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED
         self._monitor: Any = self.socket.get_monitor_socket(events)
@@ -146,7 +132,7 @@ class ZmqChannel(_Socket):
         self, address: str, secret: bytes | None, role: str = S_WORKER, silence_seconds: float = SILENCE_SECONDS
     ) -> None:
         """``role``: this side's. The connection ends where nothing is heard for ``silence_seconds``."""
-        super().__init__(zmq.DEALER, SocketLimits(received=0))
+        super().__init__(zmq.DEALER, FRAME_LIMIT, 0)
         self.socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
         self.socket.heartbeat_timeout = int(silence_seconds * 1000)
         self.socket.heartbeat_ttl = int(PATIENCE_SECONDS * 1000)
@@ -215,27 +201,6 @@ class ZmqChannel(_Socket):
             )
 
 
-def open_channel(
-    address: str,
-    security: Security,
-    diagnose: Callable[[], str] | None = None,
-    silence_seconds: float = SILENCE_SECONDS,
-) -> ZmqChannel:
-    """A channel to the port at ``address`` ("host:port") whose other end has proven that it holds the key, if any.
-
-    BackendError where the two sides do not share a key. ``diagnose``, ``silence_seconds``: see ``ZmqChannel``.
-    """
-    channel = ZmqChannel(address, security.curve_secret, silence_seconds=silence_seconds)
-    channel.diagnose = diagnose or channel.diagnose
-    try:
-        if security.proof_key is not None:
-            prove(channel, security.proof_key, address)
-    except BaseException:
-        channel.close()
-        raise
-    return channel
-
-
 class ZmqListener(_Socket):
     """The socket at which an R-worker accepts S-workers, one at a time, or an S-worker the JOINs of R-workers.
 
@@ -244,14 +209,20 @@ class ZmqListener(_Socket):
     """
 
     def __init__(
-        self, host: str, port: int, secret: bytes | None, role: str = R_WORKER, limits: SocketLimits | None = None
+        self,
+        host: str,
+        port: int,
+        secret: bytes | None,
+        role: str = R_WORKER,
+        part_bytes: int = FRAME_LIMIT,
+        received: int = MAX_QUEUED,
     ) -> None:
         """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible.
 
-        ``role``: this side's; only peers of the other role are accepted.
+        ``role``: this side's; only peers of the other role are accepted. ``part_bytes``, ``received``: see ``_Socket``.
         """
         self.is_guarded, self._logged = secret is not None, False
-        super().__init__(zmq.ROUTER, limits or SocketLimits())
+        super().__init__(zmq.ROUTER, part_bytes, received)
         self.on_stranger: Callable[[PeerChannel], None] = lambda peer: None
         self._authenticator: Any = None
         self.socket.router_mandatory = 1
@@ -267,21 +238,40 @@ class ZmqListener(_Socket):
     def accept(self, timeout_seconds: float) -> PeerChannel | None:
         """The channel to the sender of the first message, None when none came in time."""
         if not self.poll(timeout_seconds):
-            self.log_failures(self.events())
+            self.look_at_connections()
             return None
         return self.next_peer()
 
-    def next_peer(self) -> PeerChannel:
-        """The channel to the sender of the next message, which must be there and is the first that it receives."""
-        identity = self.socket.recv(zmq.NOBLOCK)
+    def next_peer(self) -> PeerChannel | None:
+        """The channel to the sender of the next message, which is the first that it receives; None without one."""
+        try:
+            identity = self.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
         first = self.socket.recv(zmq.NOBLOCK, copy=False) if self.more else None
         return PeerChannel(self, identity, first.bytes if first and len(first) == HEADER.size else b"")
 
-    def log_failures(self, events: int) -> None:
-        """Log once that a peer without the key, or with another security level, has tried to connect."""
+    def send_to(self, identity: bytes, parts: Sequence[Any], waits: bool) -> None:
+        """Send one message to the peer with ``identity``; ConnectionError where it is gone.
+
+        One for which there is no room is dropped, unless this ``waits``: then ConnectionError where none comes in time.
+        """
+        try:
+            self.send_message([identity, *parts], 0 if waits else zmq.NOBLOCK)
+        except zmq.Again:
+            if waits:
+                raise ConnectionError("it takes no more messages") from None
+        except zmq.ZMQError as error:
+            raise ConnectionError(error.strerror) from None
+
+    def look_at_connections(self) -> bool:
+        """True where one has ended since the last look. Logs once that a peer without the key, or with another security
+        level, has tried to connect."""
+        events = self.events()
         if events & _FAILED and not self._logged:
             self._logged = True
             log.warning("refused: a peer that does not hold this R-worker's key, or has another --security")
+        return bool(events & zmq.EVENT_DISCONNECTED)
 
     def close(self) -> None:
         """May be called twice."""
@@ -299,61 +289,6 @@ class ZmqListener(_Socket):
         self._authenticator.start()
         callback = SimpleNamespace(callback=lambda domain, key: key == accepted)
         self._authenticator.configure_curve_callback(_ZAP_DOMAIN, callback)
-
-
-class PeerChannel:
-    """``Channel`` of an R-worker to one S-worker; other peers go to the listener's ``on_stranger``.
-
-    Until ``waits`` is set, messages that do not fit into the queue to this peer are dropped: a peer that is not served
-    and does not read its messages must not delay the one that is.
-    """
-
-    def __init__(self, listener: ZmqListener, identity: bytes, first_header: bytes | None = None) -> None:
-        self._listener = listener
-        self.identity, self.first_header = identity, first_header
-        self.waits, self._probe_until = False, 0.0
-        self.read_into = self._listener.read_into
-
-    def send(self, parts: Sequence[Any]) -> None:
-        try:
-            self._listener.send_message([self.identity, *parts], 0 if self.waits else zmq.NOBLOCK)
-        except zmq.Again:
-            if self.waits:
-                raise ConnectionError("it takes no more messages") from None
-        except zmq.ZMQError as error:
-            raise ConnectionError(error.strerror) from None
-
-    def receive(self, timeout_seconds: float) -> bytes | None:
-        if self.first_header is not None:
-            first, self.first_header = self.first_header, None
-            return first
-        self._listener.skip()
-        while True:
-            try:
-                peer = self._listener.next_peer()
-            except zmq.Again:
-                if timeout_seconds and self._listener.poll(timeout_seconds):
-                    continue
-                if timeout_seconds:
-                    self._look_at_connection()
-                return None
-            if peer.identity == self.identity:
-                return peer.first_header
-            self._listener.on_stranger(peer)
-            self._listener.skip()
-
-    def close(self) -> None:
-        """See ``Channel.close``; the listener goes on."""
-        self._listener.skip()
-
-    def _look_at_connection(self) -> None:
-        """After the end of any connection, test the served peer's; ConnectionError if it is gone."""
-        events, now = self._listener.events(), time.monotonic()
-        self._listener.log_failures(events)
-        if events & zmq.EVENT_DISCONNECTED:
-            self._probe_until = now + DEPARTURE_SECONDS
-        if now < self._probe_until:
-            self.send([b""])
 
 
 def _use_curve(socket: zmq.Socket, secret: bytes, role: str) -> bytes:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.tcp import connect
-from fastdecode.cluster.prefill.pool import PrefillClient, PrefillPool
+from fastdecode.cluster.prefill.client import PrefillClient
+from fastdecode.cluster.prefill.pool import PrefillPool
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError
 from fastdecode.core.parent import parent_flags

@@ -10,9 +10,10 @@ from functools import partial
 import numpy as np
 
 from fastdecode.cluster.prefill.messages import Prompt
+from fastdecode.cluster.prefill.rows import Arrays, LayerRows
 from fastdecode.core.errors import FastDecodeError, FrameError
 from fastdecode.core.remote_prefill import PromptKV
-from fastdecode.core.types import WIRE_DTYPE, KVLayout, LayerLayout
+from fastdecode.core.types import KVLayout
 
 TICK_SECONDS = 0.2
 """How long a wait for another's keys and values lasts before the S-worker is looked after again."""
@@ -22,12 +23,6 @@ KV_BYTES = 1 << 22
 
 LAYERS_AHEAD = 2
 """Layers of a prefix that are asked for before the layer that is computed: one comes while another is on its way."""
-
-MOST_EARLY_BYTES = 1 << 28
-"""Keys and values that are kept for prompts that were not announced yet: the worker before may have begun."""
-
-Arrays = tuple[np.ndarray, ...]
-"""Rows of a layer: (k, v), [rows, num_kv_heads, …] in the model's dtype; of a prefix (stored,), uint8 [rows, bytes]."""
 
 Send = Callable[[int, int, Arrays], int]
 """Queues rows of a layer to be sent: layer, first position, and the rows; returns how many bytes that are."""
@@ -61,61 +56,6 @@ class ReadRange:
 
 class JobCancelledError(FastDecodeError):
     """The S-worker does not want this prompt any more, or is gone."""
-
-
-class LayerRows:
-    """Keys and values of one layer, from position 0 to ``end``; ``filled``: rows of each part that are here."""
-
-    def __init__(self, layout: KVLayout, layer: LayerLayout, context_len: int, end: int, num_parts: int) -> None:
-        dtype, num_rows = WIRE_DTYPE[layout.model_dtype], end - context_len
-        self.end = end
-        self.kv = PromptKV(
-            np.empty((context_len, layer.kv_bytes_per_token(layout.kv_dtype)), np.uint8),
-            np.empty((num_rows, layer.num_kv_heads, layer.key_head_dim), dtype),
-            np.empty((num_rows, layer.num_kv_heads, layer.stored_value_dim), dtype),
-        )
-        self.filled = [0] * num_parts
-
-    def of(self, start: int, end: int) -> Arrays:
-        """The rows of positions ``start`` to ``end``, all of the prefix or all after it."""
-        context_len = len(self.kv.prefix)
-        if start < context_len:
-            return (self.kv.prefix[start:end],)
-        return self.kv.k[start - context_len : end - context_len], self.kv.v[start - context_len : end - context_len]
-
-
-class EarlyRows:
-    """Keys and values that came before the prompt that they belong to. For any thread."""
-
-    def __init__(self, most_bytes: int = MOST_EARLY_BYTES) -> None:
-        self._most_bytes = most_bytes
-        self._lock = threading.Lock()
-        self._rows: dict[int, list[tuple[int, int, Arrays]]] = {}
-        self.num_bytes = 0
-
-    def keep(self, job_id: int, layer: int, start: int, arrays: Arrays) -> None:
-        """FrameError where all that is kept would take too many bytes."""
-        num_bytes = sum(each.nbytes for each in arrays)
-        with self._lock:
-            if self.num_bytes + num_bytes > self._most_bytes:
-                raise FrameError(
-                    f"KV of job {job_id}, which was not announced, beyond {self._most_bytes:,} bytes of such"
-                )
-            self._rows.setdefault(job_id, []).append((layer, start, arrays))
-            self.num_bytes += num_bytes
-
-    def take(self, job_id: int) -> list[tuple[int, int, Arrays]]:
-        """Layer, first position and rows of all that came for this job, in order; they are not kept any longer."""
-        with self._lock:
-            rows = self._rows.pop(job_id, [])
-            self.num_bytes -= sum(each.nbytes for _, _, arrays in rows for each in arrays)
-        return rows
-
-    def clear(self) -> None:
-        """Forget all."""
-        with self._lock:
-            self._rows.clear()
-            self.num_bytes = 0
 
 
 class PromptJob:

@@ -11,8 +11,9 @@ from functools import partial
 
 import numpy as np
 
-from fastdecode.cluster.prefill.jobs import Arrays, Read, Send
+from fastdecode.cluster.prefill.jobs import Read, Send
 from fastdecode.cluster.prefill.messages import PlacedRange
+from fastdecode.cluster.prefill.rows import Arrays
 from fastdecode.cluster.prefill.senders import PrefixReader, StoreSender
 from fastdecode.core.errors import FrameError
 from fastdecode.core.types import KVLayout, LayerLayout

@@ -6,6 +6,7 @@ Keys and values travel as ``KV`` frames from one prefill worker to the next and 
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from typing import Annotated
 
 import msgspec
@@ -115,6 +116,23 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def end(self) -> int:
         """The position after its last."""
         return self.bounds[self.part + 1]
+
+    @property
+    def own_stores(self) -> list[PlacedRange]:
+        """Those of ``stores`` that get rows of the part."""
+        return [each for each in self.stores if each.start < self.end and self.start < each.end]
+
+    @property
+    def own_prefix(self) -> tuple[PlacedRange, ...]:
+        """Where the part gets the prefix from: the first part alone from R-workers."""
+        return () if self.part else self.prefix
+
+    def depends_on(self, place: Place, numbers: Collection[int]) -> bool:
+        """Whether the part cannot be computed without ``place``, the next prefill worker or an R-worker with some of
+        the prefix, which knows what goes there, or is read there, by one of ``numbers``."""
+        if self.next == place and self.job_id in numbers:
+            return True
+        return any(place in each.places and each.ticket in numbers for each in self.own_prefix)
 
     @property
     def num_parts(self) -> int:

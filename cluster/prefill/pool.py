@@ -15,6 +15,7 @@ import numpy as np
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import ZmqChannel
 from fastdecode.cluster.newcomers import Attempts
+from fastdecode.cluster.prefill.client import PrefillClient, refusal
 from fastdecode.cluster.prefill.messages import (
     JOB,
     MAX_PLACES,
@@ -23,23 +24,17 @@ from fastdecode.cluster.prefill.messages import (
     Place,
     PlacedRange,
     PrefillHello,
-    PrefillWelcome,
     Prompt,
     decode_failure,
-    decode_prefill_welcome,
     encode,
 )
 from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.wire.frames import Frame, Kind
-from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal
+from fastdecode.cluster.wire.messages import MAX_JSON_BYTES
 from fastdecode.core.errors import BackendError, FrameError, WorkerLostError
 from fastdecode.core.remote_prefill import Prefilled, PrefillOutcomes, RemotePrefill, StoredAt
 from fastdecode.core.types import ITEM_BYTES, WIRE_DTYPE, KVLayout, RWorkerInfo
 
-OPEN_SECONDS = 300.0
-"""Most time from HELLO to WELCOME: a prefill worker that starts loads its model first."""
-
-TICK_SECONDS = 0.1
 LOOK_SECONDS = 0.001
 """Between two looks at all links, for an engine that has nothing else to do."""
 
@@ -57,68 +52,6 @@ class _Job:
     read_bytes: int = 0
     missed: set[int] = field(default_factory=set)
     logits: np.ndarray | None = None
-
-
-class PrefillClient:
-    """One prefill worker, over a link."""
-
-    def __init__(
-        self, name: str, connect: Callable[[], Link], end: Callable[[], None] = lambda: None, process_id: int = 0
-    ) -> None:
-        """``connect`` is called by ``open``, and fails with BackendError; ``end``, by ``close``, ends the process.
-
-        ``process_id``: of a process that was started for it.
-        """
-        self.name, self.process_id = name, process_id
-        self._connect, self._end = connect, end
-        self.link: Link | None = None
-        self.welcome: PrefillWelcome | None = None
-
-    def open(self, hello: bytes) -> None:
-        """Ask for a session."""
-        self.link = self._connect()
-        self.link.send(Kind.HELLO, hello)
-
-    def opened(self, model: str) -> None:
-        """Wait for the answer; BackendError when it is a refusal, or does not come."""
-        link, deadline = self._open_link, time.monotonic() + OPEN_SECONDS
-        try:
-            while (frame := link.receive(TICK_SECONDS)) is None:
-                if time.monotonic() > deadline:
-                    raise BackendError(f"prefill worker {self.name} did not answer within {OPEN_SECONDS:g} s")
-            if frame.kind is Kind.REFUSED:
-                raise BackendError(f"prefill worker {self.name} refused: {_refusal(link, frame)}")
-            if frame.kind is not Kind.WELCOME:
-                raise FrameError(f"it sent a {frame.kind.name} frame, and WELCOME was to come")
-            self.welcome = decode_prefill_welcome(link.body(frame, MAX_JSON_BYTES))
-        except (ConnectionError, FrameError) as error:
-            raise BackendError(f"prefill worker {self.name}: {error}") from error
-        if self.welcome.model != model:
-            raise BackendError(f"prefill worker {self.name} has another model than this S-worker")
-
-    @property
-    def port_epoch(self) -> int:
-        """What keys and values sent to it must carry."""
-        return self.welcome.port_epoch if self.welcome else 0
-
-    @property
-    def _open_link(self) -> Link:
-        if self.link is None:
-            raise BackendError(f"prefill worker {self.name} is closed")
-        return self.link
-
-    def close(self) -> None:
-        """Free the worker; may be called twice."""
-        link, self.link = self.link, None
-        if link is not None:
-            try:
-                if self.welcome:
-                    link.send(Kind.BYE)
-            except ConnectionError:
-                pass  # it is gone already
-            finally:
-                link.close()
-        self._end()
 
 
 class PrefillPool:
@@ -276,7 +209,7 @@ class PrefillPool:
         elif frame.kind is Kind.PREFILLED:
             self._part_done(link, frame)
         elif frame.kind is Kind.REFUSED:
-            raise FrameError(f"it refused: {_refusal(link, frame)}")
+            raise FrameError(f"it refused: {refusal(link, frame)}")
         else:
             raise FrameError(f"it sent a {frame.kind.name} frame, which has no place here")
 
@@ -339,7 +272,3 @@ def _range(stored: StoredAt, r_workers: Sequence[RWorkerInfo]) -> PlacedRange:
     """The ports that take the tokens which ``stored`` names."""
     places = tuple(Place(port.address, port.epoch) for port in r_workers[stored.r_worker].kv_ports)
     return PlacedRange(places, stored.start, stored.end, stored.ticket)
-
-
-def _refusal(link: Link, frame: Frame) -> str:
-    return decode_refusal(link.body(frame, MAX_JSON_BYTES))[1]

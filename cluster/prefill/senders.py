@@ -8,11 +8,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fastdecode.cluster.kv_feed import KvFeed
-from fastdecode.cluster.prefill.messages import Place
+from fastdecode.cluster.prefill.messages import Place, PlacedRange
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError
 
@@ -122,6 +123,38 @@ class Sender:
             return self._queue.get(timeout=POLL_SECONDS if is_busy else None)
         except queue.Empty:
             return None
+
+
+AnySender = TypeVar("AnySender", bound=Sender)
+
+
+class Senders:
+    """The threads of a prefill worker by what they do and for which place, each begun with the first rows for it."""
+
+    def __init__(self, security: Security, on_failure: OnFailure) -> None:
+        self._security, self._on_failure = security, on_failure
+        self._threads: dict[tuple[type[Sender], Place], Any] = {}
+
+    def of(self, kind: type[AnySender], place: Place) -> AnySender:
+        """Return the thread for ``place``."""
+        if (kind, place) not in self._threads:
+            self._threads[kind, place] = kind(place, self._security, self._on_failure)
+        return self._threads[kind, place]
+
+    def of_each(self, kind: type[AnySender], placed: PlacedRange) -> list[AnySender]:
+        """Return the thread for each port of an R-worker."""
+        return [self.of(kind, place) for place in placed.places]
+
+    def drop_ended(self) -> None:
+        """Forget those that have failed: a later job tries anew."""
+        for key in [key for key, sender in list(self._threads.items()) if sender.has_ended]:
+            self._threads.pop(key, None)
+
+    def close(self) -> None:
+        """End all."""
+        threads, self._threads = self._threads, {}
+        for sender in threads.values():
+            sender.close()
 
 
 class ChainSender(Sender):

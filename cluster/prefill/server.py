@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import queue
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
 
 from fastdecode.cluster.links.port import Port, Reader
-from fastdecode.cluster.prefill.jobs import Arrays, EarlyRows, LayerRows, PromptJob, ReadRange, StoreRange
+from fastdecode.cluster.prefill.jobs import PromptJob, ReadRange, StoreRange
 from fastdecode.cluster.prefill.kv_ways import PortHeads, read_way, store_way
 from fastdecode.cluster.prefill.messages import (
     JOB,
@@ -21,14 +20,14 @@ from fastdecode.cluster.prefill.messages import (
     TICKETS,
     Failure,
     Place,
-    PlacedRange,
     PrefillWelcome,
     Prompt,
     decode_prefill_hello,
     decode_prompt,
     encode,
 )
-from fastdecode.cluster.prefill.senders import ChainSender, PrefixReader, Sender, StoreSender
+from fastdecode.cluster.prefill.rows import Arrays, EarlyRows, LayerRows
+from fastdecode.cluster.prefill.senders import ChainSender, PrefixReader, Senders, StoreSender
 from fastdecode.cluster.r_worker.host import host_id
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
@@ -40,8 +39,6 @@ MOST_ENDED = 1 << 12
 """Jobs that are remembered after their end: what still comes for them is dropped."""
 
 MOST_JOBS = 1 << 12
-
-AnySender = TypeVar("AnySender", bound=Sender)
 
 log = logging.getLogger("fastdecode.prefills.worker")
 
@@ -70,6 +67,7 @@ class PrefillServer:
         self._layout = model.layout
         self._heads = PortHeads(model.layout, [layer.num_kv_heads for layer in model.layout.layers])
         self._security = security
+        self._senders = Senders(security, self._cannot_send)
         self._port: Port | None = None
         self._peer: bytes | None = None
         self._serving = ""
@@ -77,7 +75,6 @@ class PrefillServer:
         self._jobs: dict[int, PromptJob] = {}
         self._early = EarlyRows()
         self._ended: OrderedDict[int, None] = OrderedDict()
-        self._senders: dict[tuple[type[Sender], str, int], Any] = {}
         self._handlers: dict[Kind, Callable[[Port, bytes, Frame, Reader], None]] = {
             Kind.HELLO: self._open,
             Kind.PROMPT: self._prompt,
@@ -108,12 +105,11 @@ class PrefillServer:
         def tell() -> None:
             self._report(job, Kind.PREFILLED, counts + np.array(sorted(job.missed), TICKETS).tobytes(), own)
 
-        prompt = job.prompt
-        stores = [each for each in prompt.stores if each.start < prompt.end and prompt.start < each.end]
+        stores = job.prompt.own_stores
         job.when_stored([each.ticket for each in stores for _ in each.places], tell)
         for each in [each for each in stores if each.ticket not in job.missed]:
             try:
-                for sender in self._senders_to(StoreSender, each):
+                for sender in self._senders.of_each(StoreSender, each):
                     sender.when_stored(each.ticket, partial(job.stored, each.ticket))
             except ConnectionError as error:
                 self._miss(job, each.ticket, str(error))
@@ -188,11 +184,10 @@ class PrefillServer:
         prompt = decode_prompt(body, tokens, self.model.max_model_len, self.model.vocab_size)
         if len(self._jobs) >= MOST_JOBS or prompt.job_id in self._jobs:
             raise FrameError(f"PROMPT: job {prompt.job_id} is here already, or one of {MOST_JOBS:,} that wait")
-        send_on = partial(self._sender(ChainSender, prompt.next).send, prompt.job_id) if prompt.next else None
+        send_on = partial(self._senders.of(ChainSender, prompt.next).send, prompt.job_id) if prompt.next else None
         for each in (*prompt.stores, *prompt.prefix):
             self._heads.check(len(each.places))
-        stores, prefix = self._stores(prompt), () if prompt.part else self._prefix(prompt)
-        job = PromptJob(prompt, tokens, self._layout, send_on, stores, prefix)
+        job = PromptJob(prompt, tokens, self._layout, send_on, self._stores(prompt), self._prefix(prompt))
         for layer, start, arrays in self._early.take(prompt.job_id):
             job.take_in(layer, start, arrays)
         self._jobs[prompt.job_id] = job
@@ -204,19 +199,16 @@ class PrefillServer:
 
     def _stores(self, prompt: Prompt) -> tuple[StoreRange, ...]:
         """The ways to the R-workers that store rows of the part."""
+        ways = [(each, self._senders.of_each(StoreSender, each)) for each in prompt.own_stores]
         return tuple(
-            StoreRange(
-                each.start, each.end, store_way(each, self._heads, self._senders_to(StoreSender, each)), each.ticket
-            )
-            for each in prompt.stores
-            if each.start < prompt.end and prompt.start < each.end
+            StoreRange(each.start, each.end, store_way(each, self._heads, to), each.ticket) for each, to in ways
         )
 
     def _prefix(self, prompt: Prompt) -> tuple[ReadRange, ...]:
         """The ways from the R-workers that have the prefix."""
         return tuple(
-            ReadRange(each.start, each.end, read_way(each, self._heads, self._senders_to(PrefixReader, each)))
-            for each in prompt.prefix
+            ReadRange(each.start, each.end, read_way(each, self._heads, self._senders.of_each(PrefixReader, each)))
+            for each in prompt.own_prefix
         )
 
     def _kv(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
@@ -278,29 +270,16 @@ class PrefillServer:
         self._jobs.clear()
         self._early.clear()
         self._ended.clear()
-        senders, self._senders = self._senders, {}
-        for sender in senders.values():
-            sender.close()
-
-    def _senders_to(self, kind: type[AnySender], placed: PlacedRange) -> list[AnySender]:
-        """The threads that send to each port of an R-worker."""
-        return [self._sender(kind, place) for place in placed.places]
-
-    def _sender(self, kind: type[AnySender], place: Place) -> AnySender:
-        """The thread that sends to ``place``, begun with the first rows for it."""
-        key = (kind, place.address, place.epoch)
-        if key not in self._senders:
-            self._senders[key] = kind(place, self._security, self._cannot_send)
-        return self._senders[key]
+        self._senders.close()
 
     def _cannot_send(self, numbers: list[int], place: Place, reason: str, is_lost: bool) -> None:
         """What ``place`` knows by these numbers, of jobs or tickets, cannot be sent there, or read from there; where it
         ``is_lost``, a later job tries anew."""
-        for key in [key for key, sender in list(self._senders.items()) if is_lost and sender.has_ended]:
-            self._senders.pop(key, None)
+        if is_lost:
+            self._senders.drop_ended()
         known = set(numbers)
         for job in list(self._jobs.values()):
-            if _depends_on(job.prompt, place, known):
+            if job.prompt.depends_on(place, known):
                 self.fail(job, f"{place.address}: {reason}")
                 continue
             for each in job.prompt.stores:
@@ -313,12 +292,3 @@ class PrefillServer:
             self.fail(job, reason)
         elif not job.is_cancelled:
             log.warning("job %d goes on without one of two copies: %s", job.prompt.job_id, reason)
-
-
-def _depends_on(prompt: Prompt, place: Place, numbers: Collection[int]) -> bool:
-    """Whether ``prompt`` cannot go on without ``place``, which knows what is to go there, or to be read there, by one
-    of ``numbers``: the next prefill worker, or an R-worker with some of the prefix."""
-    if prompt.next == place and prompt.job_id in numbers:
-        return True
-    prefix = () if prompt.part else prompt.prefix
-    return any(place in each.places and each.ticket in numbers for each in prefix)

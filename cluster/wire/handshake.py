@@ -24,6 +24,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from fastdecode.cluster.wire.frames import Channel, Conversation, Frame, Kind
 from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal, encode_refusal
@@ -44,6 +45,8 @@ PROOF_SECONDS = 30.0
 
 TICK_SECONDS = 0.1
 BOTH_SIDES = "--key-file with --security authenticate must be on both sides, or on neither"
+
+AnyChannel = TypeVar("AnyChannel", bound=Channel)
 
 log = logging.getLogger("fastdecode.r_worker")
 
@@ -105,8 +108,19 @@ def proof(key: bytes, role: str, nonces: bytes) -> bytes:
     return hmac.digest(key, role.encode() + b"|" + nonces, "sha256")
 
 
-def prove(channel: Channel, key: bytes, name: str) -> None:
-    """The S-worker's side, to R-worker ``name``; BackendError, saying why, unless both ends hold ``key``."""
+def proven(channel: AnyChannel, security: Security, name: str) -> AnyChannel:
+    """Return ``channel`` once its other end, ``name``, has proven that it holds the key of ``security``, if any, and
+    this one too; else BackendError, saying why, and it is closed."""
+    try:
+        if security.proof_key is not None:
+            _prove(channel, security.proof_key, name)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def _prove(channel: Channel, key: bytes, name: str) -> None:
     conversation, nonce = Conversation(channel), secrets.token_bytes(NONCE_BYTES)
     try:
         conversation.send(Kind.CHALLENGE, nonce)

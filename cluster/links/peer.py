@@ -1,0 +1,63 @@
+"""An R-worker's end of a connection to one of the peers at its listener."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.links.zeromq import ZmqListener
+
+MOST_LOGGED = 100
+"""Strangers at a socket that are logged one by one; further ones are not."""
+
+DEPARTURE_SECONDS = 2.0
+"""How long after the end of any connection the listener checks whether the served peer is still there."""
+
+
+class PeerChannel:
+    """``Channel`` of an R-worker to one S-worker; other peers go to the listener's ``on_stranger``.
+
+    Until ``waits`` is set, messages that do not fit into the queue to this peer are dropped: a peer that is not served
+    and does not read its messages must not delay the one that is.
+    """
+
+    def __init__(self, listener: ZmqListener, identity: bytes, first_header: bytes | None = None) -> None:
+        self._listener = listener
+        self.identity, self.first_header = identity, first_header
+        self.waits, self._probe_until = False, 0.0
+        self.read_into = self._listener.read_into
+
+    def send(self, parts: Sequence[Any]) -> None:
+        self._listener.send_to(self.identity, parts, self.waits)
+
+    def receive(self, timeout_seconds: float) -> bytes | None:
+        if self.first_header is not None:
+            first, self.first_header = self.first_header, None
+            return first
+        self._listener.skip()
+        while True:
+            peer = self._listener.next_peer()
+            if peer is None:
+                if timeout_seconds and self._listener.poll(timeout_seconds):
+                    continue
+                if timeout_seconds:
+                    self._look_at_connection()
+                return None
+            if peer.identity == self.identity:
+                return peer.first_header
+            self._listener.on_stranger(peer)
+            self._listener.skip()
+
+    def close(self) -> None:
+        """See ``Channel.close``; the listener goes on."""
+        self._listener.skip()
+
+    def _look_at_connection(self) -> None:
+        """After the end of any connection, test the served peer's; ConnectionError if it is gone."""
+        has_ended, now = self._listener.look_at_connections(), time.monotonic()
+        if has_ended:
+            self._probe_until = now + DEPARTURE_SECONDS
+        if now < self._probe_until:
+            self.send([b""])

@@ -1,0 +1,87 @@
+"""The S-worker's end of one prefill worker: its session over a link."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.prefill.messages import PrefillWelcome, decode_prefill_welcome
+from fastdecode.cluster.wire.frames import Frame, Kind
+from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal
+from fastdecode.core.errors import BackendError, FrameError
+
+OPEN_SECONDS = 300.0
+"""Most time from HELLO to WELCOME: a prefill worker that starts loads its model first."""
+
+TICK_SECONDS = 0.1
+
+
+class PrefillClient:
+    """One prefill worker, over a link."""
+
+    def __init__(
+        self, name: str, connect: Callable[[], Link], end: Callable[[], None] = lambda: None, process_id: int = 0
+    ) -> None:
+        """``connect`` is called by ``open``, and fails with BackendError; ``end``, by ``close``, ends the process.
+
+        ``process_id``: of a process that was started for it.
+        """
+        self.name, self.process_id = name, process_id
+        self._connect, self._end = connect, end
+        self.link: Link | None = None
+        self.welcome: PrefillWelcome | None = None
+
+    def open(self, hello: bytes) -> None:
+        """Ask for a session; BackendError where the worker is gone, or does not hold this side's key."""
+        self.link = self._connect()
+        try:
+            self.link.send(Kind.HELLO, hello)
+        except ConnectionError as error:
+            raise BackendError(f"prefill worker {self.name}: {error}") from error
+
+    def opened(self, model: str) -> None:
+        """Wait for the answer; BackendError when it is a refusal, or does not come."""
+        link, deadline = self._open_link, time.monotonic() + OPEN_SECONDS
+        try:
+            while (frame := link.receive(TICK_SECONDS)) is None:
+                if time.monotonic() > deadline:
+                    raise BackendError(f"prefill worker {self.name} did not answer within {OPEN_SECONDS:g} s")
+            if frame.kind is Kind.REFUSED:
+                raise BackendError(f"prefill worker {self.name} refused: {refusal(link, frame)}")
+            if frame.kind is not Kind.WELCOME:
+                raise FrameError(f"it sent a {frame.kind.name} frame, and WELCOME was to come")
+            self.welcome = decode_prefill_welcome(link.body(frame, MAX_JSON_BYTES))
+        except (ConnectionError, FrameError) as error:
+            raise BackendError(f"prefill worker {self.name}: {error}") from error
+        if self.welcome.model != model:
+            raise BackendError(f"prefill worker {self.name} has another model than this S-worker")
+
+    @property
+    def port_epoch(self) -> int:
+        """What keys and values sent to it must carry."""
+        return self.welcome.port_epoch if self.welcome else 0
+
+    @property
+    def _open_link(self) -> Link:
+        if self.link is None:
+            raise BackendError(f"prefill worker {self.name} is closed")
+        return self.link
+
+    def close(self) -> None:
+        """Free the worker; may be called twice."""
+        link, self.link = self.link, None
+        if link is not None:
+            try:
+                if self.welcome:
+                    link.send(Kind.BYE)
+            except ConnectionError:
+                pass  # it is gone already
+            finally:
+                link.close()
+        self._end()
+
+
+def refusal(link: Link, frame: Frame) -> str:
+    """Return why the other end refuses, which ``frame`` says."""
+    return decode_refusal(link.body(frame, MAX_JSON_BYTES))[1]
