@@ -21,6 +21,7 @@ no preemption. ``--slow``: one R-worker is half as fast for a minute. Mark: the 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,8 +31,9 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from simulated import report_of, simulated, simulation_inputs
 
+from fastdecode.cli.simulate import add_command, simulate, simulation_report
+from fastdecode.cli.simulate_inputs import SimulationInputs, read_simulation
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.simulate import SplitMachine, StepCost
 from fastdecode.scheduler import SCHEDULES
@@ -58,6 +60,23 @@ SLOW_FROM_SECONDS, SLOW_SECONDS, SLOW_SPEED = 300.0, 60.0, 0.5
 """When one R-worker becomes slow, for how long, and how fast it is then; from simulated start."""
 
 Key = tuple[str, str, str]
+
+
+def simulation_inputs(flags: str) -> SimulationInputs:
+    """What ``fastdecode simulate`` makes of ``flags``."""
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    return read_simulation(parser.parse_args(["simulate", *flags.split()]))
+
+
+def report_of(inputs: SimulationInputs) -> dict[str, Any]:
+    """The report, as ``--output-json`` has it."""
+    return simulation_report(simulate(inputs, inputs.rate if inputs.rate else math.inf), inputs)
+
+
+def simulated(flags: str) -> dict[str, Any]:
+    """The report of ``fastdecode simulate`` with ``flags``."""
+    return report_of(simulation_inputs(flags))
 
 
 def flags(lengths: str, fleet: str, schedule: str, kv_replicas: int = 1) -> str:

@@ -6,17 +6,19 @@ may hold, and what it takes to read it.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
 
 import atheris
 import parsers
 import sessions
-from instrument import instrument
 
 from fastdecode.api import settings
-from fastdecode.cluster import remote
+from fastdecode.cluster import remote, worker_info
 from fastdecode.cluster.links import link, port, shared_memory
 from fastdecode.cluster.r_worker import host, kv_port, session
 from fastdecode.cluster.wire import frames, handshake, messages, payload
@@ -46,11 +48,32 @@ class Watched:
             raise RuntimeError(f"{taken:,} bytes allocated; {MOST_BYTES:,} are the limit")
 
 
+def instrument(*modules: ModuleType) -> None:
+    """Have every function of our own modules report to libFuzzer which of its branches ran.
+
+    In place, so that what other modules have imported from these is instrumented too.
+
+    atheris's import hook does not find an editable install's modules, which lie elsewhere than their names say.
+    """
+    for module in modules:
+        for function in _functions(vars(module), module.__name__):
+            atheris.instrument_func(function)
+
+
+def _functions(members: dict[str, Any], module: str) -> Iterator[FunctionType]:
+    for member in list(members.values()):
+        found = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if isinstance(found, FunctionType) and found.__module__ == module:
+            yield found
+        elif inspect.isclass(member) and member.__module__ == module:
+            yield from _functions(dict(vars(member)), module)
+
+
 def main() -> None:
     """Does not return: libFuzzer ends the process."""
     target = TARGETS[sys.argv.pop(1)]
     instrument(frames, handshake, host, kv_port, link, messages, payload, port, remote, session, shared_memory)
-    instrument(errors, settings)
+    instrument(errors, settings, worker_info)
     tracemalloc.start(1)
     atheris.Setup(sys.argv, Watched(target))
     atheris.Fuzz()

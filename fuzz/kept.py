@@ -1,0 +1,110 @@
+"""What all targets that hold state share: layouts, an R-worker that is used again, and a channel without a socket."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fastdecode.cluster import remote
+from fastdecode.cluster.r_worker import session
+from fastdecode.cluster.r_worker.host import Host, RWorkerSize, make_rworker
+from fastdecode.cluster.wire import messages
+from fastdecode.cluster.wire.frames import HEADER, Kind
+from fastdecode.cluster.wire.messages import Hello
+from fastdecode.core.errors import FrameError
+from fastdecode.core.types import (
+    KVLayout,
+    LayerLayout,
+    Verb,
+)
+
+LAYOUTS = (
+    KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3, window=9)), "float32", "float32"),
+    KVLayout((LayerLayout(2, 1, 32, 32, 0.2, soft_cap=2.0, sinks=(0.5, 1.0)),), "bfloat16", "int8"),
+    KVLayout((LayerLayout(8, 2, 64, 64, 0.1, alibi_slopes=(0.1,) * 8),) * 2, "float16", "int4"),
+)
+BLOCK_SIZE = 16
+CACHE_BYTES = 1 << 19
+HOST = Host(RWorkerSize(CACHE_BYTES, 1), "scalar", 1.0, "boot", (0,))
+IDS = (0, 1, 2, 3, 4, 5, 9, -1, 1 << 62, -(1 << 63))
+NUMBERS = (0, 1, 15, 16, 17, 40, 512, 1 << 20, (1 << 63) - 1, -1, -(1 << 63))
+MOST_FRAMES = 40
+HELLOS = {layout: messages.encode_hello(Hello("fuzzer", layout, BLOCK_SIZE)) for layout in LAYOUTS}
+
+
+class KeptWorker:
+    """An R-worker that is emptied where it would be closed, for making one takes longer than all the rest."""
+
+    kept: ClassVar[dict[Any, list[KeptWorker]]] = {}
+
+    def __init__(self, key: Any) -> None:
+        self._key, self._worker = key, make_rworker(*key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    @classmethod
+    def make(cls, *key: Any) -> KeptWorker:
+        """As ``make_rworker``."""
+        kept = cls.kept.get(key)
+        return kept.pop() if kept else cls(key)
+
+    def close(self) -> None:
+        """Drop everything; RuntimeError if then not every block is free."""
+        with suppress(ValueError):
+            self._worker.abandon_step()
+        for sequence_id in IDS:
+            with suppress(KeyError):
+                self._worker.begin_step(np.array([[Verb.RELEASE, sequence_id, 0, 0]], np.int64), [])
+                self._worker.end_step()
+        left = self._worker.statistics()
+        if left["sequences"] == 0 and (left["blocks_used"] or left["incoming"]):
+            raise RuntimeError(f"{left['blocks_used']} blocks are lost, or {left['incoming']} jobs")
+        if left["sequences"]:
+            self._worker.close()  # of a name that only the fuzzer knows
+        else:
+            self.kept.setdefault(self._key, []).append(self)
+
+
+class End(ConnectionError):
+    """The fuzzer has no more bytes."""
+
+
+class FuzzChannel:
+    """``Channel`` whose messages are made as they are asked for, and that remembers the kinds of the answers."""
+
+    def __init__(self, make: Callable[[], list[bytes]]) -> None:
+        self._make, self._parts = make, list[bytes]()
+        self.answers: list[Kind] = []
+
+    def send(self, parts: Sequence[Any]) -> None:
+        """Record the kind of the answer."""
+        self.answers.append(Kind(HEADER.unpack(bytes(parts[0]))[2]))
+
+    def receive(self, timeout_seconds: float) -> bytes | None:
+        """The next message's first part."""
+        self._parts = self._make()
+        return self._parts.pop(0)
+
+    def read_into(self, buffer: Any) -> None:
+        """As libzmq gives parts: whole."""
+        view = memoryview(buffer)
+        if not self._parts or len(self._parts[0]) != view.nbytes:
+            raise FrameError("another length")
+        data = self._parts.pop(0)
+        if view.nbytes:
+            view.cast("B")[:] = data
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+messages.fingerprint = remote.fingerprint = session.fingerprint = cache(messages.fingerprint)
+remote.encode_hello = cache(messages.encode_hello)
+session.make_rworker = KeptWorker.make  # type: ignore[assignment]
+logging.disable(logging.CRITICAL)
