@@ -9,8 +9,9 @@ from dataclasses import dataclass, fields
 from fastdecode import __version__
 from fastdecode.core.errors import ProfileError
 from fastdecode.core.machine import cpu_name
+from fastdecode.perfmodel.measurements import HERE, MachineIdentity
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.profile import HERE, HardwareProfile, MachineIdentity
+from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.stages import Contention, RPart
 from fastdecode.perfmodel.step_model import StepModel

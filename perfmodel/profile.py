@@ -1,7 +1,4 @@
-"""The measurements of a machine, which a plan takes in place of presets. Times are in seconds.
-
-``spread`` is that of the samples behind a figure: from the 10th to the 90th percentile over the median.
-"""
+"""The profile of a machine, what was measured there, which a plan takes in place of presets. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -9,15 +6,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode.core.errors import ConfigError, ProfileError
+from fastdecode.core.errors import ProfileError
 from fastdecode.perfmodel.calibration import fit_parts
+from fastdecode.perfmodel.measurements import (
+    HERE,
+    AnchorPoint,
+    ContentionPoint,
+    HostPoint,
+    LinkPoint,
+    MachineIdentity,
+    PlanPoint,
+    PrefillPoint,
+    RPartPoint,
+    SPartPoint,
+)
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.partition import PartitionEntry
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.stages import Contention, MeasuredSPart, RPart, Transport
-
-HERE = "here"
-"""The R-workers of the S-worker's own machine, in ``RPartPoint.r_worker``: threads and processes alike."""
 
 MEASURED_BY_ALL = (
     "`fastdecode calibrate` without --quick measures every KV dtype, KV heads in groups of 1, 4 and 8, and half and "
@@ -27,139 +33,6 @@ MEASURED_BY_ALL = (
 
 FORMAT_VERSION = 3
 """Version of the JSON. Version 1 knew nothing of prefill workers, version 2 nothing of ranks; both are still read."""
-
-
-@dataclass(frozen=True)
-class MachineIdentity:
-    """The machine whose figures these are."""
-
-    host: str
-    s_worker: str
-    r_worker: str
-    isa: str
-    fastdecode_version: str
-
-
-@dataclass(frozen=True)
-class SPartPoint:
-    """The S-part of one layer, and of embedding, head and sampling, at one batch size; ``threads`` of the S-worker.
-
-    With more than one rank (``tensor_parallel_size``) the collectives are in both, and ``threads`` are of each.
-    """
-
-    batch_size: int
-    layer_seconds: float
-    head_seconds: float
-    spread: float = 0.0
-    threads: int = 1
-    tensor_parallel_size: int = 1
-
-
-@dataclass(frozen=True)
-class RPartPoint:
-    """One call of one layer on one R-worker: ``num_sequences`` rows, each over ``context_len`` cached tokens.
-
-    ``r_worker``: "here", or the "host:port" of one elsewhere.
-    """
-
-    kv_cache_dtype: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    threads: int
-    num_sequences: int
-    context_len: int
-    seconds: float
-    spread: float = 0.0
-    r_worker: str = HERE
-
-    def __post_init__(self) -> None:
-        _check_seconds(self.seconds)
-
-
-@dataclass(frozen=True)
-class LinkPoint:
-    """The time from submit to o available, the R-worker's work apart, with ``message_bytes`` of q, k, v and o together.
-
-    ``r_worker``: "inproc", "spawn" or "host:port".
-    """
-
-    r_worker: str
-    message_bytes: int
-    seconds: float
-    spread: float = 0.0
-
-
-@dataclass(frozen=True)
-class HostPoint:
-    """The engine's own work in a step: scheduling and bookkeeping, and with more ranks than one telling the others."""
-
-    num_sequences: int
-    seconds: float
-    spread: float = 0.0
-    tensor_parallel_size: int = 1
-
-
-@dataclass(frozen=True)
-class PlanPoint:
-    """Beginning and ending a step on one R-worker, its plan and report on their way included."""
-
-    r_worker: str
-    num_sequences: int
-    seconds: float
-    spread: float = 0.0
-
-
-@dataclass(frozen=True)
-class ContentionPoint:
-    """The slowness of each side while the other works on this machine's other cores, in times.
-
-    ``num_kv_heads``: of the cache that the R-worker reads; the more it reads, the more it takes from S.
-    """
-
-    s_threads: int
-    r_threads: int
-    s_slowdown: float
-    r_slowdown: float
-    spread: float = 0.0
-    num_kv_heads: int = 1
-
-
-@dataclass(frozen=True)
-class AnchorPoint:
-    """The time of one short S shape (``part`` "s") or R shape ("r"): measured again later, it says how fast the machine
-    is by then."""
-
-    part: str
-    threads: int
-    seconds: float
-    spread: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_seconds(self.seconds)
-
-
-@dataclass(frozen=True)
-class PrefillPoint:
-    """From a prompt's arrival to its first token on prefill worker ``worker`` alone, ``num_busy`` of them (the first
-    ones) computing such a prompt at the same time."""
-
-    num_tokens: int
-    seconds: float
-    worker: int = 0
-    num_busy: int = 1
-    spread: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_seconds(self.seconds)
-        if self.num_tokens < 1 or self.num_busy < 1:
-            raise ConfigError(f"a prompt has a token at least, and a worker: {self.num_tokens}, {self.num_busy}")
-
-
-def _check_seconds(seconds: float) -> None:
-    """Rates and drifts are divided by them."""
-    if not seconds > 0:
-        raise ConfigError(f"seconds must be above 0, not {seconds!r}: work that was measured took time")
 
 
 @dataclass(frozen=True)
@@ -237,11 +110,11 @@ class HardwareProfile:
         found_parts = [_fit_r_part(points, name, threads) for name in sorted({point.r_worker for point in points})]
         return max(found_parts, key=lambda part: part.seconds_per_token)
 
-    def transport(self, r_worker: str | None = None, row_bytes: float = 0.0, overlapped: bool = True) -> Transport:
+    def transport(self, r_worker: str | None = None, row_bytes: float = 0.0) -> Transport:
         """The way to an R-worker and back, to the slowest when None; nothing is counted where none was measured."""
         names = {point.r_worker for point in self.links} if r_worker is None else {r_worker}
-        ways = [self._way(name, row_bytes, overlapped) for name in sorted(names)]
-        return max(ways, key=lambda way: way.trip_seconds(64), default=Transport(row_bytes, overlapped=overlapped))
+        ways = [self._way(name, row_bytes) for name in sorted(names)]
+        return max(ways, key=lambda way: way.trip_seconds(64), default=Transport(row_bytes))
 
     def step_overhead_seconds(
         self, r_worker: str | None = None, num_r_workers: int = 1, num_ranks: int = 1
@@ -280,13 +153,13 @@ class HardwareProfile:
                 return point.seconds
         raise self.lacks(f"no anchor {part!r} with {threads} thread(s)", [(p.part, p.threads) for p in self.anchors])
 
-    def _way(self, r_worker: str, row_bytes: float, overlapped: bool) -> Transport:
+    def _way(self, r_worker: str, row_bytes: float) -> Transport:
         points = [point for point in self.links if point.r_worker == r_worker]
         if not points:
-            return Transport(row_bytes, overlapped=overlapped)
+            return Transport(row_bytes)
         columns = np.array([(1.0, point.message_bytes) for point in points])
         latency, per_byte = fit_parts(columns, np.array([max(point.seconds, 1e-9) for point in points])).tolist()
-        return Transport(row_bytes, (1.0 / per_byte,) if per_byte else (), latency, overlapped)
+        return Transport(row_bytes, (1.0 / per_byte,) if per_byte else (), latency)
 
     def lacks(self, what: str, found: list, cure: str = MEASURED_BY_ALL) -> ProfileError:
         """The error that names what is missing, what there is, and the command that measures it."""

@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastdecode.core.errors import ConfigError, ProfileError
-from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.partition import PartitionEntry, PartitionTable
-from fastdecode.perfmodel.profile import (
-    FORMAT_VERSION,
+from fastdecode.perfmodel.measurements import (
     AnchorPoint,
     ContentionPoint,
-    HardwareProfile,
     HostPoint,
     LinkPoint,
     MachineIdentity,
@@ -25,6 +21,9 @@ from fastdecode.perfmodel.profile import (
     RPartPoint,
     SPartPoint,
 )
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.partition import PartitionEntry, PartitionTable
+from fastdecode.perfmodel.profile import FORMAT_VERSION, HardwareProfile
 
 PARTS = {"machine": MachineIdentity, "shape": ModelShape}
 LISTS = {

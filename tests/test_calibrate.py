@@ -38,7 +38,8 @@ from fastdecode.measure.validation import NUM_STEPS, Configuration, Validation, 
 from fastdecode.perfmodel.calibration import Steadied
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model, this_machine
 from fastdecode.perfmodel.load import NO_RANGES, Load, RangeParts
-from fastdecode.perfmodel.profile import HERE, HardwareProfile, MachineIdentity
+from fastdecode.perfmodel.measurements import HERE, MachineIdentity
+from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.perfmodel.storage_costs import StorageCosts
 from fastdecode.sworker.loader import model_shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import reprlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 from fastdecode.api.settings import (
     SECURITY_LEVELS,
     WorkerSpec,
-    check_key,
-    check_security,
     check_settings,
     parse_bytes,
     parse_cores,
@@ -20,10 +17,10 @@ from fastdecode.api.settings import (
     parse_prefill_workers,
     parse_r_workers,
     setting,
-    split_address,
 )
+from fastdecode.api.worker_checks import check_workers
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.machine import total_memory_bytes, usable_cores
+from fastdecode.core.machine import usable_cores
 from fastdecode.core.placing import AskedPlacing
 from fastdecode.core.types import ISAS, PREFILL_METHODS
 from fastdecode.drafting.speculative_config import SpeculativeConfig
@@ -207,102 +204,7 @@ class EngineConfig:
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
         _ = self.speculative
         self.placing.check()
-        self._check_r_workers()
-        self._check_prefill_workers()
-        self._check_memory()
-        self._check_cores()
-        if self.tensor_parallel_size > 1:
-            self._check_tensor_parallel()
-
-    def _check_tensor_parallel(self) -> None:
-        """What works with one S-worker process alone."""
-        size = self.tensor_parallel_size
-        if self.in_mpi_job:
-            name = "r_workers" if self.r_worker_spec.kind == "mpi" else "prefill_workers"
-            raise ConfigError(
-                f"{name}: an MPI job's ranks serve one S-worker, its rank 0, and tensor_parallel_size {size} makes "
-                f"{size}: give {name} as host:port or spawn:N"
-            )
-        if self.profile is not None:
-            raise ConfigError(f"profile is not for tensor_parallel_size {size}: leave one of them out")
-
-    def _check_r_workers(self) -> None:
-        """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
-        spec = self.r_worker_spec
-        check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], self.key_file)
-        for name in ("kv_cache_memory", "r_threads", "r_cores"):
-            placed = spec.kind == "ray" and name != "r_cores"
-            if not spec.on_this_machine and not placed and getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name}: R-workers that this process does not start have their own; "
-                    f"give it to `fastdecode r-worker`"
-                )
-        if spec.kind == "join":
-            self._check_joining()
-        if spec.kind == "ray":
-            self._check_ray()
-        else:
-            check_security(self.security, self.key_file)
-        if self.pool_listen is not None:
-            check_key("pool_listen", [split_address("pool_listen", self.pool_listen, 0)[0]], self.key_file)
-            if spec.kind == "mpi":
-                raise ConfigError("pool_listen: an MPI job has the ranks it was started with; use host:port or spawn:N")
-        elif spec.kind not in ("tcp", "ray") and self.key_file and self.prefill_workers is None:
-            raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {self.r_workers}")
-
-    def _check_joining(self) -> None:
-        """R-workers that are not known before they come."""
-        if self.pool_listen is None:
-            raise ConfigError(
-                f"r_workers: {self.r_workers} are R-workers that join: give --pool-listen HOST:PORT as well"
-            )
-        if self.profile is not None:
-            raise ConfigError("profile: it knows R-workers by their address: give them as host:port,host:port")
-
-    def _check_ray(self) -> None:
-        """R-workers that are placed while the job starts, with a key of their own."""
-        if self.profile is not None:
-            raise ConfigError("profile: it knows R-workers by their address, and Ray places them anew for each job")
-        spec = self.prefill_worker_spec
-        makes_one_key = self.tensor_parallel_size == 1 and spec is not None and spec.kind == "spawn"
-        if spec is not None and not makes_one_key and self.key_file is None:
-            raise ConfigError(
-                f"prefill_workers: {self.prefill_workers} and the R-workers that Ray places for each rank need the "
-                f"same --key-file: give one"
-            )
-
-    def _check_prefill_workers(self) -> None:
-        """Those elsewhere have settings of their own, and are reached over a network only with a key."""
-        spec = self.prefill_worker_spec
-        for name in ("prefill_threads", "prefill_cores"):
-            if getattr(self, name) is not None and (spec is None or spec.kind != "spawn"):
-                raise ConfigError(f"{name} is for --prefill-workers spawn:N; others have their own")
-        if spec is None:
-            return
-        hosts = [split_address("prefill_workers", each)[0] for each in spec.addresses]
-        check_key("prefill_workers", hosts, self.key_file)
-
-    def _check_memory(self) -> None:
-        for name, times in (("kv_cache_memory", self.num_r_workers), ("prefill_scratch", 1)):
-            wanted = self.bytes_of(name)
-            if name == "kv_cache_memory" and self.r_worker_spec.kind == "ray":
-                continue  # Ray knows its nodes
-            if wanted is not None and wanted * times > total_memory_bytes():
-                each = f" for each of {times} R-workers" if times > 1 else ""
-                raise ConfigError(
-                    f"{name}: {getattr(self, name)}{each} is more than this machine's "
-                    f"{total_memory_bytes() / 2**30:.1f} GiB"
-                )
-
-    def _check_cores(self) -> None:
-        for name in ("s_cores", "r_cores", "prefill_cores"):
-            cores = self.s_core_list if name == "s_cores" else parse_cores(name, getattr(self, name))
-            missing = sorted(set(cores or ()) - set(usable_cores()))
-            if missing:
-                raise ConfigError(
-                    f"{name}: {getattr(self, name)!r} names cores that this process may not use "
-                    f"({reprlib.repr(missing)}); it has {usable_cores()}"
-                )
+        check_workers(self)
 
     def bytes_of(self, name: str) -> int | None:
         """A memory setting in bytes, None where it is to be chosen."""

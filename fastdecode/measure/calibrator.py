@@ -33,18 +33,18 @@ from fastdecode.measure.samples import (
 )
 from fastdecode.perfmodel.calibration import Anchor, steadily
 from fastdecode.perfmodel.deployment import this_machine
-from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.profile import (
+from fastdecode.perfmodel.measurements import (
     HERE,
     AnchorPoint,
     ContentionPoint,
-    HardwareProfile,
     HostPoint,
     LinkPoint,
     PlanPoint,
     RPartPoint,
     SPartPoint,
 )
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.profile import HardwareProfile
 
 
 class Calibrator:

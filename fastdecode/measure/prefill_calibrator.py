@@ -9,9 +9,10 @@ import numpy as np
 
 from fastdecode.measure.prefill_runs import PrefillRunner, in_order
 from fastdecode.perfmodel.calibration import summary
+from fastdecode.perfmodel.measurements import PrefillPoint
 from fastdecode.perfmodel.partition import PartitionEntry, Parts, balanced, searched
 from fastdecode.perfmodel.prefill_rates import measured_prefill_model
-from fastdecode.perfmodel.profile import HardwareProfile, PrefillPoint
+from fastdecode.perfmodel.profile import HardwareProfile
 
 FIRST_STRIDE, LEAST_STRIDE = 32, 128
 """Parts of a prompt by which a search moves its cuts at first and at last: the model has found the start."""

@@ -25,8 +25,9 @@ from fastdecode.measure.samples import (
 from fastdecode.measure.validation import KV_DTYPES, SIZES, Configuration, kv_head_counts
 from fastdecode.perfmodel.calibration import Anchor, Measured, steadily
 from fastdecode.perfmodel.deployment import Deployment
+from fastdecode.perfmodel.measurements import HostPoint, SPartPoint
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.profile import HardwareProfile, HostPoint, SPartPoint
+from fastdecode.perfmodel.profile import HardwareProfile
 
 LAYERS = (MANY_LAYERS, FEW_LAYERS)
 

@@ -15,8 +15,8 @@ from fastdecode.core.machine import usable_cores
 from fastdecode.measure.attention_rig import AttentionRig
 from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
 from fastdecode.perfmodel.calibration import Measured, summary
+from fastdecode.perfmodel.measurements import ContentionPoint
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.profile import ContentionPoint
 
 FEW_LAYERS, MANY_LAYERS = 1, 5
 """The time of a layer is a fourth of what models of so many layers differ by."""

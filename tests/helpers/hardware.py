@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 
 from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.model_shape import BUILT_IN
-from fastdecode.perfmodel.profile import (
+from fastdecode.perfmodel.measurements import (
     AnchorPoint,
     ContentionPoint,
-    HardwareProfile,
     HostPoint,
     LinkPoint,
     MachineIdentity,
@@ -21,6 +19,8 @@ from fastdecode.perfmodel.profile import (
     RPartPoint,
     SPartPoint,
 )
+from fastdecode.perfmodel.model_shape import BUILT_IN
+from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.simulate import StepCost
 from fastdecode.scheduler import Limits
 

@@ -17,7 +17,7 @@ from helpers.hardware import profile
 
 from fastdecode.cli.machine_inputs import read_inputs
 from fastdecode.cli.main import build_parser, main
-from fastdecode.perfmodel.profile import PrefillPoint
+from fastdecode.perfmodel.measurements import PrefillPoint
 from fastdecode.perfmodel.profile_json import write_profile
 
 CONTRACT = {

@@ -16,6 +16,7 @@ from fastdecode.core.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.calibration import fit_parts
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
 from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.measurements import PrefillPoint
 from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.partition import PartitionEntry
 from fastdecode.perfmodel.prefill_rates import (
@@ -26,7 +27,6 @@ from fastdecode.perfmodel.prefill_rates import (
     slowdown,
 )
 from fastdecode.perfmodel.prefill_times import triangle_pairs
-from fastdecode.perfmodel.profile import PrefillPoint
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.perfmodel.stages import Contention
 

@@ -1,0 +1,119 @@
+"""Checks that the settings of workers go together: where they are, how they are reached, what they have."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import TYPE_CHECKING
+
+from fastdecode.api.settings import check_key, check_security, parse_cores, split_address
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.machine import total_memory_bytes, usable_cores
+
+if TYPE_CHECKING:
+    from fastdecode.api.config import EngineConfig
+
+
+def check_workers(config: EngineConfig) -> None:
+    """ConfigError names a setting of R-workers, prefill workers or ranks that cannot be, or not beside another."""
+    _check_r_workers(config)
+    _check_prefill_workers(config)
+    _check_memory(config)
+    _check_cores(config)
+    if config.tensor_parallel_size > 1:
+        _check_tensor_parallel(config)
+
+
+def _check_tensor_parallel(config: EngineConfig) -> None:
+    """What works with one S-worker process alone."""
+    size = config.tensor_parallel_size
+    if config.in_mpi_job:
+        name = "r_workers" if config.r_worker_spec.kind == "mpi" else "prefill_workers"
+        raise ConfigError(
+            f"{name}: an MPI job's ranks serve one S-worker, its rank 0, and tensor_parallel_size {size} makes "
+            f"{size}: give {name} as host:port or spawn:N"
+        )
+    if config.profile is not None:
+        raise ConfigError(f"profile is not for tensor_parallel_size {size}: leave one of them out")
+
+
+def _check_r_workers(config: EngineConfig) -> None:
+    """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
+    spec = config.r_worker_spec
+    check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], config.key_file)
+    for name in ("kv_cache_memory", "r_threads", "r_cores"):
+        placed = spec.kind == "ray" and name != "r_cores"
+        if not spec.on_this_machine and not placed and getattr(config, name) is not None:
+            raise ConfigError(
+                f"{name}: R-workers that this process does not start have their own; give it to `fastdecode r-worker`"
+            )
+    if spec.kind == "join":
+        _check_joining(config)
+    if spec.kind == "ray":
+        _check_ray(config)
+    else:
+        check_security(config.security, config.key_file)
+    if config.pool_listen is not None:
+        check_key("pool_listen", [split_address("pool_listen", config.pool_listen, 0)[0]], config.key_file)
+        if spec.kind == "mpi":
+            raise ConfigError("pool_listen: an MPI job has the ranks it was started with; use host:port or spawn:N")
+    elif spec.kind not in ("tcp", "ray") and config.key_file and config.prefill_workers is None:
+        raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {config.r_workers}")
+
+
+def _check_joining(config: EngineConfig) -> None:
+    """R-workers that are not known before they come."""
+    if config.pool_listen is None:
+        raise ConfigError(
+            f"r_workers: {config.r_workers} are R-workers that join: give --pool-listen HOST:PORT as well"
+        )
+    if config.profile is not None:
+        raise ConfigError("profile: it knows R-workers by their address: give them as host:port,host:port")
+
+
+def _check_ray(config: EngineConfig) -> None:
+    """R-workers that are placed while the job starts, with a key of their own."""
+    if config.profile is not None:
+        raise ConfigError("profile: it knows R-workers by their address, and Ray places them anew for each job")
+    spec = config.prefill_worker_spec
+    makes_one_key = config.tensor_parallel_size == 1 and spec is not None and spec.kind == "spawn"
+    if spec is not None and not makes_one_key and config.key_file is None:
+        raise ConfigError(
+            f"prefill_workers: {config.prefill_workers} and the R-workers that Ray places for each rank need the "
+            f"same --key-file: give one"
+        )
+
+
+def _check_prefill_workers(config: EngineConfig) -> None:
+    """Those elsewhere have settings of their own, and are reached over a network only with a key."""
+    spec = config.prefill_worker_spec
+    for name in ("prefill_threads", "prefill_cores"):
+        if getattr(config, name) is not None and (spec is None or spec.kind != "spawn"):
+            raise ConfigError(f"{name} is for --prefill-workers spawn:N; others have their own")
+    if spec is None:
+        return
+    hosts = [split_address("prefill_workers", each)[0] for each in spec.addresses]
+    check_key("prefill_workers", hosts, config.key_file)
+
+
+def _check_memory(config: EngineConfig) -> None:
+    for name, times in (("kv_cache_memory", config.num_r_workers), ("prefill_scratch", 1)):
+        wanted = config.bytes_of(name)
+        if name == "kv_cache_memory" and config.r_worker_spec.kind == "ray":
+            continue  # Ray knows its nodes
+        if wanted is not None and wanted * times > total_memory_bytes():
+            each = f" for each of {times} R-workers" if times > 1 else ""
+            raise ConfigError(
+                f"{name}: {getattr(config, name)}{each} is more than this machine's "
+                f"{total_memory_bytes() / 2**30:.1f} GiB"
+            )
+
+
+def _check_cores(config: EngineConfig) -> None:
+    for name in ("s_cores", "r_cores", "prefill_cores"):
+        cores = config.s_core_list if name == "s_cores" else parse_cores(name, getattr(config, name))
+        missing = sorted(set(cores or ()) - set(usable_cores()))
+        if missing:
+            raise ConfigError(
+                f"{name}: {getattr(config, name)!r} names cores that this process may not use "
+                f"({reprlib.repr(missing)}); it has {usable_cores()}"
+            )
