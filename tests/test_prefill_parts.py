@@ -6,6 +6,7 @@ processes and sockets is in test_prefill_workers.py.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ from helpers import model_zoo
 
 from fastdecode._rworker import RWorker
 from fastdecode.api.config import EngineConfig
+from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.links.shared_memory import StreamChannel
+from fastdecode.cluster.prefill.client import PrefillClient
 from fastdecode.cluster.prefill.jobs import (
     LAYERS_AHEAD,
     JobCancelledError,
@@ -31,7 +35,7 @@ from fastdecode.cluster.prefill.jobs import (
 from fastdecode.cluster.prefill.messages import Place, PlacedRange, Prompt, decode_prompt, encode
 from fastdecode.cluster.prefill.rows import Arrays, EarlyRows
 from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, make_rworker
-from fastdecode.core.errors import FrameError
+from fastdecode.core.errors import BackendError, FrameError
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.perfmodel.prefill_times import chain_traffic_tokens
@@ -410,3 +414,13 @@ def test_parts_attend_as_the_formula_says(start: int, num_rows: int, num_keys: i
     end = start + num_rows
     wanted = reference_attention(q.float(), k[:end].float(), v[:end].float(), layer)
     torch.testing.assert_close(found.float(), wanted, rtol=0, atol=1e-5 if dtype is torch.float32 else 2e-2)
+
+
+def test_a_worker_that_is_gone_before_hello_is_named() -> None:
+    """So is one with another key, where the handshake has failed by then."""
+    mine, theirs = socket.socketpair()
+    theirs.close()
+    client = PrefillClient("p", lambda: Link(StreamChannel(mine)))
+    with pytest.raises(BackendError, match="prefill worker p: "):
+        client.open(b"")
+    client.close()

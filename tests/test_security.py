@@ -18,10 +18,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import check_security
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.main import main
-from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.tcp import TcpBackend, listen_for_joins
-from fastdecode.cluster.links.zeromq import ZmqChannel, ZmqListener
-from fastdecode.cluster.prefill.client import PrefillClient
 from fastdecode.cluster.wire import handshake as proof
 from fastdecode.cluster.wire.frames import HEADER, Kind
 from fastdecode.cluster.wire.handshake import read_security
@@ -212,27 +209,6 @@ def test_a_wrong_key_is_said_on_both_sides(guarded: tuple[Any, str], key_file: P
     served.close()
     refused = "does not prove to hold this R-worker's key"
     assert log_of(process, until=refused).count(refused) == 1
-
-
-def test_a_prefill_worker_whose_key_is_known_to_differ_at_once_is_refused_by_name() -> None:
-    """The handshake may have failed before HELLO is sent: libzmq then takes no message."""
-    listener = ZmqListener("127.0.0.1", 0, b"k" * 32)
-    address = listener.address.removeprefix("tcp://")
-
-    def connect() -> Link:
-        channel, deadline = ZmqChannel(address, None), time.monotonic() + PATIENCE_SECONDS
-        while channel.socket.poll(0, zmq.POLLOUT):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return Link(channel)
-
-    client = PrefillClient("p", connect)
-    try:
-        with pytest.raises(BackendError, match="prefill worker p: the two sides do not agree on a key"):
-            client.open(b"")
-    finally:
-        client.close()
-        listener.close()
 
 
 def test_what_is_kept_of_unproven_peers_is_bounded() -> None:
