@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from fastdecode.api.config import EngineConfig
@@ -25,6 +25,9 @@ from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.sharding import Rank
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.support import OWN_ATTENTION, check_config, refuse
+
+WITH_PICTURES = ("kimi_k25", "mistral4")
+"""Models of text that transformers lists among those of pictures and text."""
 
 DIGEST_NUMBERS = 64
 """Numbers of each parameter that the digest of a model is made of."""
@@ -49,11 +52,12 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     device = resolve_device(config.device)
     adapt = _register(hf_config)
     dtype = resolve_dtype(config.dtype, hf_config)
+    auto_class = AutoModelForImageTextToText if hf_config.model_type in WITH_PICTURES else AutoModelForCausalLM
     with _one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
             with device:  # random numbers come much faster from a GPU
-                model = AutoModelForCausalLM.from_config(
+                model = auto_class.from_config(
                     hf_config,
                     dtype=dtype,
                     attn_implementation=ATTENTION_NAME,
@@ -61,7 +65,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                 )
         else:
             name, named = gguf.weights_source(config.model)
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class.from_pretrained(
                 name,
                 config=hf_config,
                 dtype=dtype,

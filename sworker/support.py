@@ -213,12 +213,11 @@ class _Recorder:
         layer = self.num_calls
         self.num_calls += 1
         self.dtype = query.dtype
-        value = key[..., :values_in_keys] if values_in_keys else value
         self.layers[int(getattr(module, "layer_idx", layer))] = LayerLayout(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             key_head_dim=query.shape[3],
-            value_head_dim=value.shape[3],
+            value_head_dim=values_in_keys or value.shape[3],
             scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
             window=sliding_window or 0 if attention_mask is None else self._sight(attention_mask).window,
             soft_cap=float(softcap or 0.0),
@@ -226,13 +225,20 @@ class _Recorder:
             alibi_slopes=alibi_slopes,
             values_in_keys=values_in_keys > 0,
         )
-        return self.answer(module, query, key, value)
+        return self.answer(module, query, key, value, values_in_keys=values_in_keys)
 
     @staticmethod
     def answer(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        values_in_keys: int = 0,
+        **__: Any,
     ) -> torch.Tensor:
         """Each query head's values, [1, T, num_heads, value_head_dim], one row after another as ours are."""
+        value = key[..., :values_in_keys] if values_in_keys else value
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
 
     def _sight(self, mask: torch.Tensor) -> Sight:

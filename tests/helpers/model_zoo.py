@@ -167,15 +167,20 @@ def build_model(name: str, **changes: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=recipe.attention, dtype=torch.float32
     )
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            # Norms start at one, or at zero where the model adds the one; biases and sinks at or near zero.
-            centre = parameter.round() if parameter.ndim == 1 else torch.zeros_like(parameter)
-            # Sinks weigh as much as a score only when they are as large as scores.
-            std = SINK_STD if key.endswith("sinks") else recipe.std
-            # A generator for each parameter, so that the order of modules does not matter.
-            generator = torch.Generator().manual_seed(WEIGHT_SEED ^ zlib.crc32(key.encode()))
-            parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
+    return randomised(model, recipe.std)
+
+
+@torch.no_grad()
+def randomised(model: Any, std: float) -> Any:
+    """The model with weights of standard deviation ``std``, always the same."""
+    for key, parameter in model.named_parameters():
+        # Norms start at one, or at zero where the model adds the one; biases and sinks at or near zero.
+        centre = parameter.round() if parameter.ndim == 1 else torch.zeros_like(parameter)
+        # Sinks weigh as much as a score only when they are as large as scores.
+        own_std = SINK_STD if key.endswith("sinks") else std
+        # A generator for each parameter, so that the order of modules does not matter.
+        generator = torch.Generator().manual_seed(WEIGHT_SEED ^ zlib.crc32(key.encode()))
+        parameter.copy_(centre + own_std * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 
 

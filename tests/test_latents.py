@@ -1,0 +1,76 @@
+"""Multi-head latent attention over latent rows: the tokens of transformers' ``generate``, however it is run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import latent_zoo, model_zoo, prefill_workers, r_workers
+from helpers.engine_checks import assert_nothing_held
+from helpers.examples import SEES_ALL
+from helpers.prefill_workers import Watched
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.sworker.latents import LatentRows, use_latent_rows
+
+NUM_TOKENS = 64 if SEES_ALL else 24
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 1024, "s_threads": 1}
+SETTINGS |= {"r_threads": 1, "kv_cache_memory": "16MiB", "block_size": 16}
+LENGTHS = (620, 1, 40, 128, 3, 77, 17, 160)
+BOTH = {"kv_replicas": 2, "kv_shard_tokens": 512}
+RUN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_mini_batches": 1},
+    "deepseek_v3": {"r_workers": "inproc:3", "kv_shard_tokens": 512, "num_mini_batches": 3},
+    "kimi_k25": {"r_workers": "inproc:2", "kv_replicas": 2, "num_mini_batches": 2},
+    "glm4_moe_lite": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "r_threads": 2},
+    "mistral4": {"prefill_scratch": 1, "max_num_batched_tokens": 64, "max_num_seqs": 16},
+    "longcat_flash": {"r_workers": "inproc:3", "num_mini_batches": 2} | BOTH,
+    "minicpm3": {"r_workers": "spawn:2", "num_mini_batches": 2, "max_num_batched_tokens": 100, "max_num_seqs": 16},
+    "youtu": {"prefill_scratch": "16MiB", "num_mini_batches": 2},
+    "axk1": {"kv_cache_dtype": "bfloat16", "dtype": "float32"},
+}
+"""Each architecture in another way, of those that must not matter."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny DeepSeek-V3."""
+    place = tmp_path_factory.mktemp("deepseek_v3")
+    latent_zoo.build_model("deepseek_v3").save_pretrained(place)
+    return place
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(model_zoo.VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def generated(llm: LLM, texts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Token ids of every text, and the check that nothing stays behind."""
+    outputs = llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
+    assert_nothing_held(llm.engine)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "deepseek_v3" else pytest.param(name, marks=pytest.mark.slow) for name in RUN]
+)
+def test_every_architecture_matches_generate(name: str, tmp_path: Path) -> None:
+    model = latent_zoo.build_model(name)
+    model.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), **SETTINGS | RUN[name]) as llm:
+        layout = llm.engine.s_model.layout
+        assert {(each.num_kv_heads, each.key_head_dim, each.stored_value_dim) for each in layout.layers} == {(1, 40, 0)}
+        item_bytes = 2 if layout.kv_dtype == "bfloat16" else 4
+        assert layout.kv_bytes_per_token == len(layout.layers) * 40 * item_bytes
+        tokens = generated(llm, prompts())
+    assert all(len(set(each)) > 8 for each in tokens)
+    if layout.kv_dtype == "float32":
+        assert [model_zoo.disagreements(model, *pair) for pair in zip(prompts(), tokens, strict=True)] == [0] * 8
