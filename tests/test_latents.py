@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from functools import partial
@@ -34,7 +33,7 @@ RUN: dict[str, dict[str, Any]] = {
     "longcat_flash": {"r_workers": "inproc:3", "num_mini_batches": 2} | BOTH,
     "minicpm3": {"r_workers": "spawn:2", "num_mini_batches": 2, "max_num_batched_tokens": 100, "max_num_seqs": 16},
     "youtu": {"prefill_scratch": "16MiB", "num_mini_batches": 2},
-    "axk1": {"kv_cache_dtype": "bfloat16", "dtype": "float32"},
+    "axk1": {"r_workers": "inproc:2", "block_size": 64, "num_mini_batches": 3},
 }
 """Each architecture in another way, of those that must not matter."""
 
@@ -68,9 +67,51 @@ def test_every_architecture_matches_generate(name: str, tmp_path: Path) -> None:
     with LLM(str(tmp_path), **SETTINGS | RUN[name]) as llm:
         layout = llm.engine.s_model.layout
         assert {(each.num_kv_heads, each.key_head_dim, each.stored_value_dim) for each in layout.layers} == {(1, 40, 0)}
-        item_bytes = 2 if layout.kv_dtype == "bfloat16" else 4
-        assert layout.kv_bytes_per_token == len(layout.layers) * 40 * item_bytes
+        assert layout.kv_bytes_per_token == len(layout.layers) * 40 * 4
         tokens = generated(llm, prompts())
-    assert all(len(set(each)) > 8 for each in tokens)
-    if layout.kv_dtype == "float32":
-        assert [model_zoo.disagreements(model, *pair) for pair in zip(prompts(), tokens, strict=True)] == [0] * 8
+    assert sum(len(set(each)) > NUM_TOKENS / 3 for each in tokens) >= 7  # one may go round in circles
+    assert [model_zoo.disagreements(model, *pair) for pair in zip(prompts(), tokens, strict=True)] == [0] * 8
+
+
+@pytest.mark.slow
+def test_16_bits_keep_their_tokens_at_prefill_workers_in_two_places_and_after_kill_9(folder: Path) -> None:
+    """In bfloat16: those of one R-worker and each text by itself, in ranges with two copies, one of which is lost."""
+    texts, params = (
+        prompts((700, 30, 505, 620)),
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False),
+    )
+    settings = SETTINGS | {"dtype": "bfloat16", "kv_shard_tokens": 512}
+    with LLM(str(folder), **settings) as llm:
+        wanted = [generated(llm, [text], params)[0] for text in texts]
+        assert generated(llm, texts, params) == wanted
+    with (
+        prefill_workers.threads(folder, 2, dtype="bfloat16", max_model_len=1024) as addresses,
+        LLM(str(folder), **settings | BOTH, r_workers="spawn:3", prefill_workers=addresses) as llm,
+    ):
+        there = Watched(llm, range(2))
+        kill = partial(os.kill, r_workers.spawned_pids(llm)[1], signal.SIGKILL)
+        assert [each[0] for each in there.run(texts, lambda _: params, {4: kill})] == wanted
+        assert there.computed
+        assert_nothing_held(llm.engine)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_quantized_caches_keep_keys_and_values_expanded(folder: Path, kv_dtype: str) -> None:
+    with LLM(str(folder), **SETTINGS, kv_cache_dtype=kv_dtype) as llm:
+        layers = llm.engine.s_model.layout.layers
+        assert {(each.num_kv_heads, each.key_head_dim, each.stored_value_dim) for each in layers} == {(4, 24, 12)}
+        assert len(generated(llm, prompts((40,)))[0]) == NUM_TOKENS
+
+
+def test_what_expands_otherwise_stays_expanded() -> None:
+    """A module whose values are not those of ``kv_b_proj``, and one whose projection has a bias."""
+    for change in ("values", "bias"):
+        model = latent_zoo.build_model("minicpm3")
+        attention = model.model.layers[1].self_attn
+        own = attention.expand_kv
+        if change == "values":
+            attention.expand_kv = lambda kv_nope, k_rot, own=own: (own(kv_nope, k_rot)[0], 2 * own(kv_nope, k_rot)[1])
+        else:
+            attention.kv_b_proj.bias = torch.nn.Parameter(torch.ones(attention.kv_b_proj.out_features))
+        use_latent_rows(model, "auto")
+        assert not any(isinstance(module, LatentRows) for module in model.modules())

@@ -10,7 +10,7 @@ import transformers
 from helpers.model_zoo import VOCABULARY, randomised
 
 POSITIONS = 2048
-STD = 0.15
+STD = 0.2
 
 MLA: dict[str, Any] = {
     "hidden_size": 64,
