@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.examples import examples
+from helpers.examples import SEES_ALL, examples
 from helpers.scheduler_harness import Drain, Job, Join, Run
+from helpers.scheduler_mixes import draw as draw_mix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -179,6 +180,15 @@ def test_every_promise_of_prompts_that_prefill_workers_compute(
     there = Run(run.schedule, limits, run.jobs, drafts_seed=run.drafts_seed, prefills_seed=run.drafts_seed)
     lost = list(dict.fromkeys(losses.values()))
     there.to_the_end(losses=dict(zip(losses, lost, strict=False)), changes=dict(drains), moves_per_step=2)
+
+
+@pytest.mark.parametrize("first", range(0, 1600 if SEES_ALL else 80, 40))
+def test_every_promise_with_all_features_together(first: int) -> None:
+    for seed in range(first, first + 40):
+        try:
+            draw_mix(seed).to_the_end()
+        except Exception as error:
+            raise AssertionError(f"the mix of seed {seed}: {error!r}") from error
 
 
 def limits_of(**changes: Any) -> Limits:

@@ -1,0 +1,96 @@
+"""Runs of the scheduler that mix all features, each drawn from one seed.
+
+Ranges, two copies, prefixes, drafts, prompts of prefill workers, several completions, aborts and failed steps; and
+R-workers are lost, join and drain meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from fastdecode.core.placing import UNLIMITED, Placing
+from fastdecode.scheduler import SCHEDULES, Limits
+from helpers.scheduler_harness import Drain, Job, Join, Run
+
+LAST_EVENT = 15
+"""The last step that something befalls."""
+
+
+@dataclass
+class Mix:
+    """A run and what befalls it, as ``Run.to_the_end`` takes it. The last of its R-workers at the start stays: it holds
+    any request."""
+
+    run: Run
+    fail_steps: frozenset[int]
+    losses: dict[int, int]
+    changes: dict[int, Join | Drain]
+    moves_per_step: int
+
+    def to_the_end(self) -> None:
+        """Every promise of every step is checked; see ``Run``."""
+        self.run.to_the_end(self.fail_steps, self.losses, self.changes, self.moves_per_step)
+
+
+def draw(seed: int) -> Mix:
+    """The mix of ``seed``."""
+    rng = random.Random(seed)
+    names = [name for name in SCHEDULES if not SCHEDULES[name].reserves_longest]
+    schedule = rng.choice([*names, "sls", "stall-free"])
+    block_size = rng.choice([1, 2, 4, 16])
+    segment_tokens = rng.choice([UNLIMITED, *(blocks * block_size for blocks in (2, 4, 8, 8))])
+    jobs = [_job(rng, segment_tokens) for _ in range(rng.randint(1, 10))]
+    limits = _limits(rng, jobs, block_size, segment_tokens)
+    stays = len(limits.num_blocks) - 1
+    seconds = tuple(rng.choice([0.1, 0.3]) for _ in limits.num_blocks) if rng.random() < 0.4 else ()
+    run = Run(schedule, limits, jobs, True, seconds, drafts_seed=seed, prefills_seed=rng.choice([None, None, seed]))
+    lost = rng.sample(range(stays), min(stays, rng.choice([0, 1, 1, 2, 3])))
+    losses = {rng.randint(0, LAST_EVENT): worker for worker in lost}
+    changes = {rng.randint(0, LAST_EVENT): _change(rng, limits) for _ in range(rng.choice([0, 0, 1, 2]))}
+    changes = {step: it for step, it in changes.items() if isinstance(it, Join) or it.worker not in lost}
+    return Mix(run, frozenset(rng.sample(range(20), rng.choice([0, 0, 1, 2]))), losses, changes, rng.randrange(3))
+
+
+def _job(rng: random.Random, segment_tokens: int) -> Job:
+    """Prompts of two families share beginnings; many end about where a range does."""
+    length, family = rng.randint(1, 60), rng.randrange(2)
+    if segment_tokens < UNLIMITED and rng.random() < 0.4:
+        length = segment_tokens * rng.randint(1, 2) + rng.randint(-1, 1)
+    shared = rng.choice([0, rng.randint(0, length), length - 1, length])
+    prompt = [1000 * family + i for i in range(shared)]
+    prompt += [rng.randrange(5000, 5003) for _ in range(length - shared)]
+    most = rng.randint(1, 24)
+    lengths = [rng.randint(1, most) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
+    return Job(prompt, most, lengths, rng.randint(0, 10), rng.choice([*[None] * 5, rng.randint(0, LAST_EVENT)]))
+
+
+def _limits(rng: random.Random, jobs: list[Job], block_size: int, segment_tokens: int) -> Limits:
+    """Of two to four R-workers, all but the last so small at times that they cannot hold every request."""
+    longest, members = max(len(it.prompt) + it.max_tokens for it in jobs), max(len(it.lengths) for it in jobs)
+    need = -(-longest // block_size) + members
+    others = [rng.choice([rng.randint(max(1, need // 2), need + 8), need + rng.randint(0, 40)]) for _ in range(3)]
+    num_blocks = [*others[: rng.randint(1, 3)], need + rng.randint(0, 30)]
+    seats = rng.randint(members, 10)
+    return Limits(
+        max_num_seqs=seats,
+        max_num_batched_tokens=seats + rng.choice([0, 5, 20, 40, 60]),
+        num_mini_batches=rng.randint(1, 3),
+        scratch_tokens=rng.choice([0, 0, 5, 40, 1000]),
+        max_model_len=longest + 1,
+        block_size=block_size,
+        num_blocks=tuple(num_blocks),
+        bandwidths=tuple(rng.choice([1.0, 2.0]) for _ in num_blocks),
+        micro_batch_interval=rng.choice([None, 1, 3]),
+        prefix_caching=rng.random() < 0.7,
+        seconds_per_moved_token=rng.choice([0.0, 0.1]),
+        num_speculative_tokens=rng.choice([0, 0, 1, 4]),
+        placing=Placing(segment_tokens, rng.choice([1, 2, 2])),
+        hosts=(*(rng.choice("ab") for _ in num_blocks[1:]), "c"),
+    )
+
+
+def _change(rng: random.Random, limits: Limits) -> Join | Drain:
+    if rng.random() < 0.5:
+        return Join(limits.num_blocks[-1] + rng.randint(0, 30), 1.0)
+    return Drain(rng.randrange(len(limits.num_blocks) - 1))
