@@ -120,9 +120,9 @@ class RWorker:
         """Reserve address space for the cache (committed as it fills) and start the threads.
 
         ``layers``: (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, soft_cap, sinks,
-        alibi_slopes) each, as in ``core.types.LayerLayout``; head dims up to 512. ``model_dtype`` (of q, k, v and
-        out): "float32", "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by
-        this worker. ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
+        alibi_slopes) each, as in ``core.types.LayerLayout``, and values_in_keys where it is True: then v has no
+        elements; head dims up to 576, of int8 and int4 up to 512. ``model_dtype`` (of q, k, v and out): "float32",
+        "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by this worker. ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
         ``cores``: thread i is pinned to ``cores[i % len(cores)]``; empty: not pinned. ``isa``: "auto" is the
         environment's FASTDECODE_ISA where set, else the best; ValueError if this machine does not support it.
         ``read_ahead``: how the tokens read next are asked for, "run", "run-l2" or "pages" (as
@@ -261,7 +261,7 @@ class RWorker:
     def store(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
         """Store rows of an incoming sequence as append-only rows are, from the token ``start`` on.
 
-        ``k`` [num_rows, num_kv_heads, key_head_dim], ``v`` [num_rows, num_kv_heads, value_head_dim], in the model's
+        ``k`` [num_rows, num_kv_heads, key_head_dim], ``v`` [num_rows, num_kv_heads, stored_value_dim], in the model's
         dtype. Rows come in any order, each once. Errors as of ``check_store``, and ValueError for other arrays; a
         KeyError may also come midway, when a control releases the sequence meanwhile.
         """

@@ -115,3 +115,15 @@ def test_what_expands_otherwise_stays_expanded() -> None:
             attention.kv_b_proj.bias = torch.nn.Parameter(torch.ones(attention.kv_b_proj.out_features))
         use_latent_rows(model, "auto")
         assert not any(isinstance(module, LatentRows) for module in model.modules())
+
+
+@pytest.mark.slow
+def test_ranks_have_their_heads_and_the_whole_latent(tmp_path: Path) -> None:
+    """Each rank's R-workers keep all rows, which its heads attend to."""
+    texts, model = prompts((620, 40, 3)), latent_zoo.build_model("glm4_moe_lite")
+    model.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), **SETTINGS, tensor_parallel_size=2, r_workers="inproc:2", num_mini_batches=2) as llm:
+        layers = llm.engine.s_model.layout.layers
+        assert {(each.num_heads, each.num_kv_heads, each.key_head_dim) for each in layers} == {(2, 1, 40)}
+        tokens = generated(llm, texts)
+    assert [model_zoo.disagreements(model, *pair) for pair in zip(texts, tokens, strict=True)] == [0] * 3

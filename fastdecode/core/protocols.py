@@ -31,7 +31,7 @@ class AttentionBackend(Protocol):
         """Start one layer of one mini-batch and return at once; the buffers stay untouched until ``collect``.
 
         ``q``: [attending rows, num_heads, key_head_dim]; ``k``: [rows, num_kv_heads, key_head_dim];
-        ``v``: [rows, num_kv_heads, value_head_dim].
+        ``v``: [rows, num_kv_heads, stored_value_dim].
         """
         ...
 
@@ -59,7 +59,7 @@ class AttentionBackend(Protocol):
         ``num_tokens`` tokens from token ``start`` on, None: of all that follow.
 
         For each layer, for each token, keys [num_kv_heads, key_head_dim] and then values [num_kv_heads,
-        value_head_dim], as the KV dtype stores them, whatever the block size and the instruction set. BackendError for
+        stored_value_dim], as the KV dtype stores them, whatever the block size and the instruction set. BackendError for
         an unknown worker or sequence, for tokens that it has not, or while a step is open.
         """
         ...
