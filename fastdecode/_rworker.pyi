@@ -122,7 +122,8 @@ class RWorker:
         ``layers``: (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, soft_cap, sinks,
         alibi_slopes) each, as in ``core.types.LayerLayout``, and values_in_keys where it is True: then v has no
         elements; head dims up to 576, of int8 and int4 up to 512. ``model_dtype`` (of q, k, v and out): "float32",
-        "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by this worker. ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
+        "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by this worker.
+        ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
         ``cores``: thread i is pinned to ``cores[i % len(cores)]``; empty: not pinned. ``isa``: "auto" is the
         environment's FASTDECODE_ISA where set, else the best; ValueError if this machine does not support it.
         ``read_ahead``: how the tokens read next are asked for, "run", "run-l2" or "pages" (as

@@ -186,7 +186,7 @@ def _find(flag: str, presets: Mapping[str, _Preset], name: str) -> _Preset:
     return presets[key]
 
 
-def kernel_bytes_per_second(kv_dtype: str, group: int, cores: int) -> float:
+def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
     """KV bytes per second ``cores`` cores get through; between the groups measured, interpolated on logarithms.
 
     Beyond the largest group the arithmetic per byte, and so the time, grows in proportion.

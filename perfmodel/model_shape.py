@@ -10,6 +10,7 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import ITEM_BYTES, KVLayout, LayerLayout
+from fastdecode.perfmodel.latent_shape import LatentShape, read_latent_shape
 
 _KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -62,7 +63,8 @@ class ModelShape:
     ``mlp_matrices``: 3 where the MLP is gated, else 2. ``num_experts`` copies of the MLP exist, of which each token
     visits ``experts_per_token``; ``shared_intermediate_size`` is the width of a further MLP that every token visits.
     ``dtype``: of the weights and of q, k, v, o. ``windows``: tokens that a query sees in each layer, 0 for all; empty
-    where all layers see all.
+    where all layers see all. ``latent``: the sizes of latent attention, whose rows are the keys of one KV head.
+    ``dense_layers`` of the layers have one MLP of ``dense_intermediate_size`` in place of experts.
     """
 
     name: str
@@ -80,6 +82,9 @@ class ModelShape:
     shared_intermediate_size: int = 0
     dtype: str = "bfloat16"
     windows: tuple[int, ...] = ()
+    latent: LatentShape | None = None
+    dense_layers: int = 0
+    dense_intermediate_size: int = 0
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -110,6 +115,8 @@ class ModelShape:
     @property
     def attention_parameters(self) -> int:
         """One layer's q, k, v and o projections have 2·D·H·(N + K) ("All About Transformer Inference", Question 1)."""
+        if self.latent:
+            return self.latent.parameters(self.hidden_size, self.num_heads)
         return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
 
     @property
@@ -135,12 +142,12 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """The whole model has L·D·(3F + 2H(N + K)) + D·V when dense, gated and tied (Question 1)."""
-        return self.num_layers * self.layer_parameters + self._vocabulary_parameters
+        return self._all_layers(self.layer_parameters) + self._vocabulary_parameters
 
     @property
     def active_parameters(self) -> int:
         """One token meets these parameters, both embeddings counted (Question 5)."""
-        return self.num_layers * self.active_layer_parameters + self._vocabulary_parameters
+        return self._all_layers(self.active_layer_parameters) + self._vocabulary_parameters
 
     @property
     def weight_bytes(self) -> int:
@@ -154,22 +161,36 @@ class ModelShape:
 
     @property
     def layer_layout(self) -> LayerLayout:
-        """One layer as an R-worker sees it."""
+        """One layer as an R-worker sees it, with a cache of the model's dtype."""
+        return self.layer_in(self.dtype)
+
+    def layer_in(self, kv_dtype: str) -> LayerLayout:
+        """One layer as an R-worker with a cache of ``kv_dtype`` sees it."""
+        if self.latent:
+            return self.latent.layer_layout(self.num_heads, kv_dtype)
         return LayerLayout(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
 
     def kv_layout(self, kv_dtype: str) -> KVLayout:
         """All layers as an R-worker sees them."""
-        return KVLayout((self.layer_layout,) * self.num_layers, self.dtype, kv_dtype)
+        return KVLayout((self.layer_in(kv_dtype),) * self.num_layers, self.dtype, kv_dtype)
 
     @property
     def attending_row_bytes(self) -> int:
         """Bytes of q, k, v and o of one row and layer on the link: (2·N + 2·K)·H elements (FastDecode, section 3)."""
-        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.item_bytes
+        layer = self.layer_layout
+        return (
+            layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * self.item_bytes + self.appending_row_bytes
+        )
 
     @property
     def appending_row_bytes(self) -> int:
         """Bytes of k and v alone: a prompt's row that attends on the S-worker."""
-        return 2 * self.num_kv_heads * self.head_dim * self.item_bytes
+        return self.layer_layout.kv_elements_per_token * self.item_bytes
+
+    def _all_layers(self, layer_parameters: int) -> int:
+        """Parameters of all layers, of which all but the dense ones have so many."""
+        dense = self.attention_parameters + self.mlp_matrices * self.hidden_size * self.dense_intermediate_size
+        return (self.num_layers - self.dense_layers) * layer_parameters + self.dense_layers * dense
 
     @property
     def _shared_parameters(self) -> int:
@@ -184,6 +205,16 @@ _LLAMA_7B = ModelShape("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, dtype="f
 _LLAMA_70B = ModelShape("llama-2-70b", 80, 8192, 28672, 64, 8, 128, 32000, dtype="float16")
 _MISTRAL_7B = ModelShape("mistral-7b", 32, 4096, 14336, 32, 8, 128, 32000)
 _OPT_175B = ModelShape("opt-175b", 96, 12288, 49152, 96, 96, 128, 50272, 2, True, dtype="float16")
+
+_DEEPSEEK_V3 = ModelShape(
+    "deepseek-v3", 61, 7168, 2048, 128, 1, 576, 129280, num_experts=256, experts_per_token=8,
+    shared_intermediate_size=2048, latent=LatentShape(512, 1536, 128, 64, 128), dense_layers=3,
+    dense_intermediate_size=18432,
+)  # fmt: skip
+"""config.json of deepseek-ai/DeepSeek-V3, and of R1; weights in bfloat16 (published in FP8)."""
+
+_KIMI_K2 = replace(_DEEPSEEK_V3, name="kimi-k2", num_heads=64, vocab_size=163840, num_experts=384, dense_layers=1)
+"""config.json of moonshotai/Kimi-K2-Instruct, likewise."""
 
 BUILT_IN = {
     shape.name: shape
@@ -202,6 +233,8 @@ BUILT_IN = {
         ModelShape("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, 2, True),
         ModelShape("opt-6.7b", 32, 4096, 16384, 32, 32, 128, 50272, 2, True, dtype="float16"),
         _OPT_175B,
+        _DEEPSEEK_V3,
+        _KIMI_K2,
     )
 }
 """The models of the papers, and the sizes one meets most."""
@@ -243,11 +276,13 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     num_experts = next((config[key] for key in _EXPERTS if config.get(key)), 1)
     kind = config.get("model_type", "")
     try:
+        latent = read_latent_shape(config, name)
+        dense_layers = _dense_layers(config) if num_experts > 1 else 0
         return ModelShape(
             name=name,
             **sizes,
-            num_kv_heads=_num_kv_heads(config, sizes["num_heads"]),
-            head_dim=config.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"],
+            num_kv_heads=1 if latent else _num_kv_heads(config, sizes["num_heads"]),
+            head_dim=latent.row_dim if latent else _head_dim(config, sizes),
             intermediate_size=_intermediate_size(config, sizes["hidden_size"], num_experts > 1),
             mlp_matrices=2 if kind in _PLAIN_MLP else 3,
             tied_embeddings=config.get("tie_word_embeddings", kind in _TIED),
@@ -256,8 +291,11 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             shared_intermediate_size=_shared_intermediate_size(config),
             dtype=_dtype(config),
             windows=_windows(config, sizes["num_layers"]),
+            latent=latent,
+            dense_layers=dense_layers,
+            dense_intermediate_size=config["intermediate_size"] if dense_layers else 0,
         )
-    except (TypeError, ZeroDivisionError, ConfigError) as error:
+    except (TypeError, KeyError, ZeroDivisionError, ConfigError) as error:
         raise ModelLoadError(f"{name}: the configuration cannot be right: {error}") from None
 
 
@@ -265,8 +303,6 @@ def _unknown_kind(config: Mapping[str, Any]) -> str | None:
     """Return why the equations do not know a model, None where nothing says so."""
     kind, classes = str(config.get("model_type") or "model"), config.get("architectures") or ()
     has_state = kind in _RECURRENT_KINDS or any(key.startswith(_RECURRENT) for key in config)
-    if config.get("kv_lora_rank"):
-        return "latent attention (kv_lora_rank) is not in the equations"
     if has_state and "layer_types" not in config:
         return f"a recurrent state ({kind}) is not in the equations"
     if config.get("is_encoder_decoder"):
@@ -307,6 +343,16 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
         if config.get(key):
             return config[key]
     raise ModelLoadError(f"{name}: the configuration has no {' or '.join(keys)}")
+
+
+def _head_dim(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
+    return config.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"]
+
+
+def _dense_layers(config: Mapping[str, Any]) -> int:
+    """Layers without experts in a model that has them elsewhere."""
+    kinds = config.get("mlp_layer_types")
+    return list(kinds).count("dense") if kinds else config.get("first_k_dense_replace") or 0
 
 
 def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:

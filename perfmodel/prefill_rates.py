@@ -26,17 +26,19 @@ MANY_ROWS = 1 << 20
 
 def before_share(shape: ModelShape) -> float:
     """Return the part of a layer's products that comes before attention: q, k and v."""
-    heads = shape.num_heads + 2 * shape.num_kv_heads
-    return shape.hidden_size * shape.head_dim * heads / shape.active_layer_parameters
+    output_dim = shape.latent.value if shape.latent else shape.head_dim
+    output_parameters = shape.hidden_size * shape.num_heads * output_dim
+    return (shape.attention_parameters - output_parameters) / shape.active_layer_parameters
 
 
 def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink, kv_dtype: str = "auto") -> PrefillTimes:
     """Prefill workers of a GPU each: products as its S-part, and attention that multiplies at the same rate.
 
     A fused kernel that leaves out the tiles that causality hides is taken; 4·N·H operations make a pair's score and add
-    its value.
+    its value, 2·N·(key dims + value dims) where these differ.
     """
-    pair_seconds = 4.0 * shape.num_heads * shape.head_dim / gpu.flops_per_second.achieved
+    layer = shape.layer_layout
+    pair_seconds = 2.0 * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) / gpu.flops_per_second.achieved
     return PrefillTimes(
         num_layers=shape.num_layers,
         s_part=GpuSPart(shape, gpu),
@@ -50,7 +52,8 @@ def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink, kv_dtype: 
 
 def stored_kv_bytes(shape: ModelShape, kv_dtype: str) -> int:
     """Return the bytes of a token in one layer of a cache of that dtype, "auto" being the model's."""
-    return shape.layer_layout.kv_bytes_per_token(shape.dtype if kv_dtype == "auto" else kv_dtype)
+    kv_dtype = shape.dtype if kv_dtype == "auto" else kv_dtype
+    return shape.layer_in(kv_dtype).kv_bytes_per_token(kv_dtype)
 
 
 def measured_prefill_model(

@@ -139,9 +139,10 @@ def host_r_part(shape: ModelShape, kv_dtype: str, host: CpuHost) -> RPart:
 
     Bytes per token include scales, so R falls with the KV dtype and with n_kv/n_q.
     """
-    computing = kernel_bytes_per_second(kv_dtype, shape.group, host.cores)
+    layer = shape.layer_in(kv_dtype)
+    computing = kernel_bytes_per_second(kv_dtype, layer.products_per_element, host.cores)
     rate = min(host.read_bytes_per_second.achieved, computing)
-    return RPart(shape.layer_layout.kv_bytes_per_token(kv_dtype) / rate)
+    return RPart(layer.kv_bytes_per_token(kv_dtype) / rate)
 
 
 @dataclass(frozen=True)

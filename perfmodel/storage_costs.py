@@ -54,7 +54,8 @@ class StorageCosts:
         storing = min(append, r_part.row_seconds or append) if r_part else 0.0
         if shape is None:
             return StorageCosts(append_seconds=storing)
-        query, partial = shape.head_dim * shape.item_bytes, (2 + shape.head_dim) * PARTIAL_BYTES
+        layer = shape.layer_layout
+        query, partial = layer.key_head_dim * shape.item_bytes, (2 + layer.value_head_dim) * PARTIAL_BYTES
         heads = shape.num_heads
         return StorageCosts(
             heads * query, heads * partial, heads * MERGED_SECONDS, MERGE_CALL_SECONDS, slowness,

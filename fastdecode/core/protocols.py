@@ -59,8 +59,8 @@ class AttentionBackend(Protocol):
         ``num_tokens`` tokens from token ``start`` on, None: of all that follow.
 
         For each layer, for each token, keys [num_kv_heads, key_head_dim] and then values [num_kv_heads,
-        stored_value_dim], as the KV dtype stores them, whatever the block size and the instruction set. BackendError for
-        an unknown worker or sequence, for tokens that it has not, or while a step is open.
+        stored_value_dim], as the KV dtype stores them, whatever the block size and the instruction set. BackendError
+        for an unknown worker or sequence, for tokens that it has not, or while a step is open.
         """
         ...
 

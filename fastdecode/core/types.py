@@ -71,6 +71,11 @@ class LayerLayout:
         """Elements of K and V one cached token holds in this layer."""
         return self.num_kv_heads * (self.key_head_dim + self.stored_value_dim)
 
+    @property
+    def products_per_element(self) -> float:
+        """Multiply-adds of one query row for each cached element: query heads per KV head where K and V are stored."""
+        return self.num_heads * (self.key_head_dim + self.value_head_dim) / self.kv_elements_per_token
+
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes of K, V and their scales one cached token takes in this layer."""
         return self.num_kv_heads * sum(self.head_bytes(kv_dtype))

@@ -46,7 +46,10 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2Config", MOE | {"q_lora_rank": None, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3Config", MOE | {"rope_parameters": YARN}),
-    "kimi_k25": ("Kimi_K25Config", {"text_config": MOE | {"model_type": "deepseek_v3"}, "vision_config": VISION}),
+    "kimi_k25": (
+        "Kimi_K25Config",
+        {"text_config": MOE | {"model_type": "deepseek_v3"}, "vision_config": VISION, "tie_word_embeddings": False},
+    ),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", MOE),
     "mistral4": ("Mistral4Config", MOE | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
     "longcat_flash": (

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import model_zoo
+from helpers import latent_zoo, model_zoo
 
 from fastdecode.api.config import DEMO_MODEL
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import KV_BITS
+from fastdecode.perfmodel.hardware import find_cpu_host
 from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape, find_shape, read_shape
+from fastdecode.perfmodel.stages import host_r_part
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.support import probe_layout
 
@@ -20,6 +22,7 @@ BILLIONS = {
     "llama-7b": "6.7", "llama-13b": "13.0", "llama-65b": "65.3", "llama-2-70b": "69.0", "llama-3-8b": "8.0",
     "llama-3-70b": "70.6", "mistral-7b": "7.2", "mixtral-8x7b": "46.7", "yi-34b": "34.4", "falcon-180b": "178.6",
     "opt-6.7b": "6.6", "opt-175b": "174.6", "falcon-7b": "6.9", "falcon-40b": "41.3",
+    "deepseek-v3": "670.9", "kimi-k2": "1026.2",
 }  # fmt: skip
 
 LEFT_OUT = ("embed_positions", "wpe", "router", "mlp.gate.weight")
@@ -95,7 +98,8 @@ def test_the_demo_model_is_read() -> None:
         ({"num_hidden_layers": -3}, ModelLoadError, "num_layers must be"),
         ({"hidden_size": "wide"}, ModelLoadError, "cannot be right"),
         ({"num_key_value_heads": 5}, ModelLoadError, "5 KV heads"),
-        ({"kv_lora_rank": 512}, UnsupportedModelError, "latent attention"),
+        ({"kv_lora_rank": 512}, ModelLoadError, "cannot be right: 'qk_nope_head_dim'"),
+        ({"kv_lora_rank": 512, "index_topk": 2048}, UnsupportedModelError, "rows that an index picks"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized weights"),
         ({"layer_types": ["linear_attention", "full_attention"]}, UnsupportedModelError, "linear_attention"),
         ({"model_type": "mamba2", "state_size": 128}, UnsupportedModelError, "a recurrent state .mamba2. is not"),
@@ -113,6 +117,32 @@ def test_the_demo_model_is_read() -> None:
 def test_what_cannot_be_planned_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read_shape(LLAMA | change, "m")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "kimi_k25", "glm4_moe_lite", "minicpm3", "axk1"])
+def test_latent_rows_and_weights_are_those_of_the_model(name: str) -> None:
+    model = latent_zoo.build_model(name)
+    shape = read_shape(model.config.to_dict(), name)
+    text = [(n, p.numel()) for n, p in model.named_parameters() if p.dim() > 1 and "vision" not in n and "mm_" not in n]
+    assert shape.parameters == sum(size for n, size in text if not any(word in n for word in LEFT_OUT))
+    layer = shape.layer_layout
+    assert (layer.num_kv_heads, layer.key_head_dim, layer.value_head_dim, layer.values_in_keys) == (1, 40, 32, True)
+    assert shape.kv_layout("float16").kv_bytes_per_token == 3 * 40 * 2
+    assert shape.kv_layout("int8").kv_bytes_per_token == 3 * 4 * (24 + 4 + 12 + 4)
+
+
+def test_deepseek_v3_and_kimi_k2_as_published() -> None:
+    """37 and 32 billion active parameters; the bytes of a row, and what crosses a link for a token that attends."""
+    deepseek, kimi = BUILT_IN["deepseek-v3"], BUILT_IN["kimi-k2"]
+    assert [round(shape.active_parameters / 1e9) for shape in (deepseek, kimi)] == [37, 33]
+    for shape in (deepseek, kimi):
+        assert shape.kv_layout("bfloat16").kv_bytes_per_token == 61 * 576 * 2
+        assert shape.appending_row_bytes == 576 * 2
+    assert deepseek.attending_row_bytes == 2 * (128 * (576 + 512) + 576)
+    operations = 2 * deepseek.layer_layout.products_per_element  # a multiply-add is two, an element two bytes
+    assert operations / 2 == pytest.approx(242, rel=1e-3)
+    slow, fast = (host_r_part(each, "bfloat16", find_cpu_host("epyc-9654")) for each in (deepseek, kimi))
+    assert slow.seconds_per_token == pytest.approx(2 * fast.seconds_per_token)  # arithmetic, not memory
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "llama-gqa"])

@@ -1,0 +1,60 @@
+"""The sizes of multi-head latent attention (MLA), of which R-workers keep one latent row per token and layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastdecode.core.errors import UnsupportedModelError
+from fastdecode.core.types import KV_BITS, LayerLayout
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Dims of one head's query and key (``nope``, and ``rope``, which is rotated) and of its ``value``.
+
+    ``kv_rank`` and ``q_rank``: of the latents that keys and values, and queries, are made of; ``q_rank`` 0: queries are
+    made of the hidden state.
+    """
+
+    kv_rank: int
+    q_rank: int
+    nope: int
+    rope: int
+    value: int
+
+    @property
+    def row_dim(self) -> int:
+        """Elements of a cached row: the latent and the rotary key that all heads share."""
+        return self.kv_rank + self.rope
+
+    def parameters(self, hidden_size: int, num_heads: int) -> int:
+        """One layer's projections have so many, those that are absorbed included."""
+        query, expanded = num_heads * (self.nope + self.rope), num_heads * (self.nope + self.value)
+        queries = self.q_rank * (hidden_size + query) if self.q_rank else hidden_size * query
+        return queries + hidden_size * self.row_dim + self.kv_rank * expanded + num_heads * self.value * hidden_size
+
+    def layer_layout(self, num_heads: int, kv_dtype: str) -> LayerLayout:
+        """One layer as an R-worker sees it: one KV head; in caches of int8 and int4 keys and values of every head."""
+        scale = (self.nope + self.rope) ** -0.5
+        if KV_BITS[kv_dtype] < 16:
+            return LayerLayout(num_heads, num_heads, self.nope + self.rope, self.value, scale)
+        return LayerLayout(num_heads, 1, self.row_dim, self.kv_rank, scale, values_in_keys=True)
+
+
+def read_latent_shape(config: Mapping[str, Any], name: str) -> LatentShape | None:
+    """The latent attention that a transformers configuration describes, None where it has other attention.
+
+    UnsupportedModelError for one that the equations do not know.
+    """
+    if not config.get("kv_lora_rank"):
+        return None
+    if config.get("index_topk"):
+        raise UnsupportedModelError(
+            f"{name}: attention to rows that an index picks (index_topk) is not in the equations"
+        )
+    if config.get("model_type") == "longcat_flash":
+        raise UnsupportedModelError(f"{name}: layers with two attentions (longcat_flash) are not in the equations")
+    dims = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return LatentShape(config["kv_lora_rank"], config.get("q_lora_rank") or 0, *dims)
