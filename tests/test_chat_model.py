@@ -51,7 +51,8 @@ QUESTIONS = [
     "How many days are in a leap year?",
     "Correct the grammar: 'She don't like apples.'",
 ]
-CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+ASKED = QUESTIONS if SEES_ALL else QUESTIONS[:8]
+CHATS = [[{"role": "user", "content": question}] for question in ASKED]
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +89,10 @@ def token_ids(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.chat(CHATS, GREEDY, use_tqdm=False)]
 
 
-def test_twenty_answers_are_those_of_transformers(llm: LLM, expected: list[list[int]]) -> None:
+def test_answers_are_those_of_transformers(llm: LLM, expected: list[list[int]]) -> None:
     """And the first says what the README promises."""
     assert token_ids(llm) == expected
-    assert "Paris" in llm.get_tokenizer().decode(expected[0]) and len({tuple(row) for row in expected}) == 20
+    assert "Paris" in llm.get_tokenizer().decode(expected[0]) and len({tuple(row) for row in expected}) == len(CHATS)
 
 
 @pytest.mark.thorough  # test_exactness.py, with the models that it has
@@ -114,15 +115,15 @@ def test_one_of_three_r_workers_is_killed(folder: str, expected: list[list[int]]
             if victim and sum(map(len, found.values())) > 80:
                 os.kill(victim, signal.SIGKILL)
                 victim = 0
-        assert not victim and [found[number] for number in range(20)] == expected
+        assert not victim and [found[number] for number in range(len(CHATS))] == expected
         assert_nothing_held(llm.engine)
 
 
 def test_every_cache_predicts_a_text_as_well(llm: LLM, folder: str) -> None:
     """16-bit and int8 within half a percent, of float32 and of each other; int4 within a third.
 
-    ``make test`` leaves out float16, which rounds less than bfloat16."""
-    sixteen_bits = ("bfloat16", "float16")[: 2 if SEES_ALL else 1]
+    ``make test`` leaves out 16 bits, which round less than int8."""
+    sixteen_bits = ("bfloat16", "float16") if SEES_ALL else ()
     text = (DEMO_MODEL / "heldout.txt").read_text(encoding="utf-8")[4000:4900]
     found = {"float32": measure_perplexity(llm.engine, text, 1000).perplexity}
     for dtype in (*sixteen_bits, "int8", "int4"):
@@ -130,7 +131,7 @@ def test_every_cache_predicts_a_text_as_well(llm: LLM, folder: str) -> None:
             found[dtype] = measure_perplexity(other.engine, text, 1000).perplexity
     for dtype in (*sixteen_bits, "int8"):
         assert found[dtype] == pytest.approx(found["float32"], rel=5e-3), found
-    assert found["int8"] == pytest.approx(found["bfloat16"], rel=5e-3), found
+    assert found["int8"] == pytest.approx(found.get("bfloat16", found["float32"]), rel=5e-3), found
     assert found["float32"] < found["int4"] < 1.33 * found["float32"], found
 
 

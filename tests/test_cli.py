@@ -294,7 +294,7 @@ def test_a_benchmark_that_is_ended_says_what_was_done(folder: str, number: int, 
     while "R-worker(s)" not in process.stdout.readline():
         assert process.poll() is None
     begun = sum(psutil.Process(process.pid).cpu_times()[:2])
-    while sum(psutil.Process(process.pid).cpu_times()[:2]) < begun + 1.0:  # until it has computed that long
+    while sum(psutil.Process(process.pid).cpu_times()[:2]) < begun + 0.3:  # until it has computed that long
         time.sleep(0.05)
     process.send_signal(number)
     output, error = process.communicate(timeout=60)

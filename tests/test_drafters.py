@@ -110,8 +110,15 @@ def expected(name: str, count: int = 16) -> list[list[int]]:
     return [list(tokens[:count]) for tokens in model_zoo.reference(name).tokens]
 
 
+ALIKE = ("llama-mha", "qwen2", "qwen3", "falcon", "falcon-rw", "mixtral")
+"""Whose layers are called as those of another architecture are."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name in ALIKE)) for name in model_zoo.ARCHITECTURES],
+)
 def test_the_first_layer_drafts_as_a_model_of_one_layer(name: str, folder: Any) -> None:
     """Both methods draft the same, on every architecture, and change no token."""
     number = model_zoo.ARCHITECTURES.index(name)
@@ -190,7 +197,10 @@ SHORT_OF_ROOM: dict[str, dict[str, Any]] = {
 }
 
 
-TWICE = ("small budget", "early_exit"), ("preemption", "early_exit"), ("wide spread", "draft_model")
+TWICE = (
+    ("small budget", "early_exit"), ("preemption", "early_exit"), ("wide spread", "draft_model"),
+    ("rounded", "early_exit"),
+)  # fmt: skip
 """What is short of room in the same way with the other method, and there in every run of the tests."""
 
 
@@ -218,7 +228,7 @@ def test_same_tokens_however_little_room_there_is(variation: str, method: str, f
     assert statistics.prefix_hit_tokens > 0 or variation == "rounded"
 
 
-@pytest.mark.parametrize("num_blocks", [15, *(pytest.param(blocks, marks=pytest.mark.slow) for blocks in (24, 40))])
+@pytest.mark.parametrize("num_blocks", [15, *(pytest.param(blocks, marks=pytest.mark.thorough) for blocks in (24, 40))])
 def test_a_draft_cache_that_is_too_small(num_blocks: int, folder: Any) -> None:
     """Some sequences go without drafts, the blocks suffice, and what is drafted is right nevertheless."""
     prompts = model_zoo.prompts(NAME)
@@ -241,6 +251,9 @@ def speculative(request: pytest.FixtureRequest, folder: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "speculative", ["early_exit", pytest.param("draft_model", marks=pytest.mark.thorough)], indirect=True
+)
 def test_listening_r_workers(speculative: dict[str, Any], folder: Any) -> None:
     with r_workers.listening() as (_, first), r_workers.listening() as (_, second):
         settings = {"r_workers": f"{first},{second}", "kv_cache_memory": None, "r_threads": None}
@@ -287,7 +300,16 @@ def finish(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 8])
+@pytest.mark.parametrize(
+    ("speculative", "number"),
+    [
+        ("early_exit", 8),
+        ("draft_model", 1),
+        pytest.param("early_exit", 1, marks=pytest.mark.thorough),
+        pytest.param("draft_model", 8, marks=pytest.mark.thorough),
+    ],
+    indirect=["speculative"],
+)
 def test_an_r_worker_killed_while_drafts_are_made(
     number: int, speculative: dict[str, Any], folder: Any, interrupted: Any
 ) -> None:
@@ -301,7 +323,7 @@ def test_an_r_worker_killed_while_drafts_are_made(
         assert_idle(llm.engine)
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [2, pytest.param(9, marks=pytest.mark.thorough)])
 def test_drafting_that_fails_half_way(number: int, speculative: dict[str, Any], folder: Any, interrupted: Any) -> None:
     def fail() -> None:
         raise ArithmeticError("a pass failed")

@@ -69,11 +69,11 @@ def reschedule(llm: LLM, **limits: Any) -> None:
 @pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
 def test_every_architecture_matches_generate(name: str, zoo_folder: Any) -> None:
     """All prompts in one batch, with 2 and 3 mini-batches (``make test-all``: 1, too, as nearly all tests have); the
-    prompts attend on the S-worker too. Only ``make test-all`` has all 64 tokens without drafts."""
+    prompts attend on the S-worker too. Only ``make test-all`` has all 64 tokens."""
     with made(zoo_folder(name), prefill_scratch="64MiB") as llm:
         room = llm.engine.scheduler.limits.scratch_tokens
         assert room > max(map(len, model_zoo.prompts(name)))
-        runs = ((2, room, 64), (3, 0, 64), (1, 0, 64)) if SEES_ALL else ((2, room, 32), (3, 0, 8))
+        runs = ((2, room, 64), (3, 0, 64), (1, 0, 64)) if SEES_ALL else ((2, room, 16), (3, 0, 4))
         for num_mini_batches, scratch_tokens, count in runs:
             reschedule(llm, num_mini_batches=num_mini_batches, scratch_tokens=scratch_tokens)
             params = replace(GREEDY, max_tokens=count)
@@ -138,7 +138,8 @@ def test_every_instruction_set_matches(isa: str, name: str, zoo_folder: Any, mon
 
 def test_alone_as_in_a_crowd(zoo_folder: Any) -> None:
     """One prompt by itself."""
-    assert generate(zoo_folder("mistral"), model_zoo.prompts("mistral")[:1]) == expected("mistral")[:1]
+    tokens = generate(zoo_folder("mistral"), model_zoo.prompts("mistral")[:1], SHORT)
+    assert tokens == expected("mistral", SHORT.max_tokens)[:1]
 
 
 DENSE = [name for name in model_zoo.ARCHITECTURES if name not in ("mixtral", "qwen3_moe", "gpt_oss")]
@@ -149,18 +150,18 @@ DENSE = [name for name in model_zoo.ARCHITECTURES if name not in ("mixtral", "qw
 def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any) -> None:
     """After each token of our text each side's choice is among the other's best ten of 512, and mostly the same."""
     theirs = model_zoo.load_model(name, torch.bfloat16)
-    params = replace(GREEDY, logprobs=10)
+    params = replace(GREEDY, logprobs=10, max_tokens=64 if SEES_ALL else 24)
     with made(zoo_folder(name), dtype="bfloat16") as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in model_zoo.prompts(name)]
         outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
     same = []
     for prompt, mine in zip(model_zoo.prompts(name), outputs, strict=True):
         best = model_zoo.reference_logits(theirs, prompt, list(mine.token_ids)).topk(10).indices.tolist()
-        assert mine.logprobs is not None and len(mine.logprobs) == len(best) == 64
+        assert mine.logprobs is not None and len(mine.logprobs) == len(best) == params.max_tokens
         for token, logprobs, ten in zip(mine.token_ids, mine.logprobs, best, strict=True):
             assert token in ten and ten[0] in logprobs
             same.append(token == ten[0])
-    assert sum(same) > 0.9 * len(same)
+    assert sum(same) > (0.9 if SEES_ALL else 0.85) * len(same)  # of fewer tokens chance has more
 
 
 @pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
@@ -170,9 +171,10 @@ def test_every_architecture_matches_with_drafts(name: str, zoo_folder: Any) -> N
     num_drafts, r_workers = 1 + number % 8, f"inproc:{1 + number // 3 % 3}"
     settings = {"r_workers": r_workers, "num_mini_batches": 1 + number % 3, "block_size": 16}
     speculative = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    params = GREEDY if SEES_ALL else replace(GREEDY, max_tokens=32)
     with made(zoo_folder(name), speculative_config=speculative, **settings) as llm:
         always_draft(llm.engine, Clairvoyant(dict(zip(map(tuple, prompts), wanted, strict=True)), error=0.3))
-        assert generated(llm, prompts) == wanted
+        assert generated(llm, prompts, params) == [tokens[: params.max_tokens] for tokens in wanted]
         counts = llm.engine.scheduler.statistics.drafts
     assert 0.2 < counts.num_accepted_tokens / counts.num_draft_tokens < 0.9
     assert len(counts.num_accepted_tokens_per_pos) == num_drafts

@@ -116,7 +116,7 @@ def metric(server: RunningServer, name: str) -> float:
 
 def complete(server: RunningServer, number: int) -> str:
     """A greedy completion of some length."""
-    body = {"prompt": f"def f{number}(self):", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": f"def f{number}(self):", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     status, answer = server.request("/v1/completions", body, HEADERS)
     assert status == 200, answer
     text: str = answer["choices"][0]["text"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.examples import examples
+from helpers.examples import SEES_ALL, examples
 from helpers.scheduler_harness import AMPLE, Job, Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -157,7 +157,7 @@ def test_the_load_stays_even_for_unequal_lengths_and_prompts() -> None:
     for prompt_len, length in rng.integers((5, 20), (80, 120), (600, 2)).tolist():
         jobs.append(Job([1] * prompt_len, length, [length]))
     limit = 3000
-    run = Run("sls", replace(AMPLE, kv_load_limit=limit), jobs)
+    run = Run("sls", replace(AMPLE, kv_load_limit=limit), jobs, recounts=SEES_ALL)
     run.to_the_end()
     loads = loads_of(run)[0]
     last_start = max(step for step, _ in run.starts)
@@ -192,7 +192,7 @@ def test_a_found_limit_lets_everybody_start_who_has_a_seat() -> None:
     run.step()
     assert len(run.starts) == 50
     for generations in (2, 12):
-        crowd = Run("sls", limits, jobs * generations)
+        crowd = Run("sls", limits, jobs * generations, recounts=SEES_ALL)
         crowd.scheduler.load_limit.balance_at(900)
         crowd.to_the_end()
         loads = loads_of(crowd)[0]
@@ -281,7 +281,7 @@ def test_longer_outputs_than_expected_are_held_back_at_the_limit() -> None:
 def test_load_is_shared_in_proportion_to_bandwidth() -> None:
     jobs = [Job([1] * 20, 60, [60]) for _ in range(200)]
     limits = replace(AMPLE, num_blocks=(9999, 9999), bandwidths=(2.0, 1.0), kv_load_limit=1500)
-    run = Run("sls", limits, jobs)
+    run = Run("sls", limits, jobs, recounts=SEES_ALL)
     run.to_the_end()
     fast, slow = loads_of(run)[:, 60:300].mean(axis=1)
     assert fast / slow == pytest.approx(2.0, rel=0.1)

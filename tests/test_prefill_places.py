@@ -60,7 +60,12 @@ def wanted(folder: Path) -> list[list[list[list[int]]]]:
 
 
 @pytest.mark.parametrize(
-    "pair", ["both", *(pytest.param(pair, marks=pytest.mark.slow) for pair in ("two copies", "ranges"))]
+    "pair",
+    [
+        pytest.param("both", marks=pytest.mark.slow),
+        pytest.param("two copies", marks=pytest.mark.slow),
+        pytest.param("ranges", marks=pytest.mark.thorough),
+    ],
 )
 def test_tokens_are_those_of_one_r_worker(
     folder: Path, addresses: str, wanted: list[list[list[list[int]]]], pair: str

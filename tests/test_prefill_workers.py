@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from helpers import model_zoo, prefill_workers, r_workers
 from helpers.engine_checks import assert_nothing_held
+from helpers.examples import SEES_ALL
 from helpers.prefill_workers import AnyParts
 
 from fastdecode import LLM, SamplingParams
@@ -27,6 +28,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokeniz
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "128MiB"}
 NAME = "llama-gqa"
 GATHERING = ("llama-gqa", "gemma2", "gpt_oss", "bloom")
+OVER_SOCKETS = (*GATHERING, "mistral", "qwen3_moe", "gptj", "falcon-40b")
+"""In ``make test``; test_prefill_parts.py has every architecture's parts, and ``make test-all`` all of them here."""
 
 
 @pytest.fixture(scope="session")
@@ -59,13 +62,18 @@ def expected(name: str = NAME) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OVER_SOCKETS)) for name in model_zoo.ARCHITECTURES],
+)
 def test_every_architecture_matches_generate(name: str, folder: Any) -> None:
-    """All chains of one to four workers, in random parts; for some, also all of them gathering all."""
-    with prefill_workers.threads(folder(name), 4) as addresses:
+    """All chains of one to three workers (``make test-all``: four), in random parts; for some, also all of them
+    gathering all."""
+    workers = list(range(4 if SEES_ALL else 3))
+    with prefill_workers.threads(folder(name), len(workers)) as addresses:
         for method in ("kvr", "tsp")[: 1 + (name in GATHERING)]:
             with make_llm(folder(name), addresses, prefill_parallel=method) as llm:
-                policy = AnyParts([0, 1, 2, 3])
+                policy = AnyParts(workers)
                 assert generate(llm, model_zoo.prompts(name), policy) == expected(name)
                 assert len(policy.started_jobs) == len(model_zoo.prompts(name))
 
@@ -185,7 +193,7 @@ def test_an_aborted_prompt_stops_its_chain(folder: Any) -> None:
         assert generate(llm, model_zoo.prompts(NAME)) == expected()
 
 
-@pytest.mark.parametrize("security", ["encrypt", pytest.param("authenticate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("security", ["encrypt", pytest.param("authenticate", marks=pytest.mark.thorough)])
 def test_with_a_key(security: str, folder: Any, tmp_path: Path) -> None:
     """On every connection: S-worker, prefill workers and R-worker."""
     key = tmp_path / "key"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import model_zoo
+from helpers.examples import SEES_ALL
 from helpers.processes import children_of
 
 from fastdecode import LLM, SamplingParams
@@ -30,6 +31,8 @@ PLANNED += ("gpt_oss",)
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kv_cache_memory": "64MiB"}
 SETTINGS |= {"s_threads": 1, "r_threads": 1}
+SEEN, NUM_TOKENS = (slice(None), 10) if SEES_ALL else (slice(1, None, 2), 6)
+"""Of the zoo's prompts, and of what transformers generates for them."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -67,8 +70,14 @@ def job_of(name: str, root: Path, **settings: Any) -> dict[str, Any]:
     folder = root / name
     if not folder.exists():
         model_zoo.save_model(name, folder)
-    prompts = model_zoo.prompts(name)
-    return {"folder": str(folder), "prompts": prompts, "params": {"max_tokens": 10}, "settings": SETTINGS | settings}
+    prompts = model_zoo.prompts(name)[SEEN]
+    params = {"max_tokens": NUM_TOKENS}
+    return {"folder": str(folder), "prompts": prompts, "params": params, "settings": SETTINGS | settings}
+
+
+def expected(name: str, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+    """What transformers generates for the prompts of ``job_of``."""
+    return [list(tokens[:num_tokens]) for tokens in model_zoo.reference(name).tokens[SEEN]]
 
 
 def tokens_of(result: Any) -> list[list[int]]:
@@ -90,7 +99,7 @@ def test_two_ranks_match_generate(tmp_path: Path) -> None:
     small = job_of("llama-gqa", tmp_path, kv_cache_memory="64KiB")
     *results, no_plan, uneven, no_room = run_ranks(2, [*jobs, job_of("opt", tmp_path), odd, small], tmp_path)
     for name, result in zip(PLANNED, results, strict=True):
-        assert tokens_of(result) == [list(tokens[:10]) for tokens in model_zoo.reference(name).tokens], name
+        assert tokens_of(result) == expected(name), name
         assert result["held"] == 0, name
     assert "no plan for opt models" in no_plan["error"]
     assert "2 ranks cannot share the model's 5 heads" in uneven["error"]
@@ -104,7 +113,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     """Two KV heads for four ranks, and prompts that attend on the S-worker."""
     job = job_of("llama-gqa", tmp_path, prefill_scratch="16MiB", num_mini_batches=2)
     (result,) = run_ranks(4, [job], tmp_path)
-    assert tokens_of(result) == [list(tokens[:10]) for tokens in model_zoo.reference("llama-gqa").tokens]
+    assert tokens_of(result) == expected("llama-gqa")
 
 
 @pytest.mark.slow
@@ -137,7 +146,6 @@ def test_same_as_one_rank(tmp_path: Path) -> None:
 def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
     """One R-worker of either group is killed: no token changes. A rank is killed: the job ends, and names it."""
     job = job_of("llama-gqa", tmp_path)
-    expected = [list(tokens[:32]) for tokens in model_zoo.reference("llama-gqa").tokens]
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     settings = SETTINGS | {"r_workers": "spawn:3", "num_mini_batches": 2, "tensor_parallel_size": 2}
@@ -153,7 +161,7 @@ def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
 
         llm.engine.on_step = kill
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected("llama-gqa", 32)
         assert len(llm.engine.scheduler.snapshot().present) == 1
         llm.engine.on_step = None
         os.kill(rank, signal.SIGKILL)

@@ -19,6 +19,7 @@ import pytest
 from helpers import model_zoo
 from helpers.elastic import Job, make_llm
 from helpers.engine_checks import assert_nothing_held
+from helpers.examples import SEES_ALL
 from helpers.prefill_workers import Watched
 from helpers.processes import alive
 from helpers.r_workers import pool_of
@@ -129,13 +130,13 @@ def test_six_on_three_nodes_and_what_is_killed_is_replaced(folder: Path, cluster
         assert Counter(Counter(process.ppid() for process in actors()).values()) == {2: 3}, "two on each node"
         assert_key_is_nowhere(engine, cluster.temp)
         job = Job(engine)
-        for _ in range(2):
+        for num_killed in (2, 2) if SEES_ALL else (1,):
             for _ in range(5):
                 job.step()
             before = actors()
-            for process in before[:2]:
+            for process in before[:num_killed]:
                 process.kill()
-            run_until_replaced(job, 2, {each.pid for each in before})
+            run_until_replaced(job, num_killed, {each.pid for each in before})
         before = actors()
         raylet = next(iter(cluster.worker_nodes))
         pid = raylet.all_processes["raylet"][0].process.pid
@@ -143,7 +144,8 @@ def test_six_on_three_nodes_and_what_is_killed_is_replaced(folder: Path, cluster
         os.kill(pid, signal.SIGKILL)
         run_until_replaced(job, on_node, {each.pid for each in before})
         job.finish()
-        assert sum(lost) >= 4 + on_node and on_node >= 1  # more where a loaded machine keeps one silent for too long
+        # More where a loaded machine keeps one silent for too long.
+        assert sum(lost) >= (4 if SEES_ALL else 1) + on_node and on_node >= 1
         assert_nothing_held(engine)
     assert_nothing_left()
     cluster.remove_node(raylet)
@@ -162,7 +164,7 @@ def test_each_rank_has_actors_and_prefill_workers_their_key(folder: Path, cluste
         job.finish()
         assert_nothing_held(llm.engine)
     assert_nothing_left()
-    settings = {"r_workers": "ray:2", "pool_listen": None, "prefill_workers": "spawn:1", "prefill_threads": 1}
+    settings = {"r_workers": "ray:1", "pool_listen": None, "prefill_workers": "spawn:1", "prefill_threads": 1}
     with make_llm(folder, **settings) as llm:
         there = Watched(llm, [0])
         job = Job(llm.engine)

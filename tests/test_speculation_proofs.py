@@ -209,7 +209,7 @@ def test_preemption_moves_and_kept_prefixes(folder: Path, schedule: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["float16", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("float16", marks=pytest.mark.thorough), "int8", "int4"])
 def test_other_cache_dtypes_give_what_they_give_without_drafts(folder: Path, kv_dtype: str) -> None:
     """Tokens are stored one by one: what was rejected leaves nothing behind."""
     prompts, _, drafter = clairvoyant(0.3)
