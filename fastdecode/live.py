@@ -13,7 +13,7 @@ import numpy as np
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.request import Completion, InFlight, Request
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.metrics import HOST, StateClock, StepRecord, Tracer, step_record
+from fastdecode.core.metrics import HOST, Pool, StateClock, StepRecord, Tracer, step_record
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepReport
@@ -210,14 +210,14 @@ class LiveWorld:
             self._ranks.forget(sequence_id)
         self.s_worker.forget(sequence_id)
 
-    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> StepRecord:
+    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
         """See ``World``; the clock begins the next step's seconds."""
         seconds = self.clock.snapshot()
         self.clock.restart()
         if self.tracer:
             self.tracer.add(self.clock.intervals, report)
             self.clock.intervals.clear()
-        return step_record(step, report, seconds, num_output_tokens, self.overlap)
+        return step_record(step, report, seconds, num_output_tokens, self.overlap, pool)
 
     def start_tracing(self) -> Tracer:
         """Keep what every side does from now on."""

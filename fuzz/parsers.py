@@ -33,7 +33,7 @@ PLAN = WorkerPlan(
 )
 REPORT = WorkerReport(np.ones((2, 3)), np.ones((2, 3)), 0.0, 123, 45)
 PLACE = prefill.Place("10.0.0.1:5580", 7)
-PROMPT = prefill.Prompt(1, "kvr", 1, (0, 4, 8), PLACE, (prefill.PlacedRange((PLACE,), 0, 8, 1),))
+PROMPT = prefill.Prompt(1, "kvr", 1, (0, 4, 8), PLACE, (prefill.PlacedRows((PLACE,), 0, 8, 1),))
 PREFILL_WELCOME = prefill.PrefillWelcome(2, (0, 1), "boot", "", "0" * 64, 7)
 KEY = bytes(32)
 ODD: list[Any] = [None, True, 0, -1, 1, 16, 1 << 31, 1 << 63, 10**400, 0.5, -0.0, 1e39, float("nan"), float("inf")]

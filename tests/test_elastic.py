@@ -89,7 +89,8 @@ def test_an_idle_engine_sees_them_come_and_go(folder: Path) -> None:
             deadline = time.monotonic() + PATIENCE_SECONDS
             while seen != counts and time.monotonic() < deadline:
                 engine.look_around()
-                seen = engine.membership.num_joined, engine.membership.num_left, engine.membership.num_lost
+                changes = engine.membership.changes
+                seen = changes.joined, changes.left, changes.lost
                 time.sleep(0.05)
             assert seen == counts
 
@@ -153,7 +154,7 @@ def test_the_last_one_is_waited_for(folder: Path, kind: str) -> None:
         while engine.trouble:
             job.step()
         job.finish()
-        assert engine.membership.num_lost == engine.membership.num_joined >= 1
+        assert engine.membership.changes.lost == engine.membership.changes.joined >= 1
         assert_nothing_held(engine)
 
 

@@ -13,7 +13,7 @@ from helpers import contract
 
 from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.prefill.kv_ways import PortHeads, read_way, store_way
-from fastdecode.cluster.prefill.messages import Place, PlacedRange
+from fastdecode.cluster.prefill.messages import Place, PlacedRows
 from fastdecode.cluster.prefill.senders import PrefixReader, StoreSender
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.wire.handshake import Security
@@ -76,7 +76,7 @@ class Ranks:
     def store(self) -> int:
         """All rows, layer by layer; returns the bytes that were sent."""
         senders = [self.sender(StoreSender, place) for place in self.places]
-        send = store_way(PlacedRange(self.places, START, START + LENGTH, TICKET), self.heads, senders)
+        send = store_way(PlacedRows(self.places, START, START + LENGTH, TICKET), self.heads, senders)
         num_bytes = sum(
             send(layer, START + start, tuple(each[start : start + 40] for each in self.rows(layer)))
             for layer in range(len(self.whole.layers))
@@ -100,7 +100,7 @@ class Ranks:
     def read(self) -> bytes:
         """The prefix of all layers, one after the other."""
         readers = [self.sender(PrefixReader, place) for place in self.places]
-        read = read_way(PlacedRange(self.places, 0, LENGTH, TICKET + 1), self.heads, readers)
+        read = read_way(PlacedRows(self.places, 0, LENGTH, TICKET + 1), self.heads, readers)
         found = []
         for layer, shape in enumerate(self.whole.layers):
             stored, is_read = np.zeros((LENGTH, shape.kv_bytes_per_token(self.whole.kv_dtype)), np.uint8), []

@@ -130,7 +130,7 @@ def test_closed_ranges_attend_where_they_even_the_load(slowness: tuple[float, fl
     for _ in range(50):
         run.step()
         run.move(9)
-    while run.scheduler.snapshot().num_copies != (0, 1):
+    while run.scheduler.snapshot().pool[1:] != (0, 1):
         run.step()
         run.move(9)
     run.step()

@@ -28,11 +28,11 @@ from fastdecode.cluster.prefill.jobs import (
     LAYERS_AHEAD,
     JobCancelledError,
     PromptJob,
-    ReadRange,
+    ReadWay,
     Send,
-    StoreRange,
+    StoreWay,
 )
-from fastdecode.cluster.prefill.messages import Place, PlacedRange, Prompt, decode_prompt, encode
+from fastdecode.cluster.prefill.messages import Place, PlacedRows, Prompt, decode_prompt, encode
 from fastdecode.cluster.prefill.rows import Arrays, EarlyRows
 from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, make_rworker
 from fastdecode.core.errors import BackendError, FrameError
@@ -67,8 +67,8 @@ SIXTEEN_BITS = [
 
 def prompt_of(method: str, part: int, bounds: tuple[int, ...], next_place: Place | None = None) -> Prompt:
     """One R-worker stores all of it, and has the prefix if there is one."""
-    prefix = (PlacedRange((PLACE,), 0, bounds[0], 1),) if bounds[0] else ()
-    return Prompt(1, method, part, bounds, next_place, (PlacedRange((PLACE,), 0, bounds[-1], 1),), prefix)
+    prefix = (PlacedRows((PLACE,), 0, bounds[0], 1),) if bounds[0] else ()
+    return Prompt(1, method, part, bounds, next_place, (PlacedRows((PLACE,), 0, bounds[-1], 1),), prefix)
 
 
 class Chain:
@@ -95,8 +95,8 @@ class Chain:
             prompt = prompt_of(method, part, tuple(bounds), PLACE if has_next else None)
             own = np.array(tokens[prompt.start : prompt.end], np.int64)
             send_on = self._sender((part + 1) % count) if has_next else None
-            stores = [StoreRange(0, bounds[-1], self._store, 1)]
-            prefix = [ReadRange(0, bounds[0], self._read)] if before else []
+            stores = [StoreWay(0, bounds[-1], self._store, 1)]
+            prefix = [ReadWay(0, bounds[0], self._read)] if before else []
             self.jobs.append(PromptJob(prompt, own, layout, send_on, stores, prefix))
 
     def _sender(self, receiver: int) -> Send:
@@ -345,14 +345,14 @@ def test_a_part_goes_on_while_each_row_is_stored_somewhere(llama: SModel) -> Non
     chain = Chain(llama.layout, model_zoo.prompts("llama-gqa")[0], (0, 200))
     prompt, tokens, sent, told = chain.jobs[0].prompt, chain.jobs[0].token_ids, Counter[int](), []
 
-    def store(ticket: int, start: int, end: int, is_gone: bool) -> StoreRange:
+    def store(ticket: int, start: int, end: int, is_gone: bool) -> StoreWay:
         def send(layer: int, start: int, arrays: Arrays) -> int:
             if is_gone:
                 raise ConnectionError("gone")
             sent[ticket] += len(arrays[0])
             return 1
 
-        return StoreRange(start, end, send, ticket)
+        return StoreWay(start, end, send, ticket)
 
     copies = [store(1, 0, 120, False), store(2, 0, 120, True), store(3, 120, 200, False), store(4, 120, 200, False)]
     job = PromptJob(prompt, tokens, llama.layout, None, copies)

@@ -234,7 +234,7 @@ def test_a_prompt_goes_to_both_copies() -> None:
     assert verbs(planned) == [("RESERVE", 1, tickets[each != home], 100) for each in (0, 1)]
     assert scheduler.prefilled(prefill.job_id)
     assert verbs(step(scheduler)) == [("COMMIT", 1, tickets[each != home], 100) for each in (0, 1)]
-    assert scheduler.store.residents.num_copies == (0, 1)
+    assert scheduler.store.pool[1:] == (0, 1)
 
 
 def test_a_prompt_goes_to_each_of_its_ranges_and_after_a_prefix_to_those_left() -> None:

@@ -55,7 +55,7 @@ class Watched:
             for output in self.engine.step():
                 self.found[int(output.request_id)] = [list(each.token_ids) for each in output.outputs]
             num_steps -= 1
-            if until_copied and self.engine.scheduler.snapshot().num_copies[0] == 0:
+            if until_copied and self.engine.scheduler.snapshot().pool.once == 0:
                 return
 
     def kill(self, victim: int) -> None:
@@ -71,13 +71,13 @@ def test_two_losses_one_after_the_other_cost_no_token_and_no_prefill(folder: Pat
         batch = Watched(llm, prompts, sampled=False)
         while llm.engine.scheduler.snapshot().prompts or not batch.records:
             batch.go_on(1)
-        assert llm.engine.scheduler.snapshot().num_copies == (0, len(prompts))
+        assert llm.engine.scheduler.snapshot().pool[1:] == (0, len(prompts))
         num_before = len(batch.records)
         batch.kill(1)
         batch.go_on(2)
-        assert llm.engine.scheduler.snapshot().num_copies[0] > 0
+        assert llm.engine.scheduler.snapshot().pool.once > 0
         batch.go_on(until_copied=True)
-        assert llm.engine.scheduler.snapshot().num_copies == (0, len(prompts))
+        assert llm.engine.scheduler.snapshot().pool[1:] == (0, len(prompts))
         batch.kill(0)
         batch.go_on()
         assert sum(record.lost_workers for record in batch.records) == 2

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastdecode.cluster.routed_rows import transfer_seconds
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.metrics import MODEL, Event, Interval, StepRecord
+from fastdecode.core.metrics import MODEL, Event, Interval, Pool, StepRecord
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.measure.plots import typical_decode_step
 from fastdecode.measure.throughput_report import (
@@ -299,7 +299,7 @@ def test_latencies() -> None:
 
 def test_r_workers_that_came_and_went_are_in_the_summary() -> None:
     """Two are there; a third joins; one is lost, in whose place a fourth joins; one of the three leaves."""
-    there = [replace(STEP, num_workers=number) for number in (2, 3, 2, 3, 2)]
+    there = [replace(STEP, pool=Pool(number)) for number in (2, 3, 2, 3, 2)]
     steps = [*there[:2], replace(there[2], lost_workers=1), *there[3:]]
     report = throughput_report(ThroughputRun(2.0, OUTPUTS, steps), separate_cores=False)
     assert (report["joined_workers"], report["lost_workers"]) == (2, 1)
@@ -392,7 +392,7 @@ def test_the_steady_part_is_from_one_output_after_the_first_start_to_the_last_st
             0,
             0,
             int(i in (1, 4, 7)),
-            num_workers=2,
+            pool=Pool(2),
         )
         for i in range(10)
     ]
@@ -415,6 +415,6 @@ def test_the_step_that_is_drawn_overlaps() -> None:
 
 def test_places_of_lost_r_workers_are_not_idle_r_workers() -> None:
     """Of three places two have an R-worker, with 3 and 1 seconds: 1.5 times their mean, and not 2.25."""
-    lost = replace(STEP, r_seconds=(3.0, 0.0, 1.0), num_workers=2, num_starts=1)
-    idle = replace(lost, num_workers=3)
+    lost = replace(STEP, r_seconds=(3.0, 0.0, 1.0), pool=Pool(2), num_starts=1)
+    idle = replace(lost, pool=Pool(3))
     assert [steady_figures([step], 0.0, None)["imbalance"] for step in (lost, idle)] == [1.5, 2.25]

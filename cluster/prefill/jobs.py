@@ -35,7 +35,7 @@ Its arguments: layer, where the tokens go as they are stored, and what is called
 
 
 @dataclass(frozen=True)
-class StoreRange:
+class StoreWay:
     """Tokens ``start`` to ``end`` of a prompt; ``send`` queues rows for their R-worker, by position in the prompt, and
     raises ConnectionError once that is gone. ``ticket``: by which it knows them."""
 
@@ -46,7 +46,7 @@ class StoreRange:
 
 
 @dataclass(frozen=True)
-class ReadRange:
+class ReadWay:
     """Tokens ``start`` to ``end`` of a prompt's prefix, which ``read`` asks of an R-worker."""
 
     start: int
@@ -72,8 +72,8 @@ class PromptJob:
         token_ids: np.ndarray,
         layout: KVLayout,
         send_on: Send | None,
-        stores: Sequence[StoreRange],
-        prefix: Sequence[ReadRange] = (),
+        stores: Sequence[StoreWay],
+        prefix: Sequence[ReadWay] = (),
     ) -> None:
         """``layout``: with the dtype and the arithmetic of the R-workers' caches. ``send_on``: to the next worker, None
         where there is none; ``stores``: to each R-worker that stores tokens of the prompt; ``prefix``: from those that
@@ -195,7 +195,7 @@ class PromptJob:
             self._num_done = layer + 1
         return rows.kv
 
-    def _store(self, store: StoreRange, layer: int, rows: LayerRows) -> None:
+    def _store(self, store: StoreWay, layer: int, rows: LayerRows) -> None:
         """Send ``store`` its rows of this part; ConnectionError where it is gone and no other has them."""
         if store.ticket in self.missed:
             return

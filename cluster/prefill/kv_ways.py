@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from fastdecode.cluster.prefill.jobs import Read, Send
-from fastdecode.cluster.prefill.messages import PlacedRange
+from fastdecode.cluster.prefill.messages import PlacedRows
 from fastdecode.cluster.prefill.rows import Arrays
 from fastdecode.cluster.prefill.senders import PrefixReader, StoreSender
 from fastdecode.core.errors import FrameError
@@ -59,7 +59,7 @@ class PortHeads:
         return np.empty((num_rows, self._kv_heads[layer] * head_bytes), np.uint8)
 
 
-def store_way(placed: PlacedRange, heads: PortHeads, senders: Sequence[StoreSender]) -> Send:
+def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSender]) -> Send:
     """Rows by position in the prompt to all ports of an R-worker, which counts from the first token that it stores."""
 
     def send(layer: int, start: int, arrays: Arrays) -> int:
@@ -73,7 +73,7 @@ def store_way(placed: PlacedRange, heads: PortHeads, senders: Sequence[StoreSend
     return send
 
 
-def read_way(placed: PlacedRange, heads: PortHeads, readers: Sequence[PrefixReader]) -> Read:
+def read_way(placed: PlacedRows, heads: PortHeads, readers: Sequence[PrefixReader]) -> Read:
     """A range of a prefix from the ports of its R-worker; what several of them have comes from the first."""
 
     def read(layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:

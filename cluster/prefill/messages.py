@@ -47,7 +47,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
 
-class PlacedRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlacedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The R-worker at ``places`` has tokens ``start`` to ``end`` of a prompt; its positions count from ``start``.
 
     It knows them as job ``ticket``. Of several places, the R-workers of ranks that share the model, each has its KV
@@ -99,8 +99,8 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
     bounds: Annotated[tuple[Position, ...], Meta(min_length=2, max_length=MAX_PARTS + 1)]
     next: Place | None
-    stores: Annotated[tuple[PlacedRange, ...], Meta(min_length=1, max_length=MAX_PLACES)]
-    prefix: Annotated[tuple[PlacedRange, ...], Meta(max_length=MAX_PLACES)] = ()
+    stores: Annotated[tuple[PlacedRows, ...], Meta(min_length=1, max_length=MAX_PLACES)]
+    prefix: Annotated[tuple[PlacedRows, ...], Meta(max_length=MAX_PLACES)] = ()
 
     @property
     def context_len(self) -> int:
@@ -118,12 +118,12 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.bounds[self.part + 1]
 
     @property
-    def own_stores(self) -> list[PlacedRange]:
+    def own_stores(self) -> list[PlacedRows]:
         """Those of ``stores`` that get rows of the part."""
         return [each for each in self.stores if each.start < self.end and self.start < each.end]
 
     @property
-    def own_prefix(self) -> tuple[PlacedRange, ...]:
+    def own_prefix(self) -> tuple[PlacedRows, ...]:
         """Where the part gets the prefix from: the first part alone from R-workers."""
         return () if self.part else self.prefix
 
@@ -193,8 +193,8 @@ def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: in
 
 def _check_places(prompt: Prompt) -> None:
     """FrameError for a prefix or stores with gaps, a place named twice, or an address that is none."""
-    ranges = (*prompt.stores, *prompt.prefix)
-    if any(each.start >= each.end for each in ranges):
+    placed = (*prompt.stores, *prompt.prefix)
+    if any(each.start >= each.end for each in placed):
         raise FrameError("PROMPT: a range of a place is empty")
     ports = [(place.address, place.epoch, each.ticket) for each in prompt.stores for place in each.places]
     if len(set(ports)) < len(ports):
@@ -207,7 +207,7 @@ def _check_places(prompt: Prompt) -> None:
         reached = max(reached, each.end) if each.start <= reached else reached
     if reached < prompt.bounds[-1]:
         raise FrameError(f"PROMPT: no place stores token {reached}")
-    for place in (*(place for each in ranges for place in each.places), *((prompt.next,) if prompt.next else ())):
+    for place in (*(place for each in placed for place in each.places), *((prompt.next,) if prompt.next else ())):
         _check_address(place.address)
 
 

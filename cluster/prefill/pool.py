@@ -22,7 +22,7 @@ from fastdecode.cluster.prefill.messages import (
     PREFILLED,
     TICKETS,
     Place,
-    PlacedRange,
+    PlacedRows,
     PrefillHello,
     Prompt,
     decode_failure,
@@ -99,7 +99,7 @@ class PrefillPool:
         self._jobs[prefill.job_id] = _Job(prefill)
         bounds = (*(part.start for part in prefill.parts), prefill.parts[-1].end)
         tokens = np.array(prefill.token_ids, np.int64)
-        stores, prefix = (tuple(_range(each, r_workers) for each in some) for some in (prefill.stores, prefill.prefix))
+        stores, prefix = (tuple(_placed(each, r_workers) for each in some) for some in (prefill.stores, prefill.prefix))
         for index in reversed(range(len(prefill.parts))):  # the receiver is told before the sender
             part = prefill.parts[index]
             if prefill.job_id not in self._jobs:
@@ -268,7 +268,7 @@ class PrefillPool:
                 self._fail(job_id)
 
 
-def _range(stored: StoredAt, r_workers: Sequence[RWorkerInfo]) -> PlacedRange:
+def _placed(stored: StoredAt, r_workers: Sequence[RWorkerInfo]) -> PlacedRows:
     """The ports that take the tokens which ``stored`` names."""
     places = tuple(Place(port.address, port.epoch) for port in r_workers[stored.r_worker].kv_ports)
-    return PlacedRange(places, stored.start, stored.end, stored.ticket)
+    return PlacedRows(places, stored.start, stored.end, stored.ticket)

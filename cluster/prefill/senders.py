@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fastdecode.cluster.kv_feed import KvFeed
-from fastdecode.cluster.prefill.messages import Place, PlacedRange
+from fastdecode.cluster.prefill.messages import Place, PlacedRows
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError
 
@@ -141,7 +141,7 @@ class Senders:
             self._threads[kind, place] = kind(place, self._security, self._on_failure)
         return self._threads[kind, place]
 
-    def of_each(self, kind: type[AnySender], placed: PlacedRange) -> list[AnySender]:
+    def of_each(self, kind: type[AnySender], placed: PlacedRows) -> list[AnySender]:
         """Return the thread for each port of an R-worker."""
         return [self.of(kind, place) for place in placed.places]
 

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from fastdecode.cluster.links.port import Port, Reader
-from fastdecode.cluster.prefill.jobs import PromptJob, ReadRange, StoreRange
+from fastdecode.cluster.prefill.jobs import PromptJob, ReadWay, StoreWay
 from fastdecode.cluster.prefill.kv_ways import PortHeads, read_way, store_way
 from fastdecode.cluster.prefill.messages import (
     JOB,
@@ -197,17 +197,15 @@ class PrefillServer:
             self.fail(job, str(error))
         self._queue.put(job)
 
-    def _stores(self, prompt: Prompt) -> tuple[StoreRange, ...]:
+    def _stores(self, prompt: Prompt) -> tuple[StoreWay, ...]:
         """The ways to the R-workers that store rows of the part."""
         ways = [(each, self._senders.of_each(StoreSender, each)) for each in prompt.own_stores]
-        return tuple(
-            StoreRange(each.start, each.end, store_way(each, self._heads, to), each.ticket) for each, to in ways
-        )
+        return tuple(StoreWay(each.start, each.end, store_way(each, self._heads, to), each.ticket) for each, to in ways)
 
-    def _prefix(self, prompt: Prompt) -> tuple[ReadRange, ...]:
+    def _prefix(self, prompt: Prompt) -> tuple[ReadWay, ...]:
         """The ways from the R-workers that have the prefix."""
         return tuple(
-            ReadRange(each.start, each.end, read_way(each, self._heads, self._senders.of_each(PrefixReader, each)))
+            ReadWay(each.start, each.end, read_way(each, self._heads, self._senders.of_each(PrefixReader, each)))
             for each in prompt.own_prefix
         )
 

@@ -233,10 +233,10 @@ def check_links(r_workers: str, key_file: str | None, security: str | None) -> l
     check_key("r_workers", [split_address("r_workers", each)[0] for each in addresses], key_file)
     hosts: list[str] = []
     findings = [_check(address, key_file, security, hosts) for address in addresses]
-    return [*findings, *_copies_finding(hosts)]
+    return [*findings, *_machines_finding(hosts)]
 
 
-def _copies_finding(hosts: list[str]) -> Iterator[Finding]:
+def _machines_finding(hosts: list[str]) -> Iterator[Finding]:
     """Say what ``--kv-replicas 2`` would protect from, over R-workers of these machines."""
     num_hosts = len(set(hosts))
     if num_hosts > 1:

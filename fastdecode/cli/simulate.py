@@ -147,7 +147,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
     scheduler = simulator.scheduler
     return Simulation(
         requests, steps, simulator.now_seconds, time.perf_counter() - start, scheduler.statistics,
-        scheduler.load_limit.tokens, interrupted, simulator.prefill, simulator.num_copies_made, event_report(simulator),
+        scheduler.load_limit.tokens, interrupted, simulator.prefill, simulator.changes.doubled, event_report(simulator),
     )  # fmt: skip
 
 
@@ -192,7 +192,8 @@ def _add_workload_group(group: Any) -> None:
 class Simulation:
     """The outcome of a run. ``elapsed_seconds`` is simulated, ``wall_seconds`` is the time it took to simulate.
 
-    ``events``: what happened to workers and what it cost, None where nothing could.
+    ``doubled``: second copies made between steps. ``events``: what happened to workers and what it cost, None where
+    nothing could.
     """
 
     requests: list[SimulatedRequest]
@@ -203,7 +204,7 @@ class Simulation:
     kv_load_limit: int | None
     interrupted: KeyboardInterrupt | None = None
     prefill: PrefillFleet | None = None
-    copies_made: int = 0
+    doubled: int = 0
     events: dict[str, Any] | None = None
 
 
@@ -222,7 +223,7 @@ def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[
         },
         "utilisation": _utilisation(simulation, len(inputs.limits.num_blocks)) | _prefill_utilisation(simulation),
         "events": simulation.events,
-        "copies_made": simulation.copies_made,
+        "copies_made": simulation.doubled,
         "simulated_steps": len(simulation.steps),
         "simulated_steps_per_second": len(simulation.steps) / simulation.wall_seconds,
         "machine": {"simulated": inputs.title, "assumptions": list(inputs.assumptions)},

@@ -72,14 +72,37 @@ class StateClock:
         return dict(self.seconds)
 
 
+class Pool(NamedTuple):
+    """A pool after a step: ``num_workers`` R-workers, and the sequences that lie ``once`` and ``twice`` on them."""
+
+    num_workers: int = 1
+    once: int = 0
+    twice: int = 0
+
+
+ONE_WORKER = Pool()
+
+
+@dataclass
+class PoolChanges:
+    """How often what has become of a pool: R-workers ``joined``, ``left`` or were ``lost``; sequences, or ranges of
+    them, ``moved`` or were ``doubled``, that is got a second copy."""
+
+    joined: int = 0
+    left: int = 0
+    lost: int = 0
+    moved: int = 0
+    doubled: int = 0
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """Seconds of one step. ``wall = s + wait + host``.
 
     ``kv_loads`` (KV tokens attended), ``r_seconds`` and ``transfer_seconds`` are per R-worker.
-    ``num_starts``: requests that began in this step for the first time. ``num_copies``: sequences with one copy and
-    with two after it. ``num_prompt_tokens``: prompts' part of ``num_tokens``. ``num_workers``: R-workers that were
-    there after it; those that are lost keep their place in the tuples until another takes it.
+    ``num_starts``: requests that began in this step for the first time. ``num_prompt_tokens``: prompts' part of
+    ``num_tokens``. ``pool``: what was there after it; R-workers that are lost keep their place in the tuples until
+    another takes it.
     """
 
     is_decode: bool
@@ -96,9 +119,8 @@ class StepRecord:
     kv_bytes_read: int
     lost_workers: int = 0
     num_starts: int = 0
-    num_copies: tuple[int, int] = (0, 0)
     num_prompt_tokens: int = 0
-    num_workers: int = 1
+    pool: Pool = ONE_WORKER
 
     @property
     def kv_load(self) -> int:
@@ -112,9 +134,9 @@ def step_record(
     seconds: dict[str, float],
     num_output_tokens: int,
     overlapped: bool,
+    pool: Pool,
 ) -> StepRecord:
-    """Put together what the scheduler planned, the R-workers reported and the clock counted for one step; the numbers
-    of copies and of R-workers are the scheduler's to add."""
+    """Put together what the scheduler planned, the R-workers reported and the clock counted for one step."""
     return StepRecord(
         is_decode=step.is_decode,
         overlapped=overlapped,
@@ -131,6 +153,7 @@ def step_record(
         lost_workers=len(report.lost),
         num_starts=step.num_starts,
         num_prompt_tokens=step.num_prompt_rows,
+        pool=pool,
     )
 
 

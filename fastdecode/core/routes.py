@@ -92,9 +92,9 @@ def plan_mini_batch(
     bounds = np.searchsorted(chunks["worker"], np.arange(num_workers + 1))
     own = _own_spans(chunks)
     spans = _pieces(own, bounds)
-    in_ranges, merge = bool(chunks["base"].any()), NO_MERGE
-    routes = _own_routes(chunks, bounds, in_ranges)
-    if in_ranges:
+    has_tails, merge = bool(chunks["base"].any()), NO_MERGE
+    routes = _own_routes(chunks, bounds, has_tails)
+    if has_tails:
         merge, num_partials = _merge(chunks, reads, num_workers)
         closed = _reads_by_worker(chunks, reads, num_workers)
         spans = [np.concatenate(both) for both in zip(closed.spans, spans, strict=True)]
@@ -103,7 +103,7 @@ def plan_mini_batch(
             for worker, (rows, route) in enumerate(zip(closed.rows, routes, strict=True))
         ]
     if (chunks["copy"] >= 0).any():
-        copied = _copies_by_worker(chunks, own, num_workers)
+        copied = _appends_by_worker(chunks, own, num_workers)
         spans = [np.concatenate(both) for both in zip(spans, copied.spans, strict=True)]
         routes = [
             Route(route.q_rows, _joined(route.kv_rows, rows), route.o_rows, route.num_partials)
@@ -160,16 +160,16 @@ def _own_spans(chunks: np.ndarray) -> np.ndarray:
     return spans
 
 
-def _own_routes(chunks: np.ndarray, bounds: np.ndarray, in_ranges: bool) -> list[Route]:
+def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list[Route]:
     """Each R-worker's own rows, which are slices; ``bounds``: int64 [num_workers + 1], where its chunks begin.
 
-    ``in_ranges``: some chunk is the tail of a longer sequence.
+    ``has_tails``: some chunk is the tail of a longer sequence.
     """
     counts, attends = chunks["num_rows"], chunks["attends"]
     q = kv = list(pairwise(_totals(counts)[bounds].tolist()))
     if not attends.all():
         q = list(pairwise(_totals(counts * attends)[bounds].tolist()))
-    if not in_ranges:
+    if not has_tails:
         return [_own_route(*each) for each in zip(q, kv, strict=True)]
     num_outputs = np.diff(_totals(counts * (attends & (chunks["base"] == 0)))[bounds]).tolist()
     return [
@@ -195,7 +195,7 @@ def _reads_by_worker(chunks: np.ndarray, reads: np.ndarray, num_workers: int) ->
     return _by_worker(reads["worker"], spans, firsts[reads["chunk"]], num_workers)
 
 
-def _copies_by_worker(chunks: np.ndarray, own: np.ndarray, num_workers: int) -> _ByWorker:
+def _appends_by_worker(chunks: np.ndarray, own: np.ndarray, num_workers: int) -> _ByWorker:
     """APPEND spans of second copies, and the rows of k and v that they store; ``own``: the chunks' own spans."""
     copied = np.flatnonzero(chunks["copy"] >= 0)
     spans, firsts = own.take(copied), _totals(chunks["num_rows"])[copied]

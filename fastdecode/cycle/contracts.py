@@ -7,7 +7,7 @@ from collections.abc import Sequence as PySequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from fastdecode.core.metrics import StepRecord
+from fastdecode.core.metrics import Pool, StepRecord
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
 from fastdecode.scheduler import Sequence, Transfer
@@ -72,8 +72,8 @@ class World(Protocol[T_co]):
         """Keep nothing of a sequence on the S-worker's side; unknown ones are ignored."""
         ...
 
-    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> StepRecord:
-        """Put together how long each side worked on the step that has just ended."""
+    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
+        """Put together how long each side worked on the step that has just ended, after which ``pool`` is there."""
         ...
 
 

@@ -65,7 +65,7 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
         "steady": steady_figures(run.steps, _rate(output_tokens, len(run.outputs)), run.kv_load_limit),
         "lost_workers": sum(step.lost_workers for step in run.steps),
         "joined_workers": _joined_workers(run.steps),
-        "two_copies_share": _two_copies_share(run.steps),
+        "two_copies_share": _twice_share(run.steps),
     }
 
 
@@ -120,7 +120,7 @@ def steady_figures(
     first, last = (starts[0] + round(mean_output_len), starts[-1]) if starts else (0, -1)
     steady = steps[first : last + 1]
     seconds = sum(step.wall_seconds for step in steady)
-    busy = [(step.r_seconds, max(step.num_workers, sum(map(bool, step.r_seconds)))) for step in steady]
+    busy = [(step.r_seconds, max(step.pool.num_workers, sum(map(bool, step.r_seconds)))) for step in steady]
     uneven = [max(each) * there / sum(each) for each, there in busy if sum(each) > 0]
     return {
         "seconds": seconds,
@@ -205,13 +205,13 @@ def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
 
 def _joined_workers(steps: Sequence[StepRecord]) -> int:
     """R-workers that came after the first step, in places of lost ones or in new ones."""
-    return sum(max(0, now.num_workers - last.num_workers + now.lost_workers) for last, now in pairwise(steps))
+    return sum(max(0, now.pool.num_workers - last.pool.num_workers + now.lost_workers) for last, now in pairwise(steps))
 
 
-def _two_copies_share(steps: Sequence[StepRecord]) -> float | None:
+def _twice_share(steps: Sequence[StepRecord]) -> float | None:
     """Return the part of all steps' sequences that two R-workers held; None where none ever was."""
-    one, two = (sum(step.num_copies[i] for step in steps) for i in range(2))
-    return two / (one + two) if two else None
+    once, twice = sum(step.pool.once for step in steps), sum(step.pool.twice for step in steps)
+    return twice / (once + twice) if twice else None
 
 
 def _rate(amount: float, seconds: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastdecode.core.metrics import Pool
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
@@ -91,14 +92,14 @@ class Snapshot:
     """Everything at one moment between two calls of the scheduler.
 
     ``num_running``: sequences that hold a cache, and siblings that will as soon as their prompt is computed.
-    ``num_copies``: sequences that hold their cache once, and twice. ``sequences``: those that hold a cache, by id.
+    ``pool``: how many of them lie once, and twice. ``sequences``: those that hold a cache, by id.
     ``waiting``: ids of those that wait, oldest first; ``following``: of those that wait for another's prefix.
     ``num_prefixes``: retained ones. ``scratch_free``: prompt tokens that the S-worker's scratch still takes.
     """
 
     r_workers: tuple[RWorkerSnapshot, ...]
     num_running: int
-    num_copies: tuple[int, int]
+    pool: Pool
     sequences: dict[int, SequenceSnapshot]
     transfers: tuple[TransferSnapshot, ...]
     waiting: tuple[int, ...]
@@ -154,7 +155,7 @@ def take_snapshot(store: Store, queue: WaitingQueue, with_sequences: bool = True
     return Snapshot(
         r_workers=_r_workers(store),
         num_running=len(residents),
-        num_copies=residents.num_copies,
+        pool=store.pool,
         sequences={each.sequence_id: _sequence(each, each.sequence_id in residents.decoding) for each in running},
         transfers=tuple(
             TransferSnapshot(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fastdecode.api.outputs import RequestOutput
-from fastdecode.core.metrics import Event, StepRecord, Tracer
+from fastdecode.core.metrics import ONE_WORKER, Event, Pool, PoolChanges, StepRecord, Tracer
 from fastdecode.engine import LLMEngine
 from fastdecode.scheduler import DraftCounts
 from fastdecode.server.prometheus import Metrics
@@ -46,10 +46,8 @@ class EngineState:
     prefix_hit_tokens: int = 0
     r_workers: tuple[RWorkerState, ...] = ()
     drafts: DraftCounts = field(default_factory=DraftCounts)
-    num_copies: tuple[int, int] = (0, 0)
-    r_workers_joined: int = 0
-    r_workers_left: int = 0
-    r_workers_lost: int = 0
+    pool: Pool = ONE_WORKER
+    changes: PoolChanges = field(default_factory=PoolChanges)
     trouble: str = ""
 
 
@@ -105,7 +103,6 @@ class EngineWatch:
 def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> EngineState:
     """What the scheduler knows, with the last step's times, if there was one; in the engine's thread."""
     scheduler, known = engine.scheduler, engine.scheduler.snapshot(with_sequences=False)
-    members = engine.membership
     counted, is_limited = scheduler.statistics, scheduler.load_limit.tokens is not None
     limits = scheduler.load_limit.of_workers.tolist() if is_limited else [0.0] * len(engine.r_workers)
     r_workers = [
@@ -126,8 +123,7 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
     return EngineState(
         now, known.num_running, known.num_waiting, used / total if total else 0.0,
         counted.preemptions, counted.prefix_hit_tokens, tuple(r_workers), counted.drafts,
-        known.num_copies, members.num_joined, members.num_left, members.num_lost,
-        engine.trouble,
+        known.pool, replace(engine.membership.changes), engine.trouble,
     )  # fmt: skip
 
 

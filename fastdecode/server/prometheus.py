@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from fastdecode.api.outputs import RequestOutput
-from fastdecode.core.metrics import StepRecord
+from fastdecode.core.metrics import PoolChanges, StepRecord
 from fastdecode.scheduler import DraftCounts
 
 if TYPE_CHECKING:
@@ -187,9 +187,10 @@ class Metrics:
         }
         for name, text in counts.items():
             yield self._counter(name, text, self._counts[name])
+        changes = state.changes if state else PoolChanges()
         comings = {"joined": "have joined", "left": "were let go", "lost": "were lost"}
         for name, text in comings.items():
-            yield self._counter(f"r_workers_{name}", f"R-workers that {text}", getattr(state, f"r_workers_{name}", 0))
+            yield self._counter(f"r_workers_{name}", f"R-workers that {text}", getattr(changes, name))
         yield self._counter("num_preemptions", "Sequences that were preempted", state.num_preemptions if state else 0)
         hits = state.prefix_hit_tokens if state else 0
         yield self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache", hits)
@@ -236,8 +237,8 @@ class Metrics:
             yield family
         text = "Sequences that hold a cache, by the number of R-workers that hold it"
         family = GaugeMetricFamily(PREFIX + "sequences_with_copies", text, labels=["model_name", "copies"])
-        for copies, count in enumerate(state.num_copies, 1):
-            family.add_metric([self._model_name, str(copies)], count)
+        for number, count in (("1", state.pool.once), ("2", state.pool.twice)):
+            family.add_metric([self._model_name, number], count)
         yield family
         by_worker = {
             "r_worker_kv_load_tokens": ("KV tokens that an R-worker attended in the last step", "kv_load"),

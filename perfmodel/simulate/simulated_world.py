@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastdecode.core.errors import PlanError, WorkerLostError
-from fastdecode.core.metrics import StepRecord
+from fastdecode.core.metrics import Pool, StepRecord
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
 from fastdecode.cycle import JoinedWorker
@@ -137,7 +137,7 @@ class SimulatedWorld:
     def forget(self, sequence_id: int) -> None:
         """Nothing is kept of any sequence."""
 
-    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> StepRecord:
+    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
         """Put together what the step took; copies and drafts before it are the host's work."""
         cost, kv_loads, between = self._cost, step.kv_loads, self._clock.take_between_seconds()
         return StepRecord(
@@ -156,6 +156,7 @@ class SimulatedWorld:
             lost_workers=len(report.lost),
             num_starts=step.num_starts,
             num_prompt_tokens=step.num_prompt_rows,
+            pool=pool,
         )
 
     def _newcomer(self, worker: int) -> JoinedWorker:

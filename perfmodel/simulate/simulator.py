@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode.core.errors import ConfigError, PlanError
-from fastdecode.core.metrics import StepRecord
+from fastdecode.core.metrics import PoolChanges, StepRecord
 from fastdecode.cycle import Cycle, Membership
 from fastdecode.perfmodel.simulate.events import LOSE, Timeline
 from fastdecode.perfmodel.simulate.interruptions import Interruptions
@@ -99,14 +99,9 @@ class Simulator:
         return self.requests.num_finished
 
     @property
-    def num_moves(self) -> int:
-        """Sequences, or ranges of them, that went to another R-worker."""
-        return self._membership.num_moves
-
-    @property
-    def num_copies_made(self) -> int:
-        """Second copies that were made between steps."""
-        return self._membership.num_copies_made
+    def changes(self) -> PoolChanges:
+        """What has become of the pool between steps."""
+        return self._membership.changes
 
     def _idle_until(self, moment: float) -> None:
         """Nothing runs; what happens meanwhile is found out when it does."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fastdecode.core.metrics import StepRecord
+from fastdecode.core.metrics import Pool, StepRecord
 from fastdecode.core.step import Chunk, ScheduledStep
 from fastdecode.core.types import StepReport
 from fastdecode.cycle import JoinedWorker
@@ -96,7 +96,7 @@ class NaiveWorld:
     def forget(self, sequence_id: int) -> None:
         pass
 
-    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> StepRecord:
+    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
         """R-workers that have joined are as fast as the first."""
         loads = step.kv_loads
         slowness = [*self.slowness, *[self.slowness[0] if self.slowness else 0.0] * len(loads)]
@@ -116,4 +116,5 @@ class NaiveWorld:
             transfer_seconds=(0.0,) * len(loads),
             kv_bytes_read=0,
             lost_workers=len(report.lost),
+            pool=pool,
         )

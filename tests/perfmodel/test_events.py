@@ -185,7 +185,7 @@ def test_an_r_worker_that_drains_gives_up_all_it_has_and_then_nobody_attends_the
     requests = [request(8, 40) for _ in range(6)]
     simulator, steps = simulate(requests, [WorkerEvent(5.5, "drain", 0)], replace(LIMITS, seconds_per_moved_token=0.0))
     costs = simulator.interruptions
-    assert costs is not None and costs.num_recomputed == 0 and simulator.num_moves == 3
+    assert costs is not None and costs.num_recomputed == 0 and simulator.changes.moved == 3
     assert all(step.kv_loads[0] == 0 for step in steps[8:]) and steps[3].kv_loads[0] > 0
     assert simulator.scheduler.snapshot().present == [1]
 

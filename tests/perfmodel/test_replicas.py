@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastdecode.cli.main import main
-from fastdecode.core.metrics import StepRecord
+from fastdecode.core.metrics import PoolChanges, StepRecord
 from fastdecode.core.placing import Placing
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import BUILT_IN
@@ -160,8 +160,8 @@ def test_sequences_with_a_cached_prefix_begin_with_two_copies() -> None:
     simulator = Simulator(Scheduler(SCHEDULES["stall-free"], limits(prefix_caching=True)), machine, steps.append)
     simulator.run([SimulatedRequest([0] * 101, 250) for _ in range(64)])
     assert simulator.scheduler.statistics.prefix_hit_tokens > 32 * 96
-    assert simulator.num_copies_made == simulator.num_moves == 0
-    assert min(step.num_copies[1] for step in steps[10:100]) == 64
+    assert simulator.changes == PoolChanges()
+    assert min(step.pool.twice for step in steps[10:100]) == 64
 
 
 def test_sequences_that_lost_a_copy_get_another_between_steps() -> None:
@@ -170,7 +170,7 @@ def test_sequences_that_lost_a_copy_get_another_between_steps() -> None:
     scheduler, copies = Scheduler(SCHEDULES["stall-free"], limits()), []
 
     def note(step: StepRecord) -> None:
-        copies.append(step.num_copies)
+        copies.append(step.pool[1:])
         if len(copies) == 50:
             scheduler.controls_alone()
             scheduler.members.lost(0)
@@ -178,7 +178,7 @@ def test_sequences_that_lost_a_copy_get_another_between_steps() -> None:
     simulator = Simulator(scheduler, machine, note)
     simulator.run([SimulatedRequest([0] * 101, 250) for _ in range(64)])
     assert copies[48] == copies[150] == (0, 64)
-    assert 16 <= simulator.num_copies_made < 64
+    assert 16 <= simulator.changes.doubled < 64
 
 
 def test_a_slow_r_worker_is_relieved() -> None:

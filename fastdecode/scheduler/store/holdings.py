@@ -44,7 +44,7 @@ class Holdings:
         for copy in source.copies:
             worker, shared = self._workers[copy.worker], self._prefixes.share(copy, num_full)
             worker.hold(shared)
-            worker.num_copies += 1
+            worker.num_segments += 1
             worker.fork(cache_id, source.cache_id, source.num_tokens)
             segment.copies.append(Copy(copy.worker, shared))
         return segment

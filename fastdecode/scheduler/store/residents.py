@@ -40,11 +40,10 @@ class Residents:
         return [*self.prompts.values(), *self.decoding.values()]
 
     @property
-    def num_copies(self) -> tuple[int, int]:
-        """Sequences that hold their cache once, and twice; of several segments those all of which have two copies."""
-        twice = int(np.count_nonzero(self.table.seconds >= 0))
-        twice -= sum(it.tail.twice and not all(each.twice for each in it.segments) for it in self.table.several())
-        return len(self.prompts) + len(self.decoding) - twice, twice
+    def num_twice(self) -> int:
+        """Sequences that hold their cache twice; of several segments those all of which have two copies."""
+        tails = int(np.count_nonzero(self.table.seconds >= 0))
+        return tails - sum(it.tail.twice and not all(each.twice for each in it.segments) for it in self.table.several())
 
     def on(self, worker: int) -> list[Sequence]:
         """The sequences of which R-worker ``worker`` has something, oldest first."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from fastdecode.core.metrics import Pool
 from fastdecode.core.remote_prefill import StoredAt
 from fastdecode.core.step import MiniBatch
 from fastdecode.scheduler.schedules import Limits
@@ -36,6 +37,12 @@ class Store:
         self._holdings = Holdings(self.workers, self.prefixes)
         self.last_rows: tuple[MiniBatch, ...] = ()
         self.num_sound: dict[int, int] = {}
+
+    @property
+    def pool(self) -> Pool:
+        """The R-workers that are there, and how the sequences lie on them."""
+        held, twice = len(self.residents.prompts) + len(self.residents.decoding), self.residents.num_twice
+        return Pool(len(self.workers.present), held - twice, twice)
 
     def note_rows(self, mini_batches: tuple[MiniBatch, ...], arrived: Iterable[int] = ()) -> None:
         """The rows of ``mini_batches``, and the prompts ``arrived`` of prefill workers, are about to count as cached;

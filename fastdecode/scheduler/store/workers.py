@@ -45,7 +45,7 @@ class WorkerState:
     ``free`` of its ``num_blocks`` KV blocks are counted as the R-worker counts them. Most blocks of a sequence are its
     own, and only counted; those that other sequences may hold as well are :class:`Block` objects, counted once however
     many hold them. ``cached`` blocks are held by ``prefixes`` only, which it retains, least recently used first: they
-    can be freed at any time. ``num_sequences`` append there. ``num_copies`` of segments are there, tails included.
+    can be freed at any time. ``num_sequences`` append there. ``num_segments`` have a copy there, tails included.
     ``controls``: what it has yet to be told. ``host``: its machine.
     """
 
@@ -54,7 +54,7 @@ class WorkerState:
     free: int
     cached: int = 0
     num_sequences: int = 0
-    num_copies: int = 0
+    num_segments: int = 0
     is_draining: bool = False
     is_gone: bool = False
     host: str = ""
@@ -69,19 +69,19 @@ class WorkerState:
     @property
     def holds_nothing(self) -> bool:
         """True where no sequence has anything here."""
-        return not self.num_copies
+        return not self.num_segments
 
     def take(self, num_blocks: int) -> None:
         """A copy of a segment comes, with ``num_blocks`` blocks that are no other's; :class:`RoomError` beyond what is
         free."""
         self.grow(num_blocks)
-        self.num_copies += 1
+        self.num_segments += 1
 
     def give_back(self, num_blocks: int, shared: Iterable[Block]) -> None:
         """A copy goes, with ``num_blocks`` blocks of its own and those ``shared``."""
         self.free += num_blocks
         self.drop(shared)
-        self.num_copies -= 1
+        self.num_segments -= 1
 
     def grow(self, num_blocks: int) -> None:
         """Have what is there take ``num_blocks`` more blocks; fewer than none give some back."""
