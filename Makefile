@@ -1,5 +1,6 @@
 # make demo   install, then see it work
 # make model  install, then fetch a chat model once (make demo does, too) and print its folder
+# make models   install, then try every architecture of transformers and write docs/models.md
 # make test   install, then lint, types, sanitizers and tests
 # make test-all   the same with all examples of properties, all recorded runs of the scheduler, and thorough tests
 # make test-quick   for work in progress: the tests that are not marked slow, nothing else
@@ -13,7 +14,7 @@ STAMP := $(VENV)/.installed
 # Bytecode is kept, whatever the environment says: else every process compiles every module and test anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo model test test-all test-quick pytest lint sanitize sanitize-quick emulated compilers fuzz fuzz-api chaos clean
+.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated compilers fuzz fuzz-api chaos clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -52,6 +53,10 @@ pytest: $(STAMP)
 # a sixteenth of the traces.
 test-all: export FASTDECODE_TEST_ALL = 1
 test-all: test
+
+# docs/models.md: every architecture of the installed transformers, tried.
+models: $(STAMP)
+	$(BIN)/python scripts/model_table.py
 
 test-quick: $(STAMP)
 	$(BIN)/pytest -q -n $$(nproc) -m "not slow"

@@ -24,7 +24,7 @@ from fastdecode.sworker.latents import use_latent_rows
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.sharding import Rank
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
-from fastdecode.sworker.support import OWN_ATTENTION, check_config, refuse
+from fastdecode.sworker.support import ADAPTER, OWN_ATTENTION, STATE, check_config, refuse
 
 WITH_PICTURES = ("kimi_k25", "mistral4")
 """Models of text that transformers lists among those of pictures and text."""
@@ -79,7 +79,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
             )
             _check_complete(config.model, info)
     if getattr(model, "_is_stateful", False):
-        refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)")
+        refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)
     with _one_clear_error(config.model):
         adapt(model)
         use_latent_rows(model, config.kv_cache_dtype)
@@ -143,7 +143,7 @@ def max_position_embeddings(hf_config: Any) -> int:
     """The longest sequence the model was made for, in tokens."""
     text_config = hf_config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"):
-        if getattr(text_config, name, None):
+        if (getattr(text_config, name, None) or 0) > 0:
             return int(getattr(text_config, name))
     return 2048
 
@@ -254,7 +254,7 @@ def _refusing_strangers(hf_config: Any) -> Iterator[None]:
     except KeyError as error:
         if error.args != (ATTENTION_NAME,):
             raise
-        refuse(hf_config, "does not call transformers' attention interface")
+        refuse(hf_config, "does not call transformers' attention interface", ADAPTER)
 
 
 @contextlib.contextmanager

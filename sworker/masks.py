@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
 
 from fastdecode.sworker.pipeline import ModelGreenlet, attend
 
@@ -111,6 +111,11 @@ def _mask(
     if not isinstance(current, ProbedGreenlet):
         raise RuntimeError("a model loaded by FastDecode asks for masks only in its probe")
     return current.masks.give(mask_function, (batch_size, 1, q_length, kv_length), local_size or 0, device)
+
+
+def cached_windows(hf_config: Any) -> list[int]:
+    """Tokens of each layer that the cache of ``generate`` keeps; 0 where it keeps all."""
+    return [int(getattr(layer, "sliding_window", None) or 0) for layer in DynamicCache(config=hf_config).layers]
 
 
 @contextlib.contextmanager

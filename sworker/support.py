@@ -15,7 +15,7 @@ import torch
 
 from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import KVLayout, LayerLayout
-from fastdecode.sworker.masks import MaskProbe, ProbedGreenlet, Sight, asking_for_masks
+from fastdecode.sworker.masks import MaskProbe, ProbedGreenlet, Sight, asking_for_masks, cached_windows
 from fastdecode.sworker.pipeline import ModelGreenlet
 from fastdecode.sworker.staging import DTYPE_NAME
 
@@ -28,10 +28,32 @@ SUPPORTED = (
 )
 
 
-def refuse(hf_config: Any, what_it_does: str) -> NoReturn:
-    """Raise UnsupportedModelError with the reason and what would be right."""
+STATE = "a state per sequence on the S-worker, with copies of it for prefixes, preemptions and losses"
+INDEX = "the index's keys on R-workers beside the rows, and attention to the rows that it picks"
+ADAPTER = "an adapter (`sworker/own_attention.py`)"
+OTHER_MASK = "such a rule in the kernels"
+
+NEEDS = {
+    "linear_attention": STATE,
+    "conv": STATE,
+    "hybrid": STATE,
+    "hybrid_sliding": STATE,
+    "chunked_attention": "chunks beside windows in the kernels",
+    "indexed_attention": INDEX,
+    "minimax_m3_sparse": INDEX,
+    "compressed_sparse_attention": "rows that stand for several tokens in the cache",
+    "heavily_compressed_attention": "rows that stand for several tokens in the cache",
+    "moe": "layers without attention",
+    "mlp": "layers without attention",
+}
+"""Kinds of layers that do not run yet, and what each would take."""
+
+
+def refuse(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
+    """Raise UnsupportedModelError with the reason, what it would take (``needs``) and what would be right."""
+    taking = f" (it would take {needs})" if needs else ""
     raise UnsupportedModelError(
-        f"{hf_config.model_type}: this model {what_it_does}, so its attention cannot be handed to R-workers; "
+        f"{hf_config.model_type}: this model {what_it_does}, so its attention cannot be handed to R-workers{taking}; "
         f"supported are {SUPPORTED}"
     )
 
@@ -40,7 +62,7 @@ def check_config(hf_config: Any) -> None:
     """Refuse what the probe could not see: wrong results rather than missing calls."""
     text_config = hf_config.get_text_config()
     if getattr(hf_config, "is_encoder_decoder", False):
-        refuse(hf_config, "is an encoder-decoder model")
+        refuse(hf_config, "is an encoder-decoder model", "attention to an encoder's states")
     if getattr(text_config, "alibi", False) and hf_config.model_type not in OWN_ATTENTION:
         refuse(hf_config, "adds a position bias to its scores (ALiBi)")
     if hf_config.model_type == "mpt":
@@ -49,7 +71,8 @@ def check_config(hf_config: Any) -> None:
         refuse(hf_config, "has no layers")
     unknown = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if unknown:
-        refuse(hf_config, f"has layers of type {', '.join(sorted(unknown))}")
+        needs = dict.fromkeys(NEEDS[each] for each in sorted(unknown) if each in NEEDS)
+        refuse(hf_config, f"has layers of type {', '.join(sorted(unknown))}", "; ".join(needs))
 
 
 def _check_mpt(hf_config: Any) -> None:
@@ -91,7 +114,17 @@ TOKENS = (5, 6, 6, 5, 6, 5) + (5,) * 10
 POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
 """Rows 0 and 3 are the same token at the same position amid other rows, so they must get the same logits."""
 
-HARMLESS = ("dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits")
+HARMLESS = frozenset(
+    [
+        "dropout",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "output_attentions",
+        "output_router_logits",
+        "logits_to_keep",
+    ]
+)
 """Keyword arguments of attention calls that do not change what is computed here."""
 
 
@@ -104,8 +137,7 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
     """
     recorder, logits = _probe(model, hf_config)
     num_layers = hf_config.get_text_config().num_hidden_layers
-    if sorted(recorder.layers) != list(range(num_layers)) or recorder.num_calls != num_layers:
-        refuse(hf_config, f"calls the attention interface {recorder.num_calls} times for its {num_layers} layers")
+    _check_calls(hf_config, recorder, num_layers)
     if not bool(logits.isfinite().all()):
         raise ModelLoadError(
             f"cannot load {getattr(hf_config, '_name_or_path', '') or hf_config.model_type!r}: its logits are NaN or "
@@ -113,10 +145,25 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
         )
     same, other = logits[0].float(), logits[3].float()
     if not torch.allclose(same, other, rtol=0, atol=1e-2 * float(same.abs().max())):
-        refuse(hf_config, "mixes the tokens of a packed row elsewhere than in attention (a state or a convolution)")
+        what = "mixes the tokens of a packed row elsewhere than in attention (a state or a convolution, or it heeds no "
+        refuse(hf_config, what + "position_ids)", f"positions that it is given, or {STATE}")
     model_dtype = DTYPE_NAME[recorder.dtype]
     layers = tuple(recorder.layers[index] for index in range(num_layers))
     return KVLayout(layers, model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
+
+
+def _check_calls(hf_config: Any, recorder: _Recorder, num_layers: int) -> None:
+    """Refuse a model whose calls are not one per layer, or whose ``generate`` forgets what its masks show."""
+    num_calls = recorder.num_calls
+    if sorted(recorder.layers) != list(range(num_layers)) or num_calls != num_layers:
+        most = f", and counts {len(recorder.layers)} layers there" if num_calls == num_layers else ""
+        needs = "several entries per layer in the cache" if num_calls else ADAPTER
+        what = f"calls the attention interface {num_calls} times for its {num_layers} layers{most}"
+        refuse(hf_config, what, needs)
+    for index, kept in enumerate(cached_windows(hf_config)[:num_layers]):
+        if kept and not 0 < recorder.layers[index].window <= kept:
+            what = f"shows layer {index} more tokens than the {kept} that generate's cache keeps of it"
+            refuse(hf_config, what, "a model whose forward and generate agree")
 
 
 def repeats_rows(model: torch.nn.Module, hf_config: Any) -> bool:
@@ -170,15 +217,19 @@ def _forward(
     """Logits [rows, vocab] of the probe row, its attention answered by ``attend``, in a greenlet of ``kind``."""
     device = next(model.parameters()).device
     tokens, positions = (torch.tensor([ids], device=device) for ids in (token_ids, places))
-    running = kind(lambda: model(input_ids=tokens, position_ids=positions, use_cache=False), attend)
+    asked = {"use_cache": False, "logits_to_keep": torch.tensor([0, *range(len(token_ids))], device=device)}
+    running = kind(lambda: model(input_ids=tokens, position_ids=positions, **asked), attend)
     try:
         with torch.inference_mode():
-            return running.switch().logits[0]
+            logits: torch.Tensor = running.switch().logits[0]
     except (UnsupportedModelError, _FirstCallError):
         raise
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        refuse(hf_config, f"fails in a forward over packed rows ({reason})")
+        refuse(hf_config, f"fails in a forward over packed rows ({reason})", "a forward of tokens and positions alone")
+    if len(logits) != 1 + len(token_ids):
+        refuse(hf_config, "heeds no logits_to_keep", "logits of the rows that sample")
+    return logits[1:]
 
 
 class _Recorder:
@@ -245,15 +296,15 @@ class _Recorder:
         """The rule of the mask that came with a call: ``generate`` heeds it, whatever window the call names."""
         number = self._masks.find(mask)
         if number is None:
-            refuse(self.hf_config, "adds a mask or bias of its own to the scores (ALiBi, dynamic masks)")
+            refuse(self.hf_config, "adds a mask or bias of its own to the scores (ALiBi, dynamic masks)", OTHER_MASK)
         sight = self._sights[number] if number < len(self._sights) else None
         if sight is None:
-            refuse(self.hf_config, "asks for a mask that is neither causal nor a sliding window")
+            refuse(self.hf_config, "asks for a mask that is neither causal nor a sliding window", OTHER_MASK)
         return sight
 
     def _check(self, module: Any, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
         if getattr(module, "is_causal", True) is False or kwargs.pop("is_causal", True) is False:
-            refuse(self.hf_config, "attends in both directions")
+            refuse(self.hf_config, "attends in both directions", "attention that is causal")
         if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             refuse(self.hf_config, "does not hand over one key and value per token")
         unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]

@@ -171,13 +171,14 @@ def build_model(name: str, **changes: Any) -> Any:
 
 
 @torch.no_grad()
-def randomised(model: Any, std: float) -> Any:
-    """The model with weights of standard deviation ``std``, always the same."""
+def randomised(model: Any, std: float, bias_std: float | None = None) -> Any:
+    """The model with weights of standard deviation ``std``, biases with theirs, always the same."""
     for key, parameter in model.named_parameters():
         # Norms start at one, or at zero where the model adds the one; biases and sinks at or near zero.
         centre = parameter.round() if parameter.ndim == 1 else torch.zeros_like(parameter)
         # Sinks weigh as much as a score only when they are as large as scores.
-        own_std = SINK_STD if key.endswith("sinks") else std
+        own = {"sinks": SINK_STD, "bias": std if bias_std is None else bias_std}
+        own_std = own.get(key.rpartition(".")[2], std)
         # A generator for each parameter, so that the order of modules does not matter.
         generator = torch.Generator().manual_seed(WEIGHT_SEED ^ zlib.crc32(key.encode()))
         parameter.copy_(centre + own_std * torch.randn(parameter.shape, generator=generator))

@@ -1,0 +1,279 @@
+"""Write docs/models.md: every causal language model of the installed transformers, tried: `make models`.
+
+Each is built tiny with random weights; the engine's greedy tokens and their log-probabilities are compared with those
+of ``generate``, in a fork with limits of time and memory. ``python scripts/model_table.py NAME …`` prints some rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from helpers import model_zoo  # noqa: E402
+from helpers.tiny_configs import kind_of_cache, tiny_config  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+
+from fastdecode import LLM, SamplingParams  # noqa: E402
+from fastdecode.core.errors import FastDecodeError, UnsupportedModelError  # noqa: E402
+from fastdecode.perfmodel.model_shape import read_shape  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+NEW_TOKENS = 16
+PROMPT_LENGTHS = (70, 5, 30)
+LIMIT_SECONDS = 120
+LIMIT_BYTES = 6 << 30
+MOST_APART = 1e-2
+"""Between the log-probabilities of one token; float32 rounds to about 1e-4 of that."""
+
+SPREADS = (0.15, 0.4, 1.0)
+"""Standard deviations of weights, until greedy tokens vary: with few of them any attention would do."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture. ``result``: "exact", "refused", "not tried", or, which must not be, "differs" or "crashed".
+
+    ``cache``: what a layer keeps of earlier tokens. ``distinct``: tokens that the outputs have, to see that they vary.
+    """
+
+    model_type: str
+    result: str
+    reason: str = ""
+    cache: str = ""
+    distinct: int = 0
+
+
+def model_types() -> list[str]:
+    """Every model type that transformers has a causal language model for."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tried(model_type: str) -> Row:
+    """Build, run and compare one architecture in this process."""
+    try:
+        config = tiny_config(model_type)
+        cache = kind_of_cache(config)
+    except Exception as error:
+        return Row(model_type, "not tried", f"no tiny configuration: {_line(error)}")
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    except Exception as error:
+        return Row(model_type, "not tried", f"transformers builds none: {_line(error)}", cache)
+    model.generation_config.eos_token_id = None
+    for spread in SPREADS:
+        model_zoo.randomised(model, spread, SPREADS[0])
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            if type(model.config) is not type(config):
+                config.save_pretrained(folder)  # the whole model's, as published ones have it
+            row = _compared(model_type, model, folder, cache)
+        if row.result != "exact" or row.distinct > 4:
+            break
+    return row
+
+
+def prompts() -> list[list[int]]:
+    """Random tokens, of PROMPT_LENGTHS."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(8, 120, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+
+
+def _compared(model_type: str, model: Any, folder: str, cache: str) -> Row:
+    """Run the model that lies in ``folder`` and is loaded as ``model`` in both."""
+    try:
+        found, cache = _engine_tokens(folder, cache)
+    except UnsupportedModelError as error:
+        return Row(model_type, "refused", _short(str(error)), cache)
+    except Exception as error:
+        traceback.print_exc()
+        return Row(model_type, "crashed", f"{type(error).__name__}: {_line(error)}", cache)
+    try:
+        expected = [_generated(model, prompt) for prompt in prompts()]
+    except Exception as error:
+        traceback.print_exc()
+        return Row(model_type, "not tried", f"generate itself fails: {_line(error)}", cache)
+    distinct = len({token for tokens, _ in expected for token in tokens})
+    if reason := next(filter(None, map(_difference, found, expected)), ""):
+        print(found, expected, sep="\n")
+    return Row(model_type, "differs" if reason else "exact", reason, cache, distinct)
+
+
+Output = tuple[list[int], list[float]]
+"""Greedy tokens, and the log-probability of each."""
+
+
+def _difference(found: Output, expected: Output) -> str:
+    """Say where ``found`` leaves ``expected``; "" where it does not."""
+    for index, (token, right, log, right_log) in enumerate(
+        zip(found[0], expected[0], *(found[1], expected[1]), strict=True)
+    ):
+        if token != right or abs(log - right_log) > MOST_APART:
+            return f"token {index} is {token} at {log:.3f}, not {right} at {right_log:.3f}"
+    return ""
+
+
+def _engine_tokens(folder: str, cache: str) -> tuple[list[Output], str]:
+    """The engine's outputs for the prompts, all at once; and ``cache``, as its layers have it."""
+    settings: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 128, "dtype": "float32"}
+    settings |= {"kv_cache_memory": "32MiB", "s_threads": 1, "r_threads": 1}
+    with LLM(folder, **settings) as llm:
+        cache = _kept(llm.engine.s_model.layout.layers) if not cache.startswith("latent") else cache
+        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], params, use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
+    return [_with_logs(each.token_ids, each.logprobs) for each in completions], cache
+
+
+def _with_logs(token_ids: Any, logprobs: Any) -> Output:
+    return list(token_ids), [each[token].logprob for token, each in zip(token_ids, logprobs, strict=True)]
+
+
+def _kept(layers: Any) -> str:
+    return ", ".join(dict.fromkeys("window" if layer.window else "full" for layer in layers))
+
+
+def _generated(model: Any, prompt: list[int]) -> Output:
+    """What transformers generates, greedily."""
+    ids = torch.tensor([prompt])
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": NEW_TOKENS,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    result = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    tokens = result.sequences[0, len(prompt) :].tolist()
+    logs = [each[0].float().log_softmax(-1)[token].item() for each, token in zip(result.logits, tokens, strict=True)]
+    return tokens, logs
+
+
+def _short(message: str) -> str:
+    """A refusal without what all of them say."""
+    reason = message.partition(": this model ")[2].partition("; supported are")[0]
+    return reason.replace(", so its attention cannot be handed to R-workers", "")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:160] or type(error).__name__
+
+
+def bytes_per_token(model_type: str) -> str:
+    """Keys and values of a token in 16 bits, where `plan` knows the configuration that the class has by default."""
+    try:
+        shape = read_shape(transformers.CONFIG_MAPPING[model_type]().to_dict(), model_type)
+        return f"{shape.kv_layout('bfloat16').kv_bytes_per_token:,}"
+    except (FastDecodeError, ValueError):
+        return ""
+
+
+def in_a_fork(model_type: str, run: Callable[[str], Row] = tried) -> Row:
+    """``run`` in a child with limits; a row whatever becomes of it."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reader)
+            os.setsid()
+            _limit()
+            os.write(writer, json.dumps(asdict(run(model_type))).encode())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writer)
+    text = _read(reader, time.monotonic() + LIMIT_SECONDS)
+    if text is None:
+        os.killpg(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if text:
+        return Row(**json.loads(text))
+    why = f"ran past {LIMIT_SECONDS} s" if text is None else f"ended with status {os.waitstatus_to_exitcode(status)}"
+    return Row(model_type, "crashed", why)
+
+
+def _limit() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + LIMIT_BYTES,) * 2)
+    quiet = os.open(os.environ.get("MODEL_TABLE_LOG", os.devnull), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+
+
+def _read(reader: int, until: float) -> bytes | None:
+    """Everything that the child writes; None where time is up."""
+    parts = []
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+            if not (part := pipe.read(1 << 16)):
+                return b"".join(parts)
+            parts.append(part)
+    return None
+
+
+RESULTS = ("exact", "refused", "not tried", "differs", "crashed")
+
+
+def page(rows: list[Row]) -> str:
+    """Render docs/models.md."""
+    counts = Counter(row.result for row in rows)
+    said = ", ".join(f"{counts[each]} {each}" for each in RESULTS if counts[each])
+    head = HEAD.format(version=transformers.__version__, count=len(rows), said=said)
+    return "\n".join([head, *map(line, rows), ""])
+
+
+HEAD = """# Models
+
+Every causal language model of transformers {version}, built tiny with random weights and run beside `generate`: greedy
+tokens and their log-probabilities are the same in float32 (exact), or the model is refused at load with the reason
+given here and what it would take. `make models` writes this page ({count} architectures: {said}).
+
+- A cache is full (keys and values of all tokens), a window (the last ones alone are seen), latent (rows from which keys
+  and values are computed), chunked, sparse (an index picks rows), compressed or recurrent: as the model means it.
+- Bytes per token are those of keys and values in 16 bits over all layers, as `fastdecode plan` counts them, for sizes
+  that the configuration's class has by default. These are often the first published model's (`llama`: Llama-2-7B), not
+  always (`qwen2` has 32 KV heads, Qwen2-7B has 4): `fastdecode plan --model FOLDER` tells a model's own. Blank where
+  `plan` does not know the kind.
+- Not tried: transformers builds none from a configuration alone, or its `generate` does not run.
+
+| architecture | cache | bytes per token | result |
+|---|---|---:|---|"""
+
+
+def line(row: Row) -> str:
+    size = bytes_per_token(row.model_type) if row.result == "exact" else ""
+    reason = f": {row.reason}" if row.reason else ""
+    return f"| {row.model_type} | {row.cache} | {size} | {row.result}{reason} |".replace("  ", " ")
+
+
+def main(names: list[str]) -> None:
+    """Try those named, or all, and then write the page."""
+    torch.set_num_threads(1)
+    rows = []
+    for name in names or model_types():
+        rows.append(row := in_a_fork(name))
+        print(f"{row.result:9} {row.model_type:24} {row.distinct:3} [{row.cache}] {row.reason}", flush=True)
+    if not names:
+        PAGE.write_text(page(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

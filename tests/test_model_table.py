@@ -1,0 +1,58 @@
+"""``docs/models.md`` has every architecture of the installed transformers, and rows are what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import transformers
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "models.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("model_table", ROOT / "scripts" / "model_table.py")
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its dataclass looks
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows() -> dict[str, list[str]]:
+    """The page's cells by architecture."""
+    lines = [[cell.strip() for cell in line.split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
+    return {cells[1]: cells[2:-1] for cells in lines[1:]}
+
+
+@pytest.mark.skipif(f"transformers {transformers.__version__}," not in PAGE, reason="written for another transformers")
+def test_every_architecture_has_its_row(script: ModuleType) -> None:
+    assert list(rows()) == script.model_types()
+
+
+def test_none_crashed_and_none_differs() -> None:
+    results = [cells[-1].partition(":")[0] for cells in rows().values()]
+    assert set(results) == {"exact", "refused", "not tried"}
+    assert results.count("not tried") < 8 and results.count("exact") > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type", ["bert", "deepseek_v3", "gemma3n_text", "moshi", "phimoe", "whisper", "qwen3_next", "hrm_text"]
+)
+def test_a_row_is_what_it_says(model_type: str, script: ModuleType) -> None:
+    """Of each result and of several kinds of caches; what was wrong or crashed before among them."""
+    found = script.tried(model_type)
+    assert script.line(found) == next(line for line in PAGE.splitlines() if line.startswith(f"| {model_type} |"))
+
+
+def test_a_child_that_crashes_or_hangs_is_a_row(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "LIMIT_SECONDS", 0.3)
+    os, time = script.os, script.time
+    assert script.in_a_fork("a", lambda name: os.abort()) == script.Row("a", "crashed", "ended with status -6")
+    assert script.in_a_fork("a", lambda name: time.sleep(60)).reason == "ran past 0.3 s"
+    assert script.in_a_fork("a", lambda name: script.Row(name, "exact")) == script.Row("a", "exact")
