@@ -33,6 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fastdecode import LLM, SamplingParams  # noqa: E402
 from fastdecode.core.errors import FastDecodeError, UnsupportedModelError  # noqa: E402
 from fastdecode.perfmodel.model_shape import read_shape  # noqa: E402
+from fastdecode.sworker.loader import WITH_PICTURES, auto_class  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 NEW_TOKENS = 16
@@ -61,8 +62,8 @@ class Row:
 
 
 def model_types() -> list[str]:
-    """Every model type that transformers has a causal language model for."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Every model type that transformers has a causal language model for, and those whose text alone is loaded."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *WITH_PICTURES})
 
 
 def tried(model_type: str) -> Row:
@@ -73,7 +74,7 @@ def tried(model_type: str) -> Row:
     except Exception as error:
         return Row(model_type, "not tried", f"no tiny configuration: {_line(error)}")
     try:
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = auto_class(model_type).from_config(config, attn_implementation="eager", dtype=torch.float32)
     except Exception as error:
         return Row(model_type, "not tried", f"transformers builds none: {_line(error)}", cache)
     model.generation_config.eos_token_id = None
@@ -98,7 +99,7 @@ def prompts() -> list[list[int]]:
 def _compared(model_type: str, model: Any, folder: str, cache: str) -> Row:
     """Run the model that lies in ``folder`` and is loaded as ``model`` in both."""
     try:
-        found, cache = _engine_tokens(folder, cache)
+        found, cache = _engine_tokens(folder)
     except UnsupportedModelError as error:
         return Row(model_type, "refused", _short(str(error)), cache)
     except Exception as error:
@@ -129,12 +130,12 @@ def _difference(found: Output, expected: Output) -> str:
     return ""
 
 
-def _engine_tokens(folder: str, cache: str) -> tuple[list[Output], str]:
-    """The engine's outputs for the prompts, all at once; and ``cache``, as its layers have it."""
+def _engine_tokens(folder: str) -> tuple[list[Output], str]:
+    """The engine's outputs for the prompts, all at once; and the kinds of its layers' caches."""
     settings: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 128, "dtype": "float32"}
     settings |= {"kv_cache_memory": "32MiB", "s_threads": 1, "r_threads": 1}
     with LLM(folder, **settings) as llm:
-        cache = _kept(llm.engine.s_model.layout.layers) if not cache.startswith("latent") else cache
+        cache = _kept(llm.engine.s_model.layout.layers)
         params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], params, use_tqdm=False)
     completions = [output.outputs[0] for output in outputs]
@@ -146,7 +147,8 @@ def _with_logs(token_ids: Any, logprobs: Any) -> Output:
 
 
 def _kept(layers: Any) -> str:
-    return ", ".join(dict.fromkeys("window" if layer.window else "full" for layer in layers))
+    kinds = ("latent" if layer.values_in_keys else "window" if layer.window else "full" for layer in layers)
+    return ", ".join(dict.fromkeys(kinds))
 
 
 def _generated(model: Any, prompt: list[int]) -> Output:

@@ -46,18 +46,22 @@ def load_hf_config(config: EngineConfig) -> Any:
     return hf_config
 
 
+def auto_class(model_type: str) -> Any:
+    """The class of transformers that builds and loads models of this type."""
+    return AutoModelForImageTextToText if model_type in WITH_PICTURES else AutoModelForCausalLM
+
+
 def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     """The whole model in evaluation mode, in ``config.dtype`` (auto: the checkpoint's own), wherever it was loaded:
     ``place_model`` is to follow."""
     device = resolve_device(config.device)
     adapt = _register(hf_config)
     dtype = resolve_dtype(config.dtype, hf_config)
-    auto_class = AutoModelForImageTextToText if hf_config.model_type in WITH_PICTURES else AutoModelForCausalLM
     with _one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
             with device:  # random numbers come much faster from a GPU
-                model = auto_class.from_config(
+                model = auto_class(hf_config.model_type).from_config(
                     hf_config,
                     dtype=dtype,
                     attn_implementation=ATTENTION_NAME,
@@ -65,7 +69,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                 )
         else:
             name, named = gguf.weights_source(config.model)
-            model, info = auto_class.from_pretrained(
+            model, info = auto_class(hf_config.model_type).from_pretrained(
                 name,
                 config=hf_config,
                 dtype=dtype,

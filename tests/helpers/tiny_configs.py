@@ -112,6 +112,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mellum": {"layer_types": BOTH * 2},
+    "mistral4": {"head_dim": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "qwen4_exp": {"text_config": QWEN4_INDEXER},
     "qwen4_exp_text": QWEN4_INDEXER,
