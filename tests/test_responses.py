@@ -30,6 +30,8 @@ LOOK: dict[str, Any] = {
     },
 }
 
+CALLING = '<tool_call>{"name": "look", "arguments": {"where": "here"}}</tool_call>'
+
 
 class Person(BaseModel):
     name: Literal["a", "bc"]
@@ -148,6 +150,35 @@ def test_forced_calls_are_items(api: openai.OpenAI, choice: Any) -> None:
         assert same.type == "function_call" and same.arguments == call.arguments
         done = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
         assert done == [call.arguments]
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        (f"I look. {CALLING}\n{CALLING}", ["message", "function_call", "function_call"]),
+        (f"{CALLING} done", ["function_call", "message"]),
+        ("nothing", ["message"]),
+    ],
+)
+def test_calls_in_a_free_text_are_items(api: openai.OpenAI, text: str, kinds: list[str]) -> None:
+    """The model's text is forced here to be one that calls; whole, and as the package collects a stream."""
+    asked: Any = {**GREEDY, "max_output_tokens": 200, "tools": [LOOK], "input": "hi"}
+    asked["extra_body"] = {"structured_outputs": {"choice": [text]}}
+    with api:
+        whole: Any = api.responses.create(**asked)
+        with api.responses.stream(**asked) as stream:
+            events = list(stream)
+            same: Any = stream.get_final_response()
+        as_text = api.responses.create(**asked, tool_choice="none")
+    assert [each.type for each in whole.output] == [each.type for each in same.output] == kinds
+    assert whole.output_text == same.output_text == text.replace(CALLING, "").rstrip("\n")
+    calls = [each for each in (*whole.output, *same.output) if each.type == "function_call"]
+    assert all(each.name == "look" and json.loads(each.arguments) == {"where": "here"} for each in calls)
+    assert all(each.status == "completed" for each in whole.output)
+    assert len({each.id for each in same.output}) == len(kinds)
+    added = [event.output_index for event in events if event.type == "response.output_item.added"]
+    assert added == list(range(len(kinds)))
+    assert as_text.output_text == text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from helpers.servers import MODEL, RunningServer
 
 from fastdecode.core.errors import RequestError
 from fastdecode.server.responses_request import ResponsesRequest, chat_of
-from fastdecode.server.tool_calls import CallReader, ForcedCalls, FreeReader, forced_calls
+from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader, forced_calls
 
 pytestmark = pytest.mark.slow
 
@@ -129,10 +129,11 @@ CALLING = '<tool_call>\n{"name": "look", "arguments": {"a": "é}"}}\n</tool_call
 def test_calls_in_free_texts_are_read_however_these_grow(text: str, shown: str, calls: list[Any]) -> None:
     for size in range(1, len(text) + 1):
         free = FreeReader(frozenset({"look", "jump"}))
-        found, parts = "", []
+        read: list[str | CallPart] = []
         for end in [*range(size, len(text), size), len(text)]:
-            more, new = free.read(text[:end], end == len(text))
-            found, parts = found + more, parts + new
+            read += free.read(text[:end], end == len(text))
+        found = "".join(each for each in read if isinstance(each, str))
+        parts = [each for each in read if isinstance(each, CallPart)]
         assert [(part.name, json.loads(part.arguments)) for part in parts] == calls
         assert [part.index for part in parts] == list(range(len(calls)))
         assert "".join(found.split()) == "".join(shown.split())

@@ -161,7 +161,7 @@ class GrowingChoice:
 
     def _new_free_text(self, free: FreeReader, completion: CompletionOutput) -> dict[str, Any] | None:
         finished = completion.finish_reason is not None
-        text, parts = free.read(completion.text, finished)
+        text, parts = _text_and_calls(free.read(completion.text, finished))
         if not text and not parts and not finished:
             return None
         self._has_called |= bool(parts)
@@ -198,9 +198,16 @@ def _message(form: AnswerForm, completion: CompletionOutput) -> dict[str, Any]:
     if form.forced:
         parts = CallReader(form.forced).read(completion.text, finished=True)
     else:
-        content, parts = FreeReader(form.offered).read(completion.text, True) if form.offered else (completion.text, [])
+        found = FreeReader(form.offered).read(completion.text, True) if form.offered else [completion.text]
+        content, parts = _text_and_calls(found)
     calls = {"tool_calls": [_call(part) for part in parts]} if parts else {}
     return {"role": "assistant", "content": None if calls and not (content or "").strip() else content, **calls}
+
+
+def _text_and_calls(found: Sequence[str | CallPart]) -> tuple[str, list[CallPart]]:
+    return "".join(each for each in found if isinstance(each, str)), [
+        each for each in found if isinstance(each, CallPart)
+    ]
 
 
 def _call(part: CallPart) -> dict[str, Any]:

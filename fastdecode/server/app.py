@@ -82,9 +82,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Answer a conversation, in the words of OpenAI's Responses API."""
         body, num_bytes = await _read(service, request, ResponsesRequest)
         exchange, form = await service.accept(chat_of(body), num_bytes, request.headers, may_be_shorter=True)
-        return ResponsesResponse(
-            service, exchange, ResponseForm(body, exchange.params, form.model, form.answer_id, form.forced)
-        )
+        asked = ResponseForm(body, exchange.params, form.model, form.answer_id, form.forced, form.offered)
+        return ResponsesResponse(service, exchange, asked)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

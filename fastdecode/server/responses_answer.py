@@ -11,7 +11,7 @@ from fastdecode.api.outputs import CompletionOutput, RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.server.answers import chat_logprobs, usage_of
 from fastdecode.server.responses_request import ResponsesRequest
-from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls
+from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader
 
 Event = dict[str, Any]
 """Of a stream; its "type" says which."""
@@ -19,14 +19,15 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class ResponseForm:
-    """How the answer of one request looks: what was asked, and with which ``params``; ``forced``: the calls that the
-    text is, where it is no free text."""
+    """How the answer of one request looks: what was asked, and with which ``params``. ``forced``: the calls that the
+    text is, where it is no free text; ``offered``: functions that a free text may call."""
 
     request: ResponsesRequest
     params: SamplingParams
     model: str
     answer_id: str
     forced: ForcedCalls | None = None
+    offered: frozenset[str] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))
 
     def response(self, status: str, items: Sequence[Event] = (), **more: Any) -> dict[str, Any]:
@@ -60,50 +61,30 @@ class ResponseForm:
 
 
 def whole_response(form: ResponseForm, output: RequestOutput) -> dict[str, Any]:
-    """The response of a finished request."""
-    (completion,) = output.outputs
-    return _finished(form, output, _items(form, completion))
+    """The response of a finished request: what a stream of it ends with."""
+    growing = GrowingResponse(form)
+    *_, last = (*growing.begin(), *growing.grow(output.outputs[0]), *growing.end(output))
+    response: dict[str, Any] = last["response"]
+    return response
 
 
-def _finished(form: ResponseForm, output: RequestOutput, items: Sequence[Event]) -> dict[str, Any]:
+def _usage(output: RequestOutput) -> dict[str, Any]:
     counts = usage_of([output])
-    usage = {
+    return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": counts["total_tokens"],
     }
-    return form.response(_status(output.outputs[0]), items, usage=usage)
-
-
-def _items(form: ResponseForm, completion: CompletionOutput) -> list[Event]:
-    """The finished output: calls where these are forced, else one message."""
-    status = _status(completion)
-    if form.forced:
-        parts = CallReader(form.forced).read(completion.text, finished=True)
-        return [_call_item(part, part.arguments, status if form.forced.name else "completed") for part in parts]
-    return [_message_item(form, status, [_text_part(form, completion)])]
 
 
 def _status(completion: CompletionOutput) -> str:
     return "incomplete" if completion.finish_reason == "length" else "completed"
 
 
-def _message_item(form: ResponseForm, status: str, content: Sequence[Event] = ()) -> Event:
-    item = {"id": f"msg_{form.answer_id}", "type": "message", "role": "assistant"}
-    return {**item, "status": status, "content": list(content)}
-
-
-def _text_part(form: ResponseForm, completion: CompletionOutput | None = None) -> Event:
-    text = completion.text if completion else ""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": _logprobs(completion, 0)}
-
-
-def _logprobs(completion: CompletionOutput | None, start: int) -> list[Event]:
-    if completion is None or completion.all_logprobs is None:
-        return []
-    return chat_logprobs(completion, start)
+def _text_part(text: str, logprobs: list[Event]) -> Event:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _call_item(part: CallPart, arguments: str, status: str) -> Event:
@@ -112,12 +93,18 @@ def _call_item(part: CallPart, arguments: str, status: str) -> Event:
 
 
 class GrowingResponse:
-    """The events of one stream: ``begin``, ``grow`` with each output, ``end`` with the last one."""
+    """The events of one stream: ``begin``, ``grow`` with each output, ``end`` with the last one.
+
+    Items come one after another: a message, calls, or a message that calls follow. A message begins with the stream
+    where no call can come, else with its first text.
+    """
 
     def __init__(self, form: ResponseForm) -> None:
         self._form = form
-        self._calls = CallReader(form.forced) if form.forced else None
+        self._forced = CallReader(form.forced) if form.forced else None
+        self._free = FreeReader(form.offered) if form.offered and not form.forced else None
         self._items: list[Event] = []
+        self._part: Event | None = None
         self._num_events = 0
         self._num_shown = 0
         self._num_tokens = 0
@@ -126,56 +113,93 @@ class GrowingResponse:
         """What comes before any text."""
         yield self._event("response.created", response=self._form.response("in_progress"))
         yield self._event("response.in_progress", response=self._form.response("in_progress"))
-        if self._calls is None:
-            item = _message_item(self._form, "in_progress")
-            yield self._event("response.output_item.added", output_index=0, item=item)
-            yield self._part_event("response.content_part.added", part=_text_part(self._form))
+        if not self._forced and not self._free:
+            yield from self._begin_message()
 
     def grow(self, completion: CompletionOutput) -> Iterator[Event]:
-        """What is new of the text, or of the calls."""
-        if self._calls:
-            for part in self._calls.read(completion.text, completion.finish_reason is not None):
-                yield from self._call_events(part, completion)
-            return
-        text, logprobs = completion.text[self._num_shown :], _logprobs(completion, self._num_tokens)
-        self._num_shown, self._num_tokens = len(completion.text), len(completion.tokens)
-        if text or logprobs:
-            yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
+        """What is new of the text, and of the calls."""
+        for piece in self._new_pieces(completion):
+            if isinstance(piece, str):
+                yield from self._grow_message(piece, completion)
+            else:
+                yield from self._end_message("completed")
+                yield from self._call_events(piece, completion)
+
+    def _new_pieces(self, completion: CompletionOutput) -> Iterator[str | CallPart]:
+        finished = completion.finish_reason is not None
+        if self._forced:
+            yield from self._forced.read(completion.text, finished)
+        elif self._free:
+            yield from self._free.read(completion.text, finished)
+        else:
+            yield completion.text[self._num_shown :]
+            self._num_shown = len(completion.text)
 
     def end(self, output: RequestOutput) -> Iterator[Event]:
         """What comes after the last output."""
         (completion,) = output.outputs
-        if self._calls is None:
-            part = _text_part(self._form, completion)
-            done = {"text": part["text"], "logprobs": part["logprobs"]}
-            yield self._part_event("response.output_text.done", **done)
-            yield self._part_event("response.content_part.done", part=part)
-            self._items.append(_message_item(self._form, _status(completion), [part]))
-            yield self._event("response.output_item.done", output_index=0, item=self._items[0])
-        response = _finished(self._form, output, self._items)
+        if not self._items and not self._forced:
+            yield from self._begin_message()
+        yield from self._end_message(_status(completion))
+        response = self._form.response(_status(completion), self._items, usage=_usage(output))
         yield self._event(f"response.{response['status']}", response=response)
 
     def error(self, message: str, code: str) -> Event:
         """What a stream that fails ends with."""
         return self._event("error", message=message, code=code, param=None)
 
+    def _begin_message(self) -> Iterator[Event]:
+        number = f"_{len(self._items)}" if self._items else ""
+        item = {"id": f"msg_{self._form.answer_id}{number}", "type": "message", "role": "assistant"}
+        self._items.append({**item, "status": "in_progress", "content": []})
+        self._part = _text_part("", [])
+        yield self._item_event("response.output_item.added")
+        yield self._part_event("response.content_part.added", part=_text_part("", []))
+
+    def _grow_message(self, text: str, completion: CompletionOutput) -> Iterator[Event]:
+        """Logprobs are those of all tokens since the last ones, whatever of their text is shown."""
+        logprobs = [] if completion.all_logprobs is None else chat_logprobs(completion, self._num_tokens)
+        self._num_tokens = len(completion.tokens)
+        if not text and not logprobs:
+            return
+        if self._part is None:
+            yield from self._begin_message()
+        assert self._part is not None
+        self._part["text"] += text
+        self._part["logprobs"] += logprobs
+        yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
+
+    def _end_message(self, status: str) -> Iterator[Event]:
+        """Nothing where no message has begun."""
+        part, self._part = self._part, None
+        if part is None:
+            return
+        yield self._part_event("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
+        yield self._part_event("response.content_part.done", part=part)
+        self._items[-1] |= {"status": status, "content": [part]}
+        yield self._item_event("response.output_item.done")
+
     def _call_events(self, part: CallPart, completion: CompletionOutput) -> Iterator[Event]:
         if part.first:
             self._items.append(_call_item(part, "", "in_progress"))
-            yield self._event("response.output_item.added", output_index=part.index, item=dict(self._items[-1]))
+            yield self._item_event("response.output_item.added")
         item = self._items[-1]
         item["arguments"] += part.arguments
-        where = {"item_id": item["id"], "output_index": part.index}
+        where = {"item_id": item["id"], "output_index": len(self._items) - 1}
         if part.arguments:
             yield self._event("response.function_call_arguments.delta", **where, delta=part.arguments)
         if part.complete:
             item["status"] = _status(completion) if self._form.forced and self._form.forced.name else "completed"
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **where, **done)
-            yield self._event("response.output_item.done", output_index=part.index, item=dict(item))
+            yield self._item_event("response.output_item.done")
+
+    def _item_event(self, kind: str) -> Event:
+        return self._event(kind, output_index=len(self._items) - 1, item=dict(self._items[-1]))
 
     def _part_event(self, kind: str, **told: Any) -> Event:
-        return self._event(kind, item_id=f"msg_{self._form.answer_id}", output_index=0, content_index=0, **told)
+        where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        return self._event(kind, **where, **told)
 
     def _event(self, kind: str, **told: Any) -> Event:
         self._num_events += 1

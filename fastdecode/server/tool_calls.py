@@ -178,34 +178,38 @@ class FreeReader:
         self._names = names
         self._num_read = 0
         self._num_calls = 0
+        self._blanks = ""
 
-    def read(self, text: str, finished: bool) -> tuple[str, list[CallPart]]:
-        """What is new in ``text``, which begins as it did the last time: text to show, and calls that are complete.
-        What may yet be a call waits, unless the text is ``finished``."""
+    def read(self, text: str, finished: bool) -> list[str | CallPart]:
+        """What is new in ``text``, which begins as it did the last time, in order: texts to show, and calls that are
+        complete. What may yet be a call waits, unless the text is ``finished``; blanks between calls are dropped."""
         bare = _BARE.match(text)
         if bare and self._num_read < bare.end():
             if not finished:
-                return "", []
+                return []
             if calls := self._calls(text):
                 self._num_read = len(text)
-                return "", calls
-        shown, parts = "", []
+                return [*calls]
+        found: list[str | CallPart] = []
         while (start := text.find(_OPEN, self._num_read)) >= 0:
-            shown += text[self._num_read : start]
+            found += self._shown(text[self._num_read : start])
             self._num_read = start
             end = text.find(_CLOSE, start)
             if end < 0 and not finished:
-                break
+                return found
             last = len(text) if end < 0 else end + len(_CLOSE)
-            calls = self._calls(text[start + len(_OPEN) : last if end < 0 else end])
-            shown += "" if calls else text[start:last]
-            parts += calls
+            found += self._calls(text[start + len(_OPEN) : last if end < 0 else end]) or self._shown(text[start:last])
             self._num_read = last
-        else:
-            held = 0 if finished else overlap(text[self._num_read :], _OPEN)
-            shown += text[self._num_read : len(text) - held]
-            self._num_read = len(text) - held
-        return ("" if self._num_calls and not shown.strip() else shown), parts
+        end = len(text) - (0 if finished else overlap(text[self._num_read :], _OPEN))
+        found += self._shown(text[self._num_read : end])
+        self._num_read = end
+        return found
+
+    def _shown(self, text: str) -> list[str]:
+        text, self._blanks = self._blanks + text, ""
+        if self._num_calls and text.isspace():
+            self._blanks, text = text, ""
+        return [text] if text else []
 
     def _calls(self, text: str) -> list[CallPart]:
         """The calls that ``text`` is, an object or a list; none where it is anything else."""
@@ -216,7 +220,7 @@ class FreeReader:
         read = [_name_and_arguments(each) for each in (found if isinstance(found, list) else [found])]
         if not all(name in self._names for name, _ in read):
             return []
-        first, self._num_calls = self._num_calls, self._num_calls + len(read)
+        first, self._num_calls, self._blanks = self._num_calls, self._num_calls + len(read), ""
         return [
             CallPart(first + i, new_call_id(), str(name), json.dumps(arguments, ensure_ascii=False), True, True)
             for i, (name, arguments) in enumerate(read)
