@@ -27,6 +27,8 @@ RWORKER_INTRINSIC void _mm256_storeu_si256(void* p, __m256i a) { __builtin_memcp
 RWORKER_INTRINSIC __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 RWORKER_INTRINSIC __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
 
+RWORKER_INTRINSIC __m512i _mm512_xor_si512(__m512i a, __m512i b) { return a ^ b; }
+
 /// `from` where the mask has a zero.
 RWORKER_INTRINSIC __m512i _mm512_mask_or_epi32(__m512i from, __mmask16 mask, __m512i a, __m512i b) {
     const emulation::Lanes<uint32_t> kept(from), either(a | b);

@@ -29,7 +29,7 @@ Kernels refined(Kernels kernels, const Refinement& refinement) {
 }
 
 void add_avx512(std::vector<const Kernels*>& kernels) {
-    static const Kernels vnni_kernels = refined(kAvx512Kernels, kAvx512Vnni);
+    static const Kernels vnni_kernels = refined(refined(kAvx512Kernels, kAvx512Vnni), kAvx512VnniBytes);
     static const Kernels bf16_kernels = refined(vnni_kernels, kAvx512Bf16);
     if (!CPU_HAS("avx512f") || !CPU_HAS("avx512bw") || !CPU_HAS("avx512dq") || !CPU_HAS("avx512vl")) return;
     kernels.push_back(&kAvx512Kernels);

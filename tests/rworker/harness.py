@@ -123,7 +123,8 @@ class Harness:
 
     def check(self, sequence_id: int, q: np.ndarray, output: np.ndarray) -> None:
         """AssertionError where ``output`` of the last ``len(q)`` tokens is farther off than roundings explain."""
-        roundings = Roundings(self.model_dtype, self.kv_dtype, self.worker.isa)
+        group, alibi = self.layer.num_heads // self.layer.num_kv_heads, bool(self.layer.alibi_slopes)
+        roundings = Roundings(self.model_dtype, self.kv_dtype, self.worker.isa, group, alibi)
         for at in attended(*self._seen(sequence_id, q), **self._scoring):
             error = np.linalg.norm(output[at.row, at.head] - at.weights @ at.values)
             bound = roundings.bound(at, self.layer.scale)

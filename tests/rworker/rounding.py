@@ -27,6 +27,11 @@ PAIR_DOT = ("avx512_bf16", "avx512_amx")
 CODE_LIMITS = {"int8": (16256, 32767), "int4": (4063, 4095)}
 """Queries and weights are whole numbers up to so much where keys and values are codes (kernels/factors.hpp)."""
 
+BYTES = ("avx512_vnni", "avx512_bf16")
+"""Instruction sets that multiply int8 codes by bytes where a KV head has BYTE_GROUP query heads or more and no ALiBi,
+but for queries whose largest channel is more than BYTE_PEAK times their root mean square, padding to 16 included."""
+BYTE_LIMITS, BYTE_GROUP, BYTE_PEAK = (127, 255), 4, 6.0
+
 LARGEST_CODE = {"int8": 127.0, "int4": 7.5}
 """The size of a code, int4 codes about their middle."""
 
@@ -36,11 +41,13 @@ EXP_OPERATIONS = 16
 
 @dataclass(frozen=True)
 class Roundings:
-    """Those of an R-worker with ``model_dtype`` and ``kv_dtype`` that runs ``isa``."""
+    """Those of an R-worker that runs ``isa``; ``group``: query heads of a KV head."""
 
     model_dtype: str
     kv_dtype: str
     isa: str
+    group: int
+    alibi: bool
 
     def bound(self, at: Attended, scale: float) -> float:
         """The largest norm of the error of what one row and head gets; ``scale``: of its scores."""
@@ -61,14 +68,20 @@ class Roundings:
         if self.kv_dtype == "bfloat16" and self.isa in PAIR_DOT:
             return errors + UNIT["bfloat16"] * (1.0 + (products if self.model_dtype != "bfloat16" else 0.0))
         if self.kv_dtype in CODE_LIMITS:
-            query_step = np.abs(at.query).max() / CODE_LIMITS[self.kv_dtype][0] / 2
+            query_step = np.abs(at.query).max() / self._limits(at)[0] / 2
             errors = errors + scale * query_step * np.linalg.norm(at.keys, axis=1)
         return errors
+
+    def _limits(self, at: Attended) -> tuple[int, int]:
+        bytes_multiply = self.kv_dtype == "int8" and self.isa in BYTES and self.group >= BYTE_GROUP and not self.alibi
+        padded = -(-len(at.query) // 16) * 16
+        peaked = np.abs(at.query).max() > BYTE_PEAK * np.sqrt((at.query**2).sum() / padded)
+        return BYTE_LIMITS if bytes_multiply and not peaked else CODE_LIMITS[self.kv_dtype]
 
     def _code_steps(self, at: Attended) -> float:
         """The steps of weights that are whole numbers: at most as large as that of the heaviest value's."""
         if self.kv_dtype not in CODE_LIMITS:
             return 0.0
-        largest, limit = LARGEST_CODE[self.kv_dtype], CODE_LIMITS[self.kv_dtype][1]
+        largest, limit = LARGEST_CODE[self.kv_dtype], self._limits(at)[1]
         heaviest = (at.weights * np.abs(at.values).max(axis=1)).max() / largest
         return float(heaviest / limit / 2 * largest * np.sqrt(at.values.size))

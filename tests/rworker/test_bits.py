@@ -101,6 +101,23 @@ def first_rows(rows: Rows, count: int, begin: int = 0) -> Rows:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group", [4, 8, 20])
+def test_rows_have_the_same_bits_whichever_neighbours_have_peaked_queries(group: int, isa: str) -> None:
+    """Bytes are enough for some queries over int8 and not for others: each query tells it by itself."""
+    layer, options = Layer(group, 1, 64, 64), {"kv_dtype": "int8", "isa": isa}
+    rng = np.random.default_rng(8)
+    prompt, rows = random_rows(rng, layer, 530), random_rows(rng, layer, 9)
+    rows.q[..., 5] *= rng.choice([1, 60], (9, group))
+    alone = Harness(layer, options)
+    alone.step({0: prompt}, append_only=(0,))
+    want = np.concatenate([alone.step({0: first_rows(rows, 1, begin=i)})[0] for i in range(9)])
+    for threads in (1, 3):
+        together = Harness(layer, {**options, "num_threads": threads})
+        together.step({0: prompt}, append_only=(0,))
+        np.testing.assert_array_equal(together.step({0: rows})[0], want)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
 def test_fork_and_truncate_leave_the_bits(dtype: str, kv_dtype: str, isa: str) -> None:
     options = {"model_dtype": dtype, "kv_dtype": kv_dtype, "isa": isa}

@@ -20,6 +20,7 @@ constexpr int kSplitTokens =
 constexpr int kBlockRows = 64;  // query rows that pass over a split together
 constexpr int kMaxHeadDim = 576;
 constexpr int kMaxQuantizedHeadDim = 512;  // integer sums of more products could overflow
+constexpr int kLeastByteGroup = 4;  // query heads of a KV head from which bytes multiply int8 codes, where they can
 constexpr int kStreams = 8;  // pages read side by side where memory is scattered
 constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 scale and zero
 
@@ -191,8 +192,9 @@ struct Refinement {
 extern const Kernels kScalarKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
-extern const Refinement kAvx512Vnni;  // of avx512
-extern const Refinement kAvx512Bf16;  // of avx512_vnni
-extern const Refinement kAvx512Amx;   // of avx512_bf16
+extern const Refinement kAvx512Vnni;       // of avx512
+extern const Refinement kAvx512VnniBytes;  // of what kAvx512Vnni makes of it
+extern const Refinement kAvx512Bf16;       // of avx512_vnni
+extern const Refinement kAvx512Amx;        // of avx512_bf16
 
 }  // namespace rworker

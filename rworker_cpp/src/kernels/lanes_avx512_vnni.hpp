@@ -14,4 +14,23 @@ struct Avx512Vnni : Avx512 {
     static ivec join_halves(ivec high, ivec low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 6), low); }
 };
 
+/// int8 codes times bytes, four at once.
+struct Avx512VnniBytes : Avx512Vnni {
+    using Wide = Avx512Vnni;
+    static constexpr int code_sums = 24;
+
+    static void store_bytes(uint8_t* p, ivec a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
+    /// Codes are stored 128 higher.
+    static ivec signed_codes(ivec a) { return _mm512_xor_si512(a, _mm512_set1_epi8(char(0x80))); }
+    /// sum + four products of uint8 (a) and int8 (b).
+    static ivec add_byte_products(ivec sum, ivec a, ivec b) {
+#ifdef RWORKER_EMULATED
+        return _mm512_dpbusd_epi32(sum, a, b);
+#else  // g++ 12 copies sums to and fro around the intrinsic
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+        return sum;
+#endif
+    }
+};
+
 }  // namespace
