@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,13 +148,14 @@ class GrowingResponse:
         """What a stream that fails ends with."""
         return self._event("error", message=message, code=code, param=None)
 
-    def _begin_message(self) -> Iterator[Event]:
+    def _begin_message(self) -> Generator[Event, None, dict[str, Any]]:
         number = f"_{len(self._items)}" if self._items else ""
         item = {"id": f"msg_{self._form.answer_id}{number}", "type": "message", "role": "assistant"}
         self._items.append({**item, "status": "in_progress", "content": []})
         self._part = _text_part("", [])
         yield self._item_event("response.output_item.added")
         yield self._part_event("response.content_part.added", part=_text_part("", []))
+        return self._part
 
     def _grow_message(self, text: str, completion: CompletionOutput) -> Iterator[Event]:
         """Logprobs are those of all tokens since the last ones, whatever of their text is shown."""
@@ -162,11 +163,9 @@ class GrowingResponse:
         self._num_tokens = len(completion.tokens)
         if not text and not logprobs:
             return
-        if self._part is None:
-            yield from self._begin_message()
-        assert self._part is not None
-        self._part["text"] += text
-        self._part["logprobs"] += logprobs
+        part = self._part or (yield from self._begin_message())
+        part["text"] += text
+        part["logprobs"] += logprobs
         yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def _end_message(self, status: str) -> Iterator[Event]:
