@@ -53,11 +53,9 @@ class LiveRequests:
             request.started_seconds = request.started_seconds or now_seconds
 
     def accepted(self, step: ScheduledStep, computed: Sampled) -> dict[int, int]:
-        """See ``Requests``."""
         return {each: num_accepted(computed[each], tokens) for each, tokens in step.drafts.items()}
 
     def take(self, cycle: Cycle, computed: Sampled, accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
-        """See ``Requests``."""
         now = self._clock.enter(HOST)
         grown: dict[str, Request] = {}
         num_tokens = 0
@@ -81,7 +79,6 @@ class LiveRequests:
         return num_tokens
 
     def give_up(self, cycle: Cycle, sequence: ScheduledSequence) -> None:
-        """See ``Requests``."""
         request, completions = self.in_flight.family(sequence.sequence_id)
         for completion in completions:
             completion.stop_reason = "no R-worker that is left has room for it"
@@ -154,7 +151,6 @@ class LiveWorld:
         return time.perf_counter()
 
     def tell(self, step: ScheduledStep) -> None:
-        """See ``World``."""
         self.backend.begin_step(step.to_step_plan())
 
     def compute(self, step: ScheduledStep) -> Sampled:
@@ -176,11 +172,9 @@ class LiveWorld:
             self.abandon_step()
 
     def end_step(self) -> StepReport:
-        """See ``World``."""
         return self.backend.end_step()
 
     def abandon_step(self) -> None:
-        """See ``World``."""
         self.backend.abandon_step()
 
     def wait(self) -> None:
@@ -189,7 +183,6 @@ class LiveWorld:
             self._prefills.wait(PATIENCE_SECONDS)
 
     def transfer(self, transfer: Transfer) -> float:
-        """See ``World``."""
         start, first, count = time.perf_counter(), transfer.num_copied, transfer.num_tokens
         data = self.backend.export(transfer.source, transfer.cache_id, first, count)
         self.backend.import_(transfer.target, transfer.cache_id, count, data, first)
@@ -201,11 +194,9 @@ class LiveWorld:
         return {index: self._enter(index, info) for index, info in joined.items()}
 
     def dismiss(self, worker: int) -> None:
-        """See ``World``."""
         self.backend.dismiss(worker)
 
     def forget(self, sequence_id: int) -> None:
-        """See ``World``."""
         if self._ranks and self.s_worker.prompts.sequence_ids:
             self._ranks.forget(sequence_id)
         self.s_worker.forget(sequence_id)

@@ -35,11 +35,9 @@ class SPart(Protocol):
 
     def layer_seconds(self, rows: float) -> float:
         """T(B): everything of one layer but attention, for ``rows`` tokens."""
-        ...
 
     def head_seconds(self, rows: float) -> float:
         """Return the seconds that come once per mini-batch: those of the output projection."""
-        ...
 
 
 @dataclass(frozen=True)

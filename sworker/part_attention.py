@@ -32,35 +32,27 @@ class LayerCache(Protocol):
 
     def begin_step(self, controls: np.ndarray, mini_batches: list[np.ndarray]) -> None:
         """Begin a step: int64 CONTROL [n, 4], and SPAN [m, 4] of each mini-batch."""
-        ...
 
     def run(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
         """Store ``k`` and ``v``, and attend ``q``, into ``out``."""
-        ...
 
     def end_step(self) -> object:
         """Commit what was stored."""
-        ...
 
     def abandon_step(self) -> None:
         """Forget what was stored."""
-        ...
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
         """A new sequence from stored bits."""
-        ...
 
     def read_tokens(self, sequence_id: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values as float32 [tokens, num_kv_heads, …]."""
-        ...
 
     def sequence_ids(self) -> list[int]:
         """Sequences that it holds."""
-        ...
 
     def close(self) -> None:
         """Free everything; may be called twice."""
-        ...
 
 
 MakeCache = Callable[[KVLayout], LayerCache]
@@ -75,11 +67,9 @@ class PartAttention(Protocol):
 
         These are at positions ``start`` and on; ``kv`` has their own keys and values, and may reach beyond them.
         """
-        ...
 
     def close(self) -> None:
         """Free everything; may be called twice."""
-        ...
 
 
 class LayerCaches:
@@ -151,7 +141,6 @@ class StoredAttention:
     """``PartAttention`` by an R-worker's kernels, over keys and values as R-workers' caches store them."""
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
-        """See :class:`LayerCaches`."""
         self._caches = LayerCaches(layout, make_cache)
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
@@ -168,7 +157,6 @@ class TorchAttention:
     """
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
-        """See :class:`LayerCaches`."""
         self._caches = LayerCaches(layout, make_cache)
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:

@@ -132,7 +132,6 @@ class Forward(Protocol):
     @property
     def own_greenlet(self) -> greenlet:
         """The greenlet's function: the pipeline switches to it, with o from the second time on."""
-        ...
 
 
 class Pipeline:

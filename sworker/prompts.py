@@ -131,7 +131,6 @@ class PromptAttention(Protocol):
 
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
         """A step with these mini-batches begins."""
-        ...
 
     def attend(
         self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
@@ -140,24 +139,19 @@ class PromptAttention(Protocol):
 
         ``q``, ``k``, ``v``: [rows, heads, dim] of the whole mini-batch, keys and values rotated.
         """
-        ...
 
     def end_step(self) -> None:
         """The chunks of the step are kept."""
-        ...
 
     def abandon_step(self) -> None:
         """They are not; no effect where no step has begun."""
-        ...
 
     def forget(self, sequence_id: int) -> None:
         """Free what is kept of a sequence, if anything."""
-        ...
 
     @property
     def sequence_ids(self) -> tuple[int, ...]:
         """Sequences of which something is kept."""
-        ...
 
 
 class PromptCache:

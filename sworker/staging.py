@@ -128,27 +128,21 @@ class Staging(Protocol):
 
     def begin_step(self) -> None:
         """Forget what an abandoned step left under way."""
-        ...
 
     def send(self, mini_batch: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Start q [attending rows, num_heads, dim], k and v [rows, num_kv_heads, …], of any strides, on their way."""
-        ...
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:
         """The first of ``mini_batches``, all under way, whose o can be collected; when none can, one to wait for."""
-        ...
 
     def collect(self, mini_batch: int) -> torch.Tensor:
         """o, [attending rows, num_heads, value_head_dim], as the model's dtype or its bits; valid until ``send``."""
-        ...
 
     def mark(self) -> None:
         """Either end of a stretch of model code, on the device's own clock where it has one."""
-        ...
 
     def device_seconds(self) -> float | None:
         """Time between the marks of this step, pair by pair; None where the thread's own clock says it."""
-        ...
 
 
 class HostStaging:

@@ -172,7 +172,6 @@ class Watched(Protocol):
 
     def move_on(self) -> bool:
         """Let MPI make progress on them; True while they have not arrived."""
-        ...
 
 
 class SendProgress:

@@ -29,7 +29,6 @@ class RowStore:
         self._stored_bytes = [layer.kv_bytes_per_token(layout.kv_dtype) for layer in layout.layers]
 
     def __call__(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        """See ``Handler``."""
         if frame.kind is Kind.READ:
             self._read(port, identity, frame, reader)
         elif frame.kind is Kind.KV:

@@ -88,19 +88,15 @@ class Channel(Protocol):
 
     def send(self, parts: Sequence[Any]) -> None:
         """Send a header and its parts: C-contiguous buffers that must not change until the peer has answered."""
-        ...
 
     def receive(self, timeout_seconds: float) -> bytes | None:
         """The next message's first part, None when none came in time; unread parts of the one before are dropped."""
-        ...
 
     def read_into(self, buffer: Any) -> None:
         """Fill ``buffer`` from the message's next part; FrameError unless it has that length."""
-        ...
 
     def close(self) -> None:
         """May be called twice."""
-        ...
 
 
 class Conversation:

@@ -25,15 +25,12 @@ class Tokenizer(Protocol):
     @property
     def text_bound(self) -> TextBound | None:
         """The most text per token; None where there is no bound."""
-        ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
-        ...
 
     def encode_chat(self, messages: Any, max_model_len: int | None = None, /, **template_arguments: Any) -> list[int]:
         """Token ids of a conversation, up to where the answer begins."""
-        ...
 
 
 class TextStream:

@@ -43,7 +43,6 @@ SWEPT = (
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "attention",
         help="the R-worker's attention kernel beside this machine's read peak and roofline",

@@ -31,7 +31,6 @@ COUNTS = {
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser("latency", help="seconds that one batch of requests takes")
     group = parser.add_argument_group("batch")
     for name, (default, metavar, text) in COUNTS.items():

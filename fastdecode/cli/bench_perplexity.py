@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser("perplexity", help="how well the model predicts a text through the R-workers' cache")
     parser.add_argument(
         "--text", default=str(DEMO_MODEL / "heldout.txt"), metavar="FILE", help="(the demo model's held-out text)"

@@ -24,7 +24,6 @@ METHODS = ("kvr-e", "kvr-s", "kvr-p", "tsp")
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "prefill",
         help="time to first token by method, prefill workers and context",

@@ -38,7 +38,6 @@ UNBOUNDED_TOKENS = 1 << 60
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser("serve", help="latency and throughput of a running OpenAI-compatible server")
     group = parser.add_argument_group("server")
     group.add_argument("--backend", default="openai", choices=[*ENDPOINTS], help="completions or chats (openai)")

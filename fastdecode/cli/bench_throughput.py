@@ -24,7 +24,6 @@ Outcome: TypeAlias = tuple[dict[str, Any], BaseException | None, Iterator[str]]
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser("throughput", help="offline throughput of a workload")
     parser.add_argument("--backend", default="fastdecode", choices=["fastdecode", "transformers"], help="(fastdecode)")
     group = parser.add_argument_group("workload")

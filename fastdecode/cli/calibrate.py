@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "calibrate",
         help="measure this machine, the R-workers and the links",

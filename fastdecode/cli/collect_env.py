@@ -22,7 +22,6 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "greenlet", "pyzmq",
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser("collect-env", help="print versions and what this process may use of the machine")
     add_common_flags(parser)
     parser.set_defaults(run=run)

@@ -32,7 +32,6 @@ MARKS = {"ok": "ok     ", "note": "note   ", "broken": "BROKEN "}
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "doctor",
         help="check this machine, its MPI and the R-workers that are given; every finding comes with its cure",

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser("generate", help="generate and stream text")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
     group = parser.add_argument_group("sampling")

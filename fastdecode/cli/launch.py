@@ -26,7 +26,6 @@ FORMATS = ("openmpi", "mpich", "srun", "slurm", "ssh")
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "launch",
         help="start an S-worker and its R-workers on the hosts of a hostfile, or print the lines that would",

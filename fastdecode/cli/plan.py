@@ -21,7 +21,6 @@ from fastdecode.perfmodel.sizing import Plan
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "plan",
         help="how many R-workers for this model, GPU and workload",

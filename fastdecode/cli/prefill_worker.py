@@ -39,7 +39,6 @@ ANY_PORT = 9
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "prefill-worker",
         help="one prefill worker: computes prompts for an S-worker on this or another host",

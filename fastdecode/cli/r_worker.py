@@ -39,7 +39,6 @@ Resources: TypeAlias = tuple[list[int] | None, int | None, int | None]
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "r-worker",
         help="one R-worker: KV cache and attention for an S-worker on this or another host",

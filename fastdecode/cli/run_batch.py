@@ -36,7 +36,6 @@ class Running:
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "run-batch",
         help="answer an OpenAI batch file",

@@ -17,7 +17,6 @@ NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser("serve", help="answer OpenAI clients over HTTP")
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     names = [each.name for each in dataclasses.fields(ServerSettings)]

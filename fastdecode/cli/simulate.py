@@ -36,7 +36,6 @@ LOOK_EVERY_STEPS = 64
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "simulate",
         help="the live scheduler against the performance model",

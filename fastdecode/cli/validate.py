@@ -37,7 +37,6 @@ HEADER = """\
 
 
 def add_command(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "validate",
         help="predicted against measured on this machine",

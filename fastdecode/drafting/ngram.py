@@ -26,11 +26,9 @@ class NgramDrafter:
         self._histories: dict[int, History] = {}
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
-        """See ``Drafter``."""
         return {each.sequence_id: self._draft(each) for each in requests}
 
     def forget(self, sequence_id: int) -> None:
-        """See ``Drafter``."""
         self._histories.pop(sequence_id, None)
 
     def _draft(self, request: DraftRequest) -> list[int]:

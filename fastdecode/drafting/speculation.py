@@ -57,7 +57,6 @@ class Speculation(Companion):
             policy.observe_drafting(len(wanted), max(wanted.values()), cycle.world.now() - start)
 
     def forget(self, sequence_id: int) -> None:
-        """See ``Companion``."""
         self.drafter.forget(sequence_id)
 
     def _request(self, sequence_id: int, num_drafts: int) -> DraftRequest:

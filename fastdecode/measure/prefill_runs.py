@@ -36,7 +36,6 @@ class PrefillRunner(Protocol):
 
     def run(self, jobs: Sequence[Sequence[PrefillPart]], method: str = "kvr") -> list[PromptRun]:
         """Prompts that arrive together, each cut into the parts given; ``method``: one of PREFILL_METHODS."""
-        ...
 
 
 def in_order(parts: Sequence[int], first_worker: int = 0) -> tuple[PrefillPart, ...]:

@@ -29,17 +29,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_received = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio."""
         super().connection_made(transport)
         self._arm(self._header_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         self._disarm()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         self._num_received = len(data)
         if self._header_bytes is not None:
             self._header_bytes += len(data)

@@ -95,7 +95,6 @@ class LiveResponse(Response):
         self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         closed = asyncio.Event()
         watch = asyncio.create_task(_wait_for_disconnect(receive, closed.set))
         try:

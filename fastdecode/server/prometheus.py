@@ -107,7 +107,6 @@ class Metrics:
             self._count_ends([output for output in outputs if output.finished])
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
         with self._lock:
             yield from self._histogram_families()
             yield from self._counter_families()

@@ -47,7 +47,6 @@ class GenerationResponse(Response):
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         watch = asyncio.create_task(self._watch(receive))
         try:
             if self._streams:
@@ -108,15 +107,12 @@ class TextResponse(GenerationResponse):
         self._form, self._options = form, options or StreamOptions()
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """See GenerationResponse."""
         return whole_answer(self._form, outputs)
 
     def events(self) -> AsyncIterator[bytes]:
-        """See GenerationResponse."""
         return _events(self._exchange, self._form, self._options)
 
     def failure(self, status: int, body: dict[str, Any]) -> bytes:
-        """See GenerationResponse."""
         return _event(body)
 
 
@@ -128,11 +124,9 @@ class ResponsesResponse(GenerationResponse):
         self._form, self._growing = form, GrowingResponse(form)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """See GenerationResponse."""
         return whole_response(self._form, outputs[0])
 
     async def events(self) -> AsyncIterator[bytes]:
-        """See GenerationResponse."""
         exchange, growing = self._exchange, self._growing
         news = await exchange.news()
         yield _typed_events(growing.begin())
@@ -146,7 +140,6 @@ class ResponsesResponse(GenerationResponse):
         yield _typed_events(growing.end(check_finished(exchange.outputs)[0]))
 
     def failure(self, status: int, body: dict[str, Any]) -> bytes:
-        """See GenerationResponse."""
         return _typed_events([self._growing.error(body["error"]["message"], str(body["error"]["code"]))])
 
 

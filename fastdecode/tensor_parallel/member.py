@@ -25,15 +25,12 @@ class Group(AttentionBackend, Protocol):
     @property
     def num_newcomers(self) -> int:
         """R-workers that have joined and were not admitted yet."""
-        ...
 
     def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
         """See ``AttentionBackend.admit``; ``most`` of them, the others another time."""
-        ...
 
     def give_up(self, worker: int) -> None:
         """Between steps: forget R-worker ``worker`` and what it holds; it may join anew."""
-        ...
 
 
 class Member:

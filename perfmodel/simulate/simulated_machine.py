@@ -38,12 +38,10 @@ class Machine(Protocol):
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
         """Return the cost of a step with ``load`` in which each R-worker attends its part of ``kv_loads`` tokens."""
-        ...
 
     def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> Machine:
         """Return the same machine with R-worker ``places[i]`` in place i; below 0: it is empty. ``factors``: how many
         times as slow as at first some of them are."""
-        ...
 
 
 @dataclass(frozen=True)

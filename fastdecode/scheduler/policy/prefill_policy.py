@@ -29,11 +29,9 @@ class PrefillForecast(Protocol):
 
     def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> tuple[int, ...]:
         """Tokens of each worker, none 0."""
-        ...
 
     def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
         """When each is done, from the prompt's start; the last is the time to its first token."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,6 @@ class LeastWaiting:
         self._now, self._num_waiting, self._num_decoding = now_seconds, num_waiting, num_decoding
 
     def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
-        """See ``PrefillPolicy``."""
         on_s_worker = _Option((), self._s_seconds(num_tokens, context_len) * (1 + self._num_decoding))
         options = [on_s_worker, *self._chains(num_tokens, context_len)]
         return min(options, key=lambda option: option.waited_seconds).parts

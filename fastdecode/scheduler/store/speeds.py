@@ -44,7 +44,6 @@ class Observer(Protocol):
 
     def observe(self, observed: Observed) -> None:
         """One more step has ended."""
-        ...
 
 
 class Decayed:
