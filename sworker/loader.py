@@ -17,7 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from fastdecode.perfmodel.model_shape import ModelShape, read_shape
+from fastdecode.perfmodel.model_config import read_shape
+from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker import gguf, sharding
 from fastdecode.sworker.experts import use_padded_experts
 from fastdecode.sworker.latents import use_latent_rows

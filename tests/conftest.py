@@ -21,7 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 if TYPE_CHECKING:
     from helpers.servers import RunningServer
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as fastdecode.sworker.environment, which may come after torch here
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as fastdecode.sworker, which may come after torch here
 
 EXTENSION = os.environ.get("RWORKER_EXTENSION")
 """Another build of ``fastdecode._rworker`` to test (`make emulated`): a file; only tests that name an ``isa`` run."""

@@ -31,10 +31,8 @@ HEARTBEAT_SECONDS = 0.1
 """A peer that falls silent is noticed up to so much later than its limit: that counts from the next heartbeat."""
 
 MAX_QUEUED = 256
-"""Messages to one peer, or from one to a listener, that may wait, most of them parts of a few hundred KiB.
-
-What comes to a connecting side is an answer: without a limit its queue is as long as what it has asked for.
-"""
+"""Messages to one peer, or from one to a listener, that may wait, most of them parts of a few hundred KiB. What comes
+to a connecting side is an answer: without a limit its queue is as long as what it has asked for."""
 
 RETRY_SECONDS = 0.02  # between two attempts to send to a full queue
 
@@ -185,7 +183,7 @@ class ZmqChannel(_Socket):
     def look_at_connection(self) -> None:
         """ConnectionError if it has ended, or cannot be made."""
         events, now = self.events(), time.monotonic()
-        self._connected = self._connected or bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._connected |= bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if self._connected:
             if events & zmq.EVENT_DISCONNECTED and not self.poll(0):
                 self.socket.linger = 0  # what could not be sent has nowhere to go: closing need not wait

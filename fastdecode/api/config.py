@@ -226,7 +226,7 @@ class EngineConfig:
     @property
     def placing(self) -> AskedPlacing:
         """How sequences are to be placed."""
-        return AskedPlacing(self.kv_shard_tokens, self.kv_replicas, self.schedule)
+        return AskedPlacing.of(self)
 
     @property
     def prefill_worker_spec(self) -> WorkerSpec | None:

@@ -16,7 +16,6 @@ from fastdecode.backends import prepare
 from fastdecode.cli.output import check_output_files
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import mend_binding, usable_cores
-from fastdecode.core.placing import AskedPlacing
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
 """Settings of the scheduler, in the engine and in the simulator."""
@@ -41,11 +40,6 @@ def add_flags(group: Any, kind: type, names: Iterable[str], **changes: dict[str,
 def add_placing_flags(group: Any, unset: str) -> None:
     """``--kv-shard-tokens`` and ``--kv-replicas``; ``unset``: how the length of ranges is chosen."""
     add_flags(group, EngineConfig, PLACING, kv_shard_tokens={"unset": unset})
-
-
-def asked_placing(args: argparse.Namespace) -> AskedPlacing:
-    """What these flags ask for, with the schedule where there is one."""
-    return AskedPlacing(args.kv_shard_tokens, args.kv_replicas, getattr(args, "schedule", EngineConfig.schedule))
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import parse_bytes
-from fastdecode.cli.flags import asked_placing
 from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.placing import AskedPlacing
 from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.gpu_only import GpuServer
 from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu, find_cpu_host, find_gpu, parse_link
-from fastdecode.perfmodel.model_shape import ModelShape, find_shape
+from fastdecode.perfmodel.model_config import find_shape
+from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
@@ -175,7 +176,7 @@ def _planner(
         interval_steps=args.interval_steps,
         kv_bytes_per_token=kv_bytes,
         num_ranks=args.tensor_parallel_size,
-        placing=asked_placing(args).uncut,
+        placing=AskedPlacing.of(args).uncut,
         read_share=share,
         num_r_workers=args.num_r_workers,
         storage=StorageCosts.of(shape, r_part),

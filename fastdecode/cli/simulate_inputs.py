@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.cli.flags import PLACING, SCHEDULE, asked_placing
+from fastdecode.cli.flags import PLACING, SCHEDULE
 from fastdecode.cli.machine_flags import BARE_FLAGS
 from fastdecode.cli.machine_inputs import PlanInputs, named_shape, rank_group, read_inputs
 from fastdecode.cli.simulate_events import read_timeline
@@ -22,6 +22,7 @@ from fastdecode.cli.workload_inputs import UNBOUNDED_TOKENS, read_workload
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE
 from fastdecode.core.metrics import StepRecord
+from fastdecode.core.placing import AskedPlacing
 from fastdecode.perfmodel.draft_times import Drafting
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.hardware import find_gpu
@@ -156,7 +157,7 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     for name in OF_R_WORKERS:
         if getattr(args, name) is not None and getattr(args, name) is not False:
             raise ConfigError(f"num_r_workers is 0, the GPU alone: {name} has no place there; leave it out")
-    asked_placing(args).check_r_workers(0)
+    AskedPlacing.of(args).check_r_workers(0)
     read_drafting(args, None)
     if args.model is None or args.gpu is None:
         raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
@@ -183,7 +184,7 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     inputs = read_inputs(plan_args)
     planner = inputs.planner
     workers = args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers
-    placing = asked_placing(args)
+    placing = AskedPlacing.of(args)
     placing.check_r_workers(workers)
     model = planner.step_model(workers)
     capacity = planner.capacity_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,12 @@ class AskedPlacing:
     kv_shard_tokens: int | None = None
     kv_replicas: int = 1
     schedule: str = "sls"
+
+    @staticmethod
+    def of(settings: Any) -> AskedPlacing:
+        """Return what an object with such settings asks for; one without a schedule has the first of them."""
+        schedule = getattr(settings, "schedule", AskedPlacing.schedule)
+        return AskedPlacing(settings.kv_shard_tokens, settings.kv_replicas, schedule)
 
     @property
     def uncut(self) -> Placing:

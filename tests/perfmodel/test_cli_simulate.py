@@ -16,7 +16,7 @@ from fastdecode.cli.main import main
 from fastdecode.cli.simulate import add_command
 from fastdecode.cli.simulate_inputs import read_simulation
 from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
-from fastdecode.perfmodel.model_shape import read_shape
+from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.profile_json import write_profile
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,8 @@ from fastdecode.api.config import DEMO_MODEL
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import KV_BITS
 from fastdecode.perfmodel.hardware import find_cpu_host
-from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape, find_shape, read_shape
+from fastdecode.perfmodel.model_config import find_shape, read_shape
+from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape
 from fastdecode.perfmodel.stages import host_r_part
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.support import probe_layout

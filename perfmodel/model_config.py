@@ -1,0 +1,196 @@
+"""The shapes of models: those known by name, and those that a transformers ``config.json`` describes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.core.types import ITEM_BYTES
+from fastdecode.perfmodel.latent_shape import read_latent_shape
+from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape
+
+_KEYS = {
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "vocab_size": ("vocab_size",),
+}
+
+_INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+_PLAIN_MLP = {
+    "opt",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox",
+    "phi",
+    "starcoder2",
+    "falcon",
+    "bloom",
+    "mpt",
+    "gptj",
+}
+"""Model types whose MLP has two matrices; all others are taken as gated."""
+
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+"""Model types whose layers attend in a window but for each second, fourth, sixth, where the file does not say."""
+
+_RECURRENT = ("mamba_", "ssm_", "linear_conv", "conv_L_cache", "state_size", "attention_hidden_size", "lru_width")
+"""Beginnings of keys that recurrent models have, and hybrids of them."""
+
+_RECURRENT_KINDS = ("rwkv", "xlstm", "recurrent_gemma")
+
+_ENCODERS = ("bert", "electra", "mpnet", "clip")
+"""Parts of the types of models that attend in both directions, unless they say that they are decoders."""
+
+_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of classes that generate text."""
+
+_TIED = {"opt", "gpt2", "gpt_bigcode", "gpt_neo", "gemma", "gemma2", "gemma3", "gemma3_text", "falcon", "bloom", "mpt"}
+"""Model types that tie input and output embeddings where the file does not say."""
+
+
+def find_shape(name_or_path: str) -> ModelShape:
+    """The shape of a built-in name, a model folder or a ``config.json``; ModelLoadError when there is none."""
+    built_in = BUILT_IN.get(name_or_path.lower())
+    if built_in:
+        return built_in
+    path = Path(name_or_path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ModelLoadError(
+            f"{name_or_path}: no such model folder or config.json, and not one of the names known here "
+            f"({', '.join(BUILT_IN)})"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: not a readable JSON file: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{path}: must hold a JSON object")
+    return read_shape(config, name_or_path)
+
+
+def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape a transformers configuration describes.
+
+    ModelLoadError names a missing key; UnsupportedModelError a kind of attention or weights the equations do not know.
+    """
+    whole, config = config, config.get("text_config") or config
+    if not isinstance(config, Mapping):
+        raise ModelLoadError(f"{name}: text_config must be a JSON object, not {config!r}")
+    if unknown := _unknown_kind(whole) or _unknown_kind(config):
+        raise UnsupportedModelError(f"{name}: {unknown}")
+    _check_layer_types(config, name)
+    sizes = {field: _first(config, keys, name) for field, keys in _KEYS.items()}
+    num_experts = next((config[key] for key in _EXPERTS if config.get(key)), 1)
+    kind = config.get("model_type", "")
+    try:
+        latent = read_latent_shape(config, name)
+        dense_layers = _dense_layers(config) if num_experts > 1 else 0
+        return ModelShape(
+            name=name,
+            **sizes,
+            num_kv_heads=1 if latent else _num_kv_heads(config, sizes["num_heads"]),
+            head_dim=latent.row_dim if latent else _head_dim(config, sizes),
+            intermediate_size=_intermediate_size(config, sizes["hidden_size"], num_experts > 1),
+            mlp_matrices=2 if kind in _PLAIN_MLP else 3,
+            tied_embeddings=config.get("tie_word_embeddings", kind in _TIED),
+            num_experts=num_experts,
+            experts_per_token=config.get("num_experts_per_tok") or config.get("experts_per_token") or 1,
+            shared_intermediate_size=_shared_intermediate_size(config),
+            dtype=_dtype(config),
+            windows=_windows(config, sizes["num_layers"]),
+            latent=latent,
+            dense_layers=dense_layers,
+            dense_intermediate_size=config["intermediate_size"] if dense_layers else 0,
+        )
+    except (TypeError, KeyError, ZeroDivisionError, ConfigError) as error:
+        raise ModelLoadError(f"{name}: the configuration cannot be right: {error}") from None
+
+
+def _unknown_kind(config: Mapping[str, Any]) -> str | None:
+    """Return why the equations do not know a model, None where nothing says so."""
+    kind, classes = str(config.get("model_type") or "model"), config.get("architectures") or ()
+    has_state = kind in _RECURRENT_KINDS or any(key.startswith(_RECURRENT) for key in config)
+    if has_state and "layer_types" not in config:
+        return f"a recurrent state ({kind}) is not in the equations"
+    if config.get("is_encoder_decoder"):
+        return "encoder–decoder is not in the equations"
+    if classes and not any(str(each).endswith(_GENERATES) for each in classes):
+        return f"{classes[0]} generates no text, so it has no KV cache to plan for"
+    if not classes and any(part in kind for part in _ENCODERS) and not config.get("is_decoder"):
+        return f"{kind} generates no text, so it has no KV cache to plan for"
+    if config.get("num_kv_shared_layers"):
+        return "layers that share a cache (num_kv_shared_layers) are not in the equations"
+    if config.get("quantization_config"):
+        return "quantized weights are not in the equations; plan with the plain model"
+    return None
+
+
+def _check_layer_types(config: Mapping[str, Any], name: str) -> None:
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list | tuple) or not all(isinstance(each, str) for each in layer_types):
+        raise ModelLoadError(f"{name}: layer_types must be a list of names, one per layer, not {layer_types!r}")
+    if kinds := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
+        raise UnsupportedModelError(f"{name}: {', '.join(sorted(kinds))} is not in the equations")
+
+
+def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the window of each layer, where one has any; a chunk counts as a window of its length."""
+    window = (config.get("use_sliding_window") is not False and config.get("sliding_window")) or 0
+    sees = {"sliding_attention": window, "chunked_attention": config.get("attention_chunk_size") or 0}
+    every = config.get("sliding_window_pattern") or _PATTERNS.get(config.get("model_type", ""), num_layers + 1)
+    first = config.get("max_window_layers") or 0
+    windows = [0 if index < first or (index + 1) % every == 0 else window for index in range(num_layers)]
+    if config.get("layer_types"):
+        windows = [sees.get(each, 0) for each in config["layer_types"]]
+    return tuple(windows) if any(windows) else ()
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
+    for key in keys:
+        if config.get(key):
+            return config[key]
+    raise ModelLoadError(f"{name}: the configuration has no {' or '.join(keys)}")
+
+
+def _head_dim(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
+    return config.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"]
+
+
+def _dense_layers(config: Mapping[str, Any]) -> int:
+    """Layers without experts in a model that has them elsewhere."""
+    kinds = config.get("mlp_layer_types")
+    return list(kinds).count("dense") if kinds else config.get("first_k_dense_replace") or 0
+
+
+def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
+    """Falcon's new architecture has groups of queries, whatever its ``multi_query`` says."""
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    return config.get("num_key_value_heads") or config.get("num_kv_heads") or num_heads
+
+
+def _intermediate_size(config: Mapping[str, Any], hidden_size: int, has_experts: bool) -> int:
+    if has_experts and config.get("moe_intermediate_size"):
+        return config["moe_intermediate_size"]
+    given = next((config[key] for key in _INTERMEDIATE if config.get(key)), None)
+    return given or config.get("expansion_ratio", 4) * hidden_size
+
+
+def _shared_intermediate_size(config: Mapping[str, Any]) -> int:
+    shared = (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)
+    return config.get("shared_expert_intermediate_size") or shared
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    """The file's dtype; bfloat16 where it names none that the S-worker can have."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return dtype if dtype in ITEM_BYTES else "bfloat16"
