@@ -28,7 +28,7 @@ Place = tuple[str, int]
 
 
 def ask(place: Place, path: str, method: str = "GET") -> tuple[int, str]:
-    """Status and body."""
+    """The status and the body of the answer."""
     connection = http.client.HTTPConnection(*place, timeout=PATIENCE_SECONDS)
     with contextlib.closing(connection):
         connection.request(method, path)
@@ -37,7 +37,7 @@ def ask(place: Place, path: str, method: str = "GET") -> tuple[int, str]:
 
 
 def metrics(place: Place) -> dict[str, float]:
-    """By name without the prefix."""
+    """The values that /metrics gives, by name without the prefix."""
     status, text = ask(place, "/metrics")
     assert status == 200
     lines = [line.removeprefix(PREFIX).split() for line in text.splitlines() if not line.startswith("#")]
@@ -60,7 +60,7 @@ def place_told(process: subprocess.Popen[str]) -> Place:
 
 @pytest.fixture
 def port() -> Iterator[HealthPort]:
-    """One in this process, of an R-worker that is ready."""
+    """A health port in this process; the R-worker that it tells of is ready."""
     vitals = Vitals()
     vitals.is_ready = True
     health = HealthPort("127.0.0.1", 0, vitals)
@@ -73,8 +73,8 @@ def place_of(health: HealthPort) -> Place:
     return host, int(number)
 
 
-def test_one_that_cannot_join_says_why(tmp_path: Path) -> None:
-    """Where nobody listens, and where one with another key does; its process is well meanwhile."""
+def test_an_r_worker_that_cannot_join_says_why(tmp_path: Path) -> None:
+    """First nobody listens at the pool's address, then a pool with another key; the R-worker is alive all the time."""
     key, other = (make_key(tmp_path / name, name * 32) for name in ("key", "other"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         pool = f"127.0.0.1:{free.getsockname()[1]}"
@@ -97,7 +97,7 @@ def test_one_that_cannot_join_says_why(tmp_path: Path) -> None:
         assert log.count("nobody answers there") == log.count("do not agree on a key") == 1
 
 
-def test_it_tells_of_the_session_and_its_work() -> None:
+def test_metrics_show_the_session_and_its_work() -> None:
     with watched() as (_, address, place):
         assert ask(place, "/health") == (200, "ok\n")
         assert metrics(place)["serving"] == 0 and metrics(place)["kv_blocks"] == 0
@@ -114,7 +114,7 @@ def test_it_tells_of_the_session_and_its_work() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert metrics(place)["kv_blocks"] == 0
-        assert ask(place, "/health")[0] == 200, "it serves the next one"
+        assert ask(place, "/health")[0] == 200, "it is ready for the next session"
 
 
 def test_it_speaks_prometheus(port: HealthPort) -> None:
@@ -168,7 +168,7 @@ def test_malformed_requests_harm_only_themselves(sent: bytes, port: HealthPort) 
 
 
 def test_clients_that_say_nothing_are_sent_away(port: HealthPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as may connect at once; also those that send a byte now and then."""
+    """All connections are taken by such clients; one of them sends a byte now and then."""
     monkeypatch.setattr("fastdecode.cluster.r_worker.health.CLIENT_SECONDS", 0.5)
     place = place_of(port)
     with contextlib.ExitStack() as stack:
@@ -195,7 +195,7 @@ def test_the_r_worker_serves_while_its_port_is_abused() -> None:
     assert process.returncode == 0 and "ended" in out and "Traceback" not in log and "Exception" not in log
 
 
-def test_a_port_that_cannot_be_had_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_cannot_be_used_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"health_listen: cannot listen at 127.0.0.1:{number}"):
@@ -209,7 +209,7 @@ def test_a_port_that_cannot_be_had_is_said(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_threads_are_not_pinned_under_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers of one host would all be on its first cores."""
+    """Otherwise all containers of one host would pin their threads to its first cores."""
     free = take_host(None, 1, 1 << 20)
     assert free.size.cores == free.cores or has_cpu_quota()
     with monkeypatch.context() as quota:
