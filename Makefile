@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 # Where there is no NVIDIA driver, pin the tested CPU builds: plain torch would bring gigabytes of CUDA.
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
+TOOLS := $(VENV)/.tools
 
 # Bytecode is kept, whatever the environment says: else every process compiles every module and test anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,10 +41,11 @@ demo: $(STAMP)
 model: $(STAMP)
 	@$(BIN)/python scripts/get_model.py
 
-# Side by side: some tests wait for other processes, compilers and mypy never do; so one process more than there are
-# cores. Each costs some 4 seconds of CPU time for its imports, or 10 where tests have no bytecode yet.
+# Side by side; sanitizers, which need no package, beside the installation, too. Some tests wait for other processes,
+# compilers and mypy never do; so one process more than there are cores. Each costs some 4 seconds of CPU time for its
+# imports, or 10 where tests have no bytecode yet.
 WORKERS ?= $(shell expr $$(nproc) + 1)
-test: $(STAMP)
+test:
 	$(MAKE) -j4 lint sanitize-quick emulated pytest
 
 pytest: $(STAMP)
@@ -69,11 +71,16 @@ lint: $(STAMP)
 # One pip command; again whenever the C++ or the packaging changed. Of all packages' modules only those are compiled that
 # are imported: here, once, for all processes that come.
 SOURCES := $(shell find rworker_cpp sworker/cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name CMakeLists.txt)
-$(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES) | $(TOOLS)
 	$(BIN)/pip install --disable-pip-version-check -q --no-compile $(CONSTRAINTS) \
 	  -e '.[gguf,mpi,otel,plot,ray,serve,structured,test]'
 	PYTHONSAFEPATH=1 $(BIN)/python -c 'import fastdecode.build, fastdecode.cli.serve'
+	touch $@
+
+# What builds C++ that Python does not load.
+$(TOOLS):
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -q --no-compile $(CONSTRAINTS) 'cmake>=3.20' 'pybind11>=3.0'
 	touch $@
 
 # `$(call build,FOLDER,FLAGS,TARGET)` compiles only where the content differs: a hash of sources, flags, tools and CPU,
@@ -97,13 +104,14 @@ compilers: $(STAMP)
 	$(BIN)/python scripts/compilers.py
 
 # The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: AVX-512 emulated for the first, no kernels
-# but the scalar ones for the second, which is about threads, and little optimization, since compiling is most of it.
+# but the scalar ones for the second, which is about threads, and little optimization, since compiling is most of it;
+# and no questions at each access of a kernel that the address sanitizer answers too.
 sanitize: FLAVOR := -DCMAKE_BUILD_TYPE=RelWithDebInfo
 sanitize-quick: FLAVOR := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG='-Og -g1' \
-  -DFASTDECODE_KERNEL_OPTIMIZATION=-Og
+  -DFASTDECODE_KERNEL_OPTIMIZATION='-Og -fno-sanitize=null,object-size'
 sanitize-quick: ADDRESS_FLAVOR := -DFASTDECODE_EMULATION=ON
 sanitize-quick: THREAD_FLAVOR := -DFASTDECODE_SCALAR=ON
-sanitize sanitize-quick: $(STAMP)
+sanitize sanitize-quick: $(TOOLS)
 	for kind in "address,undefined $(ADDRESS_FLAVOR)" "thread $(THREAD_FLAVOR)"; do set -- $$kind; \
 	  { $(call build,out/$@/$$1,-DFASTDECODE_SANITIZE=$$1 -DFASTDECODE_BUILD_TESTS=ON \
 	    -DFASTDECODE_BUILD_BINDINGS=OFF $(FLAVOR) $$2,rworker_tests); } && out/$@/$$1/rworker_cpp/rworker_tests || exit 1; done

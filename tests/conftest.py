@@ -121,8 +121,7 @@ def group_of(module: str) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Groups first. Slow besides what is marked so: kernel tests of instruction sets between `scalar`, the oracle, and
-    the best one of this CPU.
+    """Groups first. Slow besides what is marked so: kernel tests of all instruction sets but this CPU's best one.
 
     With RWORKER_EXTENSION: tests of instruction sets that cannot run otherwise, and those of `test_emulation`.
 
@@ -134,7 +133,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: group_of(item.path.stem) not in SHARED)
     native = native_isas()
     for item in items:
-        if isa_of(item) in native[1:-1]:
+        if isa_of(item) in native[:-1]:
             item.add_marker("slow")
         if isa_of(item) == "avx512_vnni" and "avx512_bf16" in native:
             item.add_marker("thorough")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from chaos.configuration import KINDS, REMOVES, draw
 from helpers.examples import SEES_ALL
-from helpers.processes import TESTS, script
+from helpers.forks import relayed
+from helpers.processes import script
 
 FIRST_SEED, ROUNDS = 4650, 10 if SEES_ALL else 5
 """The first five have all pools, ranges, two copies and drafts, and take about ten seconds of CPU time."""
@@ -21,9 +20,9 @@ FIRST_SEED, ROUNDS = 4650, 10 if SEES_ALL else 5
 @pytest.mark.timeout(500)
 def test_rounds_are_clean() -> None:
     """Random settings, kills, drains and joins; a round that is unclean is printed with its seed."""
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "chaos", "--small", "--rounds", str(ROUNDS), "--seed", str(FIRST_SEED)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    words = ["chaos", "--small", "--rounds", str(ROUNDS), "--seed", str(FIRST_SEED)]
+    command = script(f"import runpy\nsys.argv = {words}\nrunpy.run_module('chaos', run_name='__main__')")
+    done = subprocess.run(relayed(command), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -68,7 +67,7 @@ def test_what_a_round_leaves_behind_is_found(tmp_path: Path) -> None:
         finally:
             segment.unlink()
     """
-    done = subprocess.run(script(code), capture_output=True, text=True, check=False)
+    done = subprocess.run(relayed(script(code)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kinds = [line.split()[1:3] for line in done.stdout.splitlines()]
     assert [kind[0] for kind in kinds] == ["process", "shared", "1", "file"], done.stdout

@@ -156,7 +156,9 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    "sampling", ["greedy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("random", "several"))]
+)
 def test_first_layers_that_say_all_are_always_right(sampling: str, shallow: str) -> None:
     params, prompts = SAMPLINGS[sampling], model_zoo.prompts(NAME)
     wanted, _ = run(shallow, prompts, params)
@@ -323,6 +325,7 @@ def test_an_r_worker_killed_while_drafts_are_made(
         assert_idle(llm.engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, pytest.param(9, marks=pytest.mark.thorough)])
 def test_drafting_that_fails_half_way(number: int, speculative: dict[str, Any], folder: Any, interrupted: Any) -> None:
     def fail() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_the_page_is_today_s() -> None:
     """Whoever changes a refusal, or what rounds draw, runs ``python scripts/features.py``."""
     spec = importlib.util.spec_from_file_location("features", ROOT / "scripts" / "features.py")

@@ -150,6 +150,7 @@ def _other_violations(module: Module) -> Iterator[str]:
         yield f"{module.name} imports {', '.join(sorted(banned))}"
 
 
+@pytest.mark.slow
 def test_floors_are_kept() -> None:
     modules = read_modules()
     assert {"core.types", "scheduler.scheduler", "sworker.s_worker", "cluster.pool", "engine"} <= {
@@ -158,6 +159,7 @@ def test_floors_are_kept() -> None:
     assert violations(modules) == []
 
 
+@pytest.mark.slow
 def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
     """The composition root knows the S side as such, the R side as the backend it asks for."""
     rooms = {m.name: {room_of(name) for name in m.own} for m in read_modules()}

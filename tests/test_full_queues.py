@@ -73,7 +73,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("reader_listens", [True, False])
+@pytest.mark.parametrize("reader_listens", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_peer_is_killed_while_its_messages_wait(reader_listens: bool) -> None:
     """The one that goes on reading lives, whichever side had connected."""
     send = SEND.format(connects=reader_listens, messages=MESSAGES)

@@ -23,6 +23,7 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_without_an_index_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     """With a status of its own, by which `make demo` and the tests go on without it."""
     environment = {**os.environ, "PIP_NO_INDEX": "1", "XDG_CACHE_HOME": str(tmp_path)}

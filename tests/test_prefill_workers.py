@@ -113,6 +113,7 @@ def test_every_kind_of_r_worker(kind: str, kv_cache_dtype: str, folder: Any) -> 
             assert generate(llm, prompts, AnyParts([0, 1], seed=3)) == wanted
 
 
+@pytest.mark.slow
 def test_ctrl_c_as_a_prompt_arrives(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step that samples the first token is interrupted: the next one samples it, from the same logits."""
     with prefill_workers.threads(folder(), 2) as addresses, make_llm(folder(), addresses) as llm:
@@ -193,6 +194,7 @@ def test_an_aborted_prompt_stops_its_chain(folder: Any) -> None:
         assert generate(llm, model_zoo.prompts(NAME)) == expected()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("security", ["encrypt", pytest.param("authenticate", marks=pytest.mark.thorough)])
 def test_with_a_key(security: str, folder: Any, tmp_path: Path) -> None:
     """On every connection: S-worker, prefill workers and R-worker."""
@@ -258,6 +260,7 @@ def test_another_model_is_refused(folder: Any) -> None:
         make_llm(folder(), address)
 
 
+@pytest.mark.slow
 def test_a_second_s_worker_is_told_who_is_served(folder: Any) -> None:
     with prefill_workers.threads(folder(), 1) as address:
         with (

@@ -78,15 +78,20 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
     "settings",
     [
         {},
-        {"r_workers": "inproc:1"},
-        {"r_workers": "inproc:4", "num_mini_batches": 2, "max_num_batched_tokens": 300},
-        pytest.param({"r_workers": "spawn:2", "num_mini_batches": 2}, marks=pytest.mark.slow),
-        {"kv_shard_tokens": 1024, "prefill_scratch": "64MiB"},
-        {"prefill_scratch": "64MiB", "max_num_batched_tokens": 700, "block_size": 256},
-        {"schedule": "prefill-first", "r_workers": "inproc:3", "max_num_seqs": 2},
-        {"kv_load_limit": 3000, "r_workers": "inproc:3"},
-        {"speculative_config": NGRAM, "num_mini_batches": 2},
-        {"kv_cache_memory": "900KiB", "r_workers": "inproc:3", "kv_shard_tokens": None},
+        *(
+            pytest.param(settings, marks=pytest.mark.slow)
+            for settings in (
+                {"r_workers": "inproc:1"},
+                {"r_workers": "inproc:4", "num_mini_batches": 2, "max_num_batched_tokens": 300},
+                {"r_workers": "spawn:2", "num_mini_batches": 2},
+                {"kv_shard_tokens": 1024, "prefill_scratch": "64MiB"},
+                {"prefill_scratch": "64MiB", "max_num_batched_tokens": 700, "block_size": 256},
+                {"schedule": "prefill-first", "r_workers": "inproc:3", "max_num_seqs": 2},
+                {"kv_load_limit": 3000, "r_workers": "inproc:3"},
+                {"speculative_config": NGRAM, "num_mini_batches": 2},
+                {"kv_cache_memory": "900KiB", "r_workers": "inproc:3", "kv_shard_tokens": None},
+            )
+        ),
     ],
     ids=str,
 )

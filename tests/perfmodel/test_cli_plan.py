@@ -278,6 +278,7 @@ def test_emitted_r_workers_get_the_memory_that_was_planned_with(form: str, capsy
     assert "--kv-cache-memory" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_plot_is_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     prices = ["--gpu-price", "1", "--cpu-price", "0.5"]
