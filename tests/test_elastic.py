@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from helpers import model_zoo, r_workers
 from helpers.elastic import GREEDY, NAME, Job, make_llm
 from helpers.engine_checks import assert_nothing_held
+from helpers.ports import free_port
 from helpers.servers import MODEL, RunningServer, serving, total
 
 from fastdecode.cluster.newcomers import MOST_ADDRESSES, Attempts
@@ -290,8 +290,7 @@ def test_who_is_refused_again_and_again_is_said_once(folder: Path, caplog: pytes
 
 def test_an_engine_begins_with_those_that_join(folder: Path, key: str) -> None:
     """It has no R-worker of its own, waits for two, and goes on when one leaves; the tokens are the same."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        pool = f"127.0.0.1:{free.getsockname()[1]}"
+    pool = f"127.0.0.1:{free_port()}"
     flags = ("--key-file", key)
     with r_workers.joining(pool, *flags) as (first, _), r_workers.joining(pool, *flags):
         settings = {"kv_cache_memory": None, "r_threads": None, "key_file": key}

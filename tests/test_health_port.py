@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers import contract, r_workers
+from helpers.ports import free_port
 from helpers.sessions import PATIENCE_SECONDS, log_of, make_key, opened, serves, works
 
 from fastdecode.cli.main import main
@@ -76,8 +77,7 @@ def place_of(health: HealthPort) -> Place:
 def test_an_r_worker_that_cannot_join_says_why(tmp_path: Path) -> None:
     """First nobody listens at the pool's address, then a pool with another key; the R-worker is alive all the time."""
     key, other = (make_key(tmp_path / name, name * 32) for name in ("key", "other"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        pool = f"127.0.0.1:{free.getsockname()[1]}"
+    pool = f"127.0.0.1:{free_port()}"
 
     def until(status: int, reason: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS

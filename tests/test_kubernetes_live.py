@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 from helpers import kubernetes
 from helpers.kubernetes import FOLDER, container, parsed, pods
+from helpers.ports import free_port
 from helpers.servers import RunningServer, metrics
 
 pytestmark = pytest.mark.slow
@@ -58,8 +58,7 @@ class Cluster:
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._folder, self._stack = folder, stack
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            pool = f"127.0.0.1:{free.getsockname()[1]}"
+        pool = f"127.0.0.1:{free_port()}"
         manifests = kubernetes.base()
         self._here = {
             parsed(manifests, "s-worker").pool_listen: pool,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from helpers import model_zoo
 from helpers.examples import SEES_ALL
+from helpers.ports import free_port
 from helpers.processes import children_of
 
 from fastdecode import LLM, SamplingParams
@@ -35,19 +35,10 @@ SEEN, NUM_TOKENS = (slice(None), 10) if SEES_ALL else (slice(1, None, 2), 6)
 """Of the zoo's prompts, and of what transformers generates for them."""
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine at which nothing listens."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
-
-
 def run_ranks(size: int, jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
     """The results of ``jobs``, one after the other in the same ``size`` processes."""
-    ports = free_ports(len(jobs))
-    jobs = [{"params": {}, "settings": SETTINGS} | job | {"port": port} for job, port in zip(jobs, ports, strict=True)]
+    first = free_port(len(jobs))
+    jobs = [{"params": {}, "settings": SETTINGS} | job | {"port": port} for port, job in enumerate(jobs, first)]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     script = Path(__file__).parent / "helpers" / "rank_job.py"
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONSAFEPATH": "1"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 import traceback
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Any
 
 from helpers.drafting import AlwaysMost
 from helpers.engine_checks import assert_nothing_held
+from helpers.ports import free_port
 from helpers.prefill_workers import AnyParts
 
 from chaos.configuration import Ask, Configuration, accepted_settings
@@ -220,13 +220,3 @@ def cache_bytes(drawn: Configuration, block_bytes: int, has_ranges: bool) -> int
     if not has_ranges:
         num_tokens = max(num_tokens, drawn.settings["max_model_len"] + 64)
     return -(-num_tokens // drawn.settings["block_size"]) * block_bytes
-
-
-def free_port(count: int = 1) -> int:
-    """A port at which nothing listens, nor at the ``count`` - 1 after it."""
-    while True:
-        with contextlib.ExitStack() as listeners, contextlib.suppress(OSError):
-            first = listeners.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for port in range(first + 1, first + count):
-                listeners.enter_context(socket.create_server(("127.0.0.1", port)))
-            return int(first)

@@ -17,13 +17,14 @@ from typing import Any
 
 import psutil
 from helpers import r_workers
+from helpers.ports import free_port
 from helpers.processes import alive
 from helpers.servers import RunningServer, read_stream, serving, total, wait_until_idle
 
 from chaos.configuration import Ask, Configuration, Event
 from chaos.processes import Leftovers
 from chaos.reference import Reference, model_folder
-from chaos.round import Result, cache_bytes, free_port
+from chaos.round import Result, cache_bytes
 
 STEP_SECONDS = 0.02
 """How long after the server's start a request of step 1 comes."""

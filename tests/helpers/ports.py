@@ -1,0 +1,29 @@
+"""Ports at which something will listen later."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from pathlib import Path
+
+_DRAW = random.SystemRandom()
+
+
+def free_port(count: int = 1) -> int:
+    """A port of this machine at which nothing listens, nor at the ``count`` - 1 after it.
+
+    It is none that the system gives to whoever asks for any, or for a connection: before it is listened at, here some
+    seconds later, another process of a test would have it.
+    """
+    while True:
+        first = _DRAW.randrange(10_000, max(first_given() - count, 20_000))
+        with contextlib.ExitStack() as listeners, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                listeners.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
+def first_given() -> int:
+    """The first of the ports that the system gives by itself."""
+    return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
