@@ -37,6 +37,49 @@ void turn_pairs(const std::uint32_t* keys, KeyWords at, int tokens, int value_di
         }
 }
 
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define RWORKER_SHUFFLES_HALVES
+#endif
+#endif
+
+#ifdef RWORKER_SHUFFLES_HALVES
+using Halves = std::uint16_t __attribute__((vector_size(16)));
+
+/// A line's words of four tokens, two dims each, as two pairs of tokens: of each pair first one dim, then the other.
+Halves pair_tokens(const std::uint32_t* words) {
+    Halves line;
+    std::memcpy(&line, words, sizeof(line));
+    return __builtin_shufflevector(line, line, 0, 2, 1, 3, 4, 6, 5, 7);
+}
+
+void store(std::uint32_t* words, Halves halves) { std::memcpy(words, &halves, sizeof(halves)); }
+
+/// As turn_pairs, of a full tile: two lines at a time give four dims of each pair of tokens.
+void turn_full_pairs(const std::uint32_t* keys, int value_dim, int padded_dim, std::uint32_t* values) {
+    int dim = 0;
+    for (; dim + 4 <= value_dim; dim += 4, keys += 2 * kTileTokens)
+        for (int token = 0; token < kTileTokens; token += 4) {
+            const Halves first = pair_tokens(keys + token), second = pair_tokens(keys + kTileTokens + token);
+            std::uint32_t* const to = values + token / 2 * padded_dim + dim;
+            store(to, __builtin_shufflevector(first, second, 0, 1, 2, 3, 8, 9, 10, 11));
+            store(to + padded_dim, __builtin_shufflevector(first, second, 4, 5, 6, 7, 12, 13, 14, 15));
+        }
+    turn_pairs(keys, KeyWords(true, 0), kTileTokens, value_dim - dim, padded_dim, values + dim);
+}
+#else
+void turn_full_pairs(const std::uint32_t* keys, int value_dim, int padded_dim, std::uint32_t* values) {
+    turn_pairs(keys, KeyWords(true, 0), kTileTokens, value_dim, padded_dim, values);
+}
+#endif
+
+void turn(const std::uint8_t* keys, int tokens, int lines, int value_dim, int padded_dim, std::uint8_t* values) {
+    const std::uint32_t* const words = reinterpret_cast<const std::uint32_t*>(keys);
+    std::uint32_t* const to = reinterpret_cast<std::uint32_t*>(values);
+    if (tokens == kTileTokens) return turn_full_pairs(words, value_dim, padded_dim, to);
+    turn_pairs(words, KeyWords(false, lines), tokens, value_dim, padded_dim, to);
+}
+
 }  // namespace
 
 void make_values(DType dtype, const HeadView& view, std::int64_t begin, std::int64_t end, int key_dim, int value_dim) {
@@ -51,8 +94,7 @@ void make_values(DType dtype, const HeadView& view, std::int64_t begin, std::int
         const int tokens = int(std::min<std::int64_t>(end - tile * kTileTokens, kTileTokens));
         const KeyWords at(tokens == kTileTokens, lines);
         if (dtype == DType::bfloat16)
-            turn_pairs(reinterpret_cast<const std::uint32_t*>(keys), at, tokens, value_dim, padded_dim,
-                       reinterpret_cast<std::uint32_t*>(values));
+            turn(keys, tokens, lines, value_dim, padded_dim, values);
         else if (dtype == DType::float16)
             turn_tile(reinterpret_cast<const std::uint16_t*>(keys), at, tokens, value_dim, padded_dim,
                       reinterpret_cast<std::uint16_t*>(values));
