@@ -142,7 +142,8 @@ class _Transfer:
         gathered = self._qkv.room(sum(sizes), self._dtype)
         landing = self._pinned_qkv.room(sum(sizes), self._dtype)
         # Allocated before `computed`: memory the compute stream still reads must not be written by the up stream.
-        self._o.room(shapes[0][0] * shapes[0][1] * shapes[2][2], self._dtype)
+        # Where values are not sent, being the first dims of keys, they are no wider than these.
+        self._o.room(shapes[0][0] * shapes[0][1] * (shapes[2][2] or shapes[1][2]), self._dtype)
         for part, rows in zip(gathered.split(sizes), qkv, strict=True):
             part.view(rows.shape).copy_(rows)
         self._computed.record(self._gpu.compute_stream())

@@ -54,6 +54,16 @@ def shape(**changed: Any) -> AttentionShape:
     return AttentionShape(**{**fields, **changed})
 
 
+def test_latent_rows_are_read_once_for_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half the bytes of a cache with values as wide as keys, for the same multiply-adds; right by the oracle."""
+    apart, latent = rows_of(capsys, "--latent-dim", "0,16", "--num-kv-heads", "1")
+    assert latent["latent_dim"] == 16 and latent["max_relative_error"] < 1e-2
+    assert 2 * latent["kv_bytes"] == apart["kv_bytes"]
+    for row in (apart, latent):
+        multiply_adds = row["mac_peak_g_per_s"] * row["kv_bytes"] / row["arithmetic_gb_per_s"]
+        assert multiply_adds == pytest.approx(3 * 70 * 4 * (16 + 16))
+
+
 def test_json_has_the_contracts_keys(capsys: pytest.CaptureFixture[str]) -> None:
     """In its order, and the figures belong together."""
     (row,) = rows_of(capsys)
@@ -127,10 +137,11 @@ def test_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--num-heads", "5"], 2, "num_heads (5) must be a multiple of num_kv_heads (2)"),
         (["--num-heads", "4,x"], 2, "num_heads must be a whole number"),
         (["--head-dim", "0"], 2, "head_dim must be at least 1"),
-        (["--head-dim", "513"], 2, "head_dim must be at most 512"),
+        (["--head-dim", "577"], 2, "head_dim must be at most 576"),
         (["--context-len", "9-1"], 2, "context_len must be a number of tokens, or LOW-HIGH"),
         (["--context-len", "2", "--q-len", "3"], 2, "must hold q_len (3) new tokens"),
         (["--shared-prefix-len", "70"], 2, "after shared_prefix_len (70)"),
+        (["--latent-dim", "17"], 2, "latent_dim (17) must be at most head_dim (16), and 0 with int8 and int4"),
         (["--batch-size", "0"], 2, "batch_size must be 1 to"),
         (["--threads", "4096"], 2, "threads is 4096, and this process may use"),
         (["--repeats", "3"], 2, "repeats must be at least 9"),

@@ -39,6 +39,7 @@ SWEPT = (
     ("--isa", "auto", "instruction set (auto: FASTDECODE_ISA where set, else the best there is)"),
     ("--q-len", "1", "new tokens of each sequence, which attend causally (1)"),
     ("--shared-prefix-len", "0", "tokens at the start that all sequences share (0)"),
+    ("--latent-dim", "0", "dims of keys that are the values, too, as of latent attention; 0: values are stored (0)"),
 )
 
 
@@ -91,7 +92,7 @@ def parse_shapes(args: argparse.Namespace) -> list[AttentionShape]:
     """Every combination of the lists; ConfigError names the flag that cannot work."""
     from fastdecode.measure.attention_shape import ContextLen, sweep
 
-    whole = ("num_heads", "num_kv_heads", "head_dim", "threads", "q_len", "shared_prefix_len")
+    whole = ("num_heads", "num_kv_heads", "head_dim", "threads", "q_len", "shared_prefix_len", "latent_dim")
     values: dict[str, list[Any]] = {name: [_whole(name, text) for text in _split(args, name)] for name in whole}
     values["context_len"] = [ContextLen.parse(text) for text in _split(args, "context_len")]
     values["batch_size"] = [

@@ -89,11 +89,12 @@ def _row(cache: FilledCache, beside: FilledCache, samples: Samples, error: float
     shape, lengths = cache.shape, cache.lengths
     token_bytes = shape.layout.kv_bytes_per_token
     kv_bytes = shape.tokens_needed(lengths) * token_bytes
-    elements = int(lengths.sum()) * shape.layout.layers[0].kv_elements_per_token
+    layer = shape.layout.layers[0]
+    multiply_adds = int(lengths.sum()) * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * shape.q_len
     seconds = float(np.median(samples.seconds))
     read_peak, mac_peak = float(np.median(samples.read)), float(np.median(samples.mac))
     scattered = float(np.median(samples.scattered))
-    roofline = Roofline(kv_bytes, elements * shape.group * shape.q_len, scattered, mac_peak)
+    roofline = Roofline(kv_bytes, multiply_adds, scattered, mac_peak)
     rate = kv_bytes / seconds / 1e9
     tokens_per_second = int(lengths.sum()) / samples.seconds
     beside_per_second = int(beside.lengths.sum()) / samples.beside_seconds
@@ -117,6 +118,7 @@ def _row(cache: FilledCache, beside: FilledCache, samples: Samples, error: float
         "fraction_of_roofline": rate / roofline.gb_per_s,
         "max_relative_error": error,
         "shared_prefix_len": shape.shared_prefix_len,
+        "latent_dim": shape.latent_dim,
         "model_dtype": shape.model_dtype,
         "kv_bytes": kv_bytes,
         "roofline_gb_per_s": roofline.gb_per_s,
@@ -139,7 +141,7 @@ def _row(cache: FilledCache, beside: FilledCache, samples: Samples, error: float
 
 @dataclass(frozen=True)
 class Roofline:
-    """``kv_bytes`` must be read and ``multiply_adds`` done, one per cached element and query head that attends to it;
+    """``kv_bytes`` must be read and ``multiply_adds`` done, one per element of keys and values and query head;
     the machine reads scattered pieces of its size at ``scattered_read`` GB/s and does ``mac_peak`` 1e9 multiply-adds a
     second."""
 

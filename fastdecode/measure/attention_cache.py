@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -36,13 +37,15 @@ class FilledCache:
         self._rng = np.random.default_rng(seed)
         self.worker = _open_worker(shape, lengths)
         rows = min(max(PAYLOAD_BYTES // _row_bytes(shape), 2 * BLOCK_SIZE), 2 * int(lengths.sum()) + 2 * BLOCK_SIZE)
-        self._keys, self._values = (self._random(rows, shape.num_kv_heads) for _ in range(2))
+        layer = shape.layout.layers[0]
+        dims = layer.key_head_dim, layer.stored_value_dim
+        self._keys, self._values = (self._random(rows, shape.num_kv_heads, dim) for dim in dims)
         self._rows_per_step = rows // 2
         self._fill()
         new_rows = len(lengths) * shape.q_len
-        self._q = self._random(new_rows, shape.num_heads)
-        self._k, self._v = (self._random(new_rows, shape.num_kv_heads) for _ in range(2))
-        self._out = np.empty_like(self._q)
+        self._q = self._random(new_rows, shape.num_heads, layer.key_head_dim)
+        self._k, self._v = (self._random(new_rows, shape.num_kv_heads, dim) for dim in dims)
+        self._out = np.empty((new_rows, shape.num_heads, layer.value_head_dim), self._q.dtype)
         self._spans = self._table((i, length - shape.q_len, shape.q_len, 1) for i, length in enumerate(lengths))
 
     def call(self, q_len: int | None = None) -> tuple[float, float]:
@@ -77,6 +80,7 @@ class FilledCache:
     def _error(self, index: int) -> float:
         shape, rows = self.shape, slice(index * self.shape.q_len, (index + 1) * self.shape.q_len)
         keys, values = self.worker.read_tokens(index, 0)
+        values = keys[..., : shape.latent_dim] if shape.latent_dim else values
         q, out = (from_wire(rows_of[rows], shape.model_dtype) for rows_of in (self._q, self._out))
         return relative_error(out, exact_attention(q, keys, values, shape.layout.layers[0].scale))
 
@@ -105,19 +109,19 @@ class FilledCache:
         """Store ``(sequence, first token, tokens)`` each, with rows from somewhere in the random ones."""
         num_rows = sum(tokens for _, _, tokens in pieces)
         first = int(self._rng.integers(0, len(self._keys) - num_rows + 1))
-        none = np.empty((0, *self._heads_shape(self.shape.num_heads)), self._keys.dtype)
+        layer, dtype = self.shape.layout.layers[0], self._keys.dtype
+        no_q, no_out = (
+            np.empty((0, layer.num_heads, dim), dtype) for dim in (layer.key_head_dim, layer.value_head_dim)
+        )
         self.worker.begin_step(NO_CONTROLS, [self._table((*piece, 0) for piece in pieces)])
         rows = slice(first, first + num_rows)
-        self.worker.submit(0, 0, none, self._keys[rows], self._values[rows], none)
+        self.worker.submit(0, 0, no_q, self._keys[rows], self._values[rows], no_out)
         self.worker.wait(0)
         self.worker.end_step()
 
-    def _random(self, num_rows: int, num_heads: int) -> np.ndarray:
-        values = self._rng.standard_normal((num_rows, *self._heads_shape(num_heads)), dtype=np.float32)
+    def _random(self, num_rows: int, num_heads: int, dim: int) -> np.ndarray:
+        values = self._rng.standard_normal((num_rows, num_heads, dim), dtype=np.float32)
         return to_wire(values, self.shape.model_dtype)
-
-    def _heads_shape(self, num_heads: int) -> tuple[int, int]:
-        return num_heads, self.shape.head_dim
 
     @staticmethod
     def _table(rows: Iterator[tuple[int, int, int, int]]) -> np.ndarray:
@@ -167,9 +171,10 @@ def _open_worker(shape: AttentionShape, lengths: np.ndarray) -> _rworker.RWorker
     )
 
 
-def _layers(shape: AttentionShape) -> list[tuple[int, int, int, int, float, int, float, list[float], list[float]]]:
-    dim = shape.head_dim
-    return [(shape.num_heads, shape.num_kv_heads, dim, dim, dim**-0.5, 0, 0.0, [], [])]
+def _layers(shape: AttentionShape) -> list[tuple[Any, ...]]:
+    dim, latent = shape.head_dim, shape.latent_dim
+    plain: tuple[Any, ...] = (shape.num_heads, shape.num_kv_heads, dim, latent or dim, dim**-0.5, 0, 0.0, [], [])
+    return [(*plain, True) if latent else plain]
 
 
 def _num_blocks(lengths: np.ndarray) -> int:

@@ -16,7 +16,8 @@ from fastdecode.core.types import KVLayout, LayerLayout
 BLOCK_SIZE = 64
 """Tokens per block of the measured cache."""
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
+MAX_QUANTIZED_HEAD_DIM = 512  # of int8 and int4
 """The R-worker's limit."""
 
 MAX_BATCH_SIZE = 1 << 20
@@ -48,7 +49,8 @@ class ContextLen:
 @dataclass(frozen=True)
 class AttentionShape:
     """One call of one layer. ``context_len`` counts the ``q_len`` new tokens of each sequence too; ``batch_size`` None
-    is chosen. The first ``shared_prefix_len`` tokens are the same blocks for all sequences."""
+    is chosen. The first ``shared_prefix_len`` tokens are the same blocks for all sequences. ``latent_dim``: values are
+    the first so many dims of the keys, and are not stored; 0: they are stored, as wide as keys."""
 
     isa: str
     kv_cache_dtype: str
@@ -60,6 +62,7 @@ class AttentionShape:
     q_len: int
     threads: int
     shared_prefix_len: int = 0
+    latent_dim: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "q_len", "threads"):
@@ -69,8 +72,13 @@ class AttentionShape:
             raise ConfigError(f"batch_size must be 1 to {MAX_BATCH_SIZE}, not {self.batch_size}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
-        if self.head_dim > MAX_HEAD_DIM:
-            raise ConfigError(f"head_dim must be at most {MAX_HEAD_DIM}, not {self.head_dim}")
+        most = MAX_QUANTIZED_HEAD_DIM if self.kv_cache_dtype.startswith("int") else MAX_HEAD_DIM
+        if self.head_dim > most:
+            raise ConfigError(f"head_dim must be at most {most}, not {self.head_dim}")
+        if self.latent_dim > self.head_dim or (self.latent_dim and self.kv_cache_dtype.startswith("int")):
+            raise ConfigError(
+                f"latent_dim ({self.latent_dim}) must be at most head_dim ({self.head_dim}), and 0 with int8 and int4"
+            )
         if not 0 <= self.shared_prefix_len <= self.context_len.low - self.q_len:
             raise ConfigError(
                 f"context_len {self.context_len.label} must hold q_len ({self.q_len}) new tokens after "
@@ -95,8 +103,8 @@ class AttentionShape:
     @property
     def layout(self) -> KVLayout:
         """The one layer that is measured."""
-        dim = self.head_dim
-        layer = LayerLayout(self.num_heads, self.num_kv_heads, dim, dim, dim**-0.5)
+        dim, latent = self.head_dim, self.latent_dim
+        layer = LayerLayout(self.num_heads, self.num_kv_heads, dim, latent or dim, dim**-0.5, values_in_keys=latent > 0)
         return KVLayout((layer,), self.model_dtype, self.kv_cache_dtype)
 
     @property
