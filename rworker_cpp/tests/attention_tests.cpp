@@ -61,6 +61,8 @@ void check_outputs(const Worker& worker, const std::vector<float>& queries, cons
     std::vector<float> keys((context + num_rows) * layer.num_kv_heads * layer.key_dim);
     std::vector<float> values((context + num_rows) * layer.num_kv_heads * layer.value_dim);
     worker.cache().read_tokens(1, 0, keys.data(), values.data());
+    for (std::size_t i = 0; layer.values_in_keys && i < values.size(); ++i)
+        values[i] = keys[i / layer.value_dim * layer.key_dim + i % layer.value_dim];
     const std::int64_t stride = 1 + num_rows / kCheckedRows;
     for (std::int64_t row = num_rows - 1; row >= 0; row -= stride)
         for (std::int64_t head = 0; head < layer.num_heads; ++head) {
@@ -110,5 +112,7 @@ void run_attention_tests() {
             test_attend(kernels->isa, dtype, {3, 3, 7, 5, 0.4f, 9, 0.0f, {}}, 33, 40);
             test_attend(kernels->isa, dtype, {6, 2, 32, 16, 0.2f, 0, 0.0f, {}, {1, 0.5f, 0.1f, 0.02f, 0, -0.01f}}, 520, 13);
             test_attend(kernels->isa, dtype, {8, 1, 200, 136, 0.07f, 0, 0.0f, {}}, 60, 9);
+            if (is_quantized(dtype)) continue;
+            test_attend(kernels->isa, dtype, {9, 1, 72, 58, 0.1f, 0, 0.0f, {}, {}, true}, 1020, 7);
         }
 }
