@@ -64,8 +64,11 @@ class Watched:
 
 
 @pytest.mark.slow
-def test_two_losses_one_after_the_other_cost_no_token_and_no_prefill(folder: Path) -> None:
+def test_two_losses_one_after_the_other_cost_no_token_and_no_prefill(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second comes once all have two copies again; no step after the prompts has any row of a prompt."""
+    monkeypatch.setattr("fastdecode.scheduler.policy.second_copies.SHARE", 100.0)  # all are made in the first steps
     prompts, wanted = model_zoo.prompts(NAME)[:6], expected()[:6]
     with make_llm(folder, num_mini_batches=2, enable_prefix_caching=False) as llm:
         batch = Watched(llm, prompts, sampled=False)
