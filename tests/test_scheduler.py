@@ -373,7 +373,7 @@ def test_a_range_that_was_attended_on_a_lost_r_worker_is_computed_again() -> Non
     step = scheduler.schedule()
     first, ahead = sequence.segments
     assert first.twice and ahead.twice
-    scheduler.store.drop_copy(sequence, ahead, first.workers[1])
+    scheduler.store.give_up(sequence, ahead, first.workers[1])
     scheduler.commit(step)
     assert scheduler.members.spoilt([first.home]) == [0]
     scheduler.members.lost(first.home)

@@ -39,7 +39,7 @@ def test_a_moved_copy_leaves_the_other_ones_blocks_as_they_are(loses_source: boo
     transfer = store.transfers.begin_move(sequence, sequence.tail, third, 3)
     transfer.num_tokens = 2 * BLOCK
     if loses_source:
-        store.drop_copy(sequence, sequence.tail, transfer.source)
+        store.give_up(sequence, sequence.tail, transfer.source)
     assert store.transfers.advance(transfer)
     assert third in sequence.holders and len(sequence.holders) == 2 and transfer.source in range(3)
     held = {worker.index: NUM_BLOCKS - worker.free for worker in store.workers}
@@ -55,7 +55,7 @@ def test_a_transfer_whose_last_source_goes_is_dropped_as_it_was() -> None:
     transfer = store.transfers.begin_move(sequence, sequence.tail, third, 3)
     source = transfer.source
     for worker in sequence.holders:
-        store.drop_copy(sequence, sequence.tail, worker)
+        store.give_up(sequence, sequence.tail, worker)
     assert not len(store.transfers) and transfer.source in (source, 1 - source)
     assert [worker.free for worker in store.workers] == [NUM_BLOCKS] * 3
 

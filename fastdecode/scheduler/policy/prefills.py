@@ -96,7 +96,7 @@ class RemotePrompts:
         for segment, worker in [each for each in held if (each[1], each[0].cache_id) in lacking]:
             if not segment.twice:
                 return False
-            self._store.drop_copy(sequence, segment, worker)
+            self._store.give_up(sequence, segment, worker)
         return True
 
     def computed(self, job_id: int, now_seconds: float) -> bool:

@@ -72,7 +72,7 @@ class SecondCopies:
             for sequence in self._residents.on(worker):
                 for segment in sequence.segments if not sequence.job_id else ():
                     if segment.on(worker) and segment.twice:
-                        self._store.drop_copy(sequence, segment, worker)
+                        self._store.give_up(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
                 self._store.transfers.drop(transfer)  # all of it is to move at once
 
@@ -89,7 +89,7 @@ class SecondCopies:
         for sequence in sorted(self._table.several(), key=lambda each: -each.sequence_id):
             for segment in reversed(sequence.segments):
                 if segment.on(worker) and segment.twice:
-                    self._store.drop_copy(sequence, segment, worker)
+                    self._store.give_up(sequence, segment, worker)
                     return True
         return False
 

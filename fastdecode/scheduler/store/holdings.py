@@ -159,7 +159,7 @@ class TransfersUnderWay:
         place, on_second = len(segment.copies), self._store.table.on_second[sequence.row]
         if transfer.drops >= 0:
             place = segment.workers.index(transfer.drops)
-            self._store.drop_copy(sequence, segment, transfer.drops)
+            self._store.give_up(sequence, segment, transfer.drops)
         segment.copies.insert(place, Copy(transfer.target))
         segment.num_blocks = transfer.num_blocks
         self._store.workers[transfer.target].num_sequences += segment is sequence.tail

@@ -41,7 +41,7 @@ class Losses:
         for transfer in [each for each in store.transfers if each.target == worker]:
             store.transfers.drop(transfer)
         for sequence in [each for each in here if len(each.holders) > 1]:
-            store.drop_copy(sequence, sequence.tail, worker)
+            store.give_up(sequence, sequence.tail, worker)
             if sequence.sequence_id in attended and not self._repeat(sequence, attended[sequence.sequence_id]):
                 starved.append(sequence)
         here = self._residents.on(worker)
@@ -50,7 +50,7 @@ class Losses:
         for sequence in [each for each in here if each not in whole]:
             loses_some = _loses_some(sequence, {worker})
             if not loses_some and sequence.sequence_id not in attended:
-                store.forget_copies(sequence, worker)
+                store.lose(sequence, worker)
                 continue
             num_sound = (sound if loses_some else attended).get(sequence.sequence_id, sequence.num_tokens)
             has_room = self._break(sequence, worker, num_sound)
@@ -90,7 +90,7 @@ class Losses:
         self._residents.compute_again(sequence)
         self._store.prefixes.stop_computing(sequence)
         sequence.num_prefill = sequence.num_tokens - decoded  # who decodes has an output token that is not cached
-        self._store.forget_copies(sequence, worker)
+        self._store.lose(sequence, worker)
         for segment in sequence.segments:
             most = segment.num_blocks
             if decoded:

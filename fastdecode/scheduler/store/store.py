@@ -165,7 +165,7 @@ class Store:
         self.table.close(sequence)
         sequence.job_id = 0
 
-    def drop_copy(self, sequence: Sequence, segment: Segment, worker: int) -> None:
+    def give_up(self, sequence: Sequence, segment: Segment, worker: int) -> None:
         """R-worker ``worker`` gives up its copy of ``segment``, of ``sequence``."""
         copy = segment.on(worker)
         if copy is None:
@@ -199,7 +199,7 @@ class Store:
         self.transfers.cut(segment, segment.num_tokens)
         return has_room
 
-    def forget_copies(self, sequence: Sequence, worker: int) -> None:
+    def lose(self, sequence: Sequence, worker: int) -> None:
         """R-worker ``worker`` is lost with its copies of segments of ``sequence``; those without another are empty."""
         self._count_tail(sequence, -1)
         for segment in sequence.segments:
