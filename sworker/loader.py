@@ -19,7 +19,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.sworker import gguf, sharding
+from fastdecode.sworker import checkpoints, gguf, sharding
 from fastdecode.sworker.experts import use_padded_experts
 from fastdecode.sworker.latents import use_latent_rows
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
@@ -69,14 +69,12 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                     trust_remote_code=config.trust_remote_code,
                 )
         else:
-            name, named = gguf.weights_source(config.model)
-            model, info = auto_class(hf_config.model_type).from_pretrained(
+            loads, name, named = _weights_source(config, hf_config, dtype)
+            model, info = loads.from_pretrained(
                 name,
                 config=hf_config,
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
-                revision=config.revision,
-                trust_remote_code=config.trust_remote_code,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -91,6 +89,17 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
         if device.type == "cpu":
             use_padded_experts(model)
         return gguf.unpacked(model).eval().requires_grad_(False)
+
+
+def _weights_source(config: EngineConfig, hf_config: Any, dtype: torch.dtype) -> tuple[Any, str | None, dict[str, Any]]:
+    """Return whose ``from_pretrained`` loads, and its arguments that say where weights are, or themselves, unpacked."""
+    name, named = gguf.weights_source(config.model)
+    loads = auto_class(hf_config.model_type)
+    remote = {"trust_remote_code": config.trust_remote_code}
+    if not named and (weights := checkpoints.unpacked(config.model, config.revision, hf_config, dtype)):
+        with torch.device("meta"):  # transformers' automatic classes take no weights but files
+            return type(loads.from_config(hf_config, **remote)), None, {"state_dict": weights}
+    return loads, name, named | remote | {"revision": config.revision}
 
 
 def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, rank: Rank | None) -> torch.nn.Module:

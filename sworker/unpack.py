@@ -1,0 +1,119 @@
+"""Arithmetic of packed checkpoints: integers and scales, as safetensors hold them, back to weights.
+
+The functions take a layer's tensors, or some rows of them, as they are stored, and return its weight, [out, in] of a
+linear layer, in float32; `in_parts` rounds it once, to the model's dtype, a few rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+PART_ELEMENTS = 1 << 20
+"""Elements of a weight that are unpacked at once: what they take meanwhile, some 16 bytes each, is little."""
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ's "gemm" layout has the eight columns of a word, lowest bits first."""
+
+
+def in_parts(
+    shape: tuple[int, int], unit: int, dtype: torch.dtype, part: Callable[[int, int], torch.Tensor]
+) -> torch.Tensor:
+    """A weight of ``shape`` in ``dtype``, of which ``part`` makes rows from the first to before the second number.
+
+    Parts begin at multiples of ``unit``.
+    """
+    whole = torch.empty(shape, dtype=dtype)
+    step = max(1, PART_ELEMENTS // (unit * shape[1])) * unit
+    for begin in range(0, shape[0], step):
+        end = min(begin + step, shape[0])
+        whole[begin:end] = part(begin, end)
+    return whole
+
+
+def integers(words: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """Unsigned integers of int32 ``words`` [rows, columns], lowest bits first: int32 [rows, columns · 32 / bits].
+
+    ``order``: where each word has its numbers, if not in order.
+    """
+    places = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
+    return ((words[..., None] >> places) & (2**bits - 1)).flatten(1)
+
+
+def grouped(
+    numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float, groups: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(number - zero) · scale, of ``numbers`` [out, in]; scales and zeros [out, groups].
+
+    ``groups``: the group of each column, by default as many neighbours each as fit.
+    """
+    columns = numbers.shape[1]
+    if groups is None or bool((groups < 0).any()):
+        groups = torch.arange(columns) // -(-columns // scales.shape[1])
+    zeros = zeros.float()[:, groups] if isinstance(zeros, torch.Tensor) else zeros
+    return (numbers.float() - zeros) * scales.float()[:, groups]
+
+
+def awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """AWQ of 4 bits, "gemm": ``words`` [in, out / 8], ``zeros`` [groups, out / 8], ``scales`` [groups, out]."""
+    numbers, offsets = (integers(each, 4, AWQ_ORDER).T for each in (words, zeros))
+    return grouped(numbers, scales.T, offsets)
+
+
+def gptq(
+    words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor | None, bits: int, plus: int
+) -> torch.Tensor:
+    """GPTQ: ``words`` [in · bits / 32, out], ``zeros`` [groups, out · bits / 32], ``scales`` [groups, out].
+
+    ``plus`` is what was taken from zeros before they were stored.
+    """
+    offsets = (integers(zeros, bits) + plus) & (2**bits - 1)
+    return grouped(integers(words.T.contiguous(), bits), scales.T, offsets.T, groups)
+
+
+def packed_rows(
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    columns: int,
+    zeros: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    bits: int,
+) -> torch.Tensor:
+    """compressed-tensors' "pack-quantized": ``words`` [out, in · bits / 32], ``scales`` [out, groups].
+
+    ``columns``: of the weight, which words may exceed; ``zeros``: words [out · bits / 32, groups], or none.
+    """
+    middle = float(2 ** (bits - 1))
+    offsets = middle if zeros is None else integers(zeros.T.contiguous(), bits).T[: len(words)]
+    return grouped(integers(words, bits)[:, :columns], scales, offsets, groups)
+
+
+def scaled(
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    block: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """FP8 or int8 ``numbers`` [rows, columns], with one scale for all, per row, group or ``block``, in ``dtype``.
+
+    Of experts, [experts, rows, columns], each has its own scales.
+    """
+    if numbers.ndim == 3:
+        whole = torch.empty(numbers.shape, dtype=dtype)
+        for index, each in enumerate(numbers):
+            own = scales[index] if scales.ndim else scales
+            whole[index] = scaled(each, own, None if zeros is None else zeros[index], block, dtype)
+        return whole
+    rows, columns = numbers.shape
+    table = scales.float().reshape(-1, 1) if scales.ndim < 2 else scales.float()
+    high, wide = block if block and len(table) < rows else (-(-rows // len(table)), -(-columns // table.shape[1]))
+    across = torch.arange(columns) // wide if table.shape[1] > 1 else torch.zeros(columns, dtype=torch.long)
+
+    def part(begin: int, end: int) -> torch.Tensor:
+        down = torch.arange(begin, end) // high
+        offsets = 0.0 if zeros is None else zeros.float().reshape(table.shape)[down][:, across]
+        return (numbers[begin:end].float() - offsets) * table[down][:, across]
+
+    return in_parts((rows, columns), 32, dtype, part)

@@ -1,0 +1,211 @@
+"""Packed checkpoints, as they are published, answer as the same weights unpacked."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import model_zoo
+from helpers.tiny_configs import tiny_config
+from safetensors.torch import load_file, save_file
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ModelLoadError
+from fastdecode.sworker import unpack
+from fastdecode.sworker.loader import load_hf_config, load_model
+
+Tensors = dict[str, torch.Tensor]
+GROUP = 32
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """Pack columns of integers, several to a word, in plain loops over the places in a word."""
+    each = 32 // bits
+    packed = torch.zeros(numbers.shape[0], numbers.shape[1] // each, dtype=torch.int64)
+    for column, place in enumerate(order or range(each)):
+        packed |= numbers[:, column::each].long() << (bits * place)
+    return packed.to(torch.int32) if packed.max() < 2**31 else (packed - ((packed >> 31) << 32)).to(torch.int32)
+
+
+def drawn(rows: int, groups: int, most: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales that are exact in bfloat16, and zero points from 1 to ``most`` - 1."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = (torch.randint(1, 64, (rows, groups), generator=generator) / 512).bfloat16().float()
+    return scales, torch.randint(1, most, (rows, groups), generator=generator)
+
+
+def quantized(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Integers [out, in], scales and zeros [out, groups], and the weight that they stand for."""
+    scales, zeros = drawn(weight.shape[0], weight.shape[1] // GROUP, 2**bits, weight.numel())
+    wide_scales, wide_zeros = (each.repeat_interleave(GROUP, 1) for each in (scales, zeros))
+    numbers = (weight / wide_scales + wide_zeros).round().clamp(0, 2**bits - 1).long()
+    return numbers, scales, zeros, (numbers - wide_zeros) * wide_scales
+
+
+def awq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    numbers, scales, zeros, plain = quantized(weight, 4)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ's packer has column order[i] at place i
+    place = tuple(order.index(column) for column in range(8))
+    stem = name.removesuffix("weight")
+    packed = {
+        "qweight": words(numbers.T, 4, place),
+        "qzeros": words(zeros.T, 4, place),
+        "scales": scales.T.contiguous(),
+    }
+    return {stem + leaf: each for leaf, each in packed.items()}, plain
+
+
+def gptq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """With its columns' groups in another order, as `desc_act` has them."""
+    numbers, scales, zeros, plain = quantized(weight, 4)
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+    stem = name.removesuffix("weight")
+    packed = {
+        "qweight": words(numbers[:, order], 4).T.contiguous(),
+        "qzeros": words((zeros - 1).T, 4),
+        "scales": scales.T.contiguous(),
+        "g_idx": (order // GROUP).int(),
+    }
+    return {stem + leaf: each for leaf, each in packed.items()}, plain[:, order]
+
+
+def int4(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    numbers, scales, zeros, plain = quantized(weight, 4)
+    packed = {"_packed": words(numbers, 4), "_scale": scales, "_shape": torch.tensor(weight.shape)}
+    return {name + leaf: each for leaf, each in packed.items()} | {
+        name + "_zero_point": words(zeros.T, 4).T.contiguous()
+    }, plain
+
+
+def int8(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    numbers = (weight / scales).round().to(torch.int8)
+    return {name: numbers, name + "_scale": scales}, numbers.float() * scales
+
+
+def fp8(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Blocks of 24 by 40, which the sizes are no multiples of."""
+    high, wide = (-(-size // each) for size, each in zip(weight.shape, (24, 40), strict=True))
+    scales, _ = drawn(high, wide, 4, weight.numel())
+    spread = scales.repeat_interleave(24, 0)[: weight.shape[0]].repeat_interleave(40, 1)[:, : weight.shape[1]]
+    numbers = (weight / spread).to(torch.float8_e4m3fn)
+    return {name: numbers, name + "_scale_inv": scales}, numbers.float() * spread
+
+
+def mxfp4(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Of experts' weights [experts, in, out], which are packed along in, as [experts, out, in / 32, 16]."""
+    turned = weight.transpose(1, 2).unflatten(-1, (-1, 32))
+    powers = torch.full(turned.shape[:-1], 125, dtype=torch.uint8)
+    numbers = (turned[..., None] * 4 - FP4).abs().argmin(-1)
+    blocks = (numbers[..., ::2] | numbers[..., 1::2] << 4).to(torch.uint8)
+    plain = (FP4[numbers] / 4).flatten(-2).transpose(1, 2).contiguous()
+    return {f"{name}_blocks": blocks, f"{name}_scales": powers}, plain
+
+
+FORMATS: dict[str, tuple[str, Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]], dict[str, Any]]] = {
+    "fp8": ("deepseek_v3", fp8, {"quant_method": "fp8", "weight_block_size": [24, 40]}),
+    "mxfp4": ("gpt_oss", mxfp4, {"quant_method": "mxfp4"}),
+    "awq": ("qwen2", awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
+    "gptq": ("qwen2", gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
+    "int4": (
+        "qwen2",
+        int4,
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+        | {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}},
+    ),
+    "int8": ("qwen2", int8, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
+}
+
+
+def saved(kind: str, folder: Path) -> tuple[Path, Path]:
+    """Save a tiny model packed, and the same weights plain."""
+    model_type, pack, settings = FORMATS[kind]
+    config = tiny_config(model_type)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain, packed = folder / "plain", folder / "packed"
+    model_zoo.randomised(model, 0.15).save_pretrained(plain)
+    tensors, parts, rest = load_file(plain / "model.safetensors"), {}, {}
+    for name, tensor in tensors.items():
+        if _is_packed(kind, name, tensor):
+            made, tensors[name] = pack(name, tensor)
+            parts |= made
+        else:
+            rest[name] = tensor
+    assert len(parts) > 8
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, plain / "model.safetensors", {"format": "pt"}
+    )
+    packed.mkdir()
+    index = {}
+    for number, shard in enumerate((parts, rest)):
+        file = f"model-{number}.safetensors"
+        save_file(shard, packed / file, {"format": "pt"})
+        index |= dict.fromkeys(shard, file)
+    (packed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index, "metadata": {}}))
+    settings_file = json.loads((plain / "config.json").read_text()) | {"quantization_config": settings}
+    (packed / "config.json").write_text(json.dumps(settings_file))
+    return plain, packed
+
+
+def _is_packed(kind: str, name: str, tensor: torch.Tensor) -> bool:
+    if kind == "mxfp4":
+        return name.endswith(("gate_up_proj", "down_proj"))
+    return name.endswith("proj.weight") and tensor.ndim == 2
+
+
+def loaded(folder: Path, **settings: Any) -> Any:
+    config = EngineConfig(model=str(folder), device="cpu", skip_tokenizer_init=True, **settings)
+    return load_model(config, load_hf_config(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FORMATS)
+def test_packed_weights_are_those_unpacked(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, in float32 and rounded once in bfloat16, at once and in parts."""
+    plain, packed = saved(kind, tmp_path)
+    for dtype, part_elements in (("float32", unpack.PART_ELEMENTS), ("bfloat16", 1 << 11)):
+        monkeypatch.setattr(unpack, "PART_ELEMENTS", part_elements)
+        expected = loaded(plain, dtype=dtype).state_dict()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            model = loaded(packed, dtype=dtype)
+        assert f"weights in {FORMATS[kind][2]['quant_method']} are unpacked to {dtype}" in caplog.text
+        found = model.state_dict()
+        assert list(found) == list(expected) and not hasattr(model.config, "quantization_config")
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_integers_are_read_as_they_are_packed() -> None:
+    """Also where the highest bits make a word negative."""
+    numbers = torch.randint(16, (3, 16), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(unpack.integers(words(numbers, 4), 4), numbers.int())
+    assert torch.equal(unpack.integers(words(numbers * 16 + 15, 8), 8), (numbers * 16 + 15).int())
+    assert unpack.integers(torch.tensor([[-1]], dtype=torch.int32), 2).tolist() == [[3] * 16]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"quant_method": "awq", "bits": 4, "version": "gemv"},
+            "awq weights with version 'gemv' are not unpacked; gemm",
+        ),
+        ({"quant_method": "gptq", "bits": 3}, "gptq weights with bits 3 are not unpacked; 2, 4, 8 are"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24' are not unpacked; pack"),
+    ],
+)
+def test_other_layouts_are_one_clear_line(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    config = tiny_config("qwen2").to_dict() | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=reason):
+        loaded(tmp_path)
