@@ -58,7 +58,7 @@ REFUSED = {
     "override_generation_config": "give sampling_params",
     "pipeline_parallel_size": "the layers run on one S-worker, or on ranks of tensor_parallel_size",
     "pooler_config": _TEXTS_ONLY,
-    "quantization": "weights are taken as transformers loads them, or from GGUF; kv_cache_dtype quantises caches",
+    "quantization": "packed checkpoints and GGUF are unpacked as they are loaded; kv_cache_dtype quantises caches",
     "rope_scaling": "give hf_overrides",
     "rope_theta": "give hf_overrides",
     "runner": _TEXTS_ONLY,
