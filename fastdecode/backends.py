@@ -179,7 +179,7 @@ def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
         return ranked_workers(security)
     cores = config.prefill_core_list or usable_cores()
     threads = config.prefill_thread_count
-    names = [*flag_names(MODEL), "seed"]
+    names = [*flag_names(MODEL), "kv_cache_dtype", "seed"]
     settings = {name: getattr(config, name) for name in names}
     return spawned_workers(spec.count, settings, threads, cores, config.key_file, security)
 

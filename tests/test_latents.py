@@ -16,6 +16,7 @@ from helpers.examples import SEES_ALL
 from helpers.prefill_workers import Watched
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import BackendError
 from fastdecode.sworker.latents import LatentRows, use_latent_rows
 
 NUM_TOKENS = 64 if SEES_ALL else 24
@@ -101,6 +102,22 @@ def test_quantized_caches_keep_keys_and_values_expanded(folder: Path, kv_dtype: 
         layers = llm.engine.s_model.layout.layers
         assert {(each.num_kv_heads, each.key_head_dim, each.stored_value_dim) for each in layers} == {(4, 24, 12)}
         assert len(generated(llm, prompts((40,)))[0]) == NUM_TOKENS
+
+
+@pytest.mark.slow
+def test_prefill_workers_of_quantized_caches_keep_them_expanded_too(folder: Path) -> None:
+    """Those that the engine starts are told the cache's dtype; others are refused by name where theirs differs."""
+    texts, settings = prompts((40, 77)), SETTINGS | {"kv_cache_dtype": "int8"}
+    with LLM(str(folder), **settings) as llm:
+        wanted = generated(llm, texts)
+    with LLM(str(folder), **settings, prefill_workers="spawn:1", prefill_threads=1) as llm:
+        there = Watched(llm, range(1))
+        assert [each[0] for each in there.run(texts, lambda _: GREEDY)] == wanted and there.computed
+    with (
+        prefill_workers.threads(folder, 1, max_model_len=1024) as addresses,
+        pytest.raises(BackendError, match="or, where attention is over latents, another --kv-cache-dtype"),
+    ):
+        LLM(str(folder), **settings, prefill_workers=addresses)
 
 
 def test_what_expands_otherwise_stays_expanded() -> None:

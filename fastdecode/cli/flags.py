@@ -26,8 +26,9 @@ PLACING = ("kv_shard_tokens", "kv_replicas")
 _SWITCHES = ("async_", "calculate_", "disable_", "enable_", "multi_step_", "ray_", "use_")
 """What the names of vLLM's flags without a value begin with."""
 
-PREFILL_MODEL = tuple(name for name in flag_names(MODEL) if "tokenizer" not in name)
-"""Settings that prefill workers have as well; their seed is a common flag."""
+PREFILL_MODEL = (*(name for name in flag_names(MODEL) if "tokenizer" not in name), "kv_cache_dtype")
+"""Settings that prefill workers have as well; their seed is a common flag. Of latent attention the dtype says what is
+kept, latents or keys and values."""
 
 
 def add_flags(group: Any, kind: type, names: Iterable[str], **changes: dict[str, str]) -> None:

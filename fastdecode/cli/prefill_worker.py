@@ -141,7 +141,7 @@ def _end_with(rank: PrefillRank) -> None:
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
-    names = [*flag_names(MODEL), "seed"]
+    names = [*flag_names(MODEL), "kv_cache_dtype", "seed"]
     given = args.engine_config or {name: getattr(args, name) for name in names if hasattr(args, name)}
     return EngineConfig(**given)
 

@@ -10,11 +10,14 @@ from typing import Any
 from fastdecode.core.errors import ConfigError
 
 SCHEDULES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
-PLAIN = ("llama-gqa", "llama-mha", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "opt", "gpt_bigcode", "gpt_oss")
-LONG = ("llama-gqa", "qwen2", "qwen3", "mistral")
+PLAIN = (
+    "llama-gqa", "llama-mha", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "opt", "gpt_bigcode", "gpt_oss",
+    "deepseek_v3",
+)  # fmt: skip
+LONG = ("llama-gqa", "qwen2", "qwen3", "mistral", "deepseek_v3")
 """Architectures whose positions are computed, so that they take longer texts than they were made for."""
 
-SHARED = ("llama-gqa", "qwen2", "qwen3")
+SHARED = ("llama-gqa", "qwen2", "qwen3", "deepseek_v3")
 """Architectures that tensor-parallel ranks share."""
 
 DEMO = "demo"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from helpers import model_zoo
+from helpers import latent_zoo, model_zoo
 
 from chaos.configuration import DEMO, Ask, Configuration
 from fastdecode import SamplingParams
@@ -66,7 +66,8 @@ def model_folder(name: str, drawn: Configuration, folder: Path) -> str:
     path = folder / (f"{name}-long" if is_long else name)
     if not path.exists():
         changes = {"max_position_embeddings": LONG_POSITIONS} if is_long else {}
-        model_zoo.build_model(name, **changes).save_pretrained(path)
+        zoo = latent_zoo if name in latent_zoo.CONFIGS else model_zoo
+        zoo.build_model(name, **changes).save_pretrained(path)
     return str(path)
 
 

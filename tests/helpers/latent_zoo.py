@@ -64,10 +64,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build_model(name: str) -> Any:
-    """The model, in float32 on the CPU, with transformers' own attention."""
+def build_model(name: str, **changes: Any) -> Any:
+    """The model, in float32 on the CPU, with transformers' own attention; `changes` overrides settings."""
     config_class, settings = CONFIGS[name]
-    config = getattr(transformers, config_class)(**settings)
+    config = getattr(transformers, config_class)(**settings | changes)
     with_pictures = name in ("kimi_k25", "mistral4")
     auto_class = transformers.AutoModelForImageTextToText if with_pictures else transformers.AutoModelForCausalLM
     model = auto_class.from_config(config, attn_implementation="eager", dtype=torch.float32)
