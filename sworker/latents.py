@@ -62,7 +62,12 @@ def use_latent_rows(model: torch.nn.Module, kv_dtype: str) -> None:
     rotary part as coarsely as the rest, and where ``expand_kv`` is not what is known here.
     """
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
-    if not modules or kv_dtype in QUANTIZED:
+    if not modules:
+        return
+    if kv_dtype in QUANTIZED:
+        logger.warning(
+            "a cache of %s keeps the keys and values of every head; latent rows, of 16 bits, would take less", kv_dtype
+        )
         return
     if not all(map(_is_known, modules)):
         logger.info("%s: keys and values are kept expanded: its latents are not of a known kind", type(model).__name__)

@@ -97,11 +97,14 @@ def test_16_bits_keep_their_tokens_at_prefill_workers_in_two_places_and_after_ki
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-def test_quantized_caches_keep_keys_and_values_expanded(folder: Path, kv_dtype: str) -> None:
+def test_quantized_caches_keep_keys_and_values_expanded(
+    folder: Path, kv_dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with LLM(str(folder), **SETTINGS, kv_cache_dtype=kv_dtype) as llm:
         layers = llm.engine.s_model.layout.layers
         assert {(each.num_kv_heads, each.key_head_dim, each.stored_value_dim) for each in layers} == {(4, 24, 12)}
         assert len(generated(llm, prompts((40,)))[0]) == NUM_TOKENS
+    assert f"a cache of {kv_dtype} keeps the keys and values of every head" in caplog.text
 
 
 @pytest.mark.slow
