@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import os
 import signal
@@ -33,6 +35,8 @@ if EXTENSION:
     sys.modules["fastdecode._rworker"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["fastdecode._rworker"])
 
+TESTS = Path(__file__).parent
+
 SHARED = {
     "mpi": {"test_doctor", "test_launch", "test_mpi", "test_mpi_prefill", "test_run_batch"},
     "cores": {"test_calibrate", "test_cli", "test_elastic", "test_recovery", "test_spin", "test_threads"},
@@ -53,6 +57,17 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="references")
         config.add_cleanup(folder.cleanup)
         os.environ["FASTDECODE_TEST_REFERENCES"] = folder.name
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Processes of ``pytest -n`` import their share of the modules first, so that not each compiles all of them where
+    there is no bytecode yet."""
+    if hasattr(session.config, "workerinput"):
+        told = session.config.workerinput
+        for path in sorted(TESTS.rglob("test_*.py"))[int(told["workerid"][2:]) :: told["workercount"]]:
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # which is told when it is collected
+                importlib.import_module(".".join(path.relative_to(TESTS).with_suffix("").parts))
 
 
 @pytest.fixture(scope="session", autouse=True)
