@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,8 @@ def test_hello_carries_the_layout_and_its_fingerprint() -> None:
         (["cache", "kv_port"], "everywhere"),
         (["cache", "kv_port"], "any\n"),
         (["cache", "kv_port"], None),
+        (["cache", "rotation"], "hadamard"),
+        (["cache", "rotation"], "identity"),
         (["cache", "layers", 0, "scale"], 10**400),
         (["cache", "layers", 0, "scale"], 1e39),
         (["cache", "layers", 0, "soft_cap"], float("nan")),
@@ -180,6 +183,13 @@ def test_a_lying_hello_is_refused(path: list[Any], value: Any) -> None:
         place = place[key]
     place[path[-1]] = value
     with pytest.raises(FrameError):
+        messages.decode_hello(json.dumps(message).encode())
+
+
+def test_a_peer_that_rotates_otherwise_is_refused_by_name() -> None:
+    message = json.loads(messages.encode_hello(messages.Hello("host:1", replace(LAYOUT, kv_dtype="int4"), 32)))
+    message["cache"]["rotation"] = ""
+    with pytest.raises(FrameError, match=r"HELLO: `rotation` is ''.*int4"):
         messages.decode_hello(json.dumps(message).encode())
 
 

@@ -18,6 +18,7 @@ from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.types import (
     ISAS,
     KV_BITS,
+    KV_ROTATION,
     WIRE_DTYPE,
     KVLayout,
     LayerLayout,
@@ -102,6 +103,7 @@ class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: Annotated[str, _one_of(KV_BITS)]
     isa: Annotated[str, _one_of(("auto", *ISAS))]
     kv_port: Literal["", "loopback", "any"]
+    rotation: Literal["", "hadamard"]
     block_size: Annotated[int, Meta(ge=min(BLOCK_SIZES), le=max(BLOCK_SIZES))]
 
 
@@ -162,11 +164,15 @@ def encode_hello(hello: Hello) -> bytes:
 def decode_hello(data: bytes | bytearray) -> Hello:
     """FrameError names the field that is wrong."""
     message = decode_json("HELLO", data, _Hello)
-    if message.fingerprint != _fingerprint(message.cache):
+    cache = message.cache
+    if cache.rotation != KV_ROTATION.get(cache.kv_dtype, ""):
+        raise FrameError(f"HELLO: `rotation` is '{cache.rotation}': caches of {cache.kv_dtype} are kept otherwise here")
+    if message.fingerprint != _fingerprint(cache):
         raise FrameError("HELLO: the fingerprint is not that of its cache")
-    layout = msgspec.structs.asdict(message.cache)
+    layout = msgspec.structs.asdict(cache)
     block_size = layout.pop("block_size")
-    layout["layers"] = tuple(LayerLayout(**msgspec.structs.asdict(layer)) for layer in message.cache.layers)
+    del layout["rotation"]  # the dtype's
+    layout["layers"] = tuple(LayerLayout(**msgspec.structs.asdict(layer)) for layer in cache.layers)
     return Hello(message.name, KVLayout(**layout), block_size)
 
 
@@ -239,7 +245,8 @@ def _printable(text: str) -> str:
 
 def _cache(layout: KVLayout, block_size: int) -> _Cache:
     layers = tuple(map(_layer, layout.layers))
-    return _Cache(layers, layout.model_dtype, layout.kv_dtype, layout.isa, layout.kv_port, block_size)
+    rotation = KV_ROTATION.get(layout.kv_dtype, "")
+    return _Cache(layers, layout.model_dtype, layout.kv_dtype, layout.isa, layout.kv_port, rotation, block_size)
 
 
 def _layer(layer: LayerLayout) -> _Layer:

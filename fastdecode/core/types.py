@@ -20,6 +20,9 @@ KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 INT4_GROUP_DIMS = 64
 """Dims of a token and head that share one int4 scale and zero."""
 
+KV_ROTATION: dict[str, Literal["", "hadamard"]] = {"int4": "hadamard"}
+"""By which matrix caches of a dtype rotate keys, values and queries (rworker_cpp/src/kernels/rotate.hpp), if by any."""
+
 ISAS = ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx")
 """Instruction sets of R-workers; a machine that has one has those before it. Each rounds in its own way."""
 

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <string>
 
+#include "kernels/rotate.hpp"
 #include "rworker/kv_cache.hpp"
 #include "rworker/token_codec.hpp"
 
@@ -52,6 +53,9 @@ void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* k
             keys[row * spec.key_dim + dim] = load_key(dtype_, at.key_order, at.key_tile, at.token, dim, spec.key_dim);
         for (std::int64_t dim = 0; dim < spec.stored_value_dim(); ++dim)
             values[row * spec.value_dim + dim] = load_value(dtype_, at.value_tile, at.token, dim, spec.value_dim);
+        if (!is_rotated(dtype_)) return;
+        rotate(keys + row * spec.key_dim, int(spec.key_dim));
+        rotate(values + row * spec.value_dim, int(spec.value_dim));
     });
 }
 

@@ -17,7 +17,7 @@ def stored(rows: np.ndarray, kv_dtype: str) -> np.ndarray:
         codes, scale = _int8(rows)
         return codes * scale
     if kv_dtype == "int4":
-        return np.concatenate([zero + codes * scale for codes, scale, zero in _int4_groups(rows)], axis=-1)
+        return rotated(np.concatenate([zero + codes * scale for codes, scale, zero in _int4_groups(rows)], axis=-1))
     return rounded(rows, kv_dtype)
 
 
@@ -34,6 +34,22 @@ def exported(rows: np.ndarray, kv_dtype: str) -> np.ndarray:
     return to_bits(rows, kv_dtype).view(np.uint8)
 
 
+def rotated(rows: np.ndarray) -> np.ndarray:
+    """``rows`` [..., dim] times Hadamard's matrix, which is its own inverse: blocks of powers of two, the largest
+    first, with sums in the order of kernels/rotate.hpp, so to the same bits."""
+    blocks, first = [], 0
+    while first < rows.shape[-1]:
+        n = 1 << (rows.shape[-1] - first).bit_length() - 1
+        block = rows[..., first : first + n]
+        for stride in (1 << i for i in range(n.bit_length() - 1)):
+            pairs = block.reshape(*rows.shape[:-1], -1, 2, stride)
+            a, b = pairs[..., 0, :], pairs[..., 1, :]
+            block = np.stack([a + b, a - b], axis=-2).reshape(block.shape)
+        blocks.append(block * (np.float32(1) / np.sqrt(np.float32(n))))
+        first += n
+    return np.concatenate(blocks, axis=-1)
+
+
 def _int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes of -127 to 127 as float32, and one float32 scale per row."""
     scale = (np.abs(rows).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float32)
@@ -41,7 +57,8 @@ def _int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _int4_groups(rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of each group of dims: codes of 0 to 15 as float32, scale and zero, which fit in bfloat16."""
+    """Of each group of dims of the rotated rows: codes of 0 to 15 as float32, scale and zero, which fit in bfloat16."""
+    rows = rotated(rows)
     return [_int4_group(rows[..., i : i + GROUP_DIMS]) for i in range(0, rows.shape[-1], GROUP_DIMS)]
 
 

@@ -7,11 +7,12 @@ deviates by at most 1/sqrt(3) of its bound, so these are five standard deviation
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .oracle import Attended
+from .quantised import rotated
 
 DEVIATIONS = 3.0
 
@@ -51,6 +52,8 @@ class Roundings:
 
     def bound(self, at: Attended, scale: float) -> float:
         """The largest norm of the error of what one row and head gets; ``scale``: of its scores."""
+        if self.kv_dtype == "int4":
+            at = replace(at, query=rotated(at.query), keys=rotated(at.keys), values=rotated(at.values))
         output = np.linalg.norm(at.weights @ at.values)
         reach = np.linalg.norm(at.values, axis=1) + output  # a weight is in the sum of products and in that of weights
         steps = at.weights * reach * self._weight_errors(at, scale)

@@ -12,7 +12,7 @@ from fastdecode.core.types import LayerLayout
 
 from .harness import TRUNCATE, Harness, Layer, Rows, random_rows
 from .oracle import attention, relative_error
-from .quantised import QUANTISED, stored
+from .quantised import QUANTISED, rotated, stored
 from .rounding import BYTES
 
 ISAS = _rworker.supported_isas()
@@ -38,6 +38,34 @@ def test_what_is_stored_is_the_oracles(dims: tuple[int, int], kv_dtype: str, isa
     k, v = harness.worker.read_tokens(0, 0)
     np.testing.assert_array_equal(k, stored(rows.k, kv_dtype))
     np.testing.assert_array_equal(v, stored(rows.v, kv_dtype))
+
+
+@pytest.mark.parametrize("blocks", [(1,), (64,), (32, 8), (64, 16, 4, 2, 1)])
+def test_the_rotation_is_hadamards_matrix(blocks: tuple[int, ...]) -> None:
+    """Of ``blocks`` along the diagonal; its own inverse."""
+    want, first = np.zeros((sum(blocks), sum(blocks))), 0
+    for n in blocks:
+        matrix = np.ones((1, 1))
+        while len(matrix) < n:
+            matrix = np.kron([[1, 1], [1, -1]], matrix)
+        want[first : first + n, first : first + n] = matrix / np.sqrt(n)
+        first += n
+    found = rotated(np.eye(sum(blocks), dtype=np.float32))
+    np.testing.assert_allclose(found, want, atol=1e-7)
+    np.testing.assert_allclose(rotated(found), np.eye(sum(blocks)), atol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_one_large_channel_leaves_codes_to_the_others(isa: str) -> None:
+    """int4: as keys of models have them; without a rotation the others would have two codes or three."""
+    layer = Layer(2, 2, 64, 64)
+    rows = random_rows(np.random.default_rng(4), layer, 100)
+    rows.k[..., 9] += 30
+    rows.v[..., 50] -= 30
+    harness = Harness(layer, {"kv_dtype": "int4", "isa": isa})
+    harness.step({0: rows}, append_only=(0,))
+    for held, given in zip(harness.worker.read_tokens(0, 0), (rows.k, rows.v), strict=True):
+        assert relative_error(np.delete(held, (9, 50), -1), np.delete(given, (9, 50), -1)) < 0.3
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -13,6 +13,9 @@ enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2, int8 = 3, int4 
 
 constexpr bool is_quantized(DType dtype) { return dtype == DType::int8 || dtype == DType::int4; }
 
+/// Whether keys and values are rotated before they are stored: kernels/rotate.hpp.
+constexpr bool is_rotated(DType dtype) { return dtype == DType::int4; }
+
 constexpr int kTileTokens = 16;   // tokens whose keys lie side by side in one tile
 constexpr int kChunkTokens = 64;  // tokens scored before each step of the online softmax
 constexpr int kSplitTokens =

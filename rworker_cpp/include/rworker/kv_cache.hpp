@@ -70,7 +70,8 @@ class KVCache {
     std::int64_t num_incoming() const;
 
     HeadView view(std::int64_t layer, std::int64_t kv_head, const std::int32_t* blocks) const;
-    /// All committed tokens of a sequence in one layer, dequantised: [length, num_kv_heads, key_dim or value_dim].
+    /// All committed tokens of a sequence in one layer, dequantised and rotated back: [length, num_kv_heads, key_dim or
+    /// value_dim].
     void read_tokens(std::int64_t sequence_id, std::int64_t layer, float* keys, float* values) const;
 
     /// Bytes that `export_sequence` writes of a sequence of that length: for each layer, for each token, keys

@@ -17,7 +17,8 @@
 //   int8   value = scale * (byte - 128), one scale for a token's keys and one for its values
 //     keys     [tile] { [16] float32 scale;  [ceil(key_dim / 4)][16][4 dims] bytes }
 //     values   [tile] { [16] float32 scale;  [token quad][value_dim16][4 tokens] bytes }
-//   int4   value = zero + scale * nibble, per group of 64 dims (the last may be shorter)
+//   int4   value = zero + scale * nibble, per group of 64 dims (the last may be shorter) of a head that is rotated
+//          before (kernels/rotate.hpp)
 //     keys     [tile] { [group][16](bfloat16 scale, zero);  [ceil(key_dim / 8)][16][4] bytes }
 //              byte j of octet l: dim 8l + j in its low nibble, dim 8l + 4 + j in its high one
 //     values   [tile] { [group][16](bfloat16 scale, zero);  [token octet][value_dim16][4] bytes }

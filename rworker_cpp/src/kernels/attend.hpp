@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/merge.hpp"
+#include "kernels/rotate.hpp"
 #include "kernels/scores_int.hpp"
 #include "kernels/softmax.hpp"
 #include "kernels/transpose.hpp"
@@ -80,6 +81,7 @@ struct RowBlock {
             widen_row<L>(args.dtype, element(args.dtype, args.queries, query), args.key_dim,
                          S::pair_dot ? 1.0f : args.scale, queries + r * query_stride);
             if constexpr (S::pair_dot) L::pack_pairs(queries + r * query_stride, query_stride);
+            if constexpr (is_rotated(D)) rotate(queries + r * query_stride, args.key_dim);
             if constexpr (is_quantized(D)) quantize_query<L, D>(queries + r * query_stride, query_stride);
             ends[r] = token.position + 1;
             begin = begin_of(r) < begin ? begin_of(r) : begin;
@@ -102,6 +104,7 @@ struct RowBlock {
         for (int r = 0; r < rows; ++r) {
             const auto partial = Partial<float>::of_output(outputs[r]);
             *partial.max = sums.max[r], *partial.sum = sums.sum[r];
+            if constexpr (is_rotated(D)) rotate(outputs[r], args.value_dim);
         }
     }
 

@@ -31,12 +31,15 @@ struct CodeTiles : TileRows {
 
     void run() {
         if (args.end % kTileTokens != 0) turn_open_keys();
-        prepare([&](int row, const float* query) { pack_query(row, query); });
+        prepare([&](int row, float* query) { pack_query(row, query); });
         configure_tiles(2 * group_rows);
         for (int64_t first = begin / at.chunk_tokens * at.chunk_tokens; first < end; first += at.chunk_tokens)
             attend_chunk(first);
-        for (int r = 0; r < rows; ++r)
-            __builtin_memcpy(finish(r), outputs + r * value_dim, size_t(value_dim) * sizeof(float));
+        for (int r = 0; r < rows; ++r) {
+            float* const output = finish(r);
+            __builtin_memcpy(output, outputs + r * value_dim, size_t(value_dim) * sizeof(float));
+            if constexpr (is_rotated(D)) rotate(output, args.value_dim);
+        }
     }
 
     /// The keys of the last tile, which is not full, from rows to lanes.
@@ -48,7 +51,8 @@ struct CodeTiles : TileRows {
     }
 
     /// int4 codes have scales for each round, and so do their factors.
-    void pack_query(int row, const float* query) {
+    void pack_query(int row, float* query) {
+        if constexpr (is_rotated(D)) rotate(query, args.key_dim);
         uint8_t* const line = query_tile(row / group_rows, 0) + row % group_rows * kTileLine;
         const int together = kNibbles ? 1 : rounds;
         for (int i = 0; i < rounds; i += together)

@@ -7,6 +7,7 @@ namespace {
 
 using rworker::groups_of;
 using rworker::is_quantized;
+using rworker::is_rotated;
 using rworker::kGroupDims;
 
 /// A line of keys is 16 tokens of `pack` dims each; a line of values is `padded_dim` dims of `pack` tokens each.

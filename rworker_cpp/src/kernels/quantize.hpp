@@ -3,6 +3,7 @@
 
 #include "kernels/append.hpp"
 #include "kernels/codes.hpp"
+#include "kernels/rotate.hpp"
 
 namespace {
 
@@ -116,12 +117,14 @@ void append_codes(const AppendArgs& args) {
         uint32_t* const keys = reinterpret_cast<uint32_t*>(tile.keys + header_bytes<D>(args.key_dim));
         store_keys(begin, end, lines, keys, [&](int token, uint32_t* row) {
             widen_row<L>(args.dtype, key_row(args, first + token), args.key_dim, 1.0f, floats);
+            if constexpr (is_rotated(D)) rotate(floats, args.key_dim);
             quantize_row<L, D>(floats, args.key_dim, codes, header);
             store_header<D>(header, args.key_dim, token, tile.keys);
             pack_key_codes<D>(codes, lines, reinterpret_cast<uint8_t*>(row));
         });
         for (int token = begin; token < end; ++token) {
             widen_row<L>(args.dtype, value_row(args, first + token), args.value_dim, 1.0f, floats);
+            if constexpr (is_rotated(D)) rotate(floats, args.value_dim);
             quantize_row<L, D>(floats, args.value_dim, codes, header);
             store_header<D>(header, args.value_dim, token, tile.values);
             store_value_codes<D>(codes, padded_dim, token, tile.values + header_bytes<D>(args.value_dim));

@@ -1,0 +1,65 @@
+// The rotation of an int4 cache: keys, values and queries times Hadamard's matrix, of +-1 / sqrt(n), per head. A channel
+// that is far larger than the rest would leave few of the 16 codes to these; rotated, all channels have a share of it.
+// Products of rotated queries and keys are those of the originals, and rotating an output row of rotated values is what
+// rotates it back, for the matrix is its own inverse.
+#pragma once
+
+#include "kernels/transpose.hpp"
+
+namespace {
+
+#ifdef RWORKER_SHUFFLES
+using Lanes = float __attribute__((vector_size(64)));
+using LaneBits = uint32_t __attribute__((vector_size(64)));
+
+/// Sums and differences of lanes `Stride` apart.
+template <int Stride>
+[[gnu::always_inline]] inline void add_neighbours(Lanes& x) {
+    constexpr int S = Stride;
+    constexpr auto sign = [](uint32_t lane) { return lane & S ? 0x80000000u : 0; };
+    const LaneBits signs = {sign(0), sign(1), sign(2),  sign(3),  sign(4),  sign(5),  sign(6),  sign(7),
+                            sign(8), sign(9), sign(10), sign(11), sign(12), sign(13), sign(14), sign(15)};
+    const Lanes others = __builtin_shufflevector(x, x, 0 ^ S, 1 ^ S, 2 ^ S, 3 ^ S, 4 ^ S, 5 ^ S, 6 ^ S, 7 ^ S, 8 ^ S,
+                                                 9 ^ S, 10 ^ S, 11 ^ S, 12 ^ S, 13 ^ S, 14 ^ S, 15 ^ S);
+    x = others + (Lanes)((LaneBits)x ^ signs);
+}
+#endif
+
+/// Strides below 16 of a block, where it has as many floats; returns the next stride.
+inline int rotate_lanes(float* floats, int n) {
+#ifdef RWORKER_SHUFFLES
+    for (int i = 0; i + 16 <= n; i += 16) {
+        Lanes x;
+        __builtin_memcpy(&x, floats + i, sizeof(x));
+        add_neighbours<1>(x), add_neighbours<2>(x), add_neighbours<4>(x), add_neighbours<8>(x);
+        __builtin_memcpy(floats + i, &x, sizeof(x));
+    }
+    if (n >= 16) return 16;
+#endif
+    return 1;
+}
+
+/// One block, n a power of two: sums and differences of floats 1, 2, 4 and so on apart, in which order all instruction
+/// sets have the same bits.
+inline void rotate_block(float* floats, int n) {
+    for (int stride = rotate_lanes(floats, n); stride < n; stride *= 2)
+        for (int first = 0; first < n; first += 2 * stride)
+            for (int i = first; i < first + stride; ++i) {
+                const float a = floats[i], b = floats[i + stride];
+                floats[i] = a + b, floats[i + stride] = a - b;
+            }
+    const float factor = 1.0f / __builtin_sqrtf(float(n));
+    for (int i = 0; i < n; ++i) floats[i] *= factor;
+}
+
+/// A whole head: blocks of powers of two, the largest first.
+[[maybe_unused]] void rotate(float* floats, int dim) {
+    for (int left = dim; left > 0;) {
+        int n = 1;
+        while (2 * n <= left) n *= 2;
+        rotate_block(floats, n);
+        floats += n, left -= n;
+    }
+}
+
+}  // namespace
