@@ -48,6 +48,11 @@ class Asked:
         """Say whether ``mask`` is this one, or some first columns of it, unchanged."""
         return mask.dtype == torch.bool and mask.data_ptr() == self.mask.data_ptr() and bool(mask.all())
 
+    @property
+    def reach(self) -> int:
+        """Tokens of a text over which the rule is looked at."""
+        return max(SQUARE, 3 * self.local_size + 3)
+
     def sight(self) -> Sight | None:
         """Return the rule that the mask's function follows at every position; None where no rule is known for it."""
         queries, keys = _pairs(self.local_size, self.mask.device)
@@ -115,7 +120,11 @@ def _mask(
 
 def cached_windows(hf_config: Any) -> list[int]:
     """Tokens of each layer that the cache of ``generate`` keeps; 0 where it keeps all."""
-    return [int(getattr(layer, "sliding_window", None) or 0) for layer in DynamicCache(config=hf_config).layers]
+    try:
+        layers = DynamicCache(config=hf_config).layers
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return []  # a model of somebody else's, with a cache of its own
+    return [int(getattr(layer, "sliding_window", None) or 0) for layer in layers]
 
 
 @contextlib.contextmanager

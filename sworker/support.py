@@ -114,6 +114,9 @@ TOKENS = (5, 6, 6, 5, 6, 5) + (5,) * 10
 POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
 """Rows 0 and 3 are the same token at the same position amid other rows, so they must get the same logits."""
 
+LONGEST_TEXT = 1 << 14
+"""Tokens that a model's embeddings and first projections are given, to see what masks make of a text."""
+
 HARMLESS = frozenset(
     [
         "dropout",
@@ -190,12 +193,25 @@ def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[LayerLayout, .
 
 def _probe(model: torch.nn.Module, hf_config: Any) -> tuple[_Recorder, torch.Tensor]:
     """Record a forward over the probe row, whose masks are known from one over a plain text; and its logits."""
-    texts, rows = MaskProbe(), MaskProbe()
+    rows = MaskProbe()
     with asking_for_masks(model):
-        with contextlib.suppress(_FirstCallError):
-            _forward(model, hf_config, partial(ProbedGreenlet, masks=texts), _stop, TOKENS, range(len(TOKENS)))
-        recorder = _Recorder(hf_config, rows, [asked.sight() for asked in texts.asked])
+        recorder = _Recorder(hf_config, rows, _sights(model, hf_config))
         return recorder, _forward(model, hf_config, partial(ProbedGreenlet, masks=rows), recorder.record)
+
+
+def _sights(model: torch.nn.Module, hf_config: Any) -> list[Sight | None]:
+    """The rule of each mask that a forward asks for, in order; the forward ends at its first attention call."""
+    length = len(TOKENS)
+    while True:
+        texts = MaskProbe()
+        with contextlib.suppress(_FirstCallError):
+            tokens = (TOKENS * length)[:length]
+            _forward(model, hf_config, partial(ProbedGreenlet, masks=texts), _stop, tokens, range(length))
+        sights = [asked.sight() for asked in texts.asked]
+        needed = max((asked.reach for asked in texts.asked), default=0)
+        if None not in sights or not length < needed <= LONGEST_TEXT:
+            return sights
+        length = needed  # masks that look up their text's tokens need them all
 
 
 class _FirstCallError(Exception):
