@@ -74,6 +74,7 @@ def place_of(health: HealthPort) -> Place:
     return host, int(number)
 
 
+@pytest.mark.slow
 def test_an_r_worker_that_cannot_join_says_why(tmp_path: Path) -> None:
     """First nobody listens at the pool's address, then a pool with another key; the R-worker is alive all the time."""
     key, other = (make_key(tmp_path / name, name * 32) for name in ("key", "other"))

@@ -182,7 +182,9 @@ def test_every_promise_of_prompts_that_prefill_workers_compute(
     there.to_the_end(losses=dict(zip(losses, lost, strict=False)), changes=dict(drains), moves_per_step=2)
 
 
-@pytest.mark.parametrize("first", range(0, 1600 if SEES_ALL else 80, 40))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(40, 1600 if SEES_ALL else 80, 40))]
+)
 def test_every_promise_with_all_features_together(first: int) -> None:
     for seed in range(first, first + 40):
         try:
