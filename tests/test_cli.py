@@ -90,7 +90,11 @@ def bench(folder: str, *more: str) -> list[str]:
         (["serve", "--ssl-keyfile", __file__, "--ssl-certfile", "/no"], 2, "ssl_certfile: cannot read '/no' (No such"),
         (["serve", "--ssl-keyfile", __file__, "--ssl-certfile", __file__], 2, "are no certificate and key in PEM"),
         (["serve", "a", "--model", "b"], 2, "'a' and --model 'b' are two models: give one"),
-        (["serve", "--disable-log-stats", "a", "--quantization", "awq"], 2, "quantization: weights are taken as"),
+        (
+            ["serve", "--disable-log-stats", "a", "--quantization", "awq"],
+            2,
+            "quantization: packed checkpoints and GGUF",
+        ),
         (["r-worker", "--kv-cache-memory", "1"], 2, "kv_cache_memory must be at least 1000 bytes, not 1; give a unit"),
     ],
 )

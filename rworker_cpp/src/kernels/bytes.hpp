@@ -69,7 +69,8 @@ template <class L>
         L::store_bytes(shrunk.bytes + t, rounded);
         sums = L::add(sums, L::to_float(rounded));
     }
-    shrunk.scale = (max >= kLeastFactor ? sum_scaled / L::reduce_add(sums) : 0.0f) + sum_scaled * 0.0f;
+    const float sum = L::reduce_add(sums);
+    shrunk.scale = (max >= kLeastFactor ? sum_scaled / sum : 0.0f) + sum_scaled * 0.0f;
 }
 
 /// Sums of products of Rows x Vectors lanes, of which one factor has a sign: queries, or the codes of values.
