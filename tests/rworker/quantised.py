@@ -42,7 +42,7 @@ def rotated(rows: np.ndarray) -> np.ndarray:
         n = 1 << (rows.shape[-1] - first).bit_length() - 1
         block = rows[..., first : first + n]
         for stride in (1 << i for i in range(n.bit_length() - 1)):
-            pairs = block.reshape(*rows.shape[:-1], -1, 2, stride)
+            pairs = block.reshape(*rows.shape[:-1], n // (2 * stride), 2, stride)
             a, b = pairs[..., 0, :], pairs[..., 1, :]
             block = np.stack([a + b, a - b], axis=-2).reshape(block.shape)
         blocks.append(block * (np.float32(1) / np.sqrt(np.float32(n))))
