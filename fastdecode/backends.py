@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastdecode.api.config import MODEL, EngineConfig, flag_names
+from fastdecode.api.config import EngineConfig, prefill_settings
 from fastdecode.api.settings import WorkerSpec, is_loopback, split_address
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
@@ -179,8 +179,7 @@ def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
         return ranked_workers(security)
     cores = config.prefill_core_list or usable_cores()
     threads = config.prefill_thread_count
-    names = [*flag_names(MODEL), "kv_cache_dtype", "seed"]
-    settings = {name: getattr(config, name) for name in names}
+    settings = {name: getattr(config, name) for name in prefill_settings()}
     return spawned_workers(spec.count, settings, threads, cores, config.key_file, security)
 
 

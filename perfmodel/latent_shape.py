@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.types import KV_BITS, LayerLayout
+from fastdecode.core.types import LayerLayout, is_quantized
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LatentShape:
     def layer_layout(self, num_heads: int, kv_dtype: str) -> LayerLayout:
         """One layer as an R-worker sees it: one KV head; in caches of int8 and int4 keys and values of every head."""
         scale = (self.nope + self.rope) ** -0.5
-        if KV_BITS[kv_dtype] < 16:
+        if is_quantized(kv_dtype):
             return LayerLayout(num_heads, num_heads, self.nope + self.rope, self.value, scale)
         return LayerLayout(num_heads, 1, self.row_dim, self.kv_rank, scale, values_in_keys=True)
 

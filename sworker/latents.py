@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
+from fastdecode.core.types import is_quantized
 from fastdecode.sworker.prepack import PROOF_ROWS, equal_within_rounding
 
 logger = logging.getLogger(__name__)
-
-QUANTIZED = ("int8", "int4")
-"""KV dtypes in which keys and values are kept expanded."""
 
 
 class Absorbed(torch.nn.Linear):
@@ -64,7 +62,7 @@ def use_latent_rows(model: torch.nn.Module, kv_dtype: str) -> None:
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
     if not modules:
         return
-    if kv_dtype in QUANTIZED:
+    if is_quantized(kv_dtype):
         logger.warning(
             "a cache of %s keeps the keys and values of every head; latent rows, of 16 bits, would take less", kv_dtype
         )

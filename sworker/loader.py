@@ -23,9 +23,9 @@ from fastdecode.sworker import checkpoints, gguf, sharding
 from fastdecode.sworker.experts import use_padded_experts
 from fastdecode.sworker.latents import use_latent_rows
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
+from fastdecode.sworker.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, refuse
 from fastdecode.sworker.sharding import Rank
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
-from fastdecode.sworker.support import ADAPTER, OWN_ATTENTION, STATE, check_config, refuse
 
 WITH_PICTURES = ("kimi_k25", "mistral4")
 """Models of text that transformers lists among those of pictures and text."""

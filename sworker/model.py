@@ -28,8 +28,9 @@ from fastdecode.sworker.loader import (
     weights_digest,
 )
 from fastdecode.sworker.prepack import PackedLinears
+from fastdecode.sworker.refusals import check_rope
 from fastdecode.sworker.sharding import Rank
-from fastdecode.sworker.support import check_rope, probe_layers, probe_layout, repeats_rows
+from fastdecode.sworker.support import probe_layers, probe_layout, repeats_rows
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
 
 logger = logging.getLogger(__name__)

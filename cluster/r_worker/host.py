@@ -211,7 +211,7 @@ def _layer_tuple(layer: LayerLayout) -> tuple:
         layer.soft_cap,
         list(layer.sinks),
         list(layer.alibi_slopes),
-        *([True] if layer.values_in_keys else []),
+        layer.values_in_keys,
     )
 
 

@@ -279,6 +279,12 @@ def flag_names(group: str) -> list[str]:
     return [each.name for each in fields(EngineConfig) if each.metadata.get("group") == group]
 
 
+def prefill_settings() -> list[str]:
+    """The fields that prefill workers have as well: the model's, and the cache's dtype, which says whether latent
+    attention keeps latents."""
+    return [*flag_names(MODEL), "kv_cache_dtype", "seed"]
+
+
 def _has_gpu_driver() -> bool:
     """Whether torch, which this floor does not import, could find a GPU at all: NVIDIA's driver, or AMD's."""
     try:

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from fastdecode.api.config import BATCHING, MAX_THREADS, MODEL, WORKERS, EngineConfig, flag_names
+from fastdecode.api.config import (
+    BATCHING,
+    MAX_THREADS,
+    MODEL,
+    WORKERS,
+    EngineConfig,
+    flag_names,
+    prefill_settings,
+)
 from fastdecode.api.from_vllm import IGNORED, REFUSED, without_vllms
 from fastdecode.api.settings import describe_security, split_address
 from fastdecode.backends import prepare
@@ -26,9 +34,8 @@ PLACING = ("kv_shard_tokens", "kv_replicas")
 _SWITCHES = ("async_", "calculate_", "disable_", "enable_", "multi_step_", "ray_", "use_")
 """What the names of vLLM's flags without a value begin with."""
 
-PREFILL_MODEL = (*(name for name in flag_names(MODEL) if "tokenizer" not in name), "kv_cache_dtype")
-"""Settings that prefill workers have as well; their seed is a common flag. Of latent attention the dtype says what is
-kept, latents or keys and values."""
+PREFILL_MODEL = tuple(name for name in prefill_settings() if name != "seed" and "tokenizer" not in name)
+"""Flags of prefill workers; their seed is a common flag."""
 
 
 def add_flags(group: Any, kind: type, names: Iterable[str], **changes: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.api.config import MODEL, EngineConfig, flag_names
+from fastdecode.api.config import EngineConfig, prefill_settings
 from fastdecode.api.settings import check_key, check_security, describe_security, is_loopback, parse_cores
 from fastdecode.cli.flags import (
     PREFILL_MODEL,
@@ -141,8 +141,7 @@ def _end_with(rank: PrefillRank) -> None:
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
-    names = [*flag_names(MODEL), "kv_cache_dtype", "seed"]
-    given = args.engine_config or {name: getattr(args, name) for name in names if hasattr(args, name)}
+    given = args.engine_config or {name: getattr(args, name) for name in prefill_settings() if hasattr(args, name)}
     return EngineConfig(**given)
 
 

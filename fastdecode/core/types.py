@@ -20,6 +20,12 @@ KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 INT4_GROUP_DIMS = 64
 """Dims of a token and head that share one int4 scale and zero."""
 
+
+def is_quantized(kv_dtype: str) -> bool:
+    """Say whether caches of ``kv_dtype`` ("auto" is the model's own) hold codes with scales."""
+    return KV_BITS.get(kv_dtype, 16) < 16
+
+
 KV_ROTATION: dict[str, Literal["", "hadamard"]] = {"int4": "hadamard"}
 """By which matrix caches of a dtype rotate keys, values and queries (rworker_cpp/src/kernels/rotate.hpp), if by any."""
 

@@ -87,16 +87,15 @@ class Samples:
 
 def _row(cache: FilledCache, beside: FilledCache, samples: Samples, error: float) -> dict[str, Any]:
     shape, lengths = cache.shape, cache.lengths
-    token_bytes = shape.layout.kv_bytes_per_token
-    kv_bytes = shape.tokens_needed(lengths) * token_bytes
+    num_tokens, kv_bytes = int(lengths.sum()), shape.tokens_needed(lengths) * shape.layout.kv_bytes_per_token
     layer = shape.layout.layers[0]
-    multiply_adds = int(lengths.sum()) * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * shape.q_len
+    multiply_adds = num_tokens * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * shape.q_len
     seconds = float(np.median(samples.seconds))
     read_peak, mac_peak = float(np.median(samples.read)), float(np.median(samples.mac))
     scattered = float(np.median(samples.scattered))
     roofline = Roofline(kv_bytes, multiply_adds, scattered, mac_peak)
     rate = kv_bytes / seconds / 1e9
-    tokens_per_second = int(lengths.sum()) / samples.seconds
+    tokens_per_second = num_tokens / samples.seconds
     beside_per_second = int(beside.lengths.sum()) / samples.beside_seconds
     return {
         "isa": cache.worker.isa,
@@ -124,7 +123,7 @@ def _row(cache: FilledCache, beside: FilledCache, samples: Samples, error: float
         "roofline_gb_per_s": roofline.gb_per_s,
         "arithmetic_gb_per_s": roofline.arithmetic_gb_per_s,
         "limit": roofline.limit,
-        "cached_tokens_per_second": int(lengths.sum()) / seconds,
+        "cached_tokens_per_second": num_tokens / seconds,
         "tokens_over_bfloat16": float(np.median(tokens_per_second / beside_per_second)),
         "seconds_p10": float(np.quantile(samples.seconds, 0.1)),
         "seconds_p90": float(np.quantile(samples.seconds, 0.9)),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.types import KVLayout, LayerLayout
+from fastdecode.core.types import KVLayout, LayerLayout, is_quantized
 
 BLOCK_SIZE = 64
 """Tokens per block of the measured cache."""
@@ -72,10 +72,10 @@ class AttentionShape:
             raise ConfigError(f"batch_size must be 1 to {MAX_BATCH_SIZE}, not {self.batch_size}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
-        most = MAX_QUANTIZED_HEAD_DIM if self.kv_cache_dtype.startswith("int") else MAX_HEAD_DIM
+        most = MAX_QUANTIZED_HEAD_DIM if is_quantized(self.kv_cache_dtype) else MAX_HEAD_DIM
         if self.head_dim > most:
             raise ConfigError(f"head_dim must be at most {most}, not {self.head_dim}")
-        if self.latent_dim > self.head_dim or (self.latent_dim and self.kv_cache_dtype.startswith("int")):
+        if self.latent_dim > self.head_dim or (self.latent_dim and is_quantized(self.kv_cache_dtype)):
             raise ConfigError(
                 f"latent_dim ({self.latent_dim}) must be at most head_dim ({self.head_dim}), and 0 with int8 and int4"
             )
@@ -98,7 +98,7 @@ class AttentionShape:
     @property
     def model_dtype(self) -> str:
         """The dtype of q, k, v and o: the cache's own where that is a float, else bfloat16."""
-        return "bfloat16" if self.kv_cache_dtype.startswith("int") else self.kv_cache_dtype
+        return "bfloat16" if is_quantized(self.kv_cache_dtype) else self.kv_cache_dtype
 
     @property
     def layout(self) -> KVLayout:

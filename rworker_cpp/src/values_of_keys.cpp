@@ -104,4 +104,12 @@ void make_values(DType dtype, const HeadView& view, std::int64_t begin, std::int
     }
 }
 
+std::int64_t most_split_values(const KVCache& cache) {
+    std::int64_t most = 0;
+    for (std::size_t i = 0; i < cache.layers().size(); ++i)
+        if (cache.layers()[i].values_in_keys)
+            most = std::max(most, kSplitTokens / kTileTokens * cache.layout(std::int64_t(i)).value_tile_bytes + 64);
+    return most;
+}
+
 }  // namespace rworker

@@ -7,6 +7,7 @@
 
 #include "rworker/attention_job.hpp"
 #include "rworker/kernel_choice.hpp"
+#include "rworker/values_of_keys.hpp"
 
 namespace rworker {
 namespace {
@@ -51,15 +52,6 @@ WorkerConfig checked(WorkerConfig config) {
     for (const int core : config.cores)
         require(core >= 0 && core < 1024, "cores has " + std::to_string(core) + "; core numbers are 0 to 1023");
     return config;
-}
-
-/// Bytes for the values of one split on a cache line of their own, where they are made of keys; 0 where no layer's are.
-std::int64_t most_split_values(const KVCache& cache) {
-    std::int64_t most = 0;
-    for (std::size_t i = 0; i < cache.layers().size(); ++i)
-        if (cache.layers()[i].values_in_keys)
-            most = std::max(most, kSplitTokens / kTileTokens * cache.layout(std::int64_t(i)).value_tile_bytes + 64);
-    return most;
 }
 
 std::vector<Span> all_spans(std::span<const std::vector<Span>> mini_batches) {
