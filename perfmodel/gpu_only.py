@@ -57,13 +57,15 @@ class GpuStepTime:
     """Any step of a GPU that holds the cache itself, at the roofline: answers ``StepTime(tokens, kv_tokens)``.
 
     Attention is the reading of its keys and values, once per step and sequence, and adds to the rest, as the
-    collectives of ``group`` do, whose GPUs ``gpu`` is taken as one.
+    collectives of ``group`` do, whose GPUs ``gpu`` is taken as one. A step reads
+    ``read_share`` of the cache.
     """
 
     shape: ModelShape
     gpu: Gpu
     kv_bytes_per_token: float
     group: RankGroup = ALONE
+    read_share: float = 1.0
 
     def __call__(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> float:
         """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``.
@@ -73,7 +75,7 @@ class GpuStepTime:
         unsampled = 0.0 if output_tokens is None else tokens - output_tokens
         own = equations.roofline_step_seconds(
             1,
-            kv_tokens * self.kv_bytes_per_token,
+            kv_tokens * self.read_share * self.kv_bytes_per_token,
             tokens * self.shape.active_parameters - unsampled * self.shape.head_parameters,
             self.shape.weight_bytes,
             self.gpu.flops_per_second.achieved,
@@ -98,7 +100,8 @@ def collective_seconds(shape: ModelShape, group: RankGroup, rows: float, sampled
 class GpuServer:
     """A model on a GPU without R-workers, its batch filled to the last byte and its kernels at the roofline.
 
-    Kinder to it than any real server, so that what is said for FastDecode holds.
+    Kinder to it than any real server, so that what is said for FastDecode holds. ``read_share``: part of the cache that
+    a step reads.
     """
 
     shape: ModelShape
@@ -106,6 +109,7 @@ class GpuServer:
     kv_bytes_per_token: float
     workload: Workload
     group: RankGroup = ALONE
+    read_share: float = 1.0
 
     def check_weights(self) -> None:
         """PlanError, by how much, where the weights do not fit the GPU: then neither way can run."""
@@ -116,7 +120,7 @@ class GpuServer:
         bytes_per_second = self.gpu.kv_bytes_per_second.achieved
         own = equations.roofline_step_seconds(
             batch_size,
-            self._own_kv_bytes,
+            self.read_share * self._own_kv_bytes,
             self.shape.active_parameters * self.workload.rows_per_output_token,
             self.shape.weight_bytes,
             self.gpu.flops_per_second.achieved,
@@ -124,7 +128,7 @@ class GpuServer:
         )
         rows = batch_size * self.workload.rows_per_output_token
         collectives = collective_seconds(self.shape, self.group, rows, batch_size)
-        return own + self._shared_kv_bytes / bytes_per_second + collectives
+        return own + self.read_share * self._shared_kv_bytes / bytes_per_second + collectives
 
     def best(self, latency_limit_seconds: float = math.inf) -> GpuOnly:
         """The largest batch that memory and the limit on a whole sequence allow; throughput only rises with it."""

@@ -50,10 +50,6 @@ def read_latent_shape(config: Mapping[str, Any], name: str) -> LatentShape | Non
     """
     if not config.get("kv_lora_rank"):
         return None
-    if config.get("index_topk"):
-        raise UnsupportedModelError(
-            f"{name}: attention to rows that an index picks (index_topk) is not in the equations"
-        )
     if config.get("model_type") == "longcat_flash":
         raise UnsupportedModelError(f"{name}: layers with two attentions (longcat_flash) are not in the equations")
     dims = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))

@@ -9,6 +9,13 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import ITEM_BYTES
+from fastdecode.perfmodel.index_shape import (
+    BLOCK_SPARSE,
+    INDEXED,
+    IndexShape,
+    read_index_shape,
+    with_transformers_names,
+)
 from fastdecode.perfmodel.latent_shape import read_latent_shape
 from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape
 
@@ -87,12 +94,13 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
         raise ModelLoadError(f"{name}: text_config must be a JSON object, not {config!r}")
     if unknown := _unknown_kind(whole) or _unknown_kind(config):
         raise UnsupportedModelError(f"{name}: {unknown}")
+    config = with_transformers_names(config)
     _check_layer_types(config, name)
     sizes = {field: _first(config, keys, name) for field, keys in _KEYS.items()}
     num_experts = next((config[key] for key in _EXPERTS if config.get(key)), 1)
     kind = config.get("model_type", "")
     try:
-        latent = read_latent_shape(config, name)
+        latent, index = read_latent_shape(config, name), read_index_shape(config, sizes["num_layers"])
         dense_layers = _dense_layers(config) if num_experts > 1 else 0
         return ModelShape(
             name=name,
@@ -106,10 +114,11 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             experts_per_token=config.get("num_experts_per_tok") or config.get("experts_per_token") or 1,
             shared_intermediate_size=_shared_intermediate_size(config),
             dtype=_dtype(config),
-            windows=_windows(config, sizes["num_layers"]),
+            windows=_windows(config, sizes["num_layers"], index),
             latent=latent,
             dense_layers=dense_layers,
-            dense_intermediate_size=config["intermediate_size"] if dense_layers else 0,
+            dense_intermediate_size=_dense_intermediate_size(config) if dense_layers else 0,
+            index=index,
         )
     except (TypeError, KeyError, ZeroDivisionError, ConfigError) as error:
         raise ModelLoadError(f"{name}: the configuration cannot be right: {error}") from None
@@ -138,19 +147,25 @@ def _check_layer_types(config: Mapping[str, Any], name: str) -> None:
     layer_types = config.get("layer_types") or []
     if not isinstance(layer_types, list | tuple) or not all(isinstance(each, str) for each in layer_types):
         raise ModelLoadError(f"{name}: layer_types must be a list of names, one per layer, not {layer_types!r}")
-    if kinds := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
+    known = {"full_attention", "sliding_attention", "chunked_attention", INDEXED, BLOCK_SPARSE}
+    if kinds := set(layer_types) - known:
         raise UnsupportedModelError(f"{name}: {', '.join(sorted(kinds))} is not in the equations")
 
 
-def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the window of each layer, where one has any; a chunk counts as a window of its length."""
+def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | None) -> tuple[int, ...]:
+    """Return the window of each layer, where one has any; a chunk counts as a window of its length, as do the tokens
+    that an index picks."""
+    picked = index.top_tokens if index else 0
     window = (config.get("use_sliding_window") is not False and config.get("sliding_window")) or 0
     sees = {"sliding_attention": window, "chunked_attention": config.get("attention_chunk_size") or 0}
+    sees |= {INDEXED: picked, BLOCK_SPARSE: picked}
     every = config.get("sliding_window_pattern") or _PATTERNS.get(config.get("model_type", ""), num_layers + 1)
     first = config.get("max_window_layers") or 0
     windows = [0 if index < first or (index + 1) % every == 0 else window for index in range(num_layers)]
     if config.get("layer_types"):
         windows = [sees.get(each, 0) for each in config["layer_types"]]
+    elif picked:
+        windows = [picked] * num_layers
     return tuple(windows) if any(windows) else ()
 
 
@@ -187,7 +202,12 @@ def _intermediate_size(config: Mapping[str, Any], hidden_size: int, has_experts:
 
 def _shared_intermediate_size(config: Mapping[str, Any]) -> int:
     shared = (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)
-    return config.get("shared_expert_intermediate_size") or shared
+    named = config.get("shared_expert_intermediate_size") or config.get("shared_intermediate_size")
+    return named or shared
+
+
+def _dense_intermediate_size(config: Mapping[str, Any]) -> int:
+    return config.get("dense_intermediate_size") or config["intermediate_size"]
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

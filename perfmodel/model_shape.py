@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.types import ITEM_BYTES, KVLayout, LayerLayout
+from fastdecode.perfmodel.index_shape import IndexShape
 from fastdecode.perfmodel.latent_shape import LatentShape
 
 
@@ -17,7 +18,8 @@ class ModelShape:
     visits ``experts_per_token``; ``shared_intermediate_size`` is the width of a further MLP that every token visits.
     ``dtype``: of the weights and of q, k, v, o. ``windows``: tokens that a query sees in each layer, 0 for all; empty
     where all layers see all. ``latent``: the sizes of latent attention, whose rows are the keys of one KV head.
-    ``dense_layers`` of the layers have one MLP of ``dense_intermediate_size`` in place of experts.
+    ``index``: of the index that picks the tokens which queries see; these count as windows. ``dense_layers`` of the
+    layers have one MLP of ``dense_intermediate_size`` in place of experts.
     """
 
     name: str
@@ -38,6 +40,7 @@ class ModelShape:
     latent: LatentShape | None = None
     dense_layers: int = 0
     dense_intermediate_size: int = 0
+    index: IndexShape | None = None
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -67,10 +70,15 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """One layer's q, k, v and o projections have 2·D·H·(N + K) ("All About Transformer Inference", Question 1)."""
+        """The mean layer's projections have 2·D·H·(N + K) ("All About Transformer Inference", Question 1): q, k, v, o.
+
+        What latents are projected by and what an index has is counted too.
+        """
+        of_index = self.index.num_layers * self.index.parameters(self.hidden_size) if self.index else 0
         if self.latent:
-            return self.latent.parameters(self.hidden_size, self.num_heads)
-        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+            return self.latent.parameters(self.hidden_size, self.num_heads) + of_index // self.num_layers
+        heads = self.num_heads + self.num_kv_heads
+        return 2 * self.hidden_size * self.head_dim * heads + of_index // self.num_layers
 
     @property
     def mlp_parameters(self) -> int:
@@ -127,18 +135,38 @@ class ModelShape:
         """All layers as an R-worker sees them."""
         return KVLayout((self.layer_in(kv_dtype),) * self.num_layers, self.dtype, kv_dtype)
 
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        """Bytes that one token takes in the cache over all layers, the keys of an index included."""
+        return self.kv_layout(kv_dtype).kv_bytes_per_token + self._index_bytes
+
+    def read_share(self, kv_dtype: str, row_share: float) -> float:
+        """Return the part of the cache's bytes that a step reads, of whose rows the mean layer reads ``row_share``.
+
+        An index scans all of its keys.
+        """
+        rows = self.kv_layout(kv_dtype).kv_bytes_per_token
+        return (row_share * rows + self._index_bytes) / (rows + self._index_bytes)
+
     @property
     def attending_row_bytes(self) -> int:
-        """Bytes of q, k, v and o of one row and layer on the link: (2·N + 2·K)·H elements (FastDecode, section 3)."""
-        layer = self.layer_layout
-        return (
-            layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * self.item_bytes + self.appending_row_bytes
-        )
+        """Bytes of q, k, v and o of one row and layer on the link: (2·N + 2·K)·H elements (FastDecode, section 3).
+
+        Of the mean layer, with the queries and the key of an index.
+        """
+        layer, of_index = self.layer_layout, 0
+        if self.index:
+            of_index = self.index.num_layers * self.index.num_heads * self.index.head_dim // self.num_layers
+        queries = layer.num_heads * (layer.key_head_dim + layer.value_head_dim) + of_index
+        return queries * self.item_bytes + self.appending_row_bytes
 
     @property
     def appending_row_bytes(self) -> int:
         """Bytes of k and v alone: a prompt's row that attends on the S-worker."""
-        return self.layer_layout.kv_elements_per_token * self.item_bytes
+        return self.layer_layout.kv_elements_per_token * self.item_bytes + self._index_bytes // self.num_layers
+
+    @property
+    def _index_bytes(self) -> int:
+        return self.index.kv_bytes_per_token(self.dtype) if self.index else 0
 
     def _all_layers(self, layer_parameters: int) -> int:
         """Parameters of all layers, of which all but the dense ones have so many."""
@@ -156,6 +184,7 @@ class ModelShape:
 
 _LLAMA_7B = ModelShape("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, dtype="float16")
 _LLAMA_70B = ModelShape("llama-2-70b", 80, 8192, 28672, 64, 8, 128, 32000, dtype="float16")
+_LLAMA_3_70B = replace(_LLAMA_70B, name="llama-3-70b", vocab_size=128256, dtype="bfloat16")
 _MISTRAL_7B = ModelShape("mistral-7b", 32, 4096, 14336, 32, 8, 128, 32000)
 _OPT_175B = ModelShape("opt-175b", 96, 12288, 49152, 96, 96, 128, 50272, 2, True, dtype="float16")
 
@@ -164,10 +193,37 @@ _DEEPSEEK_V3 = ModelShape(
     shared_intermediate_size=2048, latent=LatentShape(512, 1536, 128, 64, 128), dense_layers=3,
     dense_intermediate_size=18432,
 )  # fmt: skip
-"""config.json of deepseek-ai/DeepSeek-V3, and of R1; weights in bfloat16 (published in FP8)."""
+"""transformers' DeepseekV3Config, and so of R1; weights in bfloat16 (published in FP8)."""
+
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK_V3, name="deepseek-v3.2", windows=(2048,) * 61, index=IndexShape(61, 64, 128, 2048, 1536)
+)
+"""transformers' DeepseekV32Config."""
 
 _KIMI_K2 = replace(_DEEPSEEK_V3, name="kimi-k2", num_heads=64, vocab_size=163840, num_experts=384, dense_layers=1)
-"""config.json of moonshotai/Kimi-K2-Instruct, likewise."""
+"""config.json of moonshotai/Kimi-K2-Instruct, from memory."""
+
+_GLM_5 = ModelShape(
+    "glm-5", 78, 6144, 2048, 64, 1, 576, 154880, num_experts=256, experts_per_token=8, shared_intermediate_size=2048,
+    latent=LatentShape(512, 2048, 192, 64, 256), dense_layers=3, dense_intermediate_size=12288, windows=(2048,) * 78,
+    index=IndexShape(78, 32, 128, 2048, 2048),
+)  # fmt: skip
+"""transformers' GlmMoeDsaConfig, which is the technical report's table; every layer has an index of its own."""
+
+_MINIMAX_M3 = ModelShape(
+    "minimax-m3", 60, 6144, 3072, 64, 4, 128, 200064, num_experts=128, experts_per_token=4,
+    shared_intermediate_size=3072, dense_layers=3, dense_intermediate_size=12288, windows=(0,) * 3 + (2048,) * 57,
+    index=IndexShape(57, 4, 128, 2048, weighs_heads=False),
+)  # fmt: skip
+"""transformers' MiniMaxM3VLTextConfig; that its first three layers are dense and see all is from memory."""
+
+_QWEN3_235B = ModelShape("qwen3-235b-a22b", 94, 4096, 1536, 64, 4, 128, 151936, num_experts=128, experts_per_token=8)
+"""THUDM/slime, scripts/models/qwen3-235B-A22B.sh."""
+
+_GPT_OSS_120B = ModelShape(
+    "gpt-oss-120b", 36, 2880, 2880, 64, 8, 64, 201088, num_experts=128, experts_per_token=4, windows=(128, 0) * 18
+)
+"""transformers' GptOssConfig; weights in bfloat16 (published in MXFP4)."""
 
 BUILT_IN = {
     shape.name: shape
@@ -177,17 +233,25 @@ BUILT_IN = {
         ModelShape("llama-65b", 80, 8192, 22016, 64, 64, 128, 32000, dtype="float16"),
         _LLAMA_70B,
         ModelShape("llama-3-8b", 32, 4096, 14336, 32, 8, 128, 128256),
-        replace(_LLAMA_70B, name="llama-3-70b", vocab_size=128256, dtype="bfloat16"),
+        _LLAMA_3_70B,
+        replace(_LLAMA_3_70B, name="llama-3.3-70b"),
         _MISTRAL_7B,
         replace(_MISTRAL_7B, name="mixtral-8x7b", num_experts=8, experts_per_token=2),
+        ModelShape("mistral-small", 40, 5120, 32768, 32, 8, 128, 131072),  # 3.x, 24B: transformers' Mistral3Config
         ModelShape("yi-34b", 60, 7168, 20480, 56, 8, 128, 64000),
         ModelShape("falcon-7b", 32, 4544, 18176, 71, 1, 64, 65024, 2, True),
         ModelShape("falcon-40b", 60, 8192, 32768, 128, 8, 64, 65024, 2, True),
         ModelShape("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, 2, True),
         ModelShape("opt-6.7b", 32, 4096, 16384, 32, 32, 128, 50272, 2, True, dtype="float16"),
         _OPT_175B,
+        ModelShape("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151936),  # from memory
+        _QWEN3_235B,
+        _GPT_OSS_120B,
         _DEEPSEEK_V3,
+        _DEEPSEEK_V32,
         _KIMI_K2,
+        _GLM_5,
+        _MINIMAX_M3,
     )
 }
 """The models of the papers, and the sizes one meets most."""

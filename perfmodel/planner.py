@@ -35,8 +35,9 @@ class Planner:
 
     ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F, chosen when
     None. ``…_overhead_seconds``: the host's own time in a step, once, for each sequence (``row``), and for each
-    R-worker that is told of it. ``kv_bytes_per_token`` over all layers is only reported. ``read_share``: part of a
-    context that the mean layer reads, its window counted; ``r_part`` has the seconds of a cached token of that layer.
+    R-worker that is told of it. ``kv_bytes_per_token`` held over all layers is only reported. ``read_share``: part of
+    these bytes that a step reads, with windows and indexes counted; ``r_part`` has the seconds of a cached token of the
+    mean layer, so.
     ``num_r_workers``: of a pool that is there; as many as keep up with the S-worker when None.
     """
 
@@ -101,6 +102,8 @@ class Planner:
             interval_steps=interval,
             kv_load_limit=self._load_limit(in_flight),
             kv_bytes_per_token=self.kv_bytes_per_token,
+            kv_bytes_read_per_token=self.kv_bytes_read_per_token,
+            r_workers_bound_by=self.r_part.bound_by or None,
             r_worker_bandwidth_gb_per_s=self._r_worker_bandwidth(),
             candidates=tuple(
                 self.candidate(mini_batch_size, number)
@@ -272,10 +275,15 @@ class Planner:
         needed = _round_up(equations.memory_r_workers(in_flight, held, self.capacity_tokens - shared))
         return max(needed, self.placing.copies)
 
+    @property
+    def kv_bytes_read_per_token(self) -> float | None:
+        """Bytes over all layers that a step reads for each token of a context; None where they are not known."""
+        return None if self.kv_bytes_per_token is None else self.read_share * self.kv_bytes_per_token
+
     def _r_worker_bandwidth(self) -> float | None:
-        if self.kv_bytes_per_token is None:
+        if self.kv_bytes_read_per_token is None:
             return None
-        return self.read_share * self.kv_bytes_per_token / self.num_layers / self.r_part.seconds_per_token / 1e9
+        return self.kv_bytes_read_per_token / self.num_layers / self.r_part.seconds_per_token / 1e9
 
 
 def _round_up(number: float) -> int:

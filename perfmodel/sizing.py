@@ -137,9 +137,10 @@ class Plan(Candidate):
     ``num_r_workers_exact``: by equation 11, unrounded; ``num_r_workers`` is more where memory needs more
     (``r_workers_set_by``). Both count those of one rank: ``tensor_parallel_size`` ranks have ``total_r_workers``, and
     each holds a rank's heads of its sequences. ``micro_batch_size`` sequences start every ``interval_steps`` steps,
-    which keeps the load below ``kv_load_limit`` cached tokens over all R-workers. ``kv_bytes_per_token`` and
-    ``r_worker_bandwidth_gb_per_s`` (KV read) are of one R-worker. ``kv_replicas``: R-workers that each sequence is
-    cached on.
+    which keeps the load below ``kv_load_limit`` cached tokens over all R-workers. ``kv_bytes_per_token`` (held),
+    ``kv_bytes_read_per_token`` (in a step, for each token of a context) and ``r_worker_bandwidth_gb_per_s`` are of one
+    R-worker; ``r_workers_bound_by``: "reads" or "arithmetic". ``kv_replicas``: R-workers that each sequence is cached
+    on.
     """
 
     mini_batch_size: int
@@ -156,3 +157,5 @@ class Plan(Candidate):
     tensor_parallel_size: int = 1
     total_r_workers: int = 0
     kv_replicas: int = 1
+    kv_bytes_read_per_token: float | None = None
+    r_workers_bound_by: str | None = None

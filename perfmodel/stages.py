@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.types import LayerLayout
 from fastdecode.perfmodel.hardware import CpuHost, Gpu, kernel_bytes_per_second
 from fastdecode.perfmodel.model_shape import ModelShape
 
@@ -109,11 +110,12 @@ class MeasuredSPart:
 @dataclass(frozen=True)
 class RPart:
     """One R-worker: ``seconds_per_token`` per cached token and layer, ``row_seconds`` per row that a layer's call
-    appends and attends, ``call_seconds`` once per call."""
+    appends and attends, ``call_seconds`` once per call. ``bound_by``: "reads" or "arithmetic", "" where not known."""
 
     seconds_per_token: float
     call_seconds: float = 0.0
     row_seconds: float = 0.0
+    bound_by: str = ""
 
     def __post_init__(self) -> None:
         fixed = (self.call_seconds, self.row_seconds)
@@ -129,18 +131,31 @@ class RPart:
 
     def times(self, factor: float) -> RPart:
         """Return this R-part ``factor`` times as slow."""
-        return RPart(factor * self.seconds_per_token, factor * self.call_seconds, factor * self.row_seconds)
+        return RPart(
+            factor * self.seconds_per_token, factor * self.call_seconds, factor * self.row_seconds, self.bound_by
+        )
 
 
-def host_r_part(shape: ModelShape, kv_dtype: str, host: CpuHost) -> RPart:
-    """An R-worker of ``host``: the slower of reading its KV and of computing with it.
+def host_r_part(shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: float = 1.0) -> RPart:
+    """An R-worker of ``host``, whose mean layer reads ``row_share`` of its rows, and scans all keys of an index.
 
-    Bytes per token include scales, so R falls with the KV dtype and with n_kv/n_q.
+    Each of the two takes the slower of reading and of computing. Bytes per token include scales, so R falls with the KV
+    dtype and with n_kv/n_q.
     """
-    layer = shape.layer_in(kv_dtype)
+    parts = [_token_r_part(shape.layer_in(kv_dtype), kv_dtype, host).times(row_share)]
+    if shape.index:
+        owners = shape.index.num_layers / shape.num_layers
+        parts.append(_token_r_part(shape.index.layer_layout, shape.dtype, host).times(owners))
+    slowest = max(parts, key=lambda part: part.seconds_per_token)
+    return replace(slowest, seconds_per_token=sum(part.seconds_per_token for part in parts))
+
+
+def _token_r_part(layer: LayerLayout, kv_dtype: str, host: CpuHost) -> RPart:
+    """Return the seconds of all of a cached token in one layer."""
+    reading = host.read_bytes_per_second.achieved
     computing = kernel_bytes_per_second(kv_dtype, layer.products_per_element, host.cores)
-    rate = min(host.read_bytes_per_second.achieved, computing)
-    return RPart(layer.kv_bytes_per_token(kv_dtype) / rate)
+    bound_by = "reads" if reading <= computing else "arithmetic"
+    return RPart(layer.kv_bytes_per_token(kv_dtype) / min(reading, computing), bound_by=bound_by)
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def bytes_per_token(model_type: str) -> str:
     """Keys and values of a token in 16 bits, where `plan` knows the configuration that the class has by default."""
     try:
         shape = read_shape(transformers.CONFIG_MAPPING[model_type]().to_dict(), model_type)
-        return f"{shape.kv_layout('bfloat16').kv_bytes_per_token:,}"
+        return f"{shape.kv_bytes_per_token('bfloat16'):,}"
     except (FastDecodeError, ValueError):
         return ""
 

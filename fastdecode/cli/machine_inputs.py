@@ -76,7 +76,8 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     kv_dtype = _kv_dtype(args, shape)
     link = parse_link(args.link or DEFAULT_LINK)
     memory = parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes))
-    rank, r_part = GpuSPart(of_rank, one), host_r_part(of_rank, kv_dtype, host)
+    rank = GpuSPart(of_rank, one)
+    r_part = host_r_part(of_rank, kv_dtype, host, _workload(args).read_share(shape.windows))
     s_part = RankSPart(rank, shape, group) if group.size > 1 else rank
     planner = _planner(
         args, of_rank, kv_dtype, s_part, r_part,
@@ -90,6 +91,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     )
     assumptions += (
         *_rank_lines(group),
+        *_token_lines(of_rank, kv_dtype, planner),
         *_window_lines(shape, planner),
         f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
     )
@@ -102,11 +104,12 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     profile = load_profile(args.profile)
     shape = profiled_shape(args, profile)
     kv_dtype = _kv_dtype(args, shape)
+    r_part = profile.measured_r_part(kv_dtype, shape=shape, num_ranks=args.tensor_parallel_size)
     link, num_ranks = profile.transport(), args.tensor_parallel_size
     rates = (parse_link(args.link) / num_ranks,) if args.link else link.hop_bytes_per_second
     planner = _planner(
         args, rank_shape(shape, num_ranks), kv_dtype, _profiled_s_part(args, profile, shape),
-        profile.measured_r_part(kv_dtype, shape=shape, num_ranks=num_ranks),
+        _of_read_rows(args, shape, r_part),
         rates, link.latency_seconds, _memory(args), _per_host(args, 1),
     )  # fmt: skip
     planner = _with_overheads(planner, profile)
@@ -141,7 +144,7 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
     kv_dtype = _kv_dtype(args, shape) if shape else "auto"
     rates = (parse_link(args.link),) if args.link else ()
     planner = _planner(
-        args, shape, kv_dtype, s_part, RPart(args.r_part_seconds_per_token), rates,
+        args, shape, kv_dtype, s_part, _of_read_rows(args, shape, RPart(args.r_part_seconds_per_token)), rates,
         memory=_memory(args), r_workers_per_host=_per_host(args, 1),
     )  # fmt: skip
     assumptions = ("S and R times as given", *(_window_lines(shape, planner) if shape else ()))
@@ -160,14 +163,14 @@ def _planner(
     r_workers_per_host: int = 1,
 ) -> Planner:
     workload = _workload(args)
-    kv_bytes = shape.kv_layout(kv_dtype).kv_bytes_per_token if shape else None
-    share = workload.read_share(shape.windows) if shape else 1.0
+    kv_bytes = shape.kv_bytes_per_token(kv_dtype) if shape else None
+    share = shape.read_share(kv_dtype, workload.read_share(shape.windows)) if shape else 1.0
     row_bytes = _mean_row_bytes(shape, workload) if shape else 0.0
     return Planner(
         workload=workload,
         num_layers=shape.num_layers if shape else args.num_layers,
         s_part=s_part,
-        r_part=replace(r_part, seconds_per_token=share * r_part.seconds_per_token),
+        r_part=r_part,
         transport=Transport(row_bytes, hop_bytes_per_second, latency_seconds, not args.exposed_transport),
         num_mini_batches=args.num_mini_batches,
         capacity_tokens=memory / kv_bytes if memory and kv_bytes else math.inf,
@@ -205,11 +208,32 @@ def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: 
 
 
 def _server(planner: Planner, shape: ModelShape, kv_dtype: str, gpu: Gpu, group: RankGroup) -> GpuServer:
-    """The GPUs alone, whose memory must hold the weights, as the S-worker's must; they free what no window sees."""
-    kv_bytes = planner.read_share * shape.kv_layout(kv_dtype).kv_bytes_per_token
-    server = GpuServer(shape, gpu, kv_bytes, replace(planner.workload, remote_prompts=False), group)
+    """The GPUs alone, whose memory must hold the weights, as the S-worker's must."""
+    held = gpu_kv_bytes(shape, kv_dtype, planner.read_share)
+    server = GpuServer(shape, gpu, held[0], replace(planner.workload, remote_prompts=False), group, held[1])
     server.check_weights()
     return server
+
+
+def gpu_kv_bytes(shape: ModelShape, kv_dtype: str, read_share: float) -> tuple[float, float]:
+    """Bytes of a token that GPUs alone hold, and the part of them that a step reads.
+
+    They free what no window sees; what an index did not pick may be picked in the next step.
+    """
+    held = shape.kv_bytes_per_token(kv_dtype)
+    return (held, read_share) if shape.index else (read_share * held, 1.0)
+
+
+def _of_read_rows(args: argparse.Namespace, shape: ModelShape | None, r_part: RPart) -> RPart:
+    """An R-part that was measured over whole contexts, with the tokens that windows leave."""
+    if shape is None:
+        return r_part
+    if shape.index:
+        raise ConfigError(
+            f"{shape.name} scans an index, which no profile and no bare number has the time of: name --gpu and --cpu"
+        )
+    share = _workload(args).read_share(shape.windows)
+    return replace(r_part, seconds_per_token=share * r_part.seconds_per_token)
 
 
 def _workload(args: argparse.Namespace) -> Workload:
@@ -280,12 +304,28 @@ def _rank_lines(group: RankGroup) -> tuple[str, ...]:
     )
 
 
+def _token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str, ...]:
+    """Say what a cached token costs R-workers: memory, reading, arithmetic."""
+    layer = shape.layer_in(kv_dtype)
+    operations = 2 * layer.products_per_element * layer.kv_elements_per_token / layer.kv_bytes_per_token(kv_dtype)
+    return (
+        f"a cached token: {planner.kv_bytes_per_token:,} bytes held over all layers, "
+        f"{planner.kv_bytes_read_per_token:,.0f} of them read in a step; {operations:.3g} operations for a byte of its "
+        f"rows",
+    )
+
+
 def _window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
-    """Say what sliding windows leave of the reading, and that they leave all of the memory."""
+    """Say what windows or an index leave of the reading, and that they leave all of the memory."""
     windows = sorted({window for window in shape.windows if window})
     if not windows:
         return ()
     count, tokens = sum(map(bool, shape.windows)), " or ".join(map(str, windows))
+    if shape.index:
+        return (
+            f"{count} of {len(shape.windows)} layers read {tokens} tokens, which an index in {shape.index.num_layers} "
+            f"layers picks by a scan of all: a step reads {planner.read_share:.1%} of the bytes that it holds",
+        )
     return (
         f"{count} of {len(shape.windows)} layers see {tokens} tokens: the mean layer reads {planner.read_share:.0%} of "
         f"a context; R-workers keep all of it, the GPU alone what it reads",

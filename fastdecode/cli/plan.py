@@ -127,6 +127,7 @@ def _figures(plan: Plan) -> Iterator[Line]:
     yield "mini-batch size", f"{plan.mini_batch_size}, {taking_turns}"
     reading = plan.r_worker_bandwidth_gb_per_s
     each = f", each reading {reading:.1f} GB/s of KV" if reading else ""
+    each += {"reads": " (reads bind)", "arithmetic": " (arithmetic binds)"}.get(plan.r_workers_bound_by or "", "")
     why = {"memory": " (more for their memory)", "pool": " (as given)"}.get(plan.r_workers_set_by, "")
     ranks = plan.tensor_parallel_size
     of_each = f" of each of {ranks} ranks, {plan.total_r_workers} in all" if ranks > 1 else ""

@@ -14,7 +14,7 @@ import numpy as np
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.flags import PLACING, SCHEDULE
 from fastdecode.cli.machine_flags import BARE_FLAGS
-from fastdecode.cli.machine_inputs import PlanInputs, named_shape, rank_group, read_inputs
+from fastdecode.cli.machine_inputs import PlanInputs, gpu_kv_bytes, named_shape, rank_group, read_inputs
 from fastdecode.cli.simulate_events import read_timeline
 from fastdecode.cli.variants.prefill_workers import prefill_forecast
 from fastdecode.cli.variants.speculative_decoding import read_drafting
@@ -165,8 +165,9 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     gpu = find_gpu(args.gpu).times(group.size)
     kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     words = _plan_words(args, workload)
-    share = Workload(words["seq_len"], words["prompt_len"], words["output_len_cv"]).read_share(shape.windows)
-    step_time = GpuStepTime(shape, gpu, share * shape.kv_layout(kv_dtype).kv_bytes_per_token, group)
+    rows = Workload(words["seq_len"], words["prompt_len"], words["output_len_cv"]).read_share(shape.windows)
+    held, share = gpu_kv_bytes(shape, kv_dtype, shape.read_share(kv_dtype, rows))
+    step_time = GpuStepTime(shape, gpu, held, group, share)
     check_weights(shape, gpu, group)
     blocks = step_time.capacity_tokens // args.block_size
     if blocks == 0:

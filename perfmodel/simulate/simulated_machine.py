@@ -99,7 +99,7 @@ class GpuMachine:
     @property
     def kv_bytes_per_token(self) -> float:
         """Return the bytes of a cached token that are read, over all layers."""
-        return self.step_time.kv_bytes_per_token
+        return self.step_time.read_share * self.step_time.kv_bytes_per_token
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
         """By the roofline; S is what weights and arithmetic take. A GPU alone has no ranges and copies."""

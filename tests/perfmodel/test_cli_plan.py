@@ -70,6 +70,23 @@ def test_windows_are_read_and_not_the_whole_context(tmp_path: Path, capsys: pyte
     assert "52 of 62 layers see 1024 tokens: the mean layer reads 19%" in capsys.readouterr().out
 
 
+def test_an_index_reads_less_than_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also by the GPUs alone, which hold all of it; no profile has the time of a scan."""
+    where = ["--model", "minimax-m3", "--gpu", "h200", "--tensor-parallel-size", "8", "--cpu", "epyc-9654"]
+    found = plan(tmp_path, *where, "--seq-len", "131072", "--prompt-len", "122880")
+    held, read = found["kv_bytes_per_token"], found["kv_bytes_read_per_token"]
+    assert held == 60 * 2 * 128 * 2 + 57 * 256  # a rank has one KV head, and the index's keys whole
+    assert read == pytest.approx(512 * (3 + 57 * 2048 / (122880 + 4096)) + 57 * 256)
+    assert found["r_workers_set_by"] == "memory" and found["r_workers_bound_by"] == "reads"
+    free = 0.9 * 8 * 141e9 - 2 * 426.1e9 - 7 * 2 * 6144 * 200064  # of one embedding per rank
+    assert found["gpu_only"]["max_batch_size"] == int(free / (122880 + 4096) / (60 * 2048 + 57 * 256))
+    out = capsys.readouterr().out
+    assert "297.2 GB/s of KV (reads bind)" in out and "57 of 60 layers read 2048 tokens" in out
+    bare = [*BARE[:4], "--num-layers", "60", "--mini-batch-size", "8", "--seq-len", "1024"]
+    assert main(["plan", *bare, "--model", "minimax-m3"]) == 2
+    assert "minimax-m3 scans an index" in capsys.readouterr().err
+
+
 def test_a_fixed_pool_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(tmp_path, *NAMES, "--num-r-workers", "5")
     assert (found["num_r_workers"], found["r_workers_set_by"], found["mini_batch_size"]) == (5, "pool", 256)

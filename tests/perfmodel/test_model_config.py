@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import latent_zoo, model_zoo
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fastdecode.api.config import DEMO_MODEL
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import KV_BITS
-from fastdecode.perfmodel.hardware import find_cpu_host
+from fastdecode.perfmodel.hardware import find_cpu_host, kernel_bytes_per_second
 from fastdecode.perfmodel.model_config import find_shape, read_shape
 from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape
+from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import host_r_part
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.support import probe_layout
@@ -23,8 +26,18 @@ BILLIONS = {
     "llama-7b": "6.7", "llama-13b": "13.0", "llama-65b": "65.3", "llama-2-70b": "69.0", "llama-3-8b": "8.0",
     "llama-3-70b": "70.6", "mistral-7b": "7.2", "mixtral-8x7b": "46.7", "yi-34b": "34.4", "falcon-180b": "178.6",
     "opt-6.7b": "6.6", "opt-175b": "174.6", "falcon-7b": "6.9", "falcon-40b": "41.3",
-    "deepseek-v3": "670.9", "kimi-k2": "1026.2",
+    "deepseek-v3": "670.9", "kimi-k2": "1026.2", "llama-3.3-70b": "70.6", "mistral-small": "23.6",
+    "qwen3-32b": "32.8", "qwen3-235b-a22b": "235.0", "gpt-oss-120b": "116.8", "deepseek-v3.2": "671.8",
+    "glm-5": "743.8", "minimax-m3": "426.1",
 }  # fmt: skip
+
+PUBLISHED = {
+    "mistral-small": (23.6, 23.6), "qwen3-32b": (32.8, 32.8), "llama-3.3-70b": (70.6, 70.6),
+    "qwen3-235b-a22b": (235, 22), "gpt-oss-120b": (116.8, 5.7), "deepseek-v3.2": (671, 37), "glm-5": (744, 40),
+    "minimax-m3": (428, 23),
+}  # fmt: skip
+"""Billions of parameters, all and those of a token, as their makers give them; of MiniMax-M3 with its vision tower and
+without embeddings among the active ones."""
 
 LEFT_OUT = ("embed_positions", "wpe", "router", "mlp.gate.weight")
 """Learned positions, and the routers of experts."""
@@ -38,6 +51,53 @@ LLAMA: dict[str, Any] = {
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_models_have_their_parameters(name: str) -> None:
     assert f"{BUILT_IN[name].parameters / 1e9:.1f}" == BILLIONS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_fit_those_published(name: str) -> None:
+    shape, (total, active) = BUILT_IN[name], PUBLISHED[name]
+    assert shape.parameters / 1e9 == pytest.approx(total, rel=0.005)
+    embeddings = 2 * shape.head_parameters / 1e9
+    assert active - 0.5 <= shape.active_parameters / 1e9 <= active + 0.5 + embeddings
+
+
+MINIMAX_M3 = {
+    "moe_layer_freq": [0] * 3 + [1] * 57,
+    "sparse_attention_config": {"sparse_attention_freq": [0] * 3 + [1] * 57, "sparse_num_index_heads": 4},
+}
+"""Names of the published file, which transformers' class reads into its own."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("gpt-oss-120b", "gpt_oss", {}),
+        ("deepseek-v3", "deepseek_v3", {}),
+        ("deepseek-v3.2", "deepseek_v32", {}),
+        ("glm-5", "glm_moe_dsa", {}),
+        ("minimax-m3", "minimax_m3_vl_text", MINIMAX_M3),
+    ],
+)
+def test_built_in_shapes_are_those_of_transformers_own_configurations(name: str, kind: str, words: Any) -> None:
+    """As transformers writes them, and as they are published."""
+    config = CONFIG_MAPPING[kind](**words).to_dict()
+    for each in (config, config | {"layer_types": None, "mlp_layer_types": None} | words if words else config):
+        assert vars(read_shape(each, name)) == vars(BUILT_IN[name])
+
+
+def test_an_index_is_held_and_scanned_and_picks_what_is_read() -> None:
+    """A million tokens of MiniMax-M3 take 144 GB, of which a step reads 22: rows of three layers, and the index."""
+    shape, tokens = BUILT_IN["minimax-m3"], 1 << 20
+    held = shape.kv_bytes_per_token("bfloat16") * tokens
+    read = held * shape.read_share("bfloat16", Workload(tokens, tokens - 1).read_share(shape.windows))
+    assert [round(held / 1e9), round(read / 1e9)] == [144, 22]
+    assert read == pytest.approx(2048 * (3 * tokens + 57 * 2048) + 57 * 256 * tokens, rel=1e-4)
+    sparse, host = BUILT_IN["deepseek-v3.2"], find_cpu_host("epyc-9654")
+    whole, scan = (host_r_part(each, "bfloat16", host, 0.0 if each is sparse else 1.0) for each in (shape, sparse))
+    assert whole.bound_by == "reads" and scan.bound_by == "arithmetic"  # 64 heads score a key of 256 bytes
+    assert scan.seconds_per_token == pytest.approx(256 / kernel_bytes_per_second("bfloat16", 64, host.cores))
+    shared = CONFIG_MAPPING["glm_moe_dsa"](index_topk_freq=4).to_dict()
+    assert read_shape(shared, "m").index == replace(BUILT_IN["glm-5"].index, num_layers=20)
 
 
 def test_a_configuration_file_gives_the_built_in_shape(tmp_path: Path) -> None:
@@ -100,7 +160,7 @@ def test_the_demo_model_is_read() -> None:
         ({"hidden_size": "wide"}, ModelLoadError, "cannot be right"),
         ({"num_key_value_heads": 5}, ModelLoadError, "5 KV heads"),
         ({"kv_lora_rank": 512}, ModelLoadError, "cannot be right: 'qk_nope_head_dim'"),
-        ({"kv_lora_rank": 512, "index_topk": 2048}, UnsupportedModelError, "rows that an index picks"),
+        ({"index_topk": 2048}, ModelLoadError, "cannot be right: 'index_n_heads'"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized weights"),
         ({"layer_types": ["linear_attention", "full_attention"]}, UnsupportedModelError, "linear_attention"),
         ({"model_type": "mamba2", "state_size": 128}, UnsupportedModelError, "a recurrent state .mamba2. is not"),

@@ -1,0 +1,79 @@
+"""The sizes of a trained index, which picks the rows that a layer's queries read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastdecode.core.types import LayerLayout
+
+
+@dataclass(frozen=True)
+class IndexShape:
+    """``num_heads`` query heads score one key of ``head_dim`` elements for each token in ``num_layers`` of the layers.
+
+    Each query then reads the rows of ``top_tokens`` tokens. ``q_rank``: of the latent that the index's queries are made
+    of, 0 where they are made of the hidden state. ``weighs_heads``: a further projection weighs the heads' scores.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    top_tokens: int
+    q_rank: int = 0
+    weighs_heads: bool = True
+
+    def parameters(self, hidden_size: int) -> int:
+        """One layer's projections have so many."""
+        weighing = hidden_size * self.num_heads if self.weighs_heads else 0
+        return (self.q_rank or hidden_size) * self.num_heads * self.head_dim + hidden_size * self.head_dim + weighing
+
+    @property
+    def layer_layout(self) -> LayerLayout:
+        """One layer's index as an R-worker scans it: keys of one head, without values."""
+        return LayerLayout(self.num_heads, 1, self.head_dim, 0, 1.0)
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of the keys of one token over all layers; the index's keys are kept in the model's ``dtype``."""
+        return self.num_layers * self.layer_layout.kv_bytes_per_token(dtype)
+
+
+INDEXED, BLOCK_SPARSE = "indexed_attention", "minimax_m3_sparse"
+"""Types of layers whose rows an index picks, one by one and in blocks."""
+
+_SPARSE_NAMES = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim",
+                 "index_block_size": "sparse_block_size", "index_topk_blocks": "sparse_topk_blocks"}  # fmt: skip
+
+
+def with_transformers_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration with transformers' names for what MiniMax-M3's published file says under its own."""
+    sparse = config.get("sparse_attention_config")
+    if not isinstance(sparse, Mapping):
+        return config
+    named = {name: sparse[own] for name, own in _SPARSE_NAMES.items() if own in sparse}
+    if "sparse_attention_freq" in sparse:
+        named["layer_types"] = [BLOCK_SPARSE if each else "full_attention" for each in sparse["sparse_attention_freq"]]
+    if "moe_layer_freq" in config:
+        named["mlp_layer_types"] = ["sparse" if each else "dense" for each in config["moe_layer_freq"]]
+    return {**config, **named}
+
+
+def read_index_shape(config: Mapping[str, Any], num_layers: int) -> IndexShape | None:
+    """The index that a transformers configuration describes, None where it has none; KeyError for a missing size."""
+    if config.get("index_topk"):
+        top_tokens, q_rank = config["index_topk"], config.get("q_lora_rank") or 0
+        num_owners = _num_owners(config, num_layers)
+        return IndexShape(num_owners, config["index_n_heads"], config["index_head_dim"], top_tokens, q_rank)
+    if num_sparse := list(config.get("layer_types") or []).count(BLOCK_SPARSE):
+        top_tokens = config["index_topk_blocks"] * config["index_block_size"]
+        return IndexShape(num_sparse, config["index_n_heads"], config["index_head_dim"], top_tokens, 0, False)
+    return None
+
+
+def _num_owners(config: Mapping[str, Any], num_layers: int) -> int:
+    """Return the layers with an index of their own; the others read what the one before them picked."""
+    if kinds := config.get("indexer_types") or config.get("index_topk_pattern"):
+        return sum(each in ("full", "F") for each in kinds)
+    every, first = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
+    return sum(max(layer - first + 1, 0) % every == 0 for layer in range(num_layers))
