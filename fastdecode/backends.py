@@ -263,7 +263,8 @@ def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, worke
     placing = config.placing
     if not config.pool_listen:
         placing.check_r_workers(len(workers))
-    if placing.fits_pool(max_model_len, [worker.num_blocks for worker in workers], workers[0].block_size):
+    num_blocks = [worker.num_blocks for worker in workers]
+    if placing.fits_pool(max_model_len, num_blocks, workers[0].block_size, layout.chunk_tokens):
         return
     worker = min(workers, key=lambda worker: worker.num_blocks)
     tokens = worker.num_blocks * worker.block_size

@@ -75,7 +75,9 @@ def make_scheduler(
         prefix_caching=config.enable_prefix_caching,
         hosts=tuple(worker.host for worker in r_workers),
         seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
-        placing=config.placing.chosen(model.max_model_len, num_blocks, config.block_size, balanced),
+        placing=config.placing.chosen(
+            model.max_model_len, num_blocks, config.block_size, balanced, model.layout.chunk_tokens
+        ),
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
     )
     return Scheduler(schedule, limits, prefill_policy, _draft_policy(limits, calibrated))

@@ -124,6 +124,10 @@ def weights_digest(model: torch.nn.Module) -> str:
 def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
     """Make our attention known to transformers; returns what is left to do to a loaded model."""
     register_attention()
+    if hf_config.model_type in ("llama4", "llama4_text"):
+        from fastdecode.sworker.own_positions import use_given_positions
+
+        return use_given_positions
     if hf_config.model_type not in OWN_ATTENTION:
         return lambda model: None
     from fastdecode.sworker import own_attention

@@ -10,30 +10,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from greenlet import getcurrent
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
 
 from fastdecode.sworker.pipeline import ModelGreenlet, attend
+from fastdecode.sworker.prompts import Sight
 
 PROBE_NAME = "fastdecode_probe"
 """The ``attn_implementation`` under which a model that is probed asks for masks."""
 
 SQUARE = 48
 """Tokens of a text over which each mask is looked at whole."""
-
-
-class Sight(NamedTuple):
-    """Which earlier tokens a query sees: all, or, where ``window`` is not 0, as many, itself included."""
-
-    window: int = 0
-
-    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Boolean, of the shape of both, which hold positions."""
-        causal = keys <= queries
-        return causal & (keys > queries - self.window) if self.window else causal
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,7 @@ class Asked:
         except (IndexError, RuntimeError, TypeError, ValueError):
             return None  # it looks up the tokens of one text
         seen = seen.broadcast_to(keys.shape)
-        rules = Sight(), Sight(self.local_size)
+        rules = Sight(), Sight(self.local_size), Sight(self.local_size, chunked=True)
         return next((rule for rule in rules if torch.equal(seen, rule.sees(queries, keys))), None)
 
 

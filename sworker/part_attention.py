@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.types import KVLayout, LayerLayout, SpanMode, Verb
-from fastdecode.sworker.prompts import causal_mask, prompt_attention, values_of
+from fastdecode.sworker.prompts import Sight, causal_mask, prompt_attention, values_of
 from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 TIMED_ROWS = 512
@@ -187,7 +187,7 @@ def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Lay
     plain = not (layer.soft_cap or layer.sinks or layer.window or layer.alibi_slopes)
     if end == len(k) or not plain:
         return prompt_attention(q, k[:end], v[:end], layer)
-    mask = F.pad(causal_mask(len(q), end, 0, q.device), (0, len(k) - end))
+    mask = F.pad(causal_mask(len(q), end, Sight(), q.device), (0, len(k) - end))
     group = layer.num_heads // layer.num_kv_heads
     queries, keys, values = (rows.transpose(0, 1)[None] for rows in (q, k, v))
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)

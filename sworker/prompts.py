@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +24,30 @@ TILE_ROWS = 256
 """Rows of a later chunk that attend together: to the keys before them and, masked, to each other's."""
 
 
-def causal_mask(num_rows: int, num_keys: int, window: int, device: torch.device) -> torch.Tensor:
-    """Boolean [num_rows, num_keys], True where a query sees a key: causal, aligned bottom-right, ``window`` wide."""
+class Sight(NamedTuple):
+    """The earlier tokens that a query sees: all, or, where ``window`` is not 0, the last so many, itself included, or
+    those of its chunk of so many, where they are ``chunked``."""
+
+    window: int = 0
+    chunked: bool = False
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Boolean, of the shape of both together, which hold positions."""
+        causal = keys <= queries
+        if not self.window:
+            return causal
+        return causal & (keys >= (queries - queries % self.window if self.chunked else queries - self.window + 1))
+
+
+def causal_mask(num_rows: int, num_keys: int, sight: Sight, device: torch.device) -> torch.Tensor:
+    """Boolean [num_rows, num_keys], True where a query sees a key: causal, aligned bottom-right."""
     query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
-    key_positions = torch.arange(num_keys, device=device)[None, :]
-    mask = key_positions <= query_positions
-    return mask & (key_positions > query_positions - window) if window else mask
+    return sight.sees(query_positions, torch.arange(num_keys, device=device)[None, :])
+
+
+def sight_of(layer: LayerLayout) -> Sight:
+    """Return what a layer's queries see."""
+    return Sight(layer.window, layer.chunked)
 
 
 MASK_ELEMENTS = 1 << 22
@@ -74,7 +92,7 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     if layer.alibi_slopes:
         scores += alibi_bias(len(q), len(k), layer, q.device)
-    scores.masked_fill_(~causal_mask(len(q), len(k), layer.window, q.device), float("-inf"))
+    scores.masked_fill_(~causal_mask(len(q), len(k), sight_of(layer), q.device), float("-inf"))
     if layer.sinks:
         sinks = sinks_on(layer, q.device)[:, None, None].expand(-1, len(q), 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
@@ -116,7 +134,7 @@ def _tile_rows(layer: LayerLayout, num_keys: int) -> int:
 
 def _mask(num_rows: int, num_keys: int, layer: LayerLayout, q: torch.Tensor) -> torch.Tensor:
     """Return the keys that the last positions see: bool [num_rows, keys], or a bias [num_heads, num_rows, keys]."""
-    seen = causal_mask(num_rows, num_keys, layer.window, q.device)
+    seen = causal_mask(num_rows, num_keys, sight_of(layer), q.device)
     if not layer.alibi_slopes:
         return seen
     bias = alibi_bias(num_rows, num_keys, layer, q.device).masked_fill_(~seen, float("-inf"))

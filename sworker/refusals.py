@@ -25,7 +25,6 @@ NEEDS = {
     "conv": STATE,
     "hybrid": STATE,
     "hybrid_sliding": STATE,
-    "chunked_attention": "chunks beside windows in the kernels",
     "indexed_attention": INDEX,
     "minimax_m3_sparse": INDEX,
     "compressed_sparse_attention": "rows that stand for several tokens in the cache",
@@ -56,7 +55,8 @@ def check_config(hf_config: Any) -> None:
         _check_mpt(hf_config)
     if getattr(text_config, "num_hidden_layers", 1) < 1:
         refuse(hf_config, "has no layers")
-    unknown = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    unknown = set(getattr(text_config, "layer_types", None) or ()) - known
     if unknown:
         needs = dict.fromkeys(NEEDS[each] for each in sorted(unknown) if each in NEEDS)
         refuse(hf_config, f"has layers of type {', '.join(sorted(unknown))}", "; ".join(needs))

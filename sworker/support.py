@@ -15,8 +15,9 @@ import torch
 
 from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import KVLayout, LayerLayout
-from fastdecode.sworker.masks import MaskProbe, ProbedGreenlet, Sight, asking_for_masks, cached_windows
+from fastdecode.sworker.masks import MaskProbe, ProbedGreenlet, asking_for_masks, cached_windows
 from fastdecode.sworker.pipeline import ModelGreenlet
+from fastdecode.sworker.prompts import Sight
 from fastdecode.sworker.refusals import ADAPTER, OTHER_MASK, STATE, refuse
 from fastdecode.sworker.staging import DTYPE_NAME
 
@@ -190,6 +191,7 @@ class _Recorder:
     ) -> torch.Tensor:
         """One layer's call; see :func:`fastdecode.sworker.pipeline.attend` for shapes."""
         self._check(module, query, key, kwargs)
+        sight = Sight(sliding_window or 0) if attention_mask is None else self._sight(attention_mask)
         layer = self.num_calls
         self.num_calls += 1
         self.dtype = query.dtype
@@ -199,11 +201,12 @@ class _Recorder:
             key_head_dim=query.shape[3],
             value_head_dim=values_in_keys or value.shape[3],
             scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
-            window=sliding_window or 0 if attention_mask is None else self._sight(attention_mask).window,
+            window=sight.window,
             soft_cap=float(softcap or 0.0),
             sinks=() if s_aux is None else tuple(s_aux.float().tolist()),
             alibi_slopes=alibi_slopes,
             values_in_keys=values_in_keys > 0,
+            chunked=sight.chunked,
         )
         return self.answer(module, query, key, value, values_in_keys=values_in_keys)
 
@@ -228,7 +231,9 @@ class _Recorder:
             refuse(self.hf_config, "adds a mask or bias of its own to the scores (ALiBi, dynamic masks)", OTHER_MASK)
         sight = self._sights[number] if number < len(self._sights) else None
         if sight is None:
-            refuse(self.hf_config, "asks for a mask that is neither causal nor a sliding window", OTHER_MASK)
+            refuse(
+                self.hf_config, "asks for a mask that is neither causal nor a sliding window nor chunked", OTHER_MASK
+            )
         return sight
 
     def _check(self, module: Any, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:

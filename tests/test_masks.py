@@ -33,6 +33,8 @@ NEEDS_ROWS = ("AfmoeConfig", model_zoo.llama_like(sliding_window=24, head_dim=16
         (masking_utils.sliding_window_causal_mask_function(1), 1, Sight(1)),
         (masking_utils.sliding_window_causal_mask_function(4096), 4096, Sight(4096)),
         (masking_utils.sliding_window_causal_mask_function(4095), 4096, None),
+        (masking_utils.chunked_causal_mask_function(24, torch.zeros(1)), 24, Sight(24, chunked=True)),
+        (masking_utils.chunked_causal_mask_function(25, torch.zeros(1)), 24, None),
         (masking_utils.sliding_window_bidirectional_mask_function(4096), 4096, None),
         (masking_utils.bidirectional_mask_function, 0, None),
         (masking_utils.and_masks(causal, lambda b, h, q, k: (q - k) % 2 == 0), 0, None),

@@ -40,6 +40,7 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayou
     for row, head in np.ndindex(len(queries), layer.num_heads):
         position = len(keys) - len(queries) + row
         first = max(0, position - layer.window + 1) if layer.window else 0
+        first = position - position % layer.window if layer.chunked else first
         kv_head = head * layer.num_kv_heads // layer.num_heads
         scores = keys[first : position + 1, kv_head] @ queries[row, head] * layer.scale
         if layer.soft_cap:
@@ -69,6 +70,15 @@ def test_all_shapes(shape: tuple[int, int], window: int, num_kv_heads: int, valu
     assert o.shape == (shape[0], layer.num_heads, value_head_dim)
     assert relative_error(o, formula(q, k, v, layer)) <= 1e-5
     assert relative_error(o, reference_attention(q, k, v, layer).double().numpy()) <= 1e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("chunk", [1, 5, 22, 23, 100])
+def test_chunks(shape: tuple[int, int], chunk: int) -> None:
+    layer = replace(LAYER, num_kv_heads=2, window=chunk, chunked=True)
+    q, k, v = rows(*shape, layer)
+    assert relative_error(prompt_attention(q, k, v, layer), formula(q, k, v, layer)) <= 1e-5
+    assert relative_error(reference_attention(q, k, v, layer), formula(q, k, v, layer)) <= 1e-5
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -93,6 +93,7 @@ class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sinks: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
     alibi_slopes: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
     values_in_keys: bool
+    chunked: bool
 
 
 class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

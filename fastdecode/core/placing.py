@@ -89,40 +89,61 @@ class AskedPlacing:
                 f"kv_replicas 1"
             )
 
-    def chosen(self, longest: int, num_blocks: Sequence[int], block_size: int, balanced: int | None) -> Placing:
-        """What is asked for, or chosen for sequences of ``longest`` tokens: see :func:`choose_range_tokens`."""
+    def chosen(
+        self, longest: int, num_blocks: Sequence[int], block_size: int, balanced: int | None, chunk_tokens: int = 1
+    ) -> Placing:
+        """What is asked for, or chosen for sequences of ``longest`` tokens: see :func:`choose_range_tokens`.
+
+        ``chunk_tokens``: of which ranges are multiples; ConfigError where those asked for are not.
+        """
         wanted = self.kv_shard_tokens
+        if wanted and wanted % chunk_tokens:
+            raise ConfigError(
+                f"kv_shard_tokens must be a multiple of the {chunk_tokens} tokens of the model's attention chunks, not "
+                f"{wanted}"
+            )
         if wanted is None and self.may_cut:
-            wanted = choose_range_tokens(longest, num_blocks, block_size, balanced)
+            wanted = choose_range_tokens(longest, num_blocks, block_size, balanced, chunk_tokens)
         return Placing(wanted or UNLIMITED, self.kv_replicas)
 
-    def fits_pool(self, longest: int, num_blocks: Sequence[int], block_size: int) -> bool:
+    def fits_pool(self, longest: int, num_blocks: Sequence[int], block_size: int, chunk_tokens: int = 1) -> bool:
         """Whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in the ranges asked for, or where
-        these are to be chosen in any."""
+        these are to be chosen in any, which are multiples of ``chunk_tokens``."""
         if not self.may_cut or (self.kv_shard_tokens is None and len(num_blocks) == 1):
             return False
-        return fits_pool(longest, self.kv_shard_tokens or SPLIT_TOKENS, num_blocks, block_size)
+        range_tokens = self.kv_shard_tokens or least_range_tokens(chunk_tokens)
+        return range_tokens is not None and fits_pool(longest, range_tokens, num_blocks, block_size)
 
 
 def choose_range_tokens(
-    longest: int, num_blocks: Sequence[int], block_size: int, balanced_kv_tokens: int | None
+    longest: int,
+    num_blocks: Sequence[int],
+    block_size: int,
+    balanced_kv_tokens: int | None,
+    chunk_tokens: int = 1,
 ) -> int | None:
     """Tokens of a range where the user leaves it open; None where every R-worker holds a longest sequence, and none is
     known to take one longer to read than the S-part takes; also where not even the smallest ranges fit the pool.
 
-    ``balanced_kv_tokens``: what an R-worker attends in S time, if known.
+    ``balanced_kv_tokens``: what an R-worker attends in S time, if known. A range is a multiple of ``chunk_tokens``.
     """
-    if len(num_blocks) == 1:
+    least = least_range_tokens(chunk_tokens)
+    if len(num_blocks) == 1 or least is None:
         return None
     fits_one = -(-longest // block_size) <= min(num_blocks)
-    range_tokens = LEAST_RANGE_TOKENS
+    range_tokens = max(LEAST_RANGE_TOKENS, least)
     while range_tokens < (longest if balanced_kv_tokens is None else balanced_kv_tokens):
         range_tokens *= 2
     if fits_one:
         return range_tokens if range_tokens < longest and balanced_kv_tokens is not None else None
-    while range_tokens > SPLIT_TOKENS and not fits_pool(longest, range_tokens, num_blocks, block_size):
+    while range_tokens > least and not fits_pool(longest, range_tokens, num_blocks, block_size):
         range_tokens //= 2
     return range_tokens if fits_pool(longest, range_tokens, num_blocks, block_size) else None
+
+
+def least_range_tokens(chunk_tokens: int) -> int | None:
+    """The shortest ranges that are multiples of ``chunk_tokens``; None where none is: ranges are powers of two."""
+    return max(SPLIT_TOKENS, chunk_tokens) if chunk_tokens & (chunk_tokens - 1) == 0 else None
 
 
 def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_size: int) -> bool:

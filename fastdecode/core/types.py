@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
@@ -53,7 +54,8 @@ WIRE_DTYPE: dict[str, np.dtype] = {
 class LayerLayout:
     """Shape and scoring rule of one attention layer.
 
-    ``window`` counts the tokens a query sees, itself included (0: all). ``soft_cap`` is 0 when absent.
+    ``window`` counts the tokens a query sees, itself included (0: all); where they are ``chunked`` it is the length of
+    chunks, and a query sees those of its own from the chunk's first token on. ``soft_cap`` is 0 when absent.
     ``sinks`` holds one extra logit per query head, or is empty. ``alibi_slopes`` holds one slope per query head, or is
     empty: a score, scaled and capped, gains slope · (position of the key - position of the query).
     ``values_in_keys``: values are the first ``value_head_dim`` elements of the keys, and are neither sent nor stored.
@@ -69,6 +71,7 @@ class LayerLayout:
     sinks: tuple[float, ...] = ()
     alibi_slopes: tuple[float, ...] = ()
     values_in_keys: bool = False
+    chunked: bool = False
 
     @property
     def stored_value_dim(self) -> int:
@@ -107,6 +110,11 @@ class KVLayout:
     kv_dtype: str
     isa: str = "auto"
     kv_port: Literal["", "loopback", "any"] = ""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of which ranges must be whole multiples, so that chunks begin alike in each; 1 without chunks."""
+        return math.lcm(*(layer.window for layer in self.layers if layer.chunked))
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -52,7 +52,7 @@ class FilledCache {
           slopes_(alibi ? group : 0, 0.01f),
           partials_((q_len + 1) * group * partial_floats(head_dim)),
           scratch_(scratch_floats(head_dim, head_dim)) {
-        for (int i = 0; i < q_len; ++i) tokens_.push_back({kContext - q_len + i, i, 0, i});
+        for (int i = 0; i < q_len; ++i) tokens_.push_back({kContext - q_len + i, i, 0, i, 0});
         std::iota(blocks_.begin(), blocks_.end(), 0);
         std::shuffle(blocks_.begin(), blocks_.end(), std::mt19937(1));
         const std::vector<float> rows(kContext * head_dim, 0.5f);
@@ -106,7 +106,6 @@ class FilledCache {
                                       .group = int(layer_.group()),
                                       .split = begin / kSplitTokens,
                                       .end = begin + kSplitTokens,
-                                      .window = 0,
                                       .scale = 0.09f,
                                       .soft_cap = 0.0f,
                                       .alibi_slopes = slopes_.empty() ? nullptr : slopes_.data(),

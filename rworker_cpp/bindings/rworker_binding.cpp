@@ -22,16 +22,17 @@ using rworker::LayerSpec;
 using rworker::Span;
 
 LayerSpec parse_layer(const py::handle& item, std::size_t index) {
-    if (!py::isinstance<py::tuple>(item) || py::len(item) < 9 || py::len(item) > 10)
+    if (!py::isinstance<py::tuple>(item) || py::len(item) < 9 || py::len(item) > 11)
         throw Error("layers[" + std::to_string(index) +
                     "] must be a tuple (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, "
-                    "soft_cap, sinks, alibi_slopes[, values_in_keys])");
+                    "soft_cap, sinks, alibi_slopes[, values_in_keys[, chunked]])");
     const auto values = py::reinterpret_borrow<py::tuple>(item);
     return {values[0].cast<std::int64_t>(), values[1].cast<std::int64_t>(),
             values[2].cast<std::int64_t>(), values[3].cast<std::int64_t>(),
             values[4].cast<float>(),        values[5].cast<std::int64_t>(),
             values[6].cast<float>(),        values[7].cast<std::vector<float>>(),
-            values[8].cast<std::vector<float>>(), values.size() > 9 && values[9].cast<bool>()};
+            values[8].cast<std::vector<float>>(), values.size() > 9 && values[9].cast<bool>(),
+            values.size() > 10 && values[10].cast<bool>()};
 }
 
 std::vector<LayerSpec> parse_layers(const py::list& layers) {

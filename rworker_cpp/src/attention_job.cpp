@@ -95,7 +95,6 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         .group = int(spec_->group()),
         .split = unit.split,
         .end = std::min(span.end, (unit.split + 1) * kSplitTokens),
-        .window = spec_->window,
         .scale = spec_->scale,
         .soft_cap = spec_->soft_cap,
         .alibi_slopes =

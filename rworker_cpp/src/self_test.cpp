@@ -86,8 +86,10 @@ class Subject {
         const std::int64_t num_splits = (case_.length + kSplitTokens - 1) / kSplitTokens;
         const std::int64_t stride = layer.num_heads * partial_floats(layer.value_dim);
         std::vector<TokenRow> tokens;
-        for (std::int64_t row = 0; row < case_.num_rows; ++row)
-            tokens.push_back({case_.length - case_.num_rows + row, std::int32_t(row), 0, row * num_splits});
+        for (std::int64_t row = 0; row < case_.num_rows; ++row) {
+            const std::int64_t position = case_.length - case_.num_rows + row;
+            tokens.push_back({position, std::int32_t(row), 0, row * num_splits, layer.first_seen(position)});
+        }
         std::vector<float> partials(std::size_t(case_.num_rows * num_splits * stride));
         std::vector<float> scratch(std::size_t(scratch_floats(layer.key_dim, layer.value_dim)));
         std::vector<float> out(std::size_t(case_.num_rows * layer.num_heads * layer.value_dim));
@@ -137,7 +139,6 @@ class Subject {
                                               .group = int(layer.num_heads),
                                               .split = split,
                                               .end = std::min(case_.length, (split + 1) * kSplitTokens),
-                                              .window = layer.window,
                                               .scale = layer.scale,
                                               .soft_cap = layer.soft_cap,
                                               .alibi_slopes =

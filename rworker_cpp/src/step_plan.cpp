@@ -48,7 +48,7 @@ PlannedSpan WorkList::place(const KVCache& cache, const Span& span) const {
     planned.mode = span.mode;
     planned.num_nodes = std::int32_t(span.num_nodes());
     if (planned.attends())
-        planned.first_token = layer_.window ? std::max<std::int64_t>(0, span.context_len - layer_.window + 1) : 0;
+        planned.first_token = layer_.first_seen(span.context_len);
     planned.first_token = std::min(planned.first_token, planned.end - 1);
     planned.first_split = planned.first_token / kSplitTokens;
     planned.num_splits = (planned.end - 1) / kSplitTokens - planned.first_split + 1;
@@ -67,7 +67,8 @@ void WorkList::place_partials(PlannedSpan& span) {
     }
     for (std::int64_t i = 0; i < span.num_rows; ++i)
         tokens.push_back({span.context_len + i, std::int32_t(span.first_row + i), std::int32_t(spans.size()),
-                          span.first_partial + i * span.num_splits - span.first_split});
+                          span.first_partial + i * span.num_splits - span.first_split,
+                          layer_.first_seen(span.context_len + i)});
 }
 
 void WorkList::plan_splits(const KVCache& cache) {

@@ -27,7 +27,7 @@ void check_layer(const LayerSpec& layer, DType kv_dtype, std::size_t index) {
                 name + "head dims must be 1 to " + std::to_string(most) + ", not " + std::to_string(dim));
     require(!layer.values_in_keys || (layer.value_dim <= layer.key_dim && !is_quantized(kv_dtype)),
             name + "values_in_keys needs keys of at least value_dim elements, in float32, float16 or bfloat16");
-    require(layer.window >= 0, name + "window must not be negative");
+    require(layer.window >= (layer.chunked ? 1 : 0), name + "window must not be negative, nor 0 where it is a chunk");
     require(layer.soft_cap >= 0.0f, name + "soft_cap must not be negative");
     require(layer.sinks.empty() || std::int64_t(layer.sinks.size()) == layer.num_heads,
             name + "sinks must be empty or one per query head (" + std::to_string(layer.num_heads) + "), not " +

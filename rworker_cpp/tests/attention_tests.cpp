@@ -66,8 +66,8 @@ void check_outputs(const Worker& worker, const std::vector<float>& queries, cons
     const std::int64_t stride = 1 + num_rows / kCheckedRows;
     for (std::int64_t row = num_rows - 1; row >= 0; row -= stride)
         for (std::int64_t head = 0; head < layer.num_heads; ++head) {
-            const std::int64_t end = context + row + 1,
-                               begin = layer.window ? std::max<std::int64_t>(0, end - layer.window) : 0;
+            const std::int64_t end = context + row + 1, most = layer.window ? layer.window : end;
+            const std::int64_t begin = layer.chunked ? (end - 1) / most * most : std::max<std::int64_t>(0, end - most);
             const auto want = oracle(layer, &queries[(row * layer.num_heads + head) * layer.key_dim], keys.data(),
                                      values.data(), begin, end, head);
             double error = 0, norm = 0;
@@ -112,6 +112,7 @@ void run_attention_tests() {
             test_attend(kernels->isa, dtype, {3, 3, 7, 5, 0.4f, 9, 0.0f, {}}, 33, 40);
             test_attend(kernels->isa, dtype, {6, 2, 32, 16, 0.2f, 0, 0.0f, {}, {1, 0.5f, 0.1f, 0.02f, 0, -0.01f}}, 520, 13);
             test_attend(kernels->isa, dtype, {8, 1, 200, 136, 0.07f, 0, 0.0f, {}}, 60, 9);
+            test_attend(kernels->isa, dtype, {5, 1, 24, 40, 0.2f, 96, 0.0f, {}, {}, false, true}, 530, 60);
             if (is_quantized(dtype)) continue;
             test_attend(kernels->isa, dtype, {9, 1, 72, 58, 0.1f, 0, 0.0f, {}, {}, true}, 1020, 7);
         }

@@ -248,6 +248,7 @@ class FakeBackend:
 def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, layer: LayerLayout) -> np.ndarray:
     """o [num_heads, dim] of the query at ``position``, q [num_heads, dim], over [tokens, num_kv_heads, dim]."""
     first = max(0, position + 1 - layer.window) if layer.window else 0
+    first = position - position % layer.window if layer.chunked else first
     group = layer.num_heads // layer.num_kv_heads
     seen_keys = np.repeat(keys[first : position + 1], group, axis=1).astype(np.float64)
     seen_values = np.repeat(values[first : position + 1], group, axis=1)

@@ -63,6 +63,14 @@ def llama_like(**more: Any) -> dict[str, Any]:
 
 
 RECIPES = {
+    # Chunks of 32 tokens in three layers of four; the fourth scales queries, more after each 16 tokens.
+    "llama4_text": Recipe(
+        "Llama4TextConfig",
+        0.15,
+        2,
+        llama_like(hidden_size=128, num_hidden_layers=4, head_dim=32, intermediate_size_mlp=128, num_local_experts=4)
+        | {"interleave_moe_layer_step": 2, "attention_chunk_size": 32, "floor_scale": 16, "attn_scale": 0.5},
+    ),
     "llama-mha": Recipe("LlamaConfig", 0.15, 7, llama_like(num_key_value_heads=4)),
     "llama-gqa": Recipe("LlamaConfig", 0.15, 8, llama_like(hidden_size=128, num_attention_heads=8)),
     "mistral": Recipe("MistralConfig", 0.15, 3, llama_like(hidden_size=128, num_hidden_layers=6, sliding_window=60)),

@@ -18,7 +18,7 @@ FORK, TRUNCATE, RELEASE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Layer:
-    """The nine parts of an R-worker's layer tuple."""
+    """The nine parts of an R-worker's layer tuple, and whether it has chunks."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -29,6 +29,7 @@ class Layer:
     soft_cap: float = 0.0
     sinks: tuple[float, ...] = ()
     alibi_slopes: tuple[float, ...] = ()
+    chunked: bool = False
 
     def as_tuple(self) -> tuple:
         return (
@@ -41,6 +42,7 @@ class Layer:
             self.soft_cap,
             list(self.sinks),
             list(self.alibi_slopes),
+            *((False, True) if self.chunked else ()),
         )
 
 
@@ -139,5 +141,5 @@ class Harness:
 
     @property
     def _scoring(self) -> dict[str, Any]:
-        rules = ("scale", "window", "soft_cap", "sinks", "alibi_slopes")
+        rules = ("scale", "window", "soft_cap", "sinks", "alibi_slopes", "chunked")
         return {name: getattr(self.layer, name) for name in rules}

@@ -59,6 +59,7 @@ def attended(
     soft_cap: float = 0.0,
     sinks: tuple[float, ...] = (),
     alibi_slopes: tuple[float, ...] = (),
+    chunked: bool = False,
 ) -> Iterator[Attended]:
     """Each row and head of the last ``len(q)`` tokens of a sequence.
 
@@ -70,6 +71,8 @@ def attended(
     for row in range(q_len):
         end = length - q_len + row + 1
         begin = max(0, end - window) if window else 0
+        if chunked:
+            begin = (end - 1) // window * window
         for head in range(num_heads):
             query = q[row, head].astype(np.float64)
             keys = k[begin:end, head // group].astype(np.float64)

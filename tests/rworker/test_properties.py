@@ -27,16 +27,18 @@ def layers(draw: st.DrawFn) -> Layer:
     num_heads = num_kv_heads * group
     sinks = tuple(draw(st.lists(st.floats(-4, 4), min_size=num_heads, max_size=num_heads)))
     slopes = tuple(draw(st.lists(st.floats(0, 1, width=32), min_size=num_heads, max_size=num_heads)))
+    window = draw(st.sampled_from([0, 0, 1, 30, 200]))
     return Layer(
         num_heads,
         num_kv_heads,
         key_dim,
         value_dim,
         scale=key_dim**-0.5,
-        window=draw(st.sampled_from([0, 0, 1, 30, 200])),
+        window=window,
         soft_cap=draw(st.sampled_from([0.0, 0.0, 5.0])),
         sinks=sinks if draw(st.booleans()) else (),
         alibi_slopes=slopes if draw(st.booleans()) else (),
+        chunked=window > 0 and draw(st.booleans()),
     )
 
 

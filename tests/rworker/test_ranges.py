@@ -22,6 +22,8 @@ LAYERS = {
     "gqa": Layer(4, 2, 32, 24, 0.3),
     "window": Layer(2, 1, 16, 16, 0.3, window=1300, soft_cap=4.0, sinks=(0.5, -3.0)),
     "short window": Layer(2, 2, 16, 16, 0.3, window=40),
+    "chunks": Layer(2, 1, 16, 16, 0.3, window=512, chunked=True),
+    "short chunks": Layer(2, 2, 16, 16, 0.3, window=64, chunked=True),
     "alibi": Layer(2, 2, 16, 40, 0.3, alibi_slopes=(0.01, 0.001), sinks=(0.0, 2.0)),
 }
 DTYPES = [("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")]

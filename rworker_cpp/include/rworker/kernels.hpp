@@ -106,6 +106,7 @@ struct TokenRow {
     int32_t payload_row;  // in q and out
     int32_t span;         // for the count of what is finished
     int64_t partials;     // index of its partial result in split 0, which it may not have; then come the next splits'
+    int64_t first_seen;   // it sees the tokens from this one to its own
 };
 
 /// Tokens [begin, end) whose keys and values will be wanted next.
@@ -125,7 +126,6 @@ struct AttendArgs {
     int64_t num_tokens, token_stride;  // stride in elements
     int group;
     int64_t split, end;  // tokens from split * kSplitTokens to end, which is the split's or the sequence's
-    int64_t window;      // 0: all
     float scale, soft_cap;
     const float* alibi_slopes;  // [group], or null; see types.hpp
     int key_dim, value_dim;

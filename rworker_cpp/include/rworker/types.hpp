@@ -30,12 +30,21 @@ struct LayerSpec {
     // ALiBi, one per query head, or empty: a score gains slope * (position of the key - position of the query)
     std::vector<float> alibi_slopes = {};
     bool values_in_keys = false;  // values are a key's first value_dim elements, and come and are stored only as such
+    bool chunked = false;         // a query sees those of its chunk: from the last multiple of `window` on
 
     std::int64_t stored_value_dim() const { return values_in_keys ? 0 : value_dim; }
     std::int64_t group() const { return num_heads / num_kv_heads; }
+
+    /// The first token that a query at `position` sees; it never falls as positions grow.
+    std::int64_t first_seen(std::int64_t position) const {
+        if (window == 0) return 0;
+        return chunked ? position - position % window : position < window ? 0 : position - window + 1;
+    }
+
     bool same_work(const LayerSpec& other) const {
         return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && key_dim == other.key_dim &&
-               value_dim == other.value_dim && window == other.window && values_in_keys == other.values_in_keys;
+               value_dim == other.value_dim && window == other.window && values_in_keys == other.values_in_keys &&
+               chunked == other.chunked;
     }
 };
 

@@ -60,7 +60,7 @@ struct RowBlock {
     float* const scores = queries + kBlockRows * query_stride;
     RowSums<L> sums;
     float* outputs[kBlockRows];
-    int64_t ends[kBlockRows];  // one past the last token a row sees
+    int64_t begins[kBlockRows], ends[kBlockRows];  // the tokens a row sees
     int64_t begin = args.end, end = 0;
 
     RowBlock(const AttendArgs& call, uint8_t* open_keys_in_lanes, int64_t row, int64_t rows_left)
@@ -69,8 +69,6 @@ struct RowBlock {
           rows(int(rows_left < kBlockRows ? rows_left : kBlockRows)),
           last(rows_left <= kBlockRows),
           open_keys(open_keys_in_lanes) {}
-
-    int64_t begin_of(int row) const { return args.window && ends[row] > args.window ? ends[row] - args.window : 0; }
 
     void prepare() {
         const int64_t row_floats = rworker::partial_floats(args.value_dim);
@@ -83,8 +81,9 @@ struct RowBlock {
             if constexpr (S::pair_dot) L::pack_pairs(queries + r * query_stride, query_stride);
             if constexpr (is_rotated(D)) rotate(queries + r * query_stride, args.key_dim);
             if constexpr (is_quantized(D)) quantize_query<L, D>(queries + r * query_stride, query_stride);
+            begins[r] = token.first_seen;
             ends[r] = token.position + 1;
-            begin = begin_of(r) < begin ? begin_of(r) : begin;
+            begin = begins[r] < begin ? begins[r] : begin;
             end = ends[r] > end ? ends[r] : end;
             const Partial partial(args.partials + (token.partials + args.split) * args.partial_stride +
                                   head * row_floats);
@@ -158,7 +157,7 @@ struct RowBlock {
         const bool bent = args.soft_cap != 0.0f || args.alibi_slopes;
         for (int r = 0; r < rows; ++r) {
             if (bent) bend_scores(r, chunk, worked_on);
-            sums.find_top(r, scores + r * kChunkTokens, worked_on, clip(begin_of(r), ends[r], chunk));
+            sums.find_top(r, scores + r * kChunkTokens, worked_on, clip(begins[r], ends[r], chunk));
         }
         sums.renew_maxima(rows);
         for (int r = 0; r < rows; ++r) {

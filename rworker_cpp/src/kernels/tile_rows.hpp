@@ -41,7 +41,7 @@ struct TileRows {
     uint8_t* const copied_values = reinterpret_cast<uint8_t*>(scratch + at.values);
     RowMaxima maxima[kMaxRowGroups];
     float* partials[kBlockRows];
-    int64_t ends[kBlockRows];  // one past the last token a row sees
+    int64_t begins[kBlockRows], ends[kBlockRows];  // the tokens a row sees
     int64_t begin = args.end, end = 0;
     TileChunk chunk;
     Feed feed;
@@ -65,8 +65,9 @@ struct TileRows {
             const int64_t place = token.payload_row * args.token_stride + head * args.key_dim;
             widen_row<Avx512>(args.dtype, element(args.dtype, args.queries, place), args.key_dim, 1.0f, query);
             pack(r, query);
+            begins[r] = token.first_seen;
             ends[r] = token.position + 1;
-            begin = begin_of(r) < begin ? begin_of(r) : begin;
+            begin = begins[r] < begin ? begins[r] : begin;
             end = ends[r] > end ? ends[r] : end;
             partials[r] = args.partials + (token.partials + args.split) * args.partial_stride +
                           head * rworker::partial_floats(args.value_dim);
@@ -79,15 +80,13 @@ struct TileRows {
         for (int i = 0; i < rows * 16; i += 16) _mm512_store_ps(sums + i, _mm512_setzero_ps());
     }
 
-    int64_t begin_of(int row) const { return args.window && ends[row] > args.window ? ends[row] - args.window : 0; }
-
     int in_chunk(int64_t token) const {
         const int64_t relative = token - chunk.first;
         return int(relative < 0 ? 0 : relative > at.chunk_tokens ? at.chunk_tokens : relative);
     }
 
     Range seen_of(int row) const {
-        const Range seen{in_chunk(begin_of(row)), in_chunk(ends[row])};
+        const Range seen{in_chunk(begins[row]), in_chunk(ends[row])};
         return seen.begin < seen.end ? seen : Range{0, 0};
     }
 
