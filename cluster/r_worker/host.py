@@ -212,7 +212,7 @@ def _layer_tuple(layer: LayerLayout) -> tuple:
         list(layer.sinks),
         list(layer.alibi_slopes),
         layer.values_in_keys,
-        layer.chunked,
+        *((True,) if layer.chunked else ()),
     )
 
 
