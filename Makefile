@@ -73,7 +73,7 @@ lint: $(STAMP)
 SOURCES := $(shell find rworker_cpp sworker/cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name CMakeLists.txt)
 $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES) | $(TOOLS)
 	$(BIN)/pip install --disable-pip-version-check -q --no-compile $(CONSTRAINTS) \
-	  -e '.[gguf,mpi,otel,plot,ray,serve,structured,test]'
+	  -e '.[gguf,lora,mpi,otel,plot,ray,serve,structured,test]'
 	PYTHONSAFEPATH=1 $(BIN)/python -c 'import fastdecode.build, fastdecode.cli.serve'
 	touch $@
 

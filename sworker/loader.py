@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.sworker import checkpoints, gguf, sharding
+from fastdecode.sworker import checkpoints, gguf, lora, sharding
 from fastdecode.sworker.experts import use_padded_experts
 from fastdecode.sworker.latents import use_latent_rows
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
@@ -36,7 +35,7 @@ DIGEST_NUMBERS = 64
 
 def load_hf_config(config: EngineConfig) -> Any:
     """The model's configuration with ``hf_overrides`` applied; ModelLoadError or UnsupportedModelError."""
-    _check_adapter(Path(config.model))
+    lora.check_folder(Path(config.model))
     with _one_clear_error(config.model):
         name, named = gguf.source(config.model)
         hf_config = AutoConfig.from_pretrained(
@@ -84,11 +83,12 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     if getattr(model, "_is_stateful", False):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)
     with _one_clear_error(config.model):
+        model = lora.merged(gguf.unpacked(model), config.lora)
         adapt(model)
         use_latent_rows(model, config.kv_cache_dtype)
         if device.type == "cpu":
             use_padded_experts(model)
-        return gguf.unpacked(model).eval().requires_grad_(False)
+        return model.eval().requires_grad_(False)
 
 
 def _weights_source(config: EngineConfig, hf_config: Any, dtype: torch.dtype) -> tuple[Any, str | None, dict[str, Any]]:
@@ -216,26 +216,6 @@ def _one_clear_error(model: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelLoadError(f"cannot load {model!r}: {_reason(model, error)}") from error
-
-
-def _check_adapter(folder: Path) -> None:
-    """ModelLoadError for a LoRA adapter, alone or beside a model: transformers leaves it out without a word."""
-    file = folder / "adapter_config.json"
-    alone = not (folder / "config.json").exists()
-    if not file.is_file() or not (alone or find_spec("peft") is None):
-        return
-    try:
-        base = json.loads(file.read_text()).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        base = None
-    merge = "merge it into the model's weights with peft (merge_and_unload, save_pretrained)"
-    if alone:
-        of = f" of {base!r:.200}" if base else ""
-        raise ModelLoadError(f"cannot load {str(folder)!r}: it is a LoRA adapter{of}, without a model: {merge}")
-    raise ModelLoadError(
-        f"cannot load {str(folder)!r}: {file.name} beside the weights is a LoRA adapter, which is applied only where "
-        f"peft is installed: pip install peft; or {merge}; or take the file away"
-    )
 
 
 def _reason(model: str, error: Exception) -> str:

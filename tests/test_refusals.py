@@ -199,9 +199,9 @@ BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     "an adapter alone": (
         lambda folder: (_adapter(folder), (folder / "config.json").unlink()),
-        "a LoRA adapter of 'base'",
+        "a LoRA adapter .*, without a model: give --model base --lora-modules NAME=",
     ),
-    "an adapter without peft": (lambda folder: _adapter(folder), "applied only where peft is installed"),
+    "an adapter beside a model": (lambda folder: _adapter(folder), "beside a model: give --model base --lora-modules"),
     "corrupt config.json": (
         lambda folder: (folder / "config.json").write_text('{"model_type": "lla'),
         "not a valid JSON file",

@@ -14,6 +14,7 @@ from fastdecode.api.settings import (
     parse_bytes,
     parse_cores,
     parse_kv_cache_memory,
+    parse_lora_modules,
     parse_prefill_workers,
     parse_r_workers,
     setting,
@@ -58,6 +59,10 @@ class EngineConfig:
     trust_remote_code: bool = setting(False, "run code that comes with the model", MODEL)
     skip_tokenizer_init: bool = setting(False, "prompts are token ids, outputs too", MODEL)
     load_format: str = setting("auto", "dummy: random weights", MODEL, choices=("auto", "dummy"))
+    lora_modules: list[str] = setting(
+        list, "a LoRA adapter that is merged into the weights as they are loaded; it is served as NAME", MODEL,
+        metavar="NAME=FOLDER", unset="none",
+    )  # fmt: skip
     hf_overrides: dict[str, Any] = setting(dict, "configuration keys to replace", MODEL, metavar="JSON", unset="none")
     dtype: str = setting("auto", "of the weights", MODEL, choices=DTYPES, unset="auto: the model's")
     device: str = setting(
@@ -76,13 +81,9 @@ class EngineConfig:
     block_size: int = setting(32, "tokens per KV block", BATCHING, choices=BLOCK_SIZES)
     kv_cache_dtype: str = setting("auto", "", BATCHING, choices=KV_CACHE_DTYPES, unset="auto: the model's")
     kv_cache_memory: int | str | None = setting(
-        None,
-        "per R-worker, such as 4GiB",
-        BATCHING,
-        metavar="BYTES",
-        unset="40 % of what is free, shared",
+        None, "per R-worker, such as 4GiB", BATCHING, metavar="BYTES", unset="40 % of what is free, shared",
         also=("kv_cache_memory_bytes",),
-    )
+    )  # fmt: skip
     enable_prefix_caching: bool = setting(
         True, "reuse the KV of equal beginnings", BATCHING, unset="on; off for the random dataset"
     )
@@ -202,7 +203,7 @@ class EngineConfig:
             )
         if self.profile is not None and not Path(self.profile).is_file():
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
-        _ = self.speculative
+        _ = self.speculative, self.lora
         self.placing.check()
         check_workers(self)
 
@@ -222,6 +223,11 @@ class EngineConfig:
     def speculative(self) -> SpeculativeConfig | None:
         """What ``speculative_config`` asks for."""
         return SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def lora(self) -> tuple[str, str] | None:
+        """Name and folder of the adapter of ``lora_modules``; ConfigError for more than one."""
+        return parse_lora_modules(self.lora_modules)
 
     @property
     def placing(self) -> AskedPlacing:

@@ -17,15 +17,16 @@ RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 IGNORED = frozenset({
     "allowed_local_media_path", "allowed_media_domains", "async_scheduling", "attention_backend", "compilation_config",
     "cpu_offload_gb", "disable_cascade_attn", "disable_custom_all_reduce", "disable_log_requests", "disable_log_stats",
-    "distributed_executor_backend", "enable_chunked_prefill", "enable_expert_parallel", "guided_decoding_backend",
-    "limit_mm_per_prompt", "long_prefill_token_threshold", "max_logprobs", "max_num_partial_prefills",
-    "max_parallel_loading_workers", "max_seq_len_to_capture", "mm_processor_kwargs", "multi_step_stream_outputs",
-    "num_lookahead_slots", "num_scheduler_steps", "preemption_mode", "ray_workers_use_nsight", "scheduler_delay_factor",
-    "structured_outputs_config", "swap_space", "use_v2_block_manager",
+    "distributed_executor_backend", "enable_chunked_prefill", "enable_expert_parallel", "enable_lora",
+    "guided_decoding_backend", "limit_mm_per_prompt", "long_prefill_token_threshold", "max_cpu_loras", "max_logprobs",
+    "max_lora_rank", "max_loras", "max_num_partial_prefills", "max_parallel_loading_workers", "max_seq_len_to_capture",
+    "mm_processor_kwargs", "multi_step_stream_outputs", "num_lookahead_slots", "num_scheduler_steps", "preemption_mode",
+    "ray_workers_use_nsight", "scheduler_delay_factor", "structured_outputs_config", "swap_space",
+    "use_v2_block_manager",
 })  # fmt: skip
 """Settings of how vLLM works inside, or of media: no text changes without them."""
 
-_ADAPTERS = "adapters are not applied: merge them into the weights (peft: merge_and_unload, save_pretrained)"
+_ADAPTERS = 'one adapter is merged into the weights of an engine: give lora_modules=["NAME=FOLDER"] when it is made'
 _TEXTS_ONLY = "models that embed, classify or score are not run here"
 _BEAMS = "there is no beam search; n samples at a temperature are nearest"
 _NO_SLEEP = "the model stays loaded: close, and load it again"
@@ -40,7 +41,6 @@ REFUSED = {
     "data_parallel_size": "start one engine each, or one with more R-workers",
     "disable_sliding_window": "give hf_overrides",
     "download_dir": "set the environment variable HF_HUB_CACHE",
-    "enable_lora": _ADAPTERS,
     "enable_prompt_embeds": "give text or token ids",
     "enable_return_routed_experts": "routed experts are not told",
     "enable_sleep_mode": _NO_SLEEP,
@@ -50,9 +50,6 @@ REFUSED = {
     "hf_token": "set the environment variable HF_TOKEN",
     "kv_transfer_config": "give prefill_workers",
     "logits_processors": "no code comes with requests; logit_bias, allowed_token_ids and bad_words do much of it",
-    "max_cpu_loras": _ADAPTERS,
-    "max_lora_rank": _ADAPTERS,
-    "max_loras": _ADAPTERS,
     "model_impl": "models are those of transformers",
     "num_gpu_blocks_override": "give kv_cache_memory",
     "override_generation_config": "give sampling_params",

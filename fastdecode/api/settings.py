@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -71,6 +72,21 @@ def parse_kv_cache_memory(value: int | str) -> int:
             f"kv_cache_memory must be at least {LEAST_KV_CACHE_BYTES} bytes, not {value}; give a unit, such as 4GiB"
         )
     return size
+
+
+def parse_lora_modules(values: Sequence[str]) -> tuple[str, str] | None:
+    """Name and folder of "NAME=FOLDER", the only one; ConfigError for any other number, or another form."""
+    if len(values) > 1:
+        raise ConfigError(
+            f"lora_modules: one adapter is merged into the weights of an engine, not {len(values)} "
+            f"({', '.join(map(str, values))}): start an engine for each"
+        )
+    for value in values:
+        name, _, folder = str(value).partition("=")
+        if not name or not folder:
+            raise ConfigError(f"lora_modules must be NAME=FOLDER, not {value!r}")
+        return name, folder
+    return None
 
 
 def parse_cores(name: str, spec: str | None) -> list[int] | None:

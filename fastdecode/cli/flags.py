@@ -186,6 +186,8 @@ def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
         settings["action"] = argparse.BooleanOptionalAction if default else "store_true"
     else:
         settings |= {"type": _READERS[str(field.type)], "choices": told["choices"], "metavar": told["metavar"]}
+    if isinstance(default, list):
+        settings |= {"nargs": "+", "action": "extend"}
     group.add_argument(*map(_flag, (field.name, *told["also"])), dest=field.name, **settings)
 
 
@@ -225,5 +227,6 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "float": float,
     "float | None": float,
     "dict[str, Any]": json_object,
+    "list[str]": str,
 }
 """Readers that turn the text of a flag into the type of its field, by annotation."""

@@ -127,6 +127,7 @@ def load_draft_model(config: EngineConfig, speculative: SpeculativeConfig, model
         hf_overrides={},
         dtype=model.layout.model_dtype,
         max_model_len=model.max_model_len,
+        lora_modules=[],
         speculative_config={},
     )
     try:

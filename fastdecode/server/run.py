@@ -39,7 +39,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
     _raise_file_limit()
     settings.check_certificate()
     with contextlib.closing(_listen(settings)) as listener:
-        name = settings.model_names(config.model)[0]
+        name = settings.model_names(config.lora[0] if config.lora else config.model)[0]
         endpoint = settings.otlp_traces_endpoint
         tracer = RequestTracer(endpoint, name) if endpoint else None
         engine_thread = EngineThread(config, EngineWatch(name))

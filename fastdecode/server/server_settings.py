@@ -66,7 +66,7 @@ class ServerSettings:
             raise ConfigError("api_key (or FASTDECODE_API_KEY) must be ASCII text that is not empty")
 
     def model_names(self, model: str) -> tuple[str, ...]:
-        """What clients may call the model."""
+        """What clients may call the model, by itself ``model``."""
         names = tuple(filter(None, map(str.strip, (self.served_model_name or "").split(","))))
         return names or (model,)
 

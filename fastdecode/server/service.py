@@ -69,8 +69,9 @@ class Service:
         if template is not None:
             check_chat_template(template)
         engine = engine_thread.start()
-        self.model = config.model
-        self.model_names = settings.model_names(config.model)
+        name, self.model = config.lora or (config.model, config.model)  # an adapter's name and folder
+        self._base = config.model if config.lora else None
+        self.model_names = settings.model_names(name)
         self.tokenizer, self.vocab_size = engine.s_model.tokenizer, engine.s_model.vocab_size
         self.max_model_len = engine.s_model.max_model_len
         self.generation_defaults = engine.s_model.generation_defaults
@@ -176,7 +177,8 @@ class Service:
     def model_cards(self) -> list[dict[str, Any]]:
         """What is served, a card for each of its names."""
         told = {"object": "model", "created": self._created, "owned_by": "fastdecode", "root": self.model}
-        return [{"id": name, **told, "parent": None, "max_model_len": self.max_model_len} for name in self.model_names]
+        told |= {"parent": self._base, "max_model_len": self.max_model_len}
+        return [{"id": name, **told} for name in self.model_names]
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         """Token ids of the text or the conversation; ApiError or RequestError."""

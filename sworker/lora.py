@@ -1,0 +1,80 @@
+"""A LoRA adapter that is merged into a model's weights as they are loaded, by peft."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdecode.core.errors import ModelLoadError
+
+FILE = "adapter_config.json"
+"""What tells an adapter's folder, in peft's form."""
+
+
+def merged(model: torch.nn.Module, adapter: tuple[str, str] | None) -> torch.nn.Module:
+    """Return ``model`` with the weights of ``adapter``, a name and a folder, added to its own; ``model`` where None.
+
+    ModelLoadError where the folder holds no LoRA adapter, or one of another model.
+    """
+    if adapter is None:
+        return model
+    folder = Path(adapter[1])
+    _check(folder)
+    from peft import PeftConfig, PeftModel
+
+    try:
+        wrapped = PeftModel(model, PeftConfig.from_pretrained(str(folder)))
+        found = wrapped.load_adapter(str(folder), "default")
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelLoadError(_other_model(folder, " ".join(str(error).split())[:200])) from None
+    strangers = sorted(found.missing_keys) or sorted(found.unexpected_keys)
+    if strangers:
+        what = "lacks" if found.missing_keys else "has a place for"
+        raise ModelLoadError(_other_model(folder, f"one of the two {what} {strangers[0]}, among {len(strangers)}"))
+    whole: torch.nn.Module = wrapped.merge_and_unload(safe_merge=True)
+    return whole
+
+
+def check_folder(folder: Path) -> None:
+    """ModelLoadError for a model's folder that holds an adapter: transformers would take the adapter's own base."""
+    if not (folder / FILE).is_file():
+        return
+    where = f"--model {_config(folder).get('base_model_name_or_path') or 'BASE'} --lora-modules NAME={folder}"
+    beside = " beside a model" if (folder / "config.json").exists() else ", without a model"
+    raise ModelLoadError(
+        f"cannot load {str(folder)!r}: it holds a LoRA adapter ({FILE}){beside}: give {where}, or take the file away"
+    )
+
+
+def _check(folder: Path) -> None:
+    """Everything that can be told before peft is imported."""
+    if not (folder / FILE).is_file():
+        raise ModelLoadError(f"lora_modules: {str(folder)!r} is no folder with {FILE}, as peft saves adapters")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ModelLoadError(
+            f"lora_modules: {str(folder)!r} has no adapter_model.safetensors; other forms can hold code"
+        )
+    kind = _config(folder).get("peft_type")
+    if kind != "LORA":
+        raise ModelLoadError(f"lora_modules: {str(folder)!r} holds an adapter of type {kind!r}, not LORA")
+    if find_spec("peft") is None:
+        raise ModelLoadError("lora_modules: merging an adapter needs peft: pip install 'fastdecode[lora]'")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{folder / FILE}: not a readable JSON file: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{folder / FILE}: must hold a JSON object")
+    return found
+
+
+def _other_model(folder: Path, why: str) -> str:
+    base = _config(folder).get("base_model_name_or_path")
+    return f"lora_modules: the adapter in {str(folder)!r} was made for another model (its base is {base!r}): {why}"
