@@ -227,14 +227,15 @@ def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_
 
 
 def _cut_experts(name: str, experts: torch.nn.Module, style: str, rank: Rank) -> None:
-    """Weights [num_experts, outputs, inputs]: part of every expert; gates and values are packed one after the other."""
-    _check_style(name, style, ("packed_colwise", "rowwise"))
+    """Weights [num_experts, outputs, inputs], of Llama 4 [num_experts, inputs, outputs]: part of every expert.
+
+    Gates and values are packed one after the other.
+    """
+    _check_style(name, style, ("packed_colwise", "rowwise", "packed_rowwise", "colwise"))
     part = name.rpartition(".")[2]
-    weight = getattr(experts, part).data
-    if style == "rowwise":
-        _set(experts, part, rank.cut(weight, -1))
-    else:
-        _set(experts, part, torch.cat([rank.cut(half, -2) for half in weight.chunk(2, -2)], -2))
+    weight, dim = getattr(experts, part).data, -2 if style.endswith("colwise") else -1
+    halves = weight.chunk(2, dim) if style.startswith("packed") else (weight,)
+    _set(experts, part, torch.cat([rank.cut(half, dim) for half in halves], dim))
 
 
 def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ModelLoadError
 from fastdecode.sworker import unpack
 from fastdecode.sworker.loader import load_hf_config, load_model
+from fastdecode.sworker.sharding import Rank, shard
 
 Tensors = dict[str, torch.Tensor]
 GROUP = 32
@@ -144,10 +145,10 @@ def saved(kind: str, folder: Path) -> tuple[Path, Path]:
     )
     packed.mkdir()
     index = {}
-    for number, shard in enumerate((parts, rest)):
+    for number, part in enumerate((parts, rest)):
         file = f"model-{number}.safetensors"
-        save_file(shard, packed / file, {"format": "pt"})
-        index |= dict.fromkeys(shard, file)
+        save_file(part, packed / file, {"format": "pt"})
+        index |= dict.fromkeys(part, file)
     (packed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index, "metadata": {}}))
     settings_file = json.loads((plain / "config.json").read_text()) | {"quantization_config": settings}
     (packed / "config.json").write_text(json.dumps(settings_file))
@@ -170,11 +171,12 @@ def loaded(folder: Path, **settings: Any) -> Any:
 def test_packed_weights_are_those_unpacked(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit, in float32 and rounded once in bfloat16, at once and in parts."""
+    """Bit by bit, in float32 and rounded once in bfloat16, at once and in parts, and a rank's part of them."""
     plain, packed = saved(kind, tmp_path)
     for dtype, part_elements in (("float32", unpack.PART_ELEMENTS), ("bfloat16", 1 << 11)):
         monkeypatch.setattr(unpack, "PART_ELEMENTS", part_elements)
-        expected = loaded(plain, dtype=dtype).state_dict()
+        whole = loaded(plain, dtype=dtype)
+        expected = whole.state_dict()
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             model = loaded(packed, dtype=dtype)
@@ -183,6 +185,10 @@ def test_packed_weights_are_those_unpacked(
         assert list(found) == list(expected) and not hasattr(model.config, "quantization_config")
         for name, tensor in found.items():
             assert torch.equal(tensor, expected[name]), name
+    for folder, each in ((plain, whole), (packed, model)):
+        shard(each, load_hf_config(EngineConfig(model=str(folder))), Rank(1, 2, None))
+    assert sum(map(torch.numel, model.parameters())) < sum(map(torch.numel, found.values()))
+    assert all(torch.equal(*pair) for pair in zip(whole.parameters(), model.parameters(), strict=True))
 
 
 def test_integers_are_read_as_they_are_packed() -> None:

@@ -26,7 +26,7 @@ from fastdecode.tensor_parallel.rank_messages import Message, read_step, step_me
 from fastdecode.tensor_parallel.rank_place import cores_of, find_place, settings_of
 
 PLANNED = ("llama-mha", "llama-gqa", "mistral", "qwen2", "qwen3", "gpt_neox", "phi3", "gemma2", "mixtral", "qwen3_moe")
-PLANNED += ("gpt_oss",)
+PLANNED += ("gpt_oss", "llama4_text")
 """Architectures of the zoo for which transformers has a plan."""
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kv_cache_memory": "64MiB"}
