@@ -69,6 +69,7 @@ def test_heldout_perplexity(model: Any) -> None:
     assert math.exp(float(loss)) < PERPLEXITY_BOUND
 
 
+@pytest.mark.thorough
 def test_completions_are_often_python() -> None:
     """Held-out function headers, completed as generation_config.json says; whole lines, three at most left off.
 

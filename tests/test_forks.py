@@ -73,7 +73,7 @@ def test_a_relay_is_as_its_fork(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_is_started_from_nothing_does_the_same() -> None:
     """An S-worker and its R-worker; a fork's own processes always start so, and R-workers of test_mpi*.py."""
     command = [FASTDECODE, "generate", "def main():", "--max-tokens", "8", "--temperature", "0", "--device", "cpu"]

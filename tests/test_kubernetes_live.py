@@ -165,7 +165,7 @@ def test_the_service_survives_what_a_cluster_does_to_it(tmp_path: Path) -> None:
 
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_SECONDS) == 0
-        assert [pod.health() for pod in (third, fourth)] == [200, 200], "they wait for the next S-worker"
+        until(lambda: [pod.health() for pod in (third, fourth)] == [200, 200])  # they wait for the next S-worker
         for pod in (third, fourth):
             pod.process.send_signal(signal.SIGTERM)
             assert pod.process.wait(PATIENCE_SECONDS) == 0

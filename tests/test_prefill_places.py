@@ -63,7 +63,7 @@ def wanted(folder: Path) -> list[list[list[list[int]]]]:
     "pair",
     [
         pytest.param("both", marks=pytest.mark.slow),
-        pytest.param("two copies", marks=pytest.mark.slow),
+        pytest.param("two copies", marks=pytest.mark.thorough),
         pytest.param("ranges", marks=pytest.mark.thorough),
     ],
 )

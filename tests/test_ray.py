@@ -152,6 +152,7 @@ def test_six_on_three_nodes_and_what_is_killed_is_replaced(folder: Path, cluster
     cluster.add_node(**NODE)
 
 
+@pytest.mark.thorough
 def test_each_rank_has_actors_and_prefill_workers_their_key(folder: Path, cluster: Any) -> None:
     """Two ranks with two actors each, of which one is killed; then one rank with prefill workers and without a key."""
     with make_llm(folder, r_workers="ray:2", pool_listen=None, tensor_parallel_size=2) as llm:

@@ -94,7 +94,7 @@ SAMPLED = SamplingParams(
     ("dtype", "kv_cache_dtype", "enable_prefix_caching"),
     [
         pytest.param("bfloat16", "auto", True, marks=pytest.mark.thorough),
-        ("float16", "auto", False),
+        pytest.param("float16", "auto", False, marks=pytest.mark.thorough),
         ("bfloat16", "int8", True),
         pytest.param("float16", "int4", False, marks=pytest.mark.thorough),
         ("float32", "bfloat16", True),

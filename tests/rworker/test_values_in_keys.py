@@ -68,8 +68,8 @@ class Pair:
 def test_bits_of_values_stored_apart(layer: Layer, isa: str, dtype: str) -> None:
     """Prompts and decodes, tiles that are open and full, forks and cuts within tiles, closed ranges and their tails."""
     pair = Pair(layer, dtype, {"isa": isa})
-    pair.step([(1, 0, 505, ATTEND), (2, 0, 1, ATTEND), (3, 0, 512, APPEND)])
-    pair.step([(1, 505, 20, ATTEND), (2, 1, 1, ATTEND)])
+    pair.step([(2, 0, 1, ATTEND), (1, 0, 465, APPEND), (3, 0, 512, APPEND)])
+    pair.step([(1, 465, 60, ATTEND), (2, 1, 1, ATTEND)])
     for length in range(525, 531):
         pair.step([(1, length, 1, ATTEND), (2, length - 523, 1, ATTEND)])
     pair.step([(4, 523, 3, ATTEND), (1, 531, 1, ATTEND)], [(FORK, 4, 1, 523)])
