@@ -42,6 +42,10 @@ _PLAIN_MLP = {
     "bloom",
     "mpt",
     "gptj",
+    "codegen",
+    "gpt_neox_japanese",
+    "openai-gpt",
+    "xglm",
 }
 """Model types whose MLP has two matrices; all others are taken as gated."""
 

@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 from transformers.models.bloom import modeling_bloom as bloom
+from transformers.models.codegen import modeling_codegen as codegen
 from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # under the name that `fused.py` looks for
+from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
+from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese as japanese
 from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.mpt import modeling_mpt as mpt
+from transformers.models.openai import modeling_openai as openai
+from transformers.models.xglm import modeling_xglm as xglm
 
 from fastdecode.sworker.pipeline import ATTENTION_NAME, attend
 
@@ -28,9 +33,17 @@ def _attended(
     value: torch.Tensor,
     scale: float,
     alibi_slopes: Slopes = (),
+    window: int = 0,
 ) -> torch.Tensor:
     """[1, heads, T, dim] each → o [1, T, num_heads · dim]."""
-    return attend(module, query, key, value, None, scaling=scale, alibi_slopes=alibi_slopes)[0].flatten(2)
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    rules: Any = {"scaling": scale, "alibi_slopes": alibi_slopes, "sliding_window": window}
+    return attend(module, query, key, value, None, **rules)[0].flatten(2)
+
+
+def _as_heads(o: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[1, T, num_heads · dim] → [1, heads, T, dim]."""
+    return o.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
 class FalconAttention(falcon.FalconAttention):
@@ -120,14 +133,70 @@ class GPTJAttention(gptj.GPTJAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
         """[1, heads, T, dim] each → o of that shape."""
-        o = _attended(self, query, key, value, 1 / self.scale_attn)
-        return o.unflatten(2, (self.num_attention_heads, -1)).transpose(1, 2), None
+        return _as_heads(_attended(self, query, key, value, 1 / self.scale_attn), self.num_attention_heads), None
+
+
+class CodeGenAttention(codegen.CodeGenAttention):
+    """GPT-J's with q, k and v from one projection."""
+
+    _attn = GPTJAttention._attn
+
+
+class GPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
+    """Scores are not scaled; every other layer sees a window."""
+
+    def _attn(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
+    ) -> tuple[torch.Tensor, None]:
+        """[1, heads, T, dim] each → o of that shape."""
+        window = self.config.window_size if self.attention_type == "local" else 0
+        return _as_heads(_attended(self, query, key, value, 1.0, window=window), self.num_heads), None
+
+
+class GPTNeoXJapaneseAttention(japanese.GPTNeoXJapaneseAttention):
+    """Rotary embeddings."""
+
+    def _attn(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
+    ) -> tuple[torch.Tensor, None]:
+        """[1, heads, T, dim] each → o of that shape."""
+        return _as_heads(_attended(self, query, key, value, 1 / self.norm_factor), self.num_attention_heads), None
+
+
+class OpenAIGPTAttention(openai.Attention):
+    """Keys come transposed."""
+
+    def _attn(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attention_mask: Any = None,
+        output_attentions: Any = None,
+    ) -> list[torch.Tensor]:
+        """[1, heads, T, dim], keys [1, heads, dim, T] → o of the first shape, alone in a list."""
+        scale = v.shape[-1] ** -0.5 if self.scale else 1.0
+        return [_as_heads(_attended(self, q, k.transpose(2, 3), v, scale), self.n_head)]
+
+
+class XGLMAttention(xglm.XGLMAttention):
+    """Without cross-attention."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        """``hidden_states`` [1, T, hidden] → the same, through attention."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (_as_heads(project(hidden_states), self.num_heads) for project in projections)
+        return self.out_proj(_attended(self, query, key, value, self.scaling)), None
 
 
 IN_PLACE_OF: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     bloom.BloomAttention: BloomAttention,
     mpt.MptAttention: MptAttention,
     mpt.MptModel: MptModel,
+    codegen.CodeGenAttention: CodeGenAttention,
+    japanese.GPTNeoXJapaneseAttention: GPTNeoXJapaneseAttention,
+    openai.Attention: OpenAIGPTAttention,
+    xglm.XGLMAttention: XGLMAttention,
 }
 
 
@@ -135,6 +204,7 @@ def register() -> None:
     """Enter our attention in the tables of those models that have one."""
     falcon.FALCON_ATTENTION_CLASSES[ATTENTION_NAME] = FalconAttention
     gptj.GPTJ_ATTENTION_CLASSES[ATTENTION_NAME] = GPTJAttention
+    gpt_neo.GPT_NEO_ATTENTION_CLASSES[ATTENTION_NAME] = GPTNeoSelfAttention
 
 
 def adapt(model: torch.nn.Module) -> None:

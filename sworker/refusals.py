@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from fastdecode.core.errors import UnsupportedModelError
 
-OWN_ATTENTION = ("bloom", "falcon", "gptj", "mpt")
+OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "xglm")
 """Models whose attention is code of their own and has an adapter (`own_attention.py`)."""
 
 SUPPORTED = (

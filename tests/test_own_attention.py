@@ -15,6 +15,7 @@ import torch
 import transformers
 from helpers import model_zoo
 from helpers.engine_checks import assert_nothing_held
+from helpers.tiny_configs import tiny_config
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
@@ -159,3 +160,24 @@ def test_falcon_with_slopes_between_powers_of_two_matches_generate(
     monkeypatch.setattr(modeling_falcon, "build_alibi_tensor", unrounded)
     model = model_zoo.build_model("falcon-rw")
     assert [model_zoo.disagreements(model, *pair) for pair in zip(prompts, tokens, strict=True)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_neo"]
+    + [pytest.param(n, marks=pytest.mark.slow) for n in ("codegen", "gpt_neox_japanese", "openai-gpt", "xglm")],
+)
+def test_other_adapters_match_generate(name: str, tmp_path: Path) -> None:
+    """Two prompts, one past GPT-Neo's window, whose chunks attend on the S-worker."""
+    model = model_zoo.randomised(transformers.AutoModelForCausalLM.from_config(tiny_config(name)), 0.15)
+    model.save_pretrained(tmp_path)
+    prompts = [prompt[:100] for prompt in model_zoo.prompts("llama-gqa")[2:4]]
+    prompts = [[token % 120 for token in prompt] for prompt in prompts]
+    with make_llm(
+        tmp_path, max_model_len=128, prefill_scratch="16MiB", max_num_batched_tokens=64, max_num_seqs=4
+    ) as llm:
+        windows = [layer.window for layer in llm.engine.s_model.layout.layers]
+        assert windows == ([0, 24] * 2 if name == "gpt_neo" else [0] * 4)
+        tokens = run(llm, prompts, 10)
+    assert max(len(set(each)) for each in tokens) >= 3
+    assert [model_zoo.disagreements(model, *pair) for pair in zip(prompts, tokens, strict=True)] == [0, 0]

@@ -43,12 +43,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "BERT": ("BertConfig", LLAMA | {"pad_token_id": 0}, "attends in both directions"),
     "MPT without ALiBi": ("MptConfig", MPT | {"attn_config": {"alibi": False}}, "alibi False, which transformers ign"),
     "MPT with a prefix": ("MptConfig", MPT | {"attn_config": {"prefix_lm": True}}, "prefix_lm True"),
-    "GPT-Neo": (
-        "GPTNeoConfig",
-        SMALL | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
-        "does not call transformers' attention interface",
-    ),
-    "CodeGen": ("CodeGenConfig", GPT | {"rotary_dim": 4}, "0 times for its 2 layers"),
+    "RoFormer": ("RoFormerConfig", LLAMA | {"is_decoder": True, "embedding_size": 32}, "0 times for its 2 layers"),
     "Mamba": ("MambaConfig", SMALL | {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}, "linear_attention"),
     "RWKV": ("RwkvConfig", SMALL | {"hidden_size": 32, "num_hidden_layers": 2}, "keeps a state"),
     "Jamba": (
@@ -58,11 +53,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "Bamba": ("BambaConfig", LLAMA | MAMBA_HEADS | {"attn_layer_indices": [1]}, "linear_attention"),
     "Falcon-H1": ("FalconH1Config", LLAMA | MAMBA_HEADS | {"mamba_d_ssm": 64}, "hybrid"),
-    "Llama 4": (
-        "Llama4TextConfig",
-        LLAMA | {"num_hidden_layers": 4, "intermediate_size_mlp": 48, "head_dim": 8, "num_local_experts": 2},
-        "chunked_attention",
-    ),
     "Phi-3 with longrope": ("Phi3Config", PHI3_LONG, "longrope rotary frequencies beyond 32 tokens"),
 }
 

@@ -107,6 +107,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dots3_note_text": FOUR_HEADS,
     "gemma3n_text": SHARING | {"intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4},
     "gemma4_unified_assistant": {"text_config": SHARING},
+    "gpt_neo": {"window_size": 24},
     "laguna": {"layer_types": BOTH * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
