@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.types import LayerLayout, is_quantized
+from fastdecode.core.types import LayerLayout
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,9 @@ class LatentShape:
         queries = self.q_rank * (hidden_size + query) if self.q_rank else hidden_size * query
         return queries + hidden_size * self.row_dim + self.kv_rank * expanded + num_heads * self.value * hidden_size
 
-    def layer_layout(self, num_heads: int, kv_dtype: str) -> LayerLayout:
-        """One layer as an R-worker sees it: one KV head; in caches of int8 and int4 keys and values of every head."""
+    def layer_layout(self, num_heads: int) -> LayerLayout:
+        """One layer as an R-worker sees it: one KV head."""
         scale = (self.nope + self.rope) ** -0.5
-        if is_quantized(kv_dtype):
-            return LayerLayout(num_heads, num_heads, self.nope + self.rope, self.value, scale)
         return LayerLayout(num_heads, 1, self.row_dim, self.kv_rank, scale, values_in_keys=True)
 
 

@@ -122,18 +122,14 @@ class ModelShape:
 
     @property
     def layer_layout(self) -> LayerLayout:
-        """One layer as an R-worker sees it, with a cache of the model's dtype."""
-        return self.layer_in(self.dtype)
-
-    def layer_in(self, kv_dtype: str) -> LayerLayout:
-        """One layer as an R-worker with a cache of ``kv_dtype`` sees it."""
+        """One layer as an R-worker sees it."""
         if self.latent:
-            return self.latent.layer_layout(self.num_heads, kv_dtype)
+            return self.latent.layer_layout(self.num_heads)
         return LayerLayout(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
 
     def kv_layout(self, kv_dtype: str) -> KVLayout:
         """All layers as an R-worker sees them."""
-        return KVLayout((self.layer_in(kv_dtype),) * self.num_layers, self.dtype, kv_dtype)
+        return KVLayout((self.layer_layout,) * self.num_layers, self.dtype, kv_dtype)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes that one token takes in the cache over all layers, the keys of an index included."""

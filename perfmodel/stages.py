@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.types import LayerLayout
+from fastdecode.core.types import LayerLayout, is_quantized
 from fastdecode.perfmodel.hardware import CpuHost, Gpu, kernel_bytes_per_second
 from fastdecode.perfmodel.model_shape import ModelShape
 
@@ -142,20 +142,21 @@ def host_r_part(shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: floa
     Each of the two takes the slower of reading and of computing. Bytes per token include scales, so R falls with the KV
     dtype and with n_kv/n_q.
     """
-    parts = [_token_r_part(shape.layer_in(kv_dtype), kv_dtype, host).times(row_share)]
+    parts = [_token_r_part(shape.layer_layout, kv_dtype, host, shape.dtype).times(row_share)]
     if shape.index:
         owners = shape.index.num_layers / shape.num_layers
-        parts.append(_token_r_part(shape.index.layer_layout, shape.dtype, host).times(owners))
+        parts.append(_token_r_part(shape.index.layer_layout, shape.dtype, host, shape.dtype).times(owners))
     slowest = max(parts, key=lambda part: part.seconds_per_token)
     return replace(slowest, seconds_per_token=sum(part.seconds_per_token for part in parts))
 
 
-def _token_r_part(layer: LayerLayout, kv_dtype: str, host: CpuHost) -> RPart:
-    """Return the seconds of all of a cached token in one layer."""
-    reading = host.read_bytes_per_second.achieved
-    computing = kernel_bytes_per_second(kv_dtype, layer.products_per_element, host.cores)
-    bound_by = "reads" if reading <= computing else "arithmetic"
-    return RPart(layer.kv_bytes_per_token(kv_dtype) / min(reading, computing), bound_by=bound_by)
+def _token_r_part(layer: LayerLayout, kv_dtype: str, host: CpuHost, model_dtype: str) -> RPart:
+    """Return the seconds of all of a cached token in one layer; latents' codes are computed with as ``model_dtype``."""
+    computed = model_dtype if layer.values_in_keys and is_quantized(kv_dtype) else kv_dtype
+    rate = kernel_bytes_per_second(computed, layer.products_per_element, host.cores)
+    reading = layer.kv_bytes_per_token(kv_dtype) / host.read_bytes_per_second.achieved
+    computing = layer.kv_bytes_per_token(computed) / rate
+    return RPart(max(reading, computing), bound_by="reads" if reading >= computing else "arithmetic")
 
 
 @dataclass(frozen=True)

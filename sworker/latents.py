@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fastdecode.core.types import is_quantized
 from fastdecode.sworker.prepack import PROOF_ROWS, equal_within_rounding
 
 logger = logging.getLogger(__name__)
@@ -53,19 +52,13 @@ class LatentRows:
         return self.kv_b_proj.weight.view(-1, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
 
 
-def use_latent_rows(model: torch.nn.Module, kv_dtype: str) -> None:
+def use_latent_rows(model: torch.nn.Module) -> None:
     """Have every MLA module of ``model`` hand over its latent rows, where that proves to be the same.
 
-    ``kv_dtype``: of the cache, or "auto". Modules stay as they are in caches of int8 and int4, which would round the
-    rotary part as coarsely as the rest, and where ``expand_kv`` is not what is known here.
+    Modules stay as they are where ``expand_kv`` is not what is known here.
     """
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
     if not modules:
-        return
-    if is_quantized(kv_dtype):
-        logger.warning(
-            "a cache of %s keeps the keys and values of every head; latent rows, of 16 bits, would take less", kv_dtype
-        )
         return
     if not all(map(_is_known, modules)):
         logger.info("%s: keys and values are kept expanded: its latents are not of a known kind", type(model).__name__)

@@ -85,7 +85,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     with _one_clear_error(config.model):
         model = lora.merged(gguf.unpacked(model), config.lora)
         adapt(model)
-        use_latent_rows(model, config.kv_cache_dtype)
+        use_latent_rows(model)
         if device.type == "cpu":
             use_padded_experts(model)
         return model.eval().requires_grad_(False)

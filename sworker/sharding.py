@@ -29,6 +29,9 @@ part of whole inputs."""
 SUMS = ("moe_tp_experts", "all_reduce")
 """Styles of modules whose outputs are summed."""
 
+IDENTITY = "moe_identity_expert"
+"""The style of an expert that every rank has whole, among those whose outputs are summed."""
+
 NOTHING = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 """Styles that change nothing where no gradients are wanted."""
 
@@ -162,6 +165,8 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
             if module is not None:
                 repeats = name.endswith((".k_proj", ".v_proj")) and rank.size > num_kv_heads
                 _cut_linear(name, owner, style, rank, num_kv_heads if repeats else 0)
+        elif module is not None and style == IDENTITY:
+            module.register_forward_hook(lambda module, args, output: output / rank.size)
         elif module is not None:
             _check_style(name, style, SUMS)
             module.register_forward_hook(lambda module, args, output: _summed(output, rank))

@@ -141,7 +141,7 @@ def test_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--context-len", "9-1"], 2, "context_len must be a number of tokens, or LOW-HIGH"),
         (["--context-len", "2", "--q-len", "3"], 2, "must hold q_len (3) new tokens"),
         (["--shared-prefix-len", "70"], 2, "after shared_prefix_len (70)"),
-        (["--latent-dim", "17"], 2, "latent_dim (17) must be at most head_dim (16), and 0 with int8 and int4"),
+        (["--latent-dim", "17"], 2, "latent_dim must be at most head_dim (16), not 17"),
         (["--batch-size", "0"], 2, "batch_size must be 1 to"),
         (["--threads", "4096"], 2, "threads is 4096, and this process may use"),
         (["--repeats", "3"], 2, "repeats must be at least 9"),

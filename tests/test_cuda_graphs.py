@@ -13,10 +13,10 @@ import pytest
 import torch
 from doubles.fake_backend import FakeBackend
 from doubles.graph_recorder import FakeRecorder, Pool
-from helpers import model_zoo
+from helpers import latent_zoo, model_zoo
 from helpers.tiny import NUM_LAYERS, Engine, Tiny, make_tiny, prompt
 
-from fastdecode import LLM, SamplingParams
+from fastdecode import LLM, SamplingParams, build
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.sworker import model as model_module
 from fastdecode.sworker import s_worker
@@ -237,6 +237,22 @@ def test_every_architecture_generates_the_same(
     else:
         assert "without CUDA graphs" not in caplog.text
         assert len(recorder.replays()) == 2 and all(min(each) > 6 for each in recorder.replays())
+
+
+def test_latent_rows_are_captured(
+    recorders: list[FakeRecorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And prompts attend by torch, in chunks, as on a GPU."""
+    monkeypatch.setattr(build, "PromptCache", lambda backend: None)
+    model, texts = latent_zoo.build_model("minicpm3"), latent_zoo.prompts((130, 40, 3, 17))
+    model.save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
+    settings = latent_zoo.SETTINGS | {"prefill_scratch": "16MiB", "max_num_batched_tokens": 64, "max_num_seqs": 16}
+    with LLM(str(tmp_path), **settings, num_mini_batches=2) as llm:
+        outputs = llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    assert [model_zoo.disagreements(model, *pair) for pair in zip(texts, tokens, strict=True)] == [0] * 4
+    assert len(recorders[0].replays()) == 2 and all(min(each) > 6 for each in recorders[0].replays())
 
 
 def test_enforce_eager_captures_nothing(recorders: list[FakeRecorder], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from doubles.fake_backend import FakeBackend
 from doubles.recorder import Bits, Recorder
-from helpers import model_zoo
+from helpers import latent_zoo, model_zoo
 from helpers.tiny import (
     NUM_LAYERS,
     Engine,
@@ -301,11 +301,13 @@ def test_model_time_is_the_compute_streams(tiny: Tiny, gpu: FakeGpu, scale: floa
     assert engine.worker.clock.state == HOST
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "dtype"), [("llama-gqa", "float32"), ("llama-gqa", "bfloat16"), ("youtu", "float32")])
 def test_an_engine_generates_the_same(
-    dtype: str, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = str(model_zoo.save_model("llama-gqa", tmp_path))
+    """Of keys and values, and of latent rows."""
+    folder = str(tmp_path)
+    (latent_zoo if name == "youtu" else model_zoo).build_model(name).save_pretrained(tmp_path)
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in model_zoo.prompts("llama-gqa")[1:5]]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 

@@ -153,10 +153,7 @@ class PrefillServer:
             port.refuse(identity, "busy", f"it serves another S-worker, {self._serving}")
             return
         if hello.model != self.model.name or hello.max_model_len > self.model.max_model_len:
-            message = (
-                f"it has another model, a --max-model-len below {hello.max_model_len}, or, where attention is over "
-                f"latents, another --kv-cache-dtype"
-            )
+            message = f"it has another model, or a --max-model-len below {hello.max_model_len}"
             port.refuse(identity, "refused", message)
             return
         layout = replace(self.model.layout, kv_dtype=hello.kv_dtype, isa=hello.isa)

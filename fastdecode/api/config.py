@@ -286,9 +286,8 @@ def flag_names(group: str) -> list[str]:
 
 
 def prefill_settings() -> list[str]:
-    """The fields that prefill workers have as well: the model's, and the cache's dtype, which says whether latent
-    attention keeps latents."""
-    return [*flag_names(MODEL), "kv_cache_dtype", "seed"]
+    """The fields that prefill workers have as well."""
+    return [*flag_names(MODEL), "seed"]
 
 
 def _has_gpu_driver() -> bool:

@@ -306,7 +306,7 @@ def _rank_lines(group: RankGroup) -> tuple[str, ...]:
 
 def _token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str, ...]:
     """Say what a cached token costs R-workers: memory, reading, arithmetic."""
-    layer = shape.layer_in(kv_dtype)
+    layer = shape.layer_layout
     operations = 2 * layer.products_per_element * layer.kv_elements_per_token / layer.kv_bytes_per_token(kv_dtype)
     return (
         f"a cached token: {planner.kv_bytes_per_token:,} bytes held over all layers, "

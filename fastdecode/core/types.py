@@ -58,7 +58,8 @@ class LayerLayout:
     chunks, and a query sees those of its own from the chunk's first token on. ``soft_cap`` is 0 when absent.
     ``sinks`` holds one extra logit per query head, or is empty. ``alibi_slopes`` holds one slope per query head, or is
     empty: a score, scaled and capped, gains slope · (position of the key - position of the query).
-    ``values_in_keys``: values are the first ``value_head_dim`` elements of the keys, and are neither sent nor stored.
+    ``values_in_keys``: values are the first ``value_head_dim`` elements of the keys, and are neither sent nor stored;
+    in caches of int8 and int4 these have codes, and the keys' other elements 16 bits.
     """
 
     num_heads: int
@@ -94,6 +95,8 @@ class LayerLayout:
 
     def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
         """Bytes of one cached token's K, and of its V, of one head, each with its scales."""
+        if self.values_in_keys and is_quantized(kv_dtype):
+            return _row_bytes(self.value_head_dim, kv_dtype) + 2 * (self.key_head_dim - self.value_head_dim), 0
         return _row_bytes(self.key_head_dim, kv_dtype), _row_bytes(self.stored_value_dim, kv_dtype)
 
 

@@ -77,7 +77,7 @@ class Samples:
 
         rounds = []
         for _ in range(repeats):
-            own = (*reads(), peaks.multiply_add(kv_dtype=shape.kv_cache_dtype), *cache.call())
+            own = (*reads(), peaks.multiply_add(kv_dtype=shape.arithmetic_dtype), *cache.call())
             rounds.append((*own, own[-1] if beside is cache else beside.call()[1]))
         columns = np.array(rounds).T
         self.read, self.scattered, self.mac, self.plan_seconds, self.seconds, self.beside_seconds = columns

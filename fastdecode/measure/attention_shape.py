@@ -72,13 +72,12 @@ class AttentionShape:
             raise ConfigError(f"batch_size must be 1 to {MAX_BATCH_SIZE}, not {self.batch_size}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
-        most = MAX_QUANTIZED_HEAD_DIM if is_quantized(self.kv_cache_dtype) else MAX_HEAD_DIM
+        is_bounded = is_quantized(self.kv_cache_dtype) and not self.latent_dim
+        most = MAX_QUANTIZED_HEAD_DIM if is_bounded else MAX_HEAD_DIM
         if self.head_dim > most:
             raise ConfigError(f"head_dim must be at most {most}, not {self.head_dim}")
-        if self.latent_dim > self.head_dim or (self.latent_dim and is_quantized(self.kv_cache_dtype)):
-            raise ConfigError(
-                f"latent_dim ({self.latent_dim}) must be at most head_dim ({self.head_dim}), and 0 with int8 and int4"
-            )
+        if self.latent_dim > self.head_dim:
+            raise ConfigError(f"latent_dim must be at most head_dim ({self.head_dim}), not {self.latent_dim}")
         if not 0 <= self.shared_prefix_len <= self.context_len.low - self.q_len:
             raise ConfigError(
                 f"context_len {self.context_len.label} must hold q_len ({self.q_len}) new tokens after "
@@ -99,6 +98,11 @@ class AttentionShape:
     def model_dtype(self) -> str:
         """The dtype of q, k, v and o: the cache's own where that is a float, else bfloat16."""
         return "bfloat16" if is_quantized(self.kv_cache_dtype) else self.kv_cache_dtype
+
+    @property
+    def arithmetic_dtype(self) -> str:
+        """The dtype whose multiply-adds attention does: the cache's, but the model's where latent rows have codes."""
+        return self.model_dtype if self.latent_dim else self.kv_cache_dtype
 
     @property
     def layout(self) -> KVLayout:

@@ -60,7 +60,7 @@ void AttentionJob::append(const Piece& piece) const {
     if (begin >= end) return;
     const DType dtype = worker_.model_dtype_;
     const std::int64_t row = (span.first_stored_row + begin - span.context_len) * spec_->num_kv_heads + piece.head;
-    worker_.kernels_.append[int(worker_.cache_.dtype())]({
+    worker_.kernels_.append[append_index(*spec_, worker_.cache_.dtype())]({
         .view = worker_.cache_.view(layer_, piece.head, span.blocks),
         .dtype = dtype,
         .keys = advance(payload_.keys, row * spec_->key_dim, dtype),
@@ -71,6 +71,7 @@ void AttentionJob::append(const Piece& piece) const {
         .end = end,
         .key_dim = int(spec_->key_dim),
         .value_dim = int(spec_->stored_value_dim()),
+        .latent_dim = spec_->values_in_keys ? int(spec_->value_dim) : 0,
     });
 }
 
@@ -84,8 +85,9 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         partials = worker_.shared_partials_.data() + piece.head * spec_->group() * row_floats;
         partial_stride = spec_->num_heads * row_floats;
     }
-    const DType dtype = worker_.model_dtype_;
-    worker_.kernels_.attend[int(worker_.cache_.dtype())]({
+    const DType dtype = worker_.model_dtype_, stored = worker_.cache_.dtype();
+    const bool is_read_before = has_latent_codes(*spec_, stored);
+    worker_.kernels_.attend[int(is_read_before ? dtype : stored)]({
         .view = view_to_attend(piece, thread),
         .dtype = dtype,
         .queries = advance(payload_.queries, piece.head * spec_->group() * spec_->key_dim, dtype),
@@ -103,7 +105,7 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         .value_dim = int(spec_->value_dim),
         .partials = partials,
         .partial_stride = partial_stride,
-        .next = next,
+        .next = is_read_before ? nullptr : next,
         .read_ahead = worker_.read_ahead_,
         .scratch = worker_.scratch_[thread].data(),
     });
@@ -111,13 +113,16 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
     count_off(unit, piece.head, thread);
 }
 
-/// With values where they are not stored: made of the keys that are about to be read.
+/// With values where they are not stored, made of the keys that are about to be read; keys and values of latent codes.
 HeadView AttentionJob::view_to_attend(const Piece& piece, int thread) const {
     HeadView view = worker_.cache_.view(layer_, piece.head, list_->spans[piece.unit->span].blocks);
     if (!spec_->values_in_keys) return view;
     const NextTokens tokens = tokens_of(piece);
     std::uint8_t* const memory = worker_.split_values_[thread].data();
-    view.split_values = memory + (64 - reinterpret_cast<std::uintptr_t>(memory) % 64) % 64;
+    std::uint8_t* const aligned = memory + (64 - reinterpret_cast<std::uintptr_t>(memory) % 64) % 64;
+    if (has_latent_codes(*spec_, worker_.cache_.dtype()))
+        return read_split(worker_.kernels_, *spec_, worker_.cache_.dtype(), worker_.model_dtype_, tokens, aligned);
+    view.split_values = aligned;
     make_values(worker_.cache_.dtype(), view, tokens.begin, tokens.end, int(spec_->key_dim), int(spec_->value_dim));
     return view;
 }

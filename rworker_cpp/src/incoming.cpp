@@ -200,7 +200,7 @@ void KVCache::read_prefix(std::int64_t job_id, std::int64_t layer, const Outgoin
     }
 }
 
-void KVCache::store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, AppendKernel append) {
+void KVCache::store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) {
     check_store(job_id, layer, rows.start, rows.num_rows);
     const RowBytes bytes(layers_[layer], rows.dtype);
     const std::int64_t most = slice_rows(layer, rows.dtype);
@@ -214,7 +214,7 @@ void KVCache::store(std::int64_t job_id, std::int64_t layer, const IncomingRows&
 }
 
 /// Tiles that are whole, together with their neighbours; the others, at both ends, one by one.
-void KVCache::store_slice(Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const {
+void KVCache::store_slice(Incoming& job, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) const {
     const RowBytes bytes(layers_[layer], rows.dtype);
     std::int64_t run = rows.start;  // the first of the rows that are not written yet
     const auto write_until = [&](std::int64_t end) {
@@ -236,7 +236,7 @@ void KVCache::store_slice(Incoming& job, std::int64_t layer, const IncomingRows&
 }
 
 /// Keep a part of a tile aside, or write the tile if nothing of it is missing any more.
-void KVCache::stage(Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const {
+void KVCache::stage(Incoming& job, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) const {
     const RowBytes bytes(layers_[layer], rows.dtype);
     const std::int64_t tile = rows.start / kTileTokens, row = rows.start % kTileTokens;
     const auto [first, last] = job.tokens_of(tile);
@@ -255,10 +255,10 @@ void KVCache::stage(Incoming& job, std::int64_t layer, const IncomingRows& rows,
 }
 
 void KVCache::write_rows(const Incoming& job, std::int64_t layer, const IncomingRows& rows,
-                         AppendKernel append) const {
+                         const AppendKernel* append) const {
     const LayerSpec& spec = layers_[layer];
     for (std::int64_t head = 0; head < spec.num_kv_heads; ++head)
-        append({
+        append[append_index(spec, dtype_)]({
             .view = view(layer, head, job.blocks().data()),
             .dtype = rows.dtype,
             .keys = byte_at(rows.keys, head * spec.key_dim * item_bytes(rows.dtype)),
@@ -269,6 +269,7 @@ void KVCache::write_rows(const Incoming& job, std::int64_t layer, const Incoming
             .end = rows.end(),
             .key_dim = int(spec.key_dim),
             .value_dim = int(spec.stored_value_dim()),
+            .latent_dim = spec.values_in_keys ? int(spec.value_dim) : 0,
         });
 }
 

@@ -73,6 +73,9 @@ DType parse_kv_dtype(const std::string& name) {
 
 std::int64_t token_bytes(const LayerSpec& layer, DType kv_dtype) {
     const std::int64_t bits = bits_of(kv_dtype);
+    if (has_latent_codes(layer, kv_dtype))
+        return (layer.value_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.value_dim) +
+               2 * (layer.key_dim - layer.value_dim);
     const std::int64_t keys = (layer.key_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.key_dim);
     if (layer.values_in_keys) return keys;
     return keys + (layer.value_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.value_dim);
@@ -82,6 +85,7 @@ LayerLayout::LayerLayout(const LayerSpec& layer, DType kv_dtype, std::int64_t bl
     : region_offset_bytes(region_offset) {
     const std::int64_t key_dim = round_up(layer.key_dim, pack_of(kv_dtype)), value_dim = round_up(layer.value_dim, 16);
     key_tile_bytes = kTileTokens * (scale_bytes(kv_dtype, key_dim) + key_dim * bits_of(kv_dtype) / 8);
+    if (has_latent_codes(layer, kv_dtype)) key_tile_bytes = kTileTokens * token_bytes(layer, kv_dtype);
     value_tile_bytes = kTileTokens * (scale_bytes(kv_dtype, value_dim) + value_dim * bits_of(kv_dtype) / 8);
     const std::int64_t tiles = block_size / kTileTokens;
     const std::int64_t keys_bytes = round_up(tiles * key_tile_bytes, 64);

@@ -8,6 +8,7 @@
 
 #include "rworker/kernel_choice.hpp"
 #include "rworker/kv_cache.hpp"
+#include "rworker/values_of_keys.hpp"
 
 namespace rworker {
 namespace {
@@ -186,9 +187,39 @@ std::string find_difference(const Kernels& tested, const Kernels& oracle, const 
     return "";
 }
 
+/// Latent rows of codes, and the tiles that are made of them.
+std::vector<std::uint8_t> latent_bytes(const Kernels& kernels, DType dtype) {
+    constexpr std::int64_t kTokens = 37, kTiles = 3;
+    constexpr std::int32_t kFirstBlock = 0;
+    const LayerSpec layer{1, 1, 72, 58, 0.1f, 0, 0.0f, {}, {}, true};
+    const Rows rows({"latent rows", layer, kTokens, 1});
+    const std::int64_t rows_bytes = kTiles * kTileTokens * token_bytes(layer, dtype);
+    const LayerLayout tiles(layer, DType::float32, kSplitTokens, 0);
+    std::vector<std::uint8_t> memory(std::size_t(rows_bytes + 2 * tiles.head_bytes));
+    HeadView view{};
+    view.base = memory.data(), view.blocks = &kFirstBlock;
+    view.key_tile_bytes = rows_bytes / kTiles, view.log2_tiles_per_block = 2;
+    kernels.append[append_index(layer, dtype)]({.view = view,
+                                                .dtype = DType::float32,
+                                                .keys = rows.keys.data(),
+                                                .values = nullptr,
+                                                .key_stride = layer.key_dim,
+                                                .value_stride = 0,
+                                                .begin = 0,
+                                                .end = kTokens,
+                                                .key_dim = int(layer.key_dim),
+                                                .value_dim = 0,
+                                                .latent_dim = int(layer.value_dim)});
+    read_split(kernels, layer, dtype, DType::float32, {view, 0, kTokens}, memory.data() + rows_bytes);
+    return memory;
+}
+
 }  // namespace
 
 std::string find_difference(const Kernels& tested, const Kernels& oracle) {
+    for (const DType dtype : {DType::int8, DType::int4})
+        if (latent_bytes(tested, dtype) != latent_bytes(oracle, dtype))
+            return std::string("what is made of latent rows of a ") + kDTypeNames[int(dtype)] + " cache";
     for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::int8, DType::int4})
         for (const Case& of : kCases) {
             const std::string difference = find_difference(tested, oracle, of, dtype);

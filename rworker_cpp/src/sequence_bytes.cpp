@@ -3,7 +3,7 @@
 #include <cstring>
 #include <string>
 
-#include "kernels/rotate.hpp"
+#include "kernels/latent_row.hpp"
 #include "rworker/kv_cache.hpp"
 #include "rworker/token_codec.hpp"
 
@@ -16,6 +16,13 @@ TokenPlace place_of(const HeadView& view, std::int64_t position, std::int64_t le
     const std::int64_t within = tile % tiles_per_block;
     return {block + within * view.key_tile_bytes, block + view.values_offset_bytes + within * view.value_tile_bytes,
             key_order(tile * kTileTokens, length), position % kTileTokens};
+}
+
+/// The floats of a latent row of codes.
+void read_row(const LayerSpec& spec, DType dtype, const TokenPlace& at, float* keys) {
+    const std::uint8_t* const row = at.key_tile + at.token * TokenCodec(dtype, spec).key_bytes();
+    const auto read = dtype == DType::int8 ? read_latent<DType::int8> : read_latent<DType::int4>;
+    read(row, int(spec.value_dim), int(spec.key_dim - spec.value_dim), keys);
 }
 
 void require_of_import(bool holds, const std::string& message) {
@@ -49,6 +56,7 @@ void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* k
     for_each_token(sequence, layer, 0, sequence.length, [&](std::int64_t position, std::int64_t head,
                                                             const TokenPlace& at) {
         const std::int64_t row = position * spec.num_kv_heads + head;
+        if (has_latent_codes(spec, dtype_)) return read_row(spec, dtype_, at, keys + row * spec.key_dim);
         for (std::int64_t dim = 0; dim < spec.key_dim; ++dim)
             keys[row * spec.key_dim + dim] = load_key(dtype_, at.key_order, at.key_tile, at.token, dim, spec.key_dim);
         for (std::int64_t dim = 0; dim < spec.stored_value_dim(); ++dim)

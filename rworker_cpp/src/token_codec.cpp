@@ -109,6 +109,7 @@ std::int64_t TokenCodec::row_bytes(std::int64_t dim) const {
 }
 
 void TokenCodec::read_key(const TokenPlace& place, std::uint8_t* out) const {
+    if (is_row_) return void(std::memcpy(out, place.key_tile + place.token * key_bytes(), key_bytes()));
     const RowPlace row = key_place(dtype_, place.key_order, place.token, layer_.key_dim);
     read_row(dtype_, place.key_tile, row, place.token, layer_.key_dim, out);
 }
@@ -120,6 +121,7 @@ void TokenCodec::read_value(const TokenPlace& place, std::uint8_t* out) const {
 }
 
 void TokenCodec::write_key(const TokenPlace& place, const std::uint8_t* data) const {
+    if (is_row_) return void(std::memcpy(place.key_tile + place.token * key_bytes(), data, key_bytes()));
     const RowPlace row = key_place(dtype_, place.key_order, place.token, layer_.key_dim);
     write_row(dtype_, place.key_tile, row, place.token, layer_.key_dim, data);
 }

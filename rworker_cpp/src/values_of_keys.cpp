@@ -104,11 +104,39 @@ void make_values(DType dtype, const HeadView& view, std::int64_t begin, std::int
     }
 }
 
-std::int64_t most_split_values(const KVCache& cache) {
+HeadView read_split(const Kernels& kernels, const LayerSpec& layer, DType stored, DType model_dtype,
+                    const NextTokens& tokens, std::uint8_t* memory) {
+    static constexpr std::int32_t first_block = 0;
+    const LayerLayout layout(layer, model_dtype, kSplitTokens, 0);
+    const std::int64_t first_tile = tokens.begin / kSplitTokens * kSplitTokens / kTileTokens;
+    HeadView view{};
+    // One block of all tiles up to the split's last; only those of the split are there.
+    view.base = reinterpret_cast<std::uint8_t*>(reinterpret_cast<std::uintptr_t>(memory) -
+                                                std::uintptr_t(first_tile * layout.key_tile_bytes));
+    view.blocks = &first_block;
+    view.log2_tiles_per_block = 62;
+    view.key_tile_bytes = layout.key_tile_bytes, view.value_tile_bytes = layout.value_tile_bytes;
+    view.split_values = memory + layout.head_bytes;
+    kernels.read_latents[int(stored) - int(DType::int8)]({
+        .rows = tokens.view,
+        .tiles = view,
+        .dtype = model_dtype,
+        .begin = tokens.begin / kTileTokens * kTileTokens,
+        .end = tokens.end,
+        .key_dim = int(layer.key_dim),
+        .latent_dim = int(layer.value_dim),
+    });
+    return view;
+}
+
+std::int64_t most_split_bytes(const KVCache& cache, DType model_dtype) {
     std::int64_t most = 0;
-    for (std::size_t i = 0; i < cache.layers().size(); ++i)
-        if (cache.layers()[i].values_in_keys)
-            most = std::max(most, kSplitTokens / kTileTokens * cache.layout(std::int64_t(i)).value_tile_bytes + 64);
+    for (const LayerSpec& layer : cache.layers()) {
+        const bool has_codes = has_latent_codes(layer, cache.dtype());
+        const LayerLayout layout(layer, has_codes ? model_dtype : cache.dtype(), kSplitTokens, 0);
+        const std::int64_t values = kSplitTokens / kTileTokens * layout.value_tile_bytes;
+        if (layer.values_in_keys) most = std::max(most, (has_codes ? layout.head_bytes : 0) + values + 64);
+    }
     return most;
 }
 

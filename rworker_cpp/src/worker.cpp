@@ -21,12 +21,12 @@ void check_layer(const LayerSpec& layer, DType kv_dtype, std::size_t index) {
     require(layer.num_kv_heads >= 1 && layer.num_heads >= 1 && layer.num_heads % layer.num_kv_heads == 0,
             name + "num_heads (" + std::to_string(layer.num_heads) + ") must be a positive multiple of num_kv_heads (" +
                 std::to_string(layer.num_kv_heads) + ")");
-    const int most = is_quantized(kv_dtype) ? kMaxQuantizedHeadDim : kMaxHeadDim;
+    const int most = is_quantized(kv_dtype) && !layer.values_in_keys ? kMaxQuantizedHeadDim : kMaxHeadDim;
     for (const std::int64_t dim : {layer.key_dim, layer.value_dim})
         require(dim >= 1 && dim <= most,
                 name + "head dims must be 1 to " + std::to_string(most) + ", not " + std::to_string(dim));
-    require(!layer.values_in_keys || (layer.value_dim <= layer.key_dim && !is_quantized(kv_dtype)),
-            name + "values_in_keys needs keys of at least value_dim elements, in float32, float16 or bfloat16");
+    require(!layer.values_in_keys || layer.value_dim <= layer.key_dim,
+            name + "values_in_keys needs keys of at least value_dim elements");
     require(layer.window >= (layer.chunked ? 1 : 0), name + "window must not be negative, nor 0 where it is a chunk");
     require(layer.soft_cap >= 0.0f, name + "soft_cap must not be negative");
     require(layer.sinks.empty() || std::int64_t(layer.sinks.size()) == layer.num_heads,
@@ -103,7 +103,7 @@ Worker::Worker(WorkerConfig config)
         scratch = std::max(scratch, scratch_floats(layer.key_dim, layer.value_dim));
     }
     for (std::vector<float>& floats : scratch_) floats.resize(scratch);
-    for (std::vector<std::uint8_t>& bytes : split_values_) bytes.resize(most_split_values(cache_));
+    for (std::vector<std::uint8_t>& bytes : split_values_) bytes.resize(most_split_bytes(cache_, model_dtype_));
 }
 
 Worker::~Worker() = default;
@@ -280,7 +280,7 @@ void Worker::import_sequence(std::int64_t sequence_id, std::int64_t start, std::
 }
 
 void Worker::store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows) {
-    cache_.store(job_id, layer, rows, kernels_.append[int(cache_.dtype())]);
+    cache_.store(job_id, layer, rows, kernels_.append);
 }
 
 Statistics Worker::statistics() const {

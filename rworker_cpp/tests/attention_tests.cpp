@@ -113,7 +113,6 @@ void run_attention_tests() {
             test_attend(kernels->isa, dtype, {6, 2, 32, 16, 0.2f, 0, 0.0f, {}, {1, 0.5f, 0.1f, 0.02f, 0, -0.01f}}, 520, 13);
             test_attend(kernels->isa, dtype, {8, 1, 200, 136, 0.07f, 0, 0.0f, {}}, 60, 9);
             test_attend(kernels->isa, dtype, {5, 1, 24, 40, 0.2f, 96, 0.0f, {}, {}, false, true}, 530, 24);
-            if (is_quantized(dtype)) continue;
             test_attend(kernels->isa, dtype, {9, 1, 72, 58, 0.1f, 0, 0.0f, {}, {}, true}, 540, 7);
         }
 }

@@ -92,6 +92,13 @@ void merge_to_nan(const MergeArgs& args) {
     static_cast<float*>(args.out)[args.value_dim - 1] = __builtin_nanf("");
 }
 
+template <int Which>
+void read_one_latent_less(const LatentArgs& args) {
+    LatentArgs changed = args;
+    --changed.end;
+    best().read_latents[Which](changed);
+}
+
 bool finds(const Kernels& broken, const std::string& what, const std::string& dtype) {
     const std::string found = find_difference(broken, *supported_kernels().front());
     return found.find(what) != std::string::npos && found.find(dtype) != std::string::npos;
@@ -112,6 +119,15 @@ void test_faults_of(const char* dtype) {
     }
 }
 
+void test_faults_of_latents() {
+    Kernels broken = best();
+    broken.read_latents[0] = read_one_latent_less<0>;
+    CHECK(finds(broken, "latent rows", "int8"));
+    broken = best();
+    broken.append[6] = append_one_key_twice<6>;
+    CHECK(finds(broken, "latent rows", "int4"));
+}
+
 }  // namespace
 
 void run_self_test_tests() {
@@ -122,6 +138,7 @@ void run_self_test_tests() {
     test_faults_of<2>("bfloat16");
     test_faults_of<3>("int8");
     test_faults_of<4>("int4");
+    test_faults_of_latents();
     for (const auto wrong : {merge_without_the_last_split, merge_without_sinks, merge_to_nan}) {
         Kernels broken = best();
         broken.merge = wrong;

@@ -11,6 +11,10 @@ from helpers.model_zoo import VOCABULARY, randomised
 
 POSITIONS = 2048
 STD = 0.2
+LENGTHS = (620, 1, 40, 128, 3, 77, 17, 160)
+SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 1024, "s_threads": 1}
+SETTINGS |= {"r_threads": 1, "kv_cache_memory": "16MiB", "block_size": 16}
+"""Of an engine, for a model of this zoo and its prompts."""
 
 MLA: dict[str, Any] = {
     "hidden_size": 64,
@@ -72,3 +76,9 @@ def build_model(name: str, **changes: Any) -> Any:
     auto_class = transformers.AutoModelForImageTextToText if with_pictures else transformers.AutoModelForCausalLM
     model = auto_class.from_config(config, attn_implementation="eager", dtype=torch.float32)
     return randomised(model, STD).eval()
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    """Prompts of random tokens."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]

@@ -189,7 +189,8 @@ def test_latent_rows_and_weights_are_those_of_the_model(name: str) -> None:
     layer = shape.layer_layout
     assert (layer.num_kv_heads, layer.key_head_dim, layer.value_head_dim, layer.values_in_keys) == (1, 40, 32, True)
     assert shape.kv_layout("float16").kv_bytes_per_token == 3 * 40 * 2
-    assert shape.kv_layout("int8").kv_bytes_per_token == 3 * 4 * (24 + 4 + 12 + 4)
+    assert shape.kv_layout("int8").kv_bytes_per_token == 3 * (32 + 4 + 8 * 2)
+    assert shape.kv_layout("int4").kv_bytes_per_token == 3 * (16 + 4 + 8 * 2)
 
 
 def test_deepseek_v3_and_kimi_k2_as_published() -> None:
@@ -204,6 +205,7 @@ def test_deepseek_v3_and_kimi_k2_as_published() -> None:
     assert operations / 2 == pytest.approx(242, rel=1e-3)
     slow, fast = (host_r_part(each, "bfloat16", find_cpu_host("epyc-9654")) for each in (deepseek, kimi))
     assert slow.seconds_per_token == pytest.approx(2 * fast.seconds_per_token)  # arithmetic, not memory
+    assert host_r_part(deepseek, "int4", find_cpu_host("epyc-9654")) == slow  # codes are computed with as bfloat16
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "llama-gqa"])

@@ -1,4 +1,6 @@
-"""Values that are the first dims of the keys, and are not stored: the bits of the same values stored beside them."""
+"""Values that are the first dims of the keys, and are not stored: the bits of the same values stored beside them.
+
+Caches of int8 and int4 give the bits of a float cache of the rows that they keep."""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import pytest
 from fastdecode import _rworker
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, table
-from .oracle import to_bits
+from .oracle import from_bits, rounded, to_bits
+from .quantised import QUANTISED, exported, stored
 
 APPEND, ATTEND, PARTIAL, READ = range(4)
 ISAS = _rworker.supported_isas()
@@ -21,7 +24,8 @@ ODD = Layer(6, 2, 41, 23, 0.2, window=600, soft_cap=5.0, sinks=(0.5, -1.0, 0.0, 
 
 @dataclass
 class Pair:
-    """Two R-workers that are told the same; one keeps values apart. Sequences are numbered from 1."""
+    """Two R-workers that are told the same; one keeps values apart, or floats in place of codes. Sequences are numbered
+    from 1."""
 
     layer: Layer
     dtype: str = "float32"
@@ -30,12 +34,31 @@ class Pair:
     def __post_init__(self) -> None:
         parts = self.layer.as_tuple()
         settings = {"block_size": 32, "num_blocks": 200, "num_threads": 1, "isa": "auto"} | self.options
-        dtypes = {"model_dtype": self.dtype, "kv_dtype": self.options.get("kv_dtype", self.dtype)}
-        self.workers = [_rworker.RWorker(layers=[(*parts, shared)], **settings | dtypes) for shared in (False, True)]
+        self.kv_dtype = settings.setdefault("kv_dtype", self.dtype)
+        settings["model_dtype"] = self.dtype
+        is_quantized = self.kv_dtype in QUANTISED
+        self.workers = [
+            _rworker.RWorker(layers=[(*parts, is_quantized)], **settings | {"kv_dtype": self.dtype}),
+            _rworker.RWorker(layers=[(*parts, True)], **settings),
+        ]
         self.rng = np.random.default_rng(7)
 
     def rows(self, heads: int, num_rows: int) -> np.ndarray:
         return to_bits(self.rng.standard_normal((num_rows, heads, self.layer.key_dim), dtype=np.float32), self.dtype)
+
+    def payloads(self, k: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Keys and values for each."""
+        dim, shared = self.layer.value_dim, (k, np.ascontiguousarray(k[..., :0]))
+        if self.kv_dtype not in QUANTISED:
+            return [(k, np.ascontiguousarray(k[..., :dim])), shared]
+        kept = self.kept(from_bits(k, self.dtype))
+        return [(to_bits(kept, self.dtype), shared[1]), shared]
+
+    def kept(self, rows: np.ndarray) -> np.ndarray:
+        """Float32 ``rows`` of keys as a cache of codes keeps them."""
+        dim = self.layer.value_dim
+        values = stored(np.ascontiguousarray(rows[..., :dim]), self.kv_dtype)
+        return np.concatenate([values, rounded(np.ascontiguousarray(rows[..., dim:]), "bfloat16")], axis=-1)
 
     def step(self, spans: list[tuple[int, int, int, int]], controls: Any = ()) -> list[np.ndarray]:
         """Random rows for the spans (sequence, context, rows, mode); o and partial results, which both have alike."""
@@ -50,11 +73,11 @@ class Pair:
             if mode in (PARTIAL, READ)
         )
         answers = []
-        for worker, values in zip(self.workers, (k[..., :dim], k[..., :0]), strict=True):
+        for worker, (keys, values) in zip(self.workers, self.payloads(k), strict=True):
             o = np.full((num_out, self.layer.num_heads, dim), 7, q.dtype)
             partials = np.zeros((num_nodes, self.layer.num_heads, 2 + dim), np.float32)
             worker.begin_step(table(list(controls)), [table(spans)])
-            worker.run(0, 0, q, k, np.ascontiguousarray(values), o, partials if {PARTIAL, READ} & set(modes) else None)
+            worker.run(0, 0, q, keys, values, o, partials if {PARTIAL, READ} & set(modes) else None)
             worker.end_step()
             answers.append((o, partials))
         for apart, shared in zip(*answers, strict=True):
@@ -62,12 +85,17 @@ class Pair:
         return list(answers[1])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16")]
+    + [("float32", "int8"), ("bfloat16", "int4")]
+    + [pytest.param(*dtypes, marks=pytest.mark.thorough) for dtypes in [("float16", "int8"), ("float32", "int4")]],
+)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("layer", [ODD, DEEPSEEK], ids=["odd", "deepseek"])
-def test_bits_of_values_stored_apart(layer: Layer, isa: str, dtype: str) -> None:
+def test_bits_of_values_stored_apart(layer: Layer, isa: str, dtype: str, kv_dtype: str) -> None:
     """Prompts and decodes, tiles that are open and full, forks and cuts within tiles, closed ranges and their tails."""
-    pair = Pair(layer, dtype, {"isa": isa})
+    pair = Pair(layer, dtype, {"isa": isa, "kv_dtype": kv_dtype})
     pair.step([(2, 0, 1, ATTEND), (1, 0, 465, APPEND), (3, 0, 512, APPEND)])
     pair.step([(1, 465, 60, ATTEND), (2, 1, 1, ATTEND)])
     for length in range(525, 531):
@@ -78,40 +106,54 @@ def test_bits_of_values_stored_apart(layer: Layer, isa: str, dtype: str) -> None
     assert pair.workers[1].statistics()["bytes_read"] < pair.workers[0].statistics()["bytes_read"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sequences_move_as_rows_of_keys(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32",) * 2, ("bfloat16",) * 2, ("float32", "int8"), ("bfloat16", "int4")]
+)
+def test_sequences_move_as_rows_of_keys(dtype: str, kv_dtype: str) -> None:
     """Exported, imported, and stored by prefill workers in any order."""
-    pair = Pair(DEEPSEEK, dtype)
+    pair = Pair(DEEPSEEK, dtype, {"kv_dtype": kv_dtype})
     pair.step([(1, 0, 75, ATTEND)])
-    row_bytes = 576 * (4 if dtype == "float32" else 2)
-    exported = [worker.export(1, 0, 75) for worker in pair.workers]
-    assert len(exported[1]) == 75 * row_bytes and len(exported[0]) == 75 * (row_bytes + row_bytes // 9 * 8)
-    for worker, data in zip(pair.workers, exported, strict=True):
-        worker.import_(2, 75, data)
+    for worker in pair.workers:
+        worker.import_(2, 75, worker.export(1, 0, 75))
     k = pair.rows(1, 75)
-    for worker, values in zip(pair.workers, (k[..., :512], k[..., :0]), strict=True):
+    for worker, (keys, values) in zip(pair.workers, pair.payloads(k), strict=True):
         worker.begin_step(table([(3, 3, 9, 75)]), [])
         worker.end_step()
         for start, end in ((40, 75), (0, 5), (5, 40)):
-            worker.store(9, 0, start, k[start:end].copy(), np.ascontiguousarray(values[start:end]))
+            worker.store(9, 0, start, keys[start:end].copy(), values[start:end].copy())
         worker.begin_step(table([(4, 3, 9, 75)]), [])
         worker.end_step()
+    assert bytes(pair.workers[1].export(3, 0, 75)) == exported_rows(k, dtype, kv_dtype).tobytes()
     pair.step([(2, 75, 2, ATTEND), (3, 75, 3, ATTEND)])
     keys, values = pair.workers[1].read_tokens(3, 0)
     assert values.shape == (78, 1, 0)
-    assert np.array_equal(to_bits(keys[:75], dtype), k)
+    floats = from_bits(k, dtype)
+    assert np.array_equal(keys[:75], pair.kept(floats) if kv_dtype in QUANTISED else floats)
 
 
-def test_a_row_takes_the_bytes_of_its_key() -> None:
-    """DeepSeek-V3's in bfloat16, with all that blocks hold beside."""
+def exported_rows(k: np.ndarray, dtype: str, kv_dtype: str) -> np.ndarray:
+    """The bytes of DeepSeek's rows: the keys; or the values' codes with their scales, then the others in bfloat16."""
+    if kv_dtype not in QUANTISED:
+        return k
+    rows = from_bits(k, dtype)
+    codes = exported(np.ascontiguousarray(rows[..., :512]), kv_dtype)
+    if kv_dtype == "int4":  # a group's dims i and i + 32 share a byte, not neighbours
+        pairs = codes[..., :256].reshape(*codes.shape[:-1], 8, 32)
+        nibbles = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], 64)
+        codes[..., :256] = (nibbles[..., :32] | nibbles[..., 32:] << 4).reshape(*codes.shape[:-1], 256)
+    return np.concatenate([codes, to_bits(rows[..., 512:], "bfloat16").view(np.uint8)], axis=-1)
+
+
+@pytest.mark.parametrize(("kv_dtype", "row_bytes"), [("bfloat16", 1152), ("int8", 644), ("int4", 416)])
+def test_a_row_takes_the_bytes_of_its_key(kv_dtype: str, row_bytes: int) -> None:
+    """DeepSeek-V3's, with all that blocks hold beside."""
     layer = (*Layer(128, 1, 576, 512, 0.07).as_tuple(), True)
     for block_size in (16, 64):
-        assert _rworker.block_bytes([layer] * 61, "bfloat16", block_size) <= 1.02 * 61 * 576 * 2 * block_size
+        assert _rworker.block_bytes([layer] * 61, kv_dtype, block_size) == 61 * row_bytes * block_size
 
 
 def test_what_cannot_be_is_refused() -> None:
-    for layer, kv_dtype in ((Layer(2, 1, 16, 32), "float32"), (Layer(2, 1, 32, 16), "int8")):
-        with pytest.raises(ValueError, match="values_in_keys needs keys of at least value_dim elements, in float32"):
-            Pair(layer, options={"kv_dtype": kv_dtype})
-    with pytest.raises(ValueError, match="head dims must be 1 to 512, not 576"):
-        Pair(DEEPSEEK, options={"kv_dtype": "int4"})
+    with pytest.raises(ValueError, match="values_in_keys needs keys of at least value_dim elements"):
+        Pair(Layer(2, 1, 16, 32))
+    with pytest.raises(ValueError, match="head dims must be 1 to 576, not 577"):
+        Pair(Layer(2, 1, 577, 512), options={"kv_dtype": "int4"})

@@ -28,7 +28,7 @@ struct OutgoingRows {
     std::int64_t end() const { return start + num_rows; }
 };
 
-using AppendKernel = void (*)(const AppendArgs&);
+using AppendKernel = void (*)(const AppendArgs&);  // arrays of them are indexed by append_index
 
 /// Tokens [begin, end) of a sequence, which come in any order and from several prefill workers at once.
 ///

@@ -54,6 +54,15 @@ struct AppendArgs {
     int64_t key_stride, value_stride;
     int64_t begin, end;
     int key_dim, value_dim;
+    int latent_dim = 0;  // dims of the keys that are the values, too; none of those that are stored then
+};
+
+/// Make rows of latent codes of tokens [begin, end) tiles of `dtype`, keys and values: begin is a tile's first.
+struct LatentArgs {
+    HeadView rows, tiles;
+    DType dtype;
+    int64_t begin, end;
+    int key_dim, latent_dim;
 };
 
 /// Floats of a thread's scratch before those of the keys of an unfilled tile.
@@ -171,10 +180,11 @@ struct CombineArgs {
     float* scratch;  // (num_parts + 1) * partial_floats
 };
 
-/// One instruction set's functions; append and attend are indexed by the dtype of the cache.
+/// One instruction set's functions; append and attend are indexed by the dtype of the cache. Behind those of append,
+/// and in read_latents, stand those of latent rows in int8 and int4.
 struct Kernels {
     const char* isa;
-    void (*append[5])(const AppendArgs&);
+    void (*append[7])(const AppendArgs&);
     void (*attend[5])(const AttendArgs&);
     void (*merge)(const MergeArgs&);
     void (*combine)(const CombineArgs&);
@@ -182,6 +192,7 @@ struct Kernels {
     float (*read)(const float* data, int64_t count, bool ask);  // count % 256 == 0
     // count % kStreams == 0; read_ahead is null where nothing is asked for
     float (*read_pages)(const uint8_t* const* pages, int64_t count, int64_t page_bytes, const ReadAhead* read_ahead);
+    void (*read_latents[2])(const LatentArgs&);
     void (*release)() = nullptr;  // registers that attend keeps; before a thread idles. Null: there are none
 };
 

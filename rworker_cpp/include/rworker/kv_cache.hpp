@@ -60,9 +60,9 @@ class KVCache {
     /// Error, or UnknownSequence for the job, unless these rows of an incoming sequence may be stored. Like the other
     /// methods up to `num_incoming`, and nothing else of this class, it may be called from another thread at any time.
     void check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
-    /// Store rows of an incoming sequence as `append` does; in any order, each row once. Controls that open, commit or
+    /// Store rows of an incoming sequence as one of `append` does; in any order, each row once. Controls that open, commit or
     /// release incoming sequences wait for a slice of it at most, and may end it with an UnknownSequence.
-    void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, AppendKernel append);
+    void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append);
     /// The same for reading what an incoming sequence has from before: tokens of the one it was forked from.
     void check_read(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
     /// Read such rows as they are stored. Controls wait and end it as they do a `store`.
@@ -104,9 +104,9 @@ class KVCache {
     std::lock_guard<std::mutex> let_controls_go_first() const;
     void read_slice(const Incoming& job, std::int64_t layer, const OutgoingRows& rows, std::int64_t start,
                     std::int64_t end) const;
-    void store_slice(Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const;
-    void stage(Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const;
-    void write_rows(const Incoming& job, std::int64_t layer, const IncomingRows& rows, AppendKernel append) const;
+    void store_slice(Incoming& job, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) const;
+    void stage(Incoming& job, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) const;
+    void write_rows(const Incoming& job, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) const;
     void grow(const Span& span);
     void check_read(const Span& span) const;
     void remember(std::int64_t sequence_id);

@@ -23,6 +23,8 @@
 //              byte j of octet l: dim 8l + j in its low nibble, dim 8l + 4 + j in its high one
 //     values   [tile] { [group][16](bfloat16 scale, zero);  [token octet][value_dim16][4] bytes }
 //              byte j of octet l: token 8l + j in its low nibble, token 8l + 4 + j in its high one
+// Latent codes (values in keys, quantised): [token] { codes of the values;  scales as above;  further dims, bfloat16 },
+// in every tile, full or not.
 // A lane of 4 bytes splits into operands of integer products by a mask and a shift, whatever the width of a register.
 #pragma once
 

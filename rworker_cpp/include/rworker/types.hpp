@@ -48,6 +48,16 @@ struct LayerSpec {
     }
 };
 
+/// Whether a layer's rows are codes of latents: kernels/latents.hpp.
+inline bool has_latent_codes(const LayerSpec& layer, DType kv_dtype) {
+    return layer.values_in_keys && is_quantized(kv_dtype);
+}
+
+/// Which of the kernels' functions stores a layer's rows.
+inline int append_index(const LayerSpec& layer, DType kv_dtype) {
+    return int(kv_dtype) + (has_latent_codes(layer, kv_dtype) ? 2 : 0);
+}
+
 /// What is done with a span's rows: stored only; stored, then they attend; the same of the tail of a longer sequence,
 /// answered with partial results; or they are not stored, and attend to a closed range of theirs, likewise.
 enum class SpanMode : std::int64_t { append = 0, attend = 1, partial = 2, read = 3 };

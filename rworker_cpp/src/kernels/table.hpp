@@ -3,7 +3,7 @@
 
 #include "kernels/append.hpp"
 #include "kernels/attend.hpp"
-#include "kernels/quantize.hpp"
+#include "kernels/latents.hpp"
 
 namespace {
 
@@ -90,13 +90,15 @@ template <class L>
 constexpr rworker::Kernels make_kernels(const char* isa) {
     return {isa,
             {append<L, DType::float32>, append<L, DType::float16>, append<L, DType::bfloat16>,
-             append_codes<L, DType::int8>, append_codes<L, DType::int4>},
+             append_codes<L, DType::int8>, append_codes<L, DType::int4>, append_latents<L, DType::int8>,
+             append_latents<L, DType::int4>},
             {attend<L, DType::float32>, attend<L, DType::float16>, attend<L, DType::bfloat16>, attend<L, DType::int8>,
              attend<L, DType::int4>},
             merge<L>,
             combine<L>,
             read_all<L>,
-            read_pages<L>};
+            read_pages<L>,
+            {read_latents<L, DType::int8>, read_latents<L, DType::int4>}};
 }
 
 }  // namespace

@@ -1,0 +1,136 @@
+"""Latent rows give the tokens of transformers' ``generate`` in every way in which they can be run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import latent_zoo, model_zoo, prefill_workers, r_workers
+from helpers.drafting import Clairvoyant, always_draft
+from helpers.engine_checks import assert_nothing_held
+from helpers.examples import SEES_ALL
+from helpers.prefill_workers import Watched
+
+from fastdecode import LLM, SamplingParams
+
+NUM_TOKENS = 64 if SEES_ALL else 24
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+RANGES, COPIES = {"kv_shard_tokens": 512}, {"kv_replicas": 2}
+CHUNKS = {"prefill_scratch": 1, "max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 64}
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+WAYS: dict[str, dict[str, Any]] = {
+    "in chunks": CHUNKS,
+    "on the S-worker": {"prefill_scratch": "16MiB", "r_threads": 2},
+    "ranges": RANGES,
+    "copies": COPIES,
+    "ranges, copies": RANGES | COPIES,
+    "kill -9": {},
+    "kill -9, ranges, copies": RANGES | COPIES,
+    "prefill workers": RANGES,
+    "drafts": DRAFTS,
+    "drafts, ranges, copies": DRAFTS | RANGES | COPIES,
+    "ranks": {"tensor_parallel_size": 2},
+}
+NUMBERS = [(workers, mini_batches) for workers in (1, 2, 3) for mini_batches in (1, 2, 3)]
+PLANNED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "longcat_flash", "youtu")
+"""Those for which transformers has a plan for ranks."""
+CUT = ("deepseek_v2", "glm4_moe_lite", "longcat_flash")
+"""Those of them whose attention it cuts, by heads."""
+
+
+def pairs() -> Iterator[Any]:
+    """Every architecture in every way; ``make test`` has each of both at least once."""
+    names, ways = list(latent_zoo.CONFIGS), list(WAYS)
+    for i, name in enumerate(names):
+        for j, way in enumerate(ways):
+            if way == "ranks" and name not in PLANNED:
+                continue
+            is_drawn = (i + j) % len(names) == 3 or (name, way) == ("glm4_moe_lite", "ranks")
+            marks = [pytest.mark.slow] if is_drawn else [pytest.mark.thorough]
+            yield pytest.param(name, way, marks=() if is_drawn and way == "ranges" else marks, id=f"{name}-{way}")
+
+
+def numbers(way: str, seed: int) -> list[tuple[int, int]]:
+    """Numbers of R-workers and of mini-batches; ``make test`` takes one pair of them."""
+    least = 2 if {"copies", "kill"} & set(way.replace(",", "").split()) else 1
+    able = [pair for pair in NUMBERS if pair[0] >= least and (way != "ranks" or pair[0] < 3)]
+    return able if SEES_ALL else [able[seed % len(able)]]
+
+
+@cache
+def folder(name: str, root: Path) -> Path:
+    """The architecture's tiny model."""
+    latent_zoo.build_model(name).save_pretrained(root / name)
+    return root / name
+
+
+def tokens_of(llm: LLM, befalls: dict[int, Callable[[], object]]) -> list[list[int]]:
+    found = Watched(llm).run(latent_zoo.prompts(), lambda _: GREEDY, befalls)
+    assert_nothing_held(llm.engine)
+    return [each[0] for each in found]
+
+
+def run(name: str, way: str, root: Path, num_workers: int, num_mini_batches: int) -> list[list[int]]:
+    """The tokens."""
+    settings = latent_zoo.SETTINGS | WAYS[way] | {"num_mini_batches": num_mini_batches}
+    kind = "spawn" if "kill" in way else "inproc"
+    if way == "ranks":
+        num_workers *= 2
+    with LLM(str(folder(name, root)), **settings, r_workers=f"{kind}:{num_workers}") as llm:
+        layers = llm.engine.s_model.layout.layers
+        assert {(each.num_kv_heads, each.key_head_dim, each.stored_value_dim) for each in layers} == {(1, 40, 0)}
+        assert {each.num_heads for each in layers} == {2 if way == "ranks" and name in CUT else 4}
+        if "drafts" in way:
+            guessed = dict(zip(map(tuple, latent_zoo.prompts()), proven(name, root), strict=True))
+            always_draft(llm.engine, Clairvoyant(guessed, error=0.3))
+        tokens = tokens_of(llm, kills(llm, "copies" in way) if "kill" in way else {})
+        assert ("drafts" in way) == (llm.engine.scheduler.statistics.drafts.num_accepted_tokens > 0)
+    return tokens
+
+
+def kills(llm: LLM, has_copies: bool) -> dict[int, Callable[[], object]]:
+    """One R-worker is lost among the prompts, of three without copies another one among the decodes."""
+    first, *_, last = r_workers.spawned_pids(llm)
+    befalls = {3: partial(os.kill, last, signal.SIGKILL)}
+    if len(r_workers.spawned_pids(llm)) == 3 and not has_copies:
+        befalls[14] = partial(os.kill, first, signal.SIGKILL)
+    return befalls
+
+
+def run_with_prefill_workers(name: str, root: Path, num_workers: int, num_mini_batches: int) -> list[list[int]]:
+    place = folder(name, root)
+    settings = latent_zoo.SETTINGS | WAYS["prefill workers"] | {"num_mini_batches": num_mini_batches}
+    with (
+        prefill_workers.threads(place, 2, max_model_len=1024) as addresses,
+        LLM(str(place), **settings, r_workers=f"inproc:{num_workers}", prefill_workers=addresses) as llm,
+    ):
+        there = Watched(llm, range(2))
+        found = there.run(latent_zoo.prompts(), lambda _: GREEDY)
+        assert there.computed
+        assert_nothing_held(llm.engine)
+    return [each[0] for each in found]
+
+
+@pytest.mark.parametrize(("name", "way"), list(pairs()))
+def test_every_architecture_in_every_way(name: str, way: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.getbasetemp() / "latent_models"
+    attempt = partial(run_with_prefill_workers, name) if way == "prefill workers" else partial(run, name, way)
+    for pair in numbers(way, len(name) + len(way)):
+        assert attempt(root, *pair) == proven(name, root), pair
+
+
+@cache
+def proven(name: str, root: Path) -> list[list[int]]:
+    """Tokens of one R-worker, once they have proven to be what ``generate`` gives."""
+    with LLM(str(folder(name, root)), **latent_zoo.SETTINGS) as llm:
+        tokens = tokens_of(llm, {})
+    assert sum(len(set(each)) > NUM_TOKENS / 3 for each in tokens) >= 7  # one may go round in circles
+    model = latent_zoo.build_model(name)
+    texts = zip(latent_zoo.prompts(), tokens, strict=True)
+    assert [model_zoo.disagreements(model, *pair) for pair in texts] == [0] * 8
+    return tokens
