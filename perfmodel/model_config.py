@@ -170,6 +170,8 @@ def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | Non
         windows = [sees.get(each, 0) for each in config["layer_types"]]
     elif picked:
         windows = [picked] * num_layers
+    elif config.get("model_type") == "gpt_neo":
+        windows = [config["window_size"] if each == "local" else 0 for each in config["attention_layers"]]
     return tuple(windows) if any(windows) else ()
 
 

@@ -219,7 +219,11 @@ def test_windows_are_those_that_the_model_asks_its_attention_for(name: str) -> N
 
 
 def test_windows_of_published_files() -> None:
-    """Gemma-3's files name no pattern: five layers of six slide. Qwen2's name a window that they do not use."""
+    """Gemma-3's files name no pattern: five layers of six slide. Qwen2's name a window that they do not use.
+
+    GPT-Neo's name every layer.
+    """
+    assert read_shape(CONFIG_MAPPING["gpt_neo"]().to_dict(), "m").windows == (0, 256) * 12
     gemma = {"text_config": LLAMA | {"model_type": "gemma3_text", "sliding_window": 1024}, "model_type": "gemma3"}
     assert read_shape(gemma, "m").windows == tuple(0 if layer % 6 == 5 else 1024 for layer in range(32))
     qwen = LLAMA | {"sliding_window": 4096, "max_window_layers": 30}
