@@ -189,6 +189,8 @@ def _head_dim(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
 def _dense_layers(config: Mapping[str, Any]) -> int:
     """Layers without experts in a model that has them elsewhere."""
     kinds = config.get("mlp_layer_types")
+    if "moe_layers" in config:  # Llama 4
+        return config["num_hidden_layers"] - len(config["moe_layers"])
     return list(kinds).count("dense") if kinds else config.get("first_k_dense_replace") or 0
 
 
@@ -208,12 +210,14 @@ def _intermediate_size(config: Mapping[str, Any], hidden_size: int, has_experts:
 
 def _shared_intermediate_size(config: Mapping[str, Any]) -> int:
     shared = (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)
+    if "moe_layers" in config:
+        return config["intermediate_size"]
     named = config.get("shared_expert_intermediate_size") or config.get("shared_intermediate_size")
     return named or shared
 
 
 def _dense_intermediate_size(config: Mapping[str, Any]) -> int:
-    return config.get("dense_intermediate_size") or config["intermediate_size"]
+    return config.get("dense_intermediate_size") or config.get("intermediate_size_mlp") or config["intermediate_size"]
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

@@ -221,6 +221,12 @@ _GPT_OSS_120B = ModelShape(
 )
 """transformers' GptOssConfig; weights in bfloat16 (published in MXFP4)."""
 
+_LLAMA_4_SCOUT = ModelShape(
+    "llama-4-scout", 48, 5120, 8192, 40, 8, 128, 202048, num_experts=16, shared_intermediate_size=8192,
+    windows=(8192, 8192, 8192, 0) * 12,
+)  # fmt: skip
+"""transformers' Llama4TextConfig; Maverick is the same with experts in every other layer, from memory."""
+
 BUILT_IN = {
     shape.name: shape
     for shape in (
@@ -242,6 +248,10 @@ BUILT_IN = {
         _OPT_175B,
         ModelShape("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151936),  # from memory
         _QWEN3_235B,
+        _LLAMA_4_SCOUT,
+        replace(
+            _LLAMA_4_SCOUT, name="llama-4-maverick", num_experts=128, dense_layers=24, dense_intermediate_size=16384
+        ),
         _GPT_OSS_120B,
         _DEEPSEEK_V3,
         _DEEPSEEK_V32,

@@ -28,13 +28,13 @@ BILLIONS = {
     "opt-6.7b": "6.6", "opt-175b": "174.6", "falcon-7b": "6.9", "falcon-40b": "41.3",
     "deepseek-v3": "670.9", "kimi-k2": "1026.2", "llama-3.3-70b": "70.6", "mistral-small": "23.6",
     "qwen3-32b": "32.8", "qwen3-235b-a22b": "235.0", "gpt-oss-120b": "116.8", "deepseek-v3.2": "671.8",
-    "glm-5": "743.8", "minimax-m3": "426.1",
+    "glm-5": "743.8", "minimax-m3": "426.1", "llama-4-scout": "107.8", "llama-4-maverick": "400.7",
 }  # fmt: skip
 
 PUBLISHED = {
     "mistral-small": (23.6, 23.6), "qwen3-32b": (32.8, 32.8), "llama-3.3-70b": (70.6, 70.6),
     "qwen3-235b-a22b": (235, 22), "gpt-oss-120b": (116.8, 5.7), "deepseek-v3.2": (671, 37), "glm-5": (744, 40),
-    "minimax-m3": (428, 23),
+    "minimax-m3": (428, 23), "llama-4-maverick": (400, 17),
 }  # fmt: skip
 """Billions of parameters, all and those of a token, as their makers give them; of MiniMax-M3 with its vision tower and
 without embeddings among the active ones."""
@@ -72,6 +72,7 @@ MINIMAX_M3 = {
     ("name", "kind", "words"),
     [
         ("gpt-oss-120b", "gpt_oss", {}),
+        ("llama-4-scout", "llama4_text", {}),
         ("deepseek-v3", "deepseek_v3", {}),
         ("deepseek-v3.2", "deepseek_v32", {}),
         ("glm-5", "glm_moe_dsa", {}),
@@ -112,6 +113,7 @@ def test_a_configuration_file_gives_the_built_in_shape(tmp_path: Path) -> None:
     "name",
     [
         "llama-gqa",
+        "llama4_text",
         "opt",
         "gpt_bigcode",
         "mixtral",
