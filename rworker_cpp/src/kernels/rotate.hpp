@@ -25,30 +25,70 @@ template <int Stride>
 }
 #endif
 
-/// Strides below 16 of a block, where it has as many floats; returns the next stride.
-inline int rotate_lanes(float* floats, int n) {
+#if defined(RWORKER_SHUFFLES) && defined(__AVX512F__)
+/// 16 * Vectors floats in registers, then times `factor`.
+template <int Vectors>
+inline void rotate_vectors(float* floats, float factor) {
+    Lanes x[Vectors];
+    __builtin_memcpy(x, floats, sizeof(x));
+#pragma GCC unroll 16
+    for (int v = 0; v < Vectors; ++v) {
+        add_neighbours<1>(x[v]), add_neighbours<2>(x[v]), add_neighbours<4>(x[v]), add_neighbours<8>(x[v]);
+    }
+#pragma GCC unroll 16
+    for (int stride = 1; stride < Vectors; stride *= 2) {
+#pragma GCC unroll 16
+        for (int v = 0; v < Vectors; ++v) {
+            if (v & stride) continue;
+            const Lanes a = x[v], b = x[v + stride];
+            x[v] = a + b, x[v + stride] = a - b;
+        }
+    }
+#pragma GCC unroll 16
+    for (int v = 0; v < Vectors; ++v) x[v] *= factor;
+    __builtin_memcpy(floats, x, sizeof(x));
+}
+
+/// The first strides of a block, where it has 16 floats; returns the next. What is n is times `factor` by then.
+template <int Vectors = 8>
+inline int rotate_lanes(float* floats, int n, float factor) {
+    constexpr int stride = 16 * Vectors;
+    if (n < stride) {
+        if constexpr (Vectors > 1) return rotate_lanes<Vectors / 2>(floats, n, factor);
+        return 1;
+    }
+    for (int i = 0; i < n; i += stride) rotate_vectors<Vectors>(floats + i, stride == n ? factor : 1.0f);
+    return stride;
+}
+#else
+/// As many registers at once are slower where there are fewer.
+inline int rotate_lanes(float* floats, int n, float factor) {
 #ifdef RWORKER_SHUFFLES
     for (int i = 0; i + 16 <= n; i += 16) {
         Lanes x;
         __builtin_memcpy(&x, floats + i, sizeof(x));
         add_neighbours<1>(x), add_neighbours<2>(x), add_neighbours<4>(x), add_neighbours<8>(x);
+        if (n == 16) x *= factor;
         __builtin_memcpy(floats + i, &x, sizeof(x));
     }
     if (n >= 16) return 16;
 #endif
     return 1;
 }
+#endif
 
 /// One block, n a power of two: sums and differences of floats 1, 2, 4 and so on apart, in which order all instruction
 /// sets have the same bits.
 inline void rotate_block(float* floats, int n) {
-    for (int stride = rotate_lanes(floats, n); stride < n; stride *= 2)
+    const float factor = 1.0f / __builtin_sqrtf(float(n));
+    int stride = rotate_lanes(floats, n, factor);
+    if (stride == n) return;
+    for (; stride < n; stride *= 2)
         for (int first = 0; first < n; first += 2 * stride)
             for (int i = first; i < first + stride; ++i) {
                 const float a = floats[i], b = floats[i + stride];
                 floats[i] = a + b, floats[i + stride] = a - b;
             }
-    const float factor = 1.0f / __builtin_sqrtf(float(n));
     for (int i = 0; i < n; ++i) floats[i] *= factor;
 }
 
