@@ -35,9 +35,9 @@ const Case kCases[] = {
 constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int8", "int4"};
 
 /// Largest difference of an element of the output, as part of the row's root mean square. Some paths round queries and
-/// weights to bfloat16, those of int8 to bytes where a KV head has many queries, and those of integers else to about 12 bits.
+/// weights to bfloat16, or to bytes, and those of integers else to about 12 bits.
 float tolerance(DType kv_dtype, std::int64_t group) {
-    if (kv_dtype == DType::bfloat16 || (kv_dtype == DType::int8 && group >= kLeastByteGroup)) return 5e-2f;
+    if (kv_dtype == DType::bfloat16 || is_for_bytes(kv_dtype, group)) return 5e-2f;
     return is_quantized(kv_dtype) ? 1e-2f : 1e-4f;
 }
 

@@ -50,7 +50,7 @@ std::vector<double> oracle(const LayerSpec& layer, const float* query, const flo
 /// Largest norm-wise relative error of a row. Some paths round queries and weights to bfloat16 as well, or to bytes.
 double tolerance(DType kv_dtype, std::int64_t group) {
     if (kv_dtype == DType::bfloat16) return 1e-2;
-    if (kv_dtype == DType::int8 && group >= kLeastByteGroup) return 3e-2;
+    if (is_for_bytes(kv_dtype, group)) return 3e-2;
     return is_quantized(kv_dtype) ? 3e-3 : 1e-5;
 }
 

@@ -29,9 +29,10 @@ CODE_LIMITS = {"int8": (16256, 32767), "int4": (4063, 4095)}
 """Queries and weights are whole numbers up to so much where keys and values are codes (kernels/factors.hpp)."""
 
 BYTES = ("avx512_vnni", "avx512_bf16")
-"""Instruction sets that multiply int8 codes by bytes where a KV head has BYTE_GROUP query heads or more and no ALiBi,
-but for queries whose largest channel is more than BYTE_PEAK times their root mean square, padding to 16 included."""
-BYTE_LIMITS, BYTE_GROUP, BYTE_PEAK = (127, 255), 4, 6.0
+"""Instruction sets that multiply codes by bytes where a KV head has BYTE_GROUP query heads or more and no ALiBi, but
+for queries (of int4 rotated) whose largest channel is more than BYTE_PEAK times their root mean square, padding to 16
+included."""
+BYTE_LIMITS, BYTE_GROUP, BYTE_PEAK = (127, 255), {"int8": 4, "int4": 1}, 6.0
 
 LARGEST_CODE = {"int8": 127.0, "int4": 7.5}
 """The size of a code, int4 codes about their middle."""
@@ -76,7 +77,7 @@ class Roundings:
         return errors
 
     def _limits(self, at: Attended) -> tuple[int, int]:
-        bytes_multiply = self.kv_dtype == "int8" and self.isa in BYTES and self.group >= BYTE_GROUP and not self.alibi
+        bytes_multiply = self.isa in BYTES and self.group >= BYTE_GROUP[self.kv_dtype] and not self.alibi
         padded = -(-len(at.query) // 16) * 16
         peaked = np.abs(at.query).max() > BYTE_PEAK * np.sqrt((at.query**2).sum() / padded)
         return BYTE_LIMITS if bytes_multiply and not peaked else CODE_LIMITS[self.kv_dtype]

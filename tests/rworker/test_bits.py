@@ -10,6 +10,7 @@ import pytest
 from fastdecode import _rworker
 
 from .harness import FORK, Harness, Layer, Rows, random_rows
+from .quantised import rotated
 
 ISAS = _rworker.supported_isas()
 LAYERS = {
@@ -101,13 +102,16 @@ def first_rows(rows: Rows, count: int, begin: int = 0) -> Rows:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("group", [4, 8, 20])
-def test_rows_have_the_same_bits_whichever_neighbours_have_peaked_queries(group: int, isa: str) -> None:
-    """Bytes are enough for some queries over int8 and not for others: each query tells it by itself."""
-    layer, options = Layer(group, 1, 64, 64), {"kv_dtype": "int8", "isa": isa}
+@pytest.mark.parametrize(("kv_dtype", "group"), [("int8", 4), ("int8", 8), ("int8", 20), ("int4", 1), ("int4", 20)])
+def test_rows_have_the_same_bits_whichever_neighbours_have_peaked_queries(kv_dtype: str, group: int, isa: str) -> None:
+    """Bytes are enough for some queries over codes and not for others: each query tells it by itself, and sees its own
+    window."""
+    layer, options = Layer(group, 1, 64, 64, window=500), {"kv_dtype": kv_dtype, "isa": isa}
     rng = np.random.default_rng(8)
     prompt, rows = random_rows(rng, layer, 530), random_rows(rng, layer, 9)
     rows.q[..., 5] *= rng.choice([1, 60], (9, group))
+    if kv_dtype == "int4":
+        rows.q = rotated(rows.q)
     alone = Harness(layer, options)
     alone.step({0: prompt}, append_only=(0,))
     want = np.concatenate([alone.step({0: first_rows(rows, 1, begin=i)})[0] for i in range(9)])

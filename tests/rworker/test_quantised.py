@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,33 +117,43 @@ def test_flat_and_peaked_scores_with_outliers(sharpness: float, kv_dtype: str, i
     rows.k[0] = 2 * new.q[0, ::2]
     harness = Harness(layer, {"kv_dtype": kv_dtype, "isa": isa})
     harness.step({0: rows}, append_only=(0,))
-    assert relative_error(harness.step({0: new})[0], harness.expected(0, new.q)) <= 3e-3
+    error = relative_error(harness.step({0: new})[0], harness.expected(0, new.q))
+    by_bytes = kv_dtype == "int4" and isa in BYTES  # rotated queries have no large channel
+    assert error <= (0.4 * off_by_storing(harness, layer, rows, new, np.s_[:]) if by_bytes else 3e-3)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("sharpness", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize(("kv_dtype", "sharpness"), [("int8", 0.3), ("int8", 1.0), ("int8", 3.0), ("int4", 2.0)])
 @pytest.mark.parametrize(
     "layer", [Layer(8, 2, 128, 128), Layer(8, 1, 64, 72), Layer(5, 1, 40, 24), Layer(5, 1, 40, 24, alibi_slopes=SLOPES)]
 )
-def test_groups_of_int8_with_peaked_queries_among_others(layer: Layer, sharpness: float, isa: str) -> None:
-    """Some multiply them by bytes and lose about what storing does; queries with one channel far above all do not."""
+def test_groups_with_peaked_queries_among_others(layer: Layer, kv_dtype: str, sharpness: float, isa: str) -> None:
+    """Some multiply them by bytes and lose less than storing does; queries with one channel far above all do not."""
     layer = replace(layer, scale=sharpness / np.sqrt(layer.key_dim))
     rng = np.random.default_rng(7)
     rows, new = random_rows(rng, layer, 600), random_rows(rng, layer, 9)
     peaked = np.zeros((9, layer.num_heads), bool)
     peaked[:, ::3] = peaked[4] = True
     new.q[peaked, 5] = 40
+    if kv_dtype == "int4":
+        new.q = rotated(new.q)
     rows.v += 0.5
-    harness = Harness(layer, {"kv_dtype": "int8", "isa": isa})
+    harness = Harness(layer, {"kv_dtype": kv_dtype, "isa": isa})
     harness.step({0: rows}, append_only=(0,))
     output = harness.step({0: new})[0]
     harness.check(0, new.q, output)
     want = harness.expected(0, new.q)
-    assert relative_error(output[peaked], want[peaked]) <= 3e-3
+    of_more_bits = {"int8": 3e-3, "int4": 1e-2}[kv_dtype]
+    assert relative_error(output[peaked], want[peaked]) <= of_more_bits
+    by_bytes = {"int8": 2.0, "int4": 0.4}[kv_dtype] * off_by_storing(harness, layer, rows, new, ~peaked)
+    assert relative_error(output[~peaked], want[~peaked]) <= (by_bytes if isa in BYTES else of_more_bits)
+
+
+def off_by_storing(harness: Harness, layer: Layer, rows: Rows, new: Rows, which: Any) -> float:
+    """What storing loses of the outputs of ``which`` rows and heads of ``new``, which follow ``rows``."""
     k, v = (np.concatenate(both) for both in ((rows.k, new.k), (rows.v, new.v)))
     unquantised = attention(new.q, k, v, scale=layer.scale, alibi_slopes=layer.alibi_slopes)
-    stored_off = relative_error(want[~peaked], unquantised[~peaked])
-    assert relative_error(output[~peaked], want[~peaked]) <= (2 * stored_off if isa in BYTES else 3e-3)
+    return relative_error(harness.expected(0, new.q)[which], unquantised[which])
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -23,9 +23,14 @@ constexpr int kSplitTokens =
 constexpr int kBlockRows = 64;  // query rows that pass over a split together
 constexpr int kMaxHeadDim = 576;
 constexpr int kMaxQuantizedHeadDim = 512;  // integer sums of more products could overflow
-constexpr int kLeastByteGroup = 4;  // query heads of a KV head from which bytes multiply int8 codes, where they can
 constexpr int kStreams = 8;  // pages read side by side where memory is scattered
 constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 scale and zero
+
+/// Whether bytes multiply codes, where they can, for a KV head of so many query heads: for fewer int8 codes are read
+/// no slower by 16 bits.
+constexpr bool is_for_bytes(DType dtype, int64_t group) {
+    return dtype == DType::int4 || (dtype == DType::int8 && group >= 4);
+}
 
 /// How attention asks for the tokens it reads next, which changes speed and no result: in one ascending run, into the
 /// first-level cache or only into the second; or kStreams pages side by side. Each is the fastest on some processor.

@@ -1,21 +1,24 @@
-// Attention over int8 codes with queries and weights of bytes where these are exact enough, of 16 bits where not. A row
+// Attention over codes with queries and weights of bytes where these are exact enough, of more bits where not. A row
 // tells it by itself, so its bits depend on no neighbour.
 #pragma once
 
 #include "kernels/attend.hpp"
 #include "kernels/bytes.hpp"
+#include "kernels/tile_softmax.hpp"
 
 namespace {
 
-/// Up to kBlockRows query rows over all chunks of the split, those of 16 bits last. `L` multiplies bytes, L::Wide 16
-/// bits; quantize_query<L> is quantize_query_bytes.
-template <class L>
-struct ByteBlock : RowBlock<L, DType::int8> {
-    using Block = RowBlock<L, DType::int8>;
+/// Up to kBlockRows query rows over all chunks of the split, those of more bits last. `L` multiplies bytes, L::Wide
+/// what factors.hpp makes of queries and weights; quantize_query<L, D> is quantize_query_bytes.
+template <class L, DType D>
+struct ByteBlock : RowBlock<L, D> {
+    using Block = RowBlock<L, D>;
     using Wide = typename L::Wide;
     using Block::args, Block::begin, Block::end, Block::outputs, Block::padded_dim, Block::queries,
         Block::query_stride, Block::rows, Block::scores, Block::sums;
     int narrow = 0;
+    alignas(64) float factors[kBlockRows] = {};  // of scores, which then are exponents of 2
+    alignas(64) uint32_t packed[kBlockRows * packed_words<D>(rworker::kMaxQuantizedHeadDim)];
 
     using Block::Block;
 
@@ -23,18 +26,27 @@ struct ByteBlock : RowBlock<L, DType::int8> {
         Block::prepare();
         for (int r = 0; r < rows; ++r)
             if (is_narrow(queries + r * query_stride, query_stride) != 0.0f) swap_rows(narrow++, r);
+        for (int r = 0; r < rows; ++r) factors[r] = kLog2E * (r < narrow ? scale_of(r) : 1.0f);
+        for_row_groups<L, D>(narrow, [&]<int R>(int r) {
+            pack_queries<D, R>(queries + r * query_stride, query_stride, packed_rows(r));
+        });
         for (int64_t chunk = begin / kChunkTokens * kChunkTokens; chunk < end; chunk += kChunkTokens)
             attend_chunk(chunk, clip(begin, end, chunk));
         for (int r = 0; r < rows; ++r) {
             const auto partial = Partial<float>::of_output(outputs[r]);
-            *partial.max = sums.max[r], *partial.sum = sums.sum[r];
+            *partial.max = sums.max[r] * kLn2, *partial.sum = sums.sum[r];
+            if constexpr (is_rotated(D)) rotate(outputs[r], args.value_dim);
         }
     }
+
+    float scale_of(int row) const { return queries[row * query_stride + query_stride / 2]; }
+
+    uint32_t* packed_rows(int row) { return packed + row * packed_words<D>(query_stride); }
 
     void swap_rows(int a, int b) {
         if (a == b) return;
         for (int i = 0; i < query_stride; ++i) swap(queries[a * query_stride + i], queries[b * query_stride + i]);
-        swap(this->ends[a], this->ends[b]);
+        swap(this->begins[a], this->begins[b]), swap(this->ends[a], this->ends[b]);
         swap(outputs[a], outputs[b]);
     }
 
@@ -48,38 +60,84 @@ struct ByteBlock : RowBlock<L, DType::int8> {
         Tile tiles[kChunkTiles];
         this->find_tiles(chunk, seen, tiles);
         const Coming coming = this->coming_after(chunk);
-        Ahead ahead(coming, row_groups<L, DType::int8>(narrow) + row_groups<Wide, DType::int8>(rows - narrow));
-        for_row_groups<L, DType::int8>(narrow, [&]<int R>(int r) {
-            score_byte_rows<L, R>(tiles, seen, ahead, queries + r * query_stride, query_stride, this->key_lines,
-                                  scores + r * kChunkTokens);
+        Ahead ahead(coming, row_groups<L, D>(narrow) + row_groups<Wide, D>(rows - narrow));
+        touch(coming);
+        for_row_groups<L, D>(narrow, [&]<int R>(int r) {
+            score_byte_rows<L, D, R>(tiles, seen, ahead, packed_rows(r), this->key_lines, scores + r * kChunkTokens);
         });
         for_wide_groups([&]<int R>(int r) {
-            score_rows<Wide, DType::int8, R>(tiles, seen, ahead, queries + r * query_stride, query_stride,
-                                             this->key_lines, args.scale, scores + r * kChunkTokens);
+            score_rows<Wide, D, R>(tiles, seen, ahead, queries + r * query_stride, query_stride, this->key_lines,
+                                   args.scale, scores + r * kChunkTokens);
         });
-        with_constant_range(whole_tiles(seen), [&](Range range) { this->soften(chunk, range); });
-        for_row_groups<L, DType::int8>(narrow, [&]<int R>(int r) {
-            add_byte_value_rows<L, R>(tiles, seen, ahead, scores + r * kChunkTokens, sums.keep + r, outputs + r,
-                                      padded_dim);
+        with_constant_range(whole_tiles(seen), [&](Range range) { weigh_scores(chunk, range); });
+        for_row_groups<L, D>(narrow, [&]<int R>(int r) {
+            add_byte_value_rows<L, D, R>(tiles, seen, ahead, scores + r * kChunkTokens, sums.keep + r, outputs + r,
+                                         padded_dim);
         });
         for_wide_groups([&]<int R>(int r) {
-            add_value_rows<Wide, DType::int8, R>(tiles, seen, ahead, scores + r * kChunkTokens, sums.keep + r,
-                                                 outputs + r, padded_dim);
+            add_value_rows<Wide, D, R>(tiles, seen, ahead, scores + r * kChunkTokens, sums.keep + r, outputs + r,
+                                       padded_dim);
         });
+    }
+
+    /// Asking for a line waits until it is known where its page lies: for pages side by side all at once.
+    static void touch(const Coming& coming) {
+        for (int i = 0; i < coming.num_tiles; ++i) {
+            __builtin_prefetch(coming.tiles[i], 0, 2);
+            __builtin_prefetch(coming.tiles[kChunkTiles + i], 0, 2);
+        }
+    }
+
+    /// As RowBlock's soften, in powers of two.
+    [[gnu::always_inline]] void weigh_scores(int64_t chunk, Range worked_on) {
+        if (args.soft_cap != 0.0f) cap_rows(worked_on);
+        for (int r = 0; r < rows; ++r)
+            sums.find_top(r, scores + r * kChunkTokens, worked_on, clip(this->begins[r], this->ends[r], chunk));
+        for (int r = 0; r < rows; r += L::width) {
+            const auto old = L::load(sums.max + r);
+            const auto largest = L::max(old, L::mul(L::load(sums.top + r), L::load(factors + r)));
+            const auto from = L::if_less(largest, L::set1(-__FLT_MAX__), L::set1(0.0f), largest);
+            L::store(sums.max + r, largest), L::store(sums.base + r, from);
+            L::store(sums.keep + r, exp2_nonpositive(L::sub(old, from)));
+        }
+        for (int r = 0; r < rows; ++r) {
+            float* const row_scores = scores + r * kChunkTokens;
+            const auto factor = L::set1(factors[r]), base = L::set1(-sums.base[r]);
+            auto total = L::set1(0.0f);
+            RWORKER_UNROLL
+            for (int t = worked_on.begin; t < worked_on.end; t += L::width) {
+                const auto weight = exp2_nonpositive(L::fma(L::load(row_scores + t), factor, base));
+                L::store(row_scores + t, weight);
+                total = L::add(total, weight);
+            }
+            sums.added[r] = L::reduce_add(total);
+        }
+        sums.renew_sums(rows);
+    }
+
+    [[gnu::noinline]] void cap_rows(Range worked_on) {
+        for (int r = 0; r < rows; ++r) {
+            float* const row_scores = scores + r * kChunkTokens;
+            if (r < narrow)
+                for (int t = worked_on.begin; t < worked_on.end; t += L::width)
+                    L::store(row_scores + t, L::mul(L::load(row_scores + t), L::set1(scale_of(r))));
+            cap_scores<L>(row_scores, worked_on, args.soft_cap);
+            factors[r] = kLog2E;
+        }
     }
 
     template <class F>
     void for_wide_groups(F f) const {
-        for_row_groups<Wide, DType::int8>(rows - narrow, [&]<int R>(int r) { f.template operator()<R>(narrow + r); });
+        for_row_groups<Wide, D>(rows - narrow, [&]<int R>(int r) { f.template operator()<R>(narrow + r); });
     }
 };
 
 /// For layers without ALiBi, whose rows would have to stay in their places.
-template <class L>
+template <class L, DType D>
 void attend_bytes(const AttendArgs& args) {
-    uint8_t* const open_keys = args.end % kTileTokens != 0 ? turn_open_keys<L, DType::int8>(args) : nullptr;
+    uint8_t* const open_keys = args.end % kTileTokens != 0 ? turn_open_keys<L, D>(args) : nullptr;
     const int64_t rows = args.num_tokens * args.group;
-    for (int64_t row = 0; row < rows; row += kBlockRows) ByteBlock<L>(args, open_keys, row, rows - row).run();
+    for (int64_t row = 0; row < rows; row += kBlockRows) ByteBlock<L, D>(args, open_keys, row, rows - row).run();
 }
 
 }  // namespace

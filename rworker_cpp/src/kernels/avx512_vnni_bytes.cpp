@@ -5,17 +5,24 @@ namespace {
 
 template <>
 inline void quantize_query<Avx512VnniBytes, DType::int8>(float* row, int padded) {
-    quantize_query_bytes<Avx512VnniBytes>(row, padded);
+    quantize_query_bytes<Avx512VnniBytes, DType::int8>(row, padded);
 }
 
-void attend_int8(const AttendArgs& args) {
-    if (args.group < rworker::kLeastByteGroup || args.alibi_slopes)
-        return rworker::kAvx512Vnni.attend[int(DType::int8)](args);
-    attend_bytes<Avx512VnniBytes>(args);
+template <>
+inline void quantize_query<Avx512VnniBytes, DType::int4>(float* row, int padded) {
+    quantize_query_bytes<Avx512VnniBytes, DType::int4>(row, padded);
+}
+
+template <DType D>
+void attend_codes(const AttendArgs& args) {
+    if (!rworker::is_for_bytes(D, args.group) || args.alibi_slopes)
+        return rworker::kAvx512Vnni.attend[int(D)](args);
+    attend_bytes<Avx512VnniBytes, D>(args);
 }
 
 }  // namespace
 
 namespace rworker {
-constexpr Refinement kAvx512VnniBytes{"avx512_vnni", {nullptr, nullptr, nullptr, attend_int8}};
+constexpr Refinement kAvx512VnniBytes{
+    "avx512_vnni", {nullptr, nullptr, nullptr, attend_codes<DType::int8>, attend_codes<DType::int4>}};
 }

@@ -1,5 +1,5 @@
-// int8 codes times bytes, four at once: queries up to 127, weights up to 255, each of which loses half a unit at most.
-// For large groups, whose products take longer than reading the codes; see factors.hpp for those of 16 bits.
+// Codes times bytes, four at once: queries up to 127, weights up to 255, each of which loses half a unit at most. See
+// factors.hpp for factors of more bits.
 #pragma once
 
 #include "kernels/scores_int.hpp"
@@ -10,6 +10,8 @@ namespace {
 
 constexpr int kByteQueryLimit = 127, kByteWeightLimit = 255;
 constexpr float kMostPeak = 6.0f;
+constexpr float kInt4Offset = 8.0f;    // what an int4 code is lessened by to have a sign
+constexpr float kToLowBits = 0x1p23f;  // what is added to it is rounded to an integer, in the low bits of the sum
 
 /// Whether bytes are enough for a query. Rounding errs by top / 127 / sqrt(12) in each channel, as rounding a key to be
 /// stored does, and scores by peak / 440 of what they deviate by over keys in all directions; peak: the largest channel
@@ -21,57 +23,184 @@ inline bool fits_bytes(const float* row, int padded, float top) {
     return top * top * float(padded) <= kMostPeak * kMostPeak * L::reduce_add(squares);
 }
 
-/// Where a row says which it is, behind what quantize_query_int8 leaves.
-inline float& is_narrow(float* row, int padded) { return row[padded / 2 + 2]; }
+/// sums[g] = the sum of a group's ints, which is exact.
+inline void sum_groups(const int32_t* ints, int count, float* sums) {
+    for (int first = 0; first < count; first += kGroupDims, ++sums) {
+        const int end = first + kGroupDims < count ? first + kGroupDims : count;
+        int32_t sum = 0;
+        for (int i = first; i < end; ++i) sum += ints[i];
+        *sums = float(sum);
+    }
+}
 
-/// In the row's place, as quantize_query_int8, which takes those that bytes are not enough for.
-template <class L>
+/// Where a row says which it is, behind all that its factors take.
+inline float& is_narrow(float* row, int padded) { return row[padded - 1]; }
+
+/// In the row's place, as quantize_query of the wide lanes, which takes those that bytes are not enough for: bytes;
+/// from padded / 2 on their scale (1 for zeros, since scores may be -inf), then what products are to be told: of int8
+/// codes what their sums start with, of int4 codes the sum of each group's bytes, by which zeros are multiplied.
+template <class L, DType D>
 inline void quantize_query_bytes(float* row, int padded) {
     alignas(64) int32_t ints[rworker::kMaxHeadDim];
     const Bounds bounds = bounds_of<L>(row, padded);
     const float top = bounds.magnitude();
     const bool fits = fits_bytes<L>(row, padded, top);
     if (fits) {
-        const int32_t bias = less_offset(round_all<L>(row, padded, top, kByteQueryLimit, ints));
+        const int32_t sum = round_all<L>(row, padded, top, kByteQueryLimit, ints);
         uint8_t* const bytes = reinterpret_cast<uint8_t*>(row);
         for (int i = 0; i < padded; i += L::width) L::store_bytes(bytes + i, L::load_int(ints + i));
-        row[padded / 2] = (top >= kLeastFactor ? top / kByteQueryLimit : 0.0f) + bounds.poison;
-        __builtin_memcpy(row + padded / 2 + 1, &bias, sizeof(bias));
+        row[padded / 2] = (top >= kLeastFactor ? top / kByteQueryLimit : 1.0f) + bounds.poison;
+        const int32_t bias = less_offset(sum);
+        if constexpr (D == DType::int8) __builtin_memcpy(row + padded / 2 + 1, &bias, sizeof(bias));
+        if constexpr (D == DType::int4) sum_groups(ints, padded, row + padded / 2 + 1);
     } else {
-        quantize_query_int8<typename L::Wide>(row, padded);
+        quantize_query<typename L::Wide, D>(row, padded);
     }
     is_narrow(row, padded) = fits ? 1.0f : 0.0f;
 }
 
+/// Words of what `pack_queries` makes of a row.
+template <DType D>
+constexpr int packed_words(int padded) {
+    return padded / 4 + (D == DType::int8 ? 1 : int(groups_of(padded)));
+}
+
+/// Rows that are multiplied together, word by word side by side: for each group of dims (of int8: all dims) what its
+/// products are to be told, then their bytes.
+template <DType D, int Rows>
+inline void pack_queries(const float* queries, int padded, uint32_t* packed) {
+    const int group_dims = D == DType::int8 ? padded : kGroupDims;
+    const auto pack = [&](int word) {
+        for (int r = 0; r < Rows; ++r) *packed++ = bits_of(queries[r * padded + word]);
+    };
+    for (int first = 0; first < padded; first += group_dims) {
+        pack(padded / 2 + 1 + first / group_dims);
+        const int end = first + group_dims < padded ? first + group_dims : padded;
+        for (int word = first / 4; word < end / 4; ++word) pack(word);
+    }
+}
+
+/// Weights of a chunk, times the scales of its tokens' values, as bytes. A value is (code * scale + middle) of its
+/// token; products with codes are to be multiplied by `scale`, and middles times weights come to `constant`.
+template <int Rows>
 struct ByteWeights {
-    alignas(64) uint8_t bytes[kChunkTokens];
-    float scale;
+    alignas(64) uint8_t bytes[Rows][kChunkTokens];
+    alignas(64) float scale[16], constant[16];
 };
 
-/// What is rounded away is spread over the rest, for it may be many small weights.
-template <class L>
-[[gnu::always_inline]] inline void shrink_weights(const Tile* tiles, Range tokens, const float* weights,
-                                                  ByteWeights& shrunk) {
-    alignas(64) float scaled[kChunkTokens];
-    auto top = L::set1(0.0f), total = top, sums = top;
-    RWORKER_UNROLL
-    for (int t = tokens.begin; t < tokens.end; t += L::width) {
-        const float* scales = reinterpret_cast<const float*>(tiles[t / kTileTokens].values) + t % kTileTokens;
-        const auto x = weigh<L>(L::load(weights + t), L::load(scales));
-        L::store(scaled + t, x);
-        top = L::max(top, x), total = L::add(total, x);
-    }
-    const float max = L::reduce_max(top), sum_scaled = L::reduce_add(total);
-    const auto factor = L::set1(max >= kLeastFactor ? float(kByteWeightLimit) / max : 0.0f);
-    RWORKER_UNROLL
-    for (int t = tokens.begin; t < tokens.end; t += L::width) {
-        const auto rounded = L::to_int(L::mul(L::load(scaled + t), factor));
-        L::store_bytes(shrunk.bytes + t, rounded);
-        sums = L::add(sums, L::to_float(rounded));
-    }
-    const float sum = L::reduce_add(sums);
-    shrunk.scale = (max >= kLeastFactor ? sum_scaled / sum : 0.0f) + sum_scaled * 0.0f;
+/// Scales of 16 tokens, in a header line.
+template <class L, DType D>
+[[gnu::always_inline]] inline typename L::vec load_scale(const uint8_t* line) {
+    if constexpr (D == DType::int8) return L::load(reinterpret_cast<const float*>(line));
+    if constexpr (D == DType::int4) return L::load_pair_low(reinterpret_cast<const uint32_t*>(line));
 }
+
+/// Of the values of a chunk, those of int4 of a group of dims.
+template <class L, DType D>
+struct ValueTerms {
+    alignas(64) float scales[kChunkTokens], middles[kChunkTokens];
+    bool finite;
+
+    [[gnu::always_inline]] ValueTerms(const Tile* tiles, Range tokens, int group) {
+        auto poison = L::set1(0.0f);
+        RWORKER_UNROLL
+        for (int t = tokens.begin; t < tokens.end; t += L::width) {
+            const uint8_t* const line = tiles[t / kTileTokens].values + group * kHeaderLineBytes + t % kTileTokens * 4;
+            const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(line);
+            const auto scale = load_scale<L, D>(line);
+            auto middle = L::set1(0.0f);
+            if constexpr (D == DType::int4) middle = L::fma(scale, L::set1(kInt4Offset), L::load_pair_high(pairs));
+            L::store(scales + t, scale), L::store(middles + t, middle);
+            poison = L::fma(L::set1(0.0f), L::add(scale, middle), poison);
+        }
+        finite = L::reduce_add(poison) == 0.0f;
+    }
+};
+
+/// weights times their scales, and as it comes to them times middles; `Masked`: by weigh.
+template <class L, DType D, bool Masked>
+[[gnu::always_inline]] inline void scale_weights(const ValueTerms<L, D>& terms, Range tokens, const float* weights,
+                                                 float* scaled, float* max, float* total) {
+    const auto times = [](auto weight, auto term) {
+        if constexpr (Masked) return weigh<L>(weight, term);
+        return L::mul(weight, term);
+    };
+    auto top = L::set1(0.0f), added = top;
+    RWORKER_UNROLL
+    for (int t = tokens.begin; t < tokens.end; t += L::width) {
+        const auto weight = L::load(weights + t), x = times(weight, L::load(terms.scales + t));
+        L::store(scaled + t, x);
+        top = L::max(top, x);
+        if constexpr (D == DType::int8) added = L::add(added, x);
+        if constexpr (D == DType::int4) added = L::add(added, times(weight, L::load(terms.middles + t)));
+    }
+    *max = L::reduce_max(top), *total = L::reduce_add(added);
+}
+
+/// What waits for a row's own result is done for all rows at once, as in a softmax. What is rounded away, which may be
+/// many small weights, counts as int4's middles, and of int8, whose middle is 0, is spread over the rest.
+template <class L, DType D, int Rows>
+[[gnu::always_inline]] inline void shrink_weights(const Tile* tiles, Range tokens, int group, const float* weights,
+                                                  ByteWeights<Rows>& shrunk) {
+    static_assert(Rows <= L::width);
+    const ValueTerms<L, D> terms(tiles, tokens, group);
+    alignas(64) float scaled[Rows][kChunkTokens];
+    alignas(64) float max[L::width] = {}, total[L::width] = {}, sum[L::width] = {}, factors[L::width];
+    for (int r = 0; r < Rows; ++r) {
+        const float* const row = weights + r * kChunkTokens;
+        if (terms.finite)
+            scale_weights<L, D, false>(terms, tokens, row, scaled[r], max + r, total + r);
+        else
+            scale_weights<L, D, true>(terms, tokens, row, scaled[r], max + r, total + r);
+    }
+    const auto none = L::set1(0.0f), least = L::set1(kLeastFactor), limit = L::set1(float(kByteWeightLimit));
+    L::store(factors, L::if_less(L::load(max), least, none, L::div(limit, L::load(max))));
+    for (int r = 0; r < Rows; ++r) {
+        auto sums = L::set1(0.0f);
+        RWORKER_UNROLL
+        for (int t = tokens.begin; t < tokens.end; t += L::width) {
+            const auto raised = L::fma(L::load(scaled[r] + t), L::set1(factors[r]), L::set1(kToLowBits));
+            L::store_bytes(shrunk.bytes[r] + t, L::as_int(raised));
+            if constexpr (D == DType::int8) sums = L::add(sums, L::sub(raised, L::set1(kToLowBits)));
+        }
+        if constexpr (D == DType::int8) sum[r] = L::reduce_add(sums);
+    }
+    if constexpr (D == DType::int8) {
+        const auto scale = L::if_less(L::load(max), least, none, L::div(L::load(total), L::load(sum)));
+        L::store(shrunk.scale, L::add(scale, L::mul(L::load(total), none)));
+        L::store(shrunk.constant, none);
+    } else {
+        L::store(shrunk.scale, L::mul(L::load(max), L::set1(1.0f / (kByteWeightLimit * L::signed_nibble_factor))));
+        L::store(shrunk.constant, L::load(total));
+    }
+}
+
+/// What a line of codes has for each of its lanes: four of them, or twice four. Keys are multiplied by queries, which
+/// have a sign, and values by weights, which have none.
+template <class L, DType D>
+struct CodeLine;
+
+template <class L>
+struct CodeLine<L, DType::int8> {
+    static constexpr int parts = 1;
+    typename L::ivec part[parts];
+    static CodeLine of_keys(const uint8_t* line) { return {L::load_int(line)}; }
+    static CodeLine of_values(const uint8_t* line) { return {L::signed_codes(L::load_int(line))}; }
+};
+
+template <class L>
+struct CodeLine<L, DType::int4> {
+    static constexpr int parts = 2;
+    typename L::ivec part[parts];
+    static CodeLine of_keys(const uint8_t* line) {
+        const auto pairs = L::load_int(line);
+        return {L::low_nibbles(pairs), L::high_nibbles(pairs)};
+    }
+    static CodeLine of_values(const uint8_t* line) {
+        const auto pairs = L::load_int(line);
+        return {L::signed_low_nibbles(pairs), L::signed_high_nibbles(pairs)};
+    }
+};
 
 /// Sums of products of Rows x Vectors lanes, of which one factor has a sign: queries, or the codes of values.
 template <class L, int Rows, int Vectors>
@@ -89,106 +218,154 @@ struct ByteSums {
         }
     }
 
-    /// A line of 4-byte lanes in codes(v), four bytes in factors(r), sum + their products in add_products(sum, codes,
+    /// A CodeLine in codes(v), bytes for its parts in factors(r), sum + their products in add_products(sum, codes,
     /// factors). Few rows keep their factors in registers, many rows the line.
     template <class Codes, class Factors, class Add>
     [[gnu::always_inline]] void add(Codes codes, Factors factors, Add add_products) {
+        using Line = decltype(codes(0));
         if constexpr (Rows < Vectors) {
             RWORKER_UNROLL
             for (int v = 0; v < Vectors; ++v) {
-                const auto line = codes(v);
+                const Line line = codes(v);
                 RWORKER_UNROLL
-                for (int r = 0; r < Rows; ++r) {
-                    sum[r][v] = add_products(sum[r][v], line, L::broadcast_int(factors(r)));
+                for (int part = 0; part < Line::parts; ++part) {
+                    RWORKER_UNROLL
+                    for (int r = 0; r < Rows; ++r) {
+                        const auto factor = L::broadcast_int(factors(r, part));
+                        sum[r][v] = add_products(sum[r][v], line.part[part], factor);
+                    }
                 }
             }
         } else {
-            typename L::ivec lines[Vectors];
+            typename L::ivec lines[Line::parts][Vectors];
             RWORKER_UNROLL
             for (int v = 0; v < Vectors; ++v) {
-                lines[v] = codes(v);
+                const Line line = codes(v);
+                RWORKER_UNROLL
+                for (int part = 0; part < Line::parts; ++part) {
+                    lines[part][v] = line.part[part];
+                }
             }
             RWORKER_UNROLL
-            for (int r = 0; r < Rows; ++r) {
-                const auto factor = L::broadcast_int(factors(r));
+            for (int part = 0; part < Line::parts; ++part) {
                 RWORKER_UNROLL
-                for (int v = 0; v < Vectors; ++v) {
-                    sum[r][v] = add_products(sum[r][v], lines[v], factor);
+                for (int r = 0; r < Rows; ++r) {
+                    const auto factor = L::broadcast_int(factors(r, part));
+                    RWORKER_UNROLL
+                    for (int v = 0; v < Vectors; ++v) {
+                        sum[r][v] = add_products(sum[r][v], lines[part][v], factor);
+                    }
                 }
             }
         }
     }
 };
 
-template <class L, int Rows, int Vectors>
-[[gnu::noinline]] void score_bytes(const Tile* tiles, int first, const float* queries, int stride, int lines,
-                                   Ahead& shared, float* scores) {
-    const KeyLines<L, Vectors> keys(tiles, first);
-    Ahead ahead = shared;  // in registers
-    ByteSums<L, Rows, Vectors> sums([&](int r) { return L::broadcast_int(queries + r * stride + stride / 2 + 1); });
-    ahead.ask<keys.num_tiles * kHeaderLineBytes>();
-    const uint8_t* factors = reinterpret_cast<const uint8_t*>(queries);
-    for (int line = 1; line <= lines; ++line, factors += 4) {
-        ahead.ask<keys.num_tiles * kHeaderLineBytes>();
-        sums.add([&](int v) { return L::load_int(keys.vector(v) + line * kHeaderLineBytes); },
-                 [&](int r) { return factors + r * stride * 4; }, L::add_byte_products);
-    }
-    shared = ahead;
+/// Scores from the products of a group of dims, of int8 all dims; those of int4 are added up over the groups.
+template <class L, DType D, bool First, int Rows, int Vectors>
+[[gnu::always_inline]] inline void finish_scores(const KeyLines<L, Vectors>& keys, int group, const uint32_t* terms,
+                                                 const ByteSums<L, Rows, Vectors>& sums, float* scores) {
     RWORKER_UNROLL
-    for (int r = 0; r < Rows; ++r) {
-        const auto scale = L::set1(queries[r * stride + stride / 2]);
+    for (int v = 0; v < Vectors; ++v) {
+        const uint8_t* const header = keys.vector(v) + group * kHeaderLineBytes;
+        const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(header);
+        const auto scale = load_scale<L, D>(header), zero = L::load_pair_high(pairs);
         RWORKER_UNROLL
-        for (int v = 0; v < Vectors; ++v) {
-            const auto key_scale = L::load(reinterpret_cast<const float*>(keys.vector(v)));
-            const auto score = L::mul(L::mul(L::to_float(sums.sum[r][v]), scale), key_scale);
-            L::store(scores + r * kChunkTokens + (first + v) * L::width, score);
+        for (int r = 0; r < Rows; ++r) {
+            float* const to = scores + r * kChunkTokens + v * L::width;
+            const auto products = L::to_float(sums.sum[r][v]);
+            if constexpr (D == DType::int8) {
+                L::store(to, L::mul(products, scale));
+            } else {
+                auto score = L::mul(zero, L::set1(float_of(terms[r])));
+                if constexpr (!First) score = L::fma(zero, L::set1(float_of(terms[r])), L::load(to));
+                L::store(to, L::fma(scale, products, score));
+            }
         }
     }
 }
 
+/// Scores, each row's still to be multiplied by its scale.
+template <class L, DType D, int Rows, int Vectors>
+[[gnu::noinline]] void score_bytes(const Tile* tiles, int first, const uint32_t* queries, int lines, Ahead& shared,
+                                   float* scores) {
+    constexpr int line_words = Stored<L, D>::pack / 4 * Rows;
+    const int group_lines = D == DType::int8 ? lines : kGroupDims / Stored<L, D>::pack;
+    const int groups = (lines + group_lines - 1) / group_lines;
+    const KeyLines<L, Vectors> keys(tiles, first);
+    Ahead ahead = shared;  // in registers
+    for (int group = 0; group < groups; ++group) {
+        const uint32_t* const terms = queries;
+        ByteSums<L, Rows, Vectors> sums([&](int r) {
+            if constexpr (D == DType::int8) return L::broadcast_int(terms + r);
+            if constexpr (D == DType::int4) return L::zero_int();
+        });
+        ahead.ask<keys.num_tiles * kHeaderLineBytes>();
+        queries += Rows;
+        const int begin = group * group_lines, end = begin + group_lines < lines ? begin + group_lines : lines;
+        for (int line = begin; line < end; ++line, queries += line_words) {
+            ahead.ask<keys.num_tiles * kHeaderLineBytes>();
+            const int place = (groups + line) * kHeaderLineBytes;
+            sums.add([&](int v) { return CodeLine<L, D>::of_keys(keys.vector(v) + place); },
+                     [&](int r, int part) { return queries + part * Rows + r; }, L::add_byte_products);
+        }
+        if (group == 0)
+            finish_scores<L, D, true>(keys, 0, terms, sums, scores + first * L::width);
+        else
+            finish_scores<L, D, false>(keys, group, terms, sums, scores + first * L::width);
+    }
+    shared = ahead;
+}
+
 /// Scores of `Rows` queries with the tokens of a chunk in whose tiles there is one `seen`.
-template <class L, int Rows>
-void score_byte_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* queries, int stride, int lines,
-                     float* scores) {
+template <class L, DType D, int Rows>
+void score_byte_rows(const Tile* tiles, Range seen, Ahead& ahead, const uint32_t* queries, int lines, float* scores) {
     constexpr int together = vectors_together<L, DType::int8, Rows>(4);
     int vector = seen.begin / kTileTokens * (kTileTokens / L::width);
     const int end = (seen.end + L::width - 1) / L::width;
     for (; vector + together <= end; vector += together)
-        score_bytes<L, Rows, together>(tiles, vector, queries, stride, lines, ahead, scores);
-    for (; vector < end; ++vector) score_bytes<L, Rows, 1>(tiles, vector, queries, stride, lines, ahead, scores);
+        score_bytes<L, D, Rows, together>(tiles, vector, queries, lines, ahead, scores);
+    for (; vector < end; ++vector) score_bytes<L, D, Rows, 1>(tiles, vector, queries, lines, ahead, scores);
 }
 
-template <class L, int Rows, int Vectors>
-[[gnu::noinline]] void add_byte_values(const Tile* tiles, Range tokens, const ByteWeights* weights, const float* keep,
-                                       int lane, float* const* outputs, int padded_dim, Ahead& ahead) {
+template <class L, DType D, int Rows, int Vectors>
+[[gnu::noinline]] void add_byte_values(const Tile* tiles, Range tokens, const ByteWeights<Rows>& weights,
+                                       const float* keep, int lane, float* const* outputs, int padded_dim,
+                                       Ahead& ahead) {
     ByteSums<L, Rows, Vectors> sums([](int) { return L::zero_int(); });
-    for_value_lines<4, Vectors * L::width * 4>(
-        tiles, tokens, kHeaderLineBytes, lane, padded_dim, ahead, [&](int token, const uint8_t* line) {
-            sums.add([&](int v) { return L::signed_codes(L::load_int(line + v * L::width * 4)); },
-                     [&](int r) { return weights[r].bytes + token; },
-                     [](auto sum, auto codes, auto factors) { return L::add_byte_products(sum, factors, codes); });
+    for_value_lines<Stored<L, D>::pack, Vectors * L::width * 4>(
+        tiles, tokens, header_bytes<D>(padded_dim), lane, padded_dim, ahead, [&](int token, const uint8_t* line) {
+            sums.add(
+                [&](int v) { return CodeLine<L, D>::of_values(line + v * L::width * 4); },
+                [&](int r, int part) { return weights.bytes[r] + token + part * 4; },
+                [](auto sum, auto codes, auto factors) { return L::add_byte_products(sum, factors, codes); });
         });
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            renew<L>(outputs[r] + lane + v * L::width, sums.sum[r][v], weights[r].scale, 0.0f, keep[r]);
+            renew<L>(outputs[r] + lane + v * L::width, sums.sum[r][v], weights.scale[r], weights.constant[r], keep[r]);
         }
     }
 }
 
 /// output = output * keep + weights x values over the tokens in `seen`.
-template <class L, int Rows>
+template <class L, DType D, int Rows>
 void add_byte_value_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* weights, const float* keep,
                          float* const* outputs, int padded_dim) {
     const Range tokens = whole_tiles(seen);
-    ByteWeights shrunk[Rows];
-    with_constant_range(tokens, [&](Range range) __attribute__((always_inline)) {
-        for (int r = 0; r < Rows; ++r) shrink_weights<L>(tiles, range, weights + r * kChunkTokens, shrunk[r]);
-    });
-    for_lanes<L, DType::int8, Rows>(0, padded_dim, [&]<int Vectors>(int lane) {
-        add_byte_values<L, Rows, Vectors>(tiles, tokens, shrunk, keep, lane, outputs, padded_dim, ahead);
-    });
+    const int group_dims = D == DType::int8 ? padded_dim : kGroupDims;
+    for (int first = 0; first < padded_dim; first += group_dims) {
+        const int end = first + group_dims < padded_dim ? first + group_dims : padded_dim;
+        ByteWeights<Rows> shrunk;
+        with_constant_range(tokens, [&](Range range) __attribute__((always_inline)) {
+            shrink_weights<L, D>(tiles, range, first / group_dims, weights, shrunk);
+        });
+        ahead.ask<kChunkTiles * kHeaderLineBytes>();
+        for_lanes<L, DType::int8, Rows>(first, end, [&]<int Vectors>(int lane) {
+            add_byte_values<L, D, Rows, Vectors>(tiles, tokens, shrunk, keep, lane, outputs, padded_dim, ahead);
+        });
+    }
 }
 
 }  // namespace

@@ -19,9 +19,16 @@ struct Avx512VnniBytes : Avx512Vnni {
     using Wide = Avx512Vnni;
     static constexpr int code_sums = 24;
 
+    static ivec as_int(vec a) { return _mm512_castps_si512(a); }
     static void store_bytes(uint8_t* p, ivec a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
     /// Codes are stored 128 higher.
     static ivec signed_codes(ivec a) { return _mm512_xor_si512(a, _mm512_set1_epi8(char(0x80))); }
+    /// int4 codes less 8, times signed_nibble_factor: so they take no more instructions than codes without a sign.
+    static constexpr int signed_nibble_factor = 16;
+    static ivec signed_low_nibbles(ivec a) { return signed_high_nibbles(_mm512_slli_epi32(a, 4)); }
+    static ivec signed_high_nibbles(ivec a) {
+        return _mm512_and_si512(signed_codes(a), _mm512_set1_epi8(char(0xf0)));
+    }
     /// sum + four products of uint8 (a) and int8 (b).
     static ivec add_byte_products(ivec sum, ivec a, ivec b) {
 #ifdef RWORKER_EMULATED
