@@ -17,8 +17,10 @@ from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # u
 from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
 from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese as japanese
 from transformers.models.gptj import modeling_gptj as gptj
+from transformers.models.megatron_bert import modeling_megatron_bert as megatron_bert
 from transformers.models.mpt import modeling_mpt as mpt
 from transformers.models.openai import modeling_openai as openai
+from transformers.models.rembert import modeling_rembert as rembert
 from transformers.models.xglm import modeling_xglm as xglm
 
 from fastdecode.sworker.pipeline import ATTENTION_NAME, attend
@@ -189,6 +191,29 @@ class XGLMAttention(xglm.XGLMAttention):
         return self.out_proj(_attended(self, query, key, value, self.scaling)), None
 
 
+class _BertSelfAttention:
+    """Of a decoder; one that is none says so, and is refused."""
+
+    @property
+    def is_causal(self: Any) -> bool:
+        """Return whether the model was made a decoder."""
+        return bool(self.is_decoder)
+
+    def forward(self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        """``hidden_states`` [1, T, hidden] → what its heads give, [1, T, hidden]."""
+        projections = (self.query, self.key, self.value)
+        query, key, value = (_as_heads(project(hidden_states), self.num_attention_heads) for project in projections)
+        return _attended(self, query, key, value, self.attention_head_size**-0.5), None
+
+
+class MegatronBertSelfAttention(_BertSelfAttention, megatron_bert.MegatronBertSelfAttention):
+    """BERT's."""
+
+
+class RemBertSelfAttention(_BertSelfAttention, rembert.RemBertSelfAttention):
+    """BERT's."""
+
+
 IN_PLACE_OF: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     bloom.BloomAttention: BloomAttention,
     mpt.MptAttention: MptAttention,
@@ -197,6 +222,8 @@ IN_PLACE_OF: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     japanese.GPTNeoXJapaneseAttention: GPTNeoXJapaneseAttention,
     openai.Attention: OpenAIGPTAttention,
     xglm.XGLMAttention: XGLMAttention,
+    megatron_bert.MegatronBertSelfAttention: MegatronBertSelfAttention,
+    rembert.RemBertSelfAttention: RemBertSelfAttention,
 }
 
 

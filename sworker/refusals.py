@@ -7,7 +7,10 @@ from typing import Any, NoReturn
 
 from fastdecode.core.errors import UnsupportedModelError
 
-OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "xglm")
+OWN_ATTENTION = (
+    "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt",
+    "rembert", "xglm",
+)  # fmt: skip
 """Models whose attention is code of their own and has an adapter (`own_attention.py`)."""
 
 SUPPORTED = (

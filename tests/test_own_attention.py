@@ -165,7 +165,10 @@ def test_falcon_with_slopes_between_powers_of_two_matches_generate(
 @pytest.mark.parametrize(
     "name",
     ["gpt_neo"]
-    + [pytest.param(n, marks=pytest.mark.slow) for n in ("codegen", "gpt_neox_japanese", "openai-gpt", "xglm")],
+    + [
+        pytest.param(n, marks=pytest.mark.slow)
+        for n in ("codegen", "gpt_neox_japanese", "openai-gpt", "megatron-bert", "xglm")
+    ],
 )
 def test_other_adapters_match_generate(name: str, tmp_path: Path) -> None:
     """Two prompts, one past GPT-Neo's window, whose chunks attend on the S-worker."""

@@ -41,6 +41,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "encoder-decoder",
     ),
     "BERT": ("BertConfig", LLAMA | {"pad_token_id": 0}, "attends in both directions"),
+    "RemBERT": ("RemBertConfig", LLAMA | {"pad_token_id": 0}, "attends in both directions"),
     "MPT without ALiBi": ("MptConfig", MPT | {"attn_config": {"alibi": False}}, "alibi False, which transformers ign"),
     "MPT with a prefix": ("MptConfig", MPT | {"attn_config": {"prefix_lm": True}}, "prefix_lm True"),
     "RoFormer": ("RoFormerConfig", LLAMA | {"is_decoder": True, "embedding_size": 32}, "0 times for its 2 layers"),
