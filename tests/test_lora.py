@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fastdecode.api.config import DEMO_MODEL, EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError
+from fastdecode.sworker import lora
 from fastdecode.sworker.loader import load_hf_config, load_model
 
 peft = pytest.importorskip("peft")
@@ -53,6 +54,14 @@ def test_the_weights_are_those_that_peft_merges(folders: tuple[Path, Path]) -> N
     wanted = with_adapter.merge_and_unload().state_dict()
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert not torch.equal(found["model.layers.0.self_attn.q_proj.weight"], plain(base))
+
+
+def test_an_adapter_beside_the_weights_is_refused(folders: tuple[Path, Path]) -> None:
+    """As transformers loads it where a model id is an adapter's."""
+    model = AutoModelForCausalLM.from_pretrained(folders[0])
+    model.load_adapter(str(folders[1]))
+    with pytest.raises(ModelLoadError, match="the model is a LoRA adapter: give its base, and --lora-modules"):
+        lora.merged(model, None)
 
 
 def plain(base: Path) -> torch.Tensor:
