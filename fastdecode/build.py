@@ -28,7 +28,7 @@ from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.types import KVLayout, RWorkerInfo
 from fastdecode.cycle import Companion, Membership
 from fastdecode.drafting.speculation import Speculation, make_drafter
-from fastdecode.engine_setup import make_scheduler, pin_s_worker, prompt_tokens
+from fastdecode.engine_setup import check_index, make_scheduler, pin_s_worker, prompt_tokens
 from fastdecode.live import LiveRequests, LiveWorld
 from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
@@ -94,6 +94,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
         config = ranks.config
     set_threads(pin_s_worker(config))
     model = SModel(config, ranks.rank if ranks else None)
+    check_index(config, model.layout)
     own = backend or make_backend(config, config.r_core_list or r_cores, prefill_backend, ray_job)
     pool = _open(config, model, own, ranks, cleanup)
     return _put_together(config, model, pool, prefill_backend, cleanup)

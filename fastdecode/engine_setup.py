@@ -75,7 +75,7 @@ def make_scheduler(
         prefix_caching=config.enable_prefix_caching,
         hosts=tuple(worker.host for worker in r_workers),
         seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
-        placing=config.placing.chosen(
+        placing=config.placing.heeding(model.layout).chosen(
             model.max_model_len, num_blocks, config.block_size, balanced, model.layout.chunk_tokens
         ),
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
@@ -88,6 +88,21 @@ def _draft_policy(limits: Limits, calibrated: StepModel | None) -> DraftPolicy |
     if not limits.num_speculative_tokens:
         return None
     return BalancedDrafts(limits.num_speculative_tokens, limits.num_mini_batches, calibrated)
+
+
+def check_index(config: EngineConfig, layout: KVLayout) -> None:
+    """ConfigError names the setting that is not for models of which an index picks the tokens that are seen."""
+    if not layout.has_index:
+        return
+    why = "an index of this model picks the tokens that its queries see"
+    if config.kv_shard_tokens is not None:
+        raise ConfigError(f"kv_shard_tokens: {why}, among all of a sequence, which stays whole: leave it out")
+    for name, unset in (("prefill_workers", None), ("tensor_parallel_size", 1)):
+        if getattr(config, name) != unset:
+            raise ConfigError(f"{name}: {why}, which works without {name} so far: leave it out")
+    for size in {layer.pick_block for layer in layout.layers if layer.pick_block}:
+        if size % config.block_size:
+            raise ConfigError(f"block_size: {why}, in blocks of {size}: {config.block_size} must divide that")
 
 
 def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:

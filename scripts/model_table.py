@@ -148,7 +148,15 @@ def _with_logs(token_ids: Any, logprobs: Any) -> Output:
 
 def _kept(layers: Any) -> str:
     kinds = (
-        "latent" if layer.values_in_keys else "chunked" if layer.chunked else "window" if layer.window else "full"
+        "sparse"
+        if layer.picks
+        else "latent"
+        if layer.values_in_keys
+        else "chunked"
+        if layer.chunked
+        else "window"
+        if layer.window
+        else "full"
         for layer in layers
     )
     return ", ".join(dict.fromkeys(kinds))

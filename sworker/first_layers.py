@@ -18,7 +18,8 @@ def first_layers(model: torch.nn.Module, hf_config: Any, layout: KVLayout, num_l
     ``layout``: the model's. ConfigError where it has no more layers than that; UnsupportedModelError where its layers
     cannot be found, or its code does not run with some of them.
     """
-    most = len(layout.layers)
+    ends = [number + 1 for number, layer in enumerate(layout.layers) if not layer.picks]
+    most = len(ends)
     if num_layers >= most:
         what = f"must be from 1 to {most - 1} for this model, which has {most} layers" if most > 1 else "has no place"
         raise ConfigError(f"speculative_config: num_layers {what}, not {num_layers}")
@@ -30,7 +31,7 @@ def first_layers(model: torch.nn.Module, hf_config: Any, layout: KVLayout, num_l
     for name in places:
         view = _cut(model, name.split("."), num_layers)
         try:
-            if probe_layers(view, hf_config) == layout.layers[:num_layers]:
+            if probe_layers(view, hf_config) == layout.layers[: ends[num_layers - 1]]:
                 return view
         except UnsupportedModelError:
             continue  # these are not its decoder layers, or it counts on all of them

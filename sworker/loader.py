@@ -20,6 +20,7 @@ from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker import checkpoints, gguf, lora, sharding
 from fastdecode.sworker.experts import use_padded_experts
+from fastdecode.sworker.index import use_index
 from fastdecode.sworker.latents import use_latent_rows
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, refuse
@@ -86,6 +87,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
         model = lora.merged(gguf.unpacked(model), config.lora)
         adapt(model)
         use_latent_rows(model)
+        use_index(model, config.kv_cache_dtype)
         if device.type == "cpu":
             use_padded_experts(model)
         return model.eval().requires_grad_(False)

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.protocols import AttentionBackend
+from fastdecode.sworker.index import index_of
 from fastdecode.sworker.latents import LatentRows
 from fastdecode.sworker.prompts import PromptAttention
 from fastdecode.sworker.staging import HostStaging, PackedRows, Staging, rows_of
@@ -44,11 +45,15 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """``query`` [1, num_heads, T, head_dim], ``key`` and ``value`` [1, num_kv_heads, T, …] → o [1, T, num_heads, …].
 
-    What answers is told by ``values_in_keys``, where it is not 0, that values are so many first dims of the keys.
+    What answers is told by ``values_in_keys``, where it is not 0, that values are so many first dims of the keys. It is
+    called for an index before the first layer that sees what this one picks, which says so by ``is_picked``.
     """
     current = getcurrent()
     if not isinstance(current, ModelGreenlet):
         raise RuntimeError("a model loaded by FastDecode runs only inside its pipeline")
+    if index := index_of(kwargs):
+        index.send(current.attend, module)
+        kwargs["is_picked"] = True
     if not isinstance(module, LatentRows):
         return current.attend(module, query, key, value, attention_mask, **kwargs), None
     kwargs["values_in_keys"] = module.kv_lora_rank

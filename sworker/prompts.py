@@ -18,6 +18,7 @@ from fastdecode.core.errors import interrupts_deferred
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch
 from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, SpanMode, StepPlan, Verb, WorkerPlan
+from fastdecode.sworker.index import picked
 from fastdecode.sworker.staging import PromptRows, from_numpy, to_numpy
 
 TILE_ROWS = 256
@@ -78,11 +79,13 @@ def values_of(k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Ten
     return k[..., : layer.value_head_dim] if layer.values_in_keys else v
 
 
-def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+def reference_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout, seen: torch.Tensor | None = None
+) -> torch.Tensor:
     """The oracle: window, soft cap, ALiBi and sinks in plain operations, float32 inside.
 
     ``q`` [rows, num_heads, key_head_dim], ``k`` and ``v`` [keys, num_kv_heads, …] with the rows' own keys last;
-    returns [rows, num_heads, value_head_dim] in q's dtype.
+    returns [rows, num_heads, value_head_dim] in q's dtype. ``seen``: bool [1 or num_kv_heads, rows, keys] by an index.
     """
     group = layer.num_heads // layer.num_kv_heads
     keys = k.float().repeat_interleave(group, dim=1)
@@ -93,6 +96,8 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer
     if layer.alibi_slopes:
         scores += alibi_bias(len(q), len(k), layer, q.device)
     scores.masked_fill_(~causal_mask(len(q), len(k), sight_of(layer), q.device), float("-inf"))
+    if seen is not None:
+        scores.masked_fill_(~seen.repeat_interleave(layer.num_heads // len(seen), 0), float("-inf"))
     if layer.sinks:
         sinks = sinks_on(layer, q.device)[:, None, None].expand(-1, len(q), 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
@@ -259,9 +264,11 @@ class PromptScratch:
     def __init__(self, layout: KVLayout) -> None:
         self._layers = layout.layers
         self._kept: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._picked: dict[int, torch.Tensor] = {}
 
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """Do nothing."""
+        """Forget what indexes picked."""
+        self._picked.clear()
 
     def attend(
         self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
@@ -277,14 +284,20 @@ class PromptScratch:
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PromptRows) -> torch.Tensor:
         if rows.context_len or not rows.last_of_prompt:
             k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
-        return prompt_attention(q, k, v, self._layers[layer])
+        spec, sequence_id = self._layers[layer], rows.sequence_id
+        if spec.picks:  # for the layers that follow
+            self._picked[sequence_id] = picked(q, k, spec)
+            return q.new_zeros((len(q), spec.num_heads, spec.value_head_dim))
+        seen = spec.picked_by >= 0
+        return (
+            reference_attention(q, k, v, spec, self._picked[sequence_id]) if seen else prompt_attention(q, k, v, spec)
+        )
 
     def extend(
         self, sequence_id: int, layer: int, start: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Put rows at position ``start`` of one sequence and layer; return all keys and values up to their end."""
-        layers = self._kept.setdefault(sequence_id, {})
-        end = start + len(k)
+        layers, end = self._kept.setdefault(sequence_id, {}), start + len(k)
         keys, values = layers.get(layer, (k[:0], v[:0]))
         if len(keys) < end:
             keys, values = _grown(keys, end), _grown(values, end)

@@ -19,17 +19,17 @@ SUPPORTED = (
 )
 
 STATE = "a state per sequence on the S-worker, with copies of it for prefixes, preemptions and losses"
-INDEX = "the index's keys on R-workers beside the rows, and attention to the rows that it picks"
 ADAPTER = "an adapter (`sworker/own_attention.py`)"
 OTHER_MASK = "such a rule in the kernels"
+
+KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse"}
+"""Kinds of layers that run, where the probe finds nothing against them."""
 
 NEEDS = {
     "linear_attention": STATE,
     "conv": STATE,
     "hybrid": STATE,
     "hybrid_sliding": STATE,
-    "indexed_attention": INDEX,
-    "minimax_m3_sparse": INDEX,
     "compressed_sparse_attention": "rows that stand for several tokens in the cache",
     "heavily_compressed_attention": "rows that stand for several tokens in the cache",
     "moe": "layers without attention",
@@ -58,8 +58,7 @@ def check_config(hf_config: Any) -> None:
         _check_mpt(hf_config)
     if getattr(text_config, "num_hidden_layers", 1) < 1:
         refuse(hf_config, "has no layers")
-    known = {"full_attention", "sliding_attention", "chunked_attention"}
-    unknown = set(getattr(text_config, "layer_types", None) or ()) - known
+    unknown = set(getattr(text_config, "layer_types", None) or ()) - KNOWN
     if unknown:
         needs = dict.fromkeys(NEEDS[each] for each in sorted(unknown) if each in NEEDS)
         refuse(hf_config, f"has layers of type {', '.join(sorted(unknown))}", "; ".join(needs))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
-from fastdecode.core.types import KVLayout, LayerLayout
+from fastdecode.core.types import MAX_HEAD_DIM, KVLayout, LayerLayout
+from fastdecode.sworker.index import INDEX_ARGUMENTS
 from fastdecode.sworker.masks import MaskProbe, ProbedGreenlet, asking_for_masks, cached_windows
 from fastdecode.sworker.pipeline import ModelGreenlet
 from fastdecode.sworker.prompts import Sight
@@ -65,8 +67,7 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
         what = "mixes the tokens of a packed row elsewhere than in attention (a state or a convolution, or it heeds no "
         refuse(hf_config, what + "position_ids)", f"positions that it is given, or {STATE}")
     model_dtype = DTYPE_NAME[recorder.dtype]
-    layers = tuple(recorder.layers[index] for index in range(num_layers))
-    return KVLayout(layers, model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
+    return KVLayout(recorder.in_order(), model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
 
 
 def _check_calls(hf_config: Any, recorder: _Recorder, num_layers: int) -> None:
@@ -102,7 +103,7 @@ def repeats_rows(model: torch.nn.Module, hf_config: Any) -> bool:
 def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[LayerLayout, ...]:
     """Return what the attention calls of a forward say, in order; UnsupportedModelError where it fails."""
     recorder, _ = _probe(model, hf_config)
-    return tuple(recorder.layers[index] for index in sorted(recorder.layers))
+    return recorder.in_order()
 
 
 def _probe(model: torch.nn.Module, hf_config: Any) -> tuple[_Recorder, torch.Tensor]:
@@ -169,6 +170,8 @@ class _Recorder:
         """``masks``: those that the forward asks for; ``sights``: the rule of each, None where it is none we know."""
         self.hf_config = hf_config
         self.layers: dict[int, LayerLayout] = {}
+        self._indexes: dict[int, LayerLayout] = {}
+        self._picked: set[int] = set()
         self.num_calls = 0
         self.dtype = torch.float32
         self._masks = masks or MaskProbe()
@@ -187,18 +190,24 @@ class _Recorder:
         s_aux: torch.Tensor | None = None,
         alibi_slopes: tuple[float, ...] = (),
         values_in_keys: int = 0,
+        is_picked: bool = False,
+        picks: int = 0,
+        pick_block: int = 0,
+        pick_local: int = 0,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """One layer's call; see :func:`fastdecode.sworker.pipeline.attend` for shapes."""
+        """One layer's call, or that of an index; see :func:`fastdecode.sworker.pipeline.attend` for shapes."""
         self._check(module, query, key, kwargs)
         sight = Sight(sliding_window or 0) if attention_mask is None else self._sight(attention_mask)
-        layer = self.num_calls
-        self.num_calls += 1
+        number = int(getattr(module, "layer_idx", self.num_calls))
+        self.num_calls += not picks
         self.dtype = query.dtype
-        self.layers[int(getattr(module, "layer_idx", layer))] = LayerLayout(
+        if is_picked:
+            self._picked.add(number)
+        (self._indexes if picks else self.layers)[number] = LayerLayout(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
-            key_head_dim=query.shape[3],
+            key_head_dim=key.shape[3],
             value_head_dim=values_in_keys or value.shape[3],
             scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
             window=sight.window,
@@ -207,8 +216,22 @@ class _Recorder:
             alibi_slopes=alibi_slopes,
             values_in_keys=values_in_keys > 0,
             chunked=sight.chunked,
+            picks=picks,
+            pick_block=pick_block,
+            pick_local=pick_local,
         )
         return self.answer(module, query, key, value, values_in_keys=values_in_keys)
+
+    def in_order(self) -> tuple[LayerLayout, ...]:
+        """The layers as they are called, indexes before those that see what they pick."""
+        found: list[LayerLayout] = []
+        index = -1
+        for number, layer in sorted(self.layers.items()):
+            if number in self._indexes:
+                index = len(found)
+                found.append(self._indexes[number])
+            found.append(replace(layer, picked_by=index) if number in self._picked else layer)
+        return tuple(found)
 
     @staticmethod
     def answer(
@@ -243,4 +266,7 @@ class _Recorder:
             refuse(self.hf_config, "does not hand over one key and value per token")
         unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
         if unknown:
-            refuse(self.hf_config, f"asks its attention for {', '.join(unknown)}")
+            needs = "an adapter of its indexer (`sworker/index.py`)" if {*unknown} & {*INDEX_ARGUMENTS} else ""
+            refuse(self.hf_config, f"asks its attention for {', '.join(unknown)}", needs)
+        if key.shape[3] > MAX_HEAD_DIM:
+            refuse(self.hf_config, f"has keys of {key.shape[3]} dims", f"more than {MAX_HEAD_DIM} in the kernels")

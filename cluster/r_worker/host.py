@@ -201,6 +201,7 @@ def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
 
 
 def _layer_tuple(layer: LayerLayout) -> tuple:
+    index = (layer.picks, layer.pick_block, layer.pick_local, layer.picked_by)
     return (
         layer.num_heads,
         layer.num_kv_heads,
@@ -212,7 +213,7 @@ def _layer_tuple(layer: LayerLayout) -> tuple:
         list(layer.sinks),
         list(layer.alibi_slopes),
         layer.values_in_keys,
-        *((True,) if layer.chunked else ()),
+        *((layer.chunked, *index) if layer.picks or layer.picked_by >= 0 else (True,) if layer.chunked else ()),
     )
 
 

@@ -19,6 +19,8 @@ from fastdecode.core.types import (
     ISAS,
     KV_BITS,
     KV_ROTATION,
+    MAX_HEAD_DIM,
+    SPLIT_TOKENS,
     WIRE_DTYPE,
     KVLayout,
     LayerLayout,
@@ -29,7 +31,6 @@ MAX_JSON_BYTES = 1 << 22
 
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 12
-MAX_HEAD_DIM = 576
 MAX_ROWS = 1 << 24
 MAX_CORES = 1 << 12
 MAX_TEXT = 4096
@@ -94,6 +95,10 @@ class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alibi_slopes: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
     values_in_keys: bool
     chunked: bool
+    picks: Annotated[int, Meta(ge=0, le=1 << 30)]
+    pick_block: Annotated[int, Meta(ge=0, le=SPLIT_TOKENS)]
+    pick_local: Annotated[int, Meta(ge=0, le=1 << 30)]
+    picked_by: Annotated[int, Meta(ge=-1, lt=MAX_LAYERS)]
 
 
 class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,7 +28,7 @@ class AttentionBackend(Protocol):
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         """Start one layer of one mini-batch and return at once; the buffers stay untouched until ``collect``.
 
-        ``q``: [attending rows, num_heads, key_head_dim]; ``k``: [rows, num_kv_heads, key_head_dim];
+        ``q``: [attending rows, num_heads, query_dim]; ``k``: [rows, num_kv_heads, key_head_dim];
         ``v``: [rows, num_kv_heads, stored_value_dim].
         """
 

@@ -22,6 +22,10 @@ INT4_GROUP_DIMS = 64
 """Dims of a token and head that share one int4 scale and zero."""
 
 
+MAX_HEAD_DIM = 576
+"""Most elements of a key, or a value, in one head."""
+
+
 def is_quantized(kv_dtype: str) -> bool:
     """Say whether caches of ``kv_dtype`` ("auto" is the model's own) hold codes with scales."""
     return KV_BITS.get(kv_dtype, 16) < 16
@@ -60,6 +64,13 @@ class LayerLayout:
     empty: a score, scaled and capped, gains slope · (position of the key - position of the query).
     ``values_in_keys``: values are the first ``value_head_dim`` elements of the keys, and are neither sent nor stored;
     in caches of int8 and int4 these have codes, and the keys' other elements 16 bits.
+
+    An index layer, which has ``picks``, does not attend; its o says nothing. It keeps index keys, and each of its
+    queries picks the tokens that the layers after it see, those that name it, by its number, as ``picked_by`` (-1: a
+    layer that sees all): at most ``picks`` tokens, by the sum of relu(scale · q · k) · weight over its heads; a weight
+    is a float32 in the place of two more elements of q. Or, with ``pick_block``, each head, for the KV head of its
+    number, picks ``picks`` blocks of so many tokens, by its largest q · k in each: first the query's own and those
+    before it, ``pick_local`` blocks in all.
     """
 
     num_heads: int
@@ -73,6 +84,15 @@ class LayerLayout:
     alibi_slopes: tuple[float, ...] = ()
     values_in_keys: bool = False
     chunked: bool = False
+    picks: int = 0
+    pick_block: int = 0
+    pick_local: int = 0
+    picked_by: int = -1
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of q that travel for a token and head."""
+        return self.key_head_dim + (2 if self.picks and not self.pick_block else 0)
 
     @property
     def stored_value_dim(self) -> int:
@@ -118,6 +138,11 @@ class KVLayout:
     def chunk_tokens(self) -> int:
         """Tokens of which ranges must be whole multiples, so that chunks begin alike in each; 1 without chunks."""
         return math.lcm(*(layer.window for layer in self.layers if layer.chunked))
+
+    @property
+    def has_index(self) -> bool:
+        """Say whether some layers see only the tokens that an index picks."""
+        return any(layer.picks for layer in self.layers)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -107,7 +107,7 @@ class AttentionRig:
         q, k, v = (
             to_wire(self._rng.standard_normal((num_rows, heads, dim), dtype=np.float32), self.layout.model_dtype)
             for heads, dim in (
-                (each.num_heads, each.key_head_dim),
+                (each.num_heads, each.query_dim),
                 (each.num_kv_heads, each.key_head_dim),
                 (each.num_kv_heads, each.stored_value_dim),
             )

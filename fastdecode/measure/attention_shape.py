@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.types import KVLayout, LayerLayout, is_quantized
+from fastdecode.core.types import MAX_HEAD_DIM, KVLayout, LayerLayout, is_quantized
 
 BLOCK_SIZE = 64
 """Tokens per block of the measured cache."""
 
-MAX_HEAD_DIM = 576
 MAX_QUANTIZED_HEAD_DIM = 512  # of int8 and int4
 """The R-worker's limit."""
 

@@ -22,17 +22,25 @@ using rworker::LayerSpec;
 using rworker::Span;
 
 LayerSpec parse_layer(const py::handle& item, std::size_t index) {
-    if (!py::isinstance<py::tuple>(item) || py::len(item) < 9 || py::len(item) > 11)
+    const std::size_t size = py::isinstance<py::tuple>(item) ? py::len(item) : 0;
+    if ((size < 9 || size > 11) && size != 15)
         throw Error("layers[" + std::to_string(index) +
                     "] must be a tuple (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, "
-                    "soft_cap, sinks, alibi_slopes[, values_in_keys[, chunked]])");
+                    "soft_cap, sinks, alibi_slopes[, values_in_keys[, chunked[, picks, pick_block, pick_local, "
+                    "picked_by]]])");
     const auto values = py::reinterpret_borrow<py::tuple>(item);
-    return {values[0].cast<std::int64_t>(), values[1].cast<std::int64_t>(),
+    LayerSpec layer{values[0].cast<std::int64_t>(), values[1].cast<std::int64_t>(),
             values[2].cast<std::int64_t>(), values[3].cast<std::int64_t>(),
             values[4].cast<float>(),        values[5].cast<std::int64_t>(),
             values[6].cast<float>(),        values[7].cast<std::vector<float>>(),
             values[8].cast<std::vector<float>>(), values.size() > 9 && values[9].cast<bool>(),
             values.size() > 10 && values[10].cast<bool>()};
+    if (values.size() < 15) return layer;
+    layer.picks = values[11].cast<std::int64_t>();
+    layer.pick_block = values[12].cast<std::int64_t>();
+    layer.pick_local = values[13].cast<std::int64_t>();
+    layer.picked_by = values[14].cast<std::int64_t>();
+    return layer;
 }
 
 std::vector<LayerSpec> parse_layers(const py::list& layers) {
@@ -131,7 +139,7 @@ rworker::Payload PyRWorker::checked_payload(std::int64_t mini_batch, std::int64_
     open.check_submit(mini_batch, layer);
     const rworker::RowCount rows = open.row_count(mini_batch, layer);
     const LayerSpec& spec = open.cache().layers()[layer];
-    check_array(q, {"q", rows.queries, spec.num_heads, spec.key_dim});
+    check_array(q, {"q", rows.queries, spec.num_heads, spec.query_dim()});
     check_array(k, {"k", rows.stored, spec.num_kv_heads, spec.key_dim});
     check_array(v, {"v", rows.stored, spec.num_kv_heads, spec.stored_value_dim()});
     check_array(out, {"out", rows.out, spec.num_heads, spec.value_dim});

@@ -1,6 +1,7 @@
 #include "rworker/attention_job.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 #include "rworker/values_of_keys.hpp"
 
@@ -30,6 +31,14 @@ void AttentionJob::prepare(const WorkList& list, std::int64_t layer, const Paylo
     num_items_ = list.num_items;
     brief_ = list.cost <= kWorthHelpersBytes;
     worth_helpers_ = list.num_items > 1 && !brief_;
+    if (spec_->picks > 0) picks_.reset(layer, *spec_, list.num_queries, list.most_tokens);
+    if (spec_->picked_by >= 0) store_all();
+}
+
+/// Any query may have picked any row of the step, so all are stored before.
+void AttentionJob::store_all() const {
+    for (const PlannedSpan& span : list_->stores)
+        for (std::int64_t head = 0; head < spec_->num_kv_heads; ++head) append(span, head, span.context_len, span.end);
 }
 
 void AttentionJob::run(std::int64_t item, std::int64_t next_item, int thread) noexcept {
@@ -41,6 +50,10 @@ void AttentionJob::run(std::int64_t item, std::int64_t next_item, int thread) no
     }
     for (std::int64_t head = work.first_head; head < work.end_head; ++head) {
         const Piece piece{work.unit, head}, next = head + 1 < work.end_head ? Piece{work.unit, head + 1} : after;
+        if (spec_->picked_by >= 0) {
+            attend_picked(piece, next, thread);
+            continue;
+        }
         append(piece);
         if (next.unit) prefetch_append(next);
         if (piece.unit->num_tokens == 0) continue;
@@ -57,11 +70,14 @@ void AttentionJob::append(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t begin = std::max(span.context_len, piece.unit->split * kSplitTokens);
     const std::int64_t end = std::min(span.end, (piece.unit->split + 1) * kSplitTokens);
-    if (begin >= end) return;
+    if (begin < end) append(span, piece.head, begin, end);
+}
+
+void AttentionJob::append(const PlannedSpan& span, std::int64_t head, std::int64_t begin, std::int64_t end) const {
     const DType dtype = worker_.model_dtype_;
-    const std::int64_t row = (span.first_stored_row + begin - span.context_len) * spec_->num_kv_heads + piece.head;
+    const std::int64_t row = (span.first_stored_row + begin - span.context_len) * spec_->num_kv_heads + head;
     worker_.kernels_.append[append_index(*spec_, worker_.cache_.dtype())]({
-        .view = worker_.cache_.view(layer_, piece.head, span.blocks),
+        .view = worker_.cache_.view(layer_, head, span.blocks),
         .dtype = dtype,
         .keys = advance(payload_.keys, row * spec_->key_dim, dtype),
         .values = advance(payload_.values, row * spec_->stored_value_dim(), dtype),
@@ -72,28 +88,30 @@ void AttentionJob::append(const Piece& piece) const {
         .key_dim = int(spec_->key_dim),
         .value_dim = int(spec_->stored_value_dim()),
         .latent_dim = spec_->values_in_keys ? int(spec_->value_dim) : 0,
+        .keep_rows = spec_->keeps_rows(),
     });
 }
 
 void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread) const {
     const WorkUnit& unit = *piece.unit;
     const PlannedSpan& span = list_->spans[unit.span];
-    const std::int64_t row_floats = partial_floats(spec_->value_dim);
+    const std::int64_t floats = token_floats(*spec_);
     float* partials = worker_.own_partials_[thread].data();
-    std::int64_t partial_stride = spec_->group() * row_floats;
+    std::int64_t partial_stride = floats;
     if (!span.one_split()) {
-        partials = worker_.shared_partials_.data() + piece.head * spec_->group() * row_floats;
-        partial_stride = spec_->num_heads * row_floats;
+        partials = worker_.shared_partials_.data() + piece.head * floats;
+        partial_stride = spec_->num_kv_heads * floats;
     }
     const DType dtype = worker_.model_dtype_, stored = worker_.cache_.dtype();
     const bool is_read_before = has_latent_codes(*spec_, stored);
-    worker_.kernels_.attend[int(is_read_before ? dtype : stored)]({
+    const auto* const kernels = spec_->picks > 0 ? worker_.kernels_.score : worker_.kernels_.attend;
+    kernels[int(is_read_before ? dtype : stored)]({
         .view = view_to_attend(piece, thread),
         .dtype = dtype,
-        .queries = advance(payload_.queries, piece.head * spec_->group() * spec_->key_dim, dtype),
+        .queries = advance(payload_.queries, piece.head * spec_->group() * spec_->query_dim(), dtype),
         .tokens = list_->tokens.data() + unit.first_token,
         .num_tokens = unit.num_tokens,
-        .token_stride = spec_->num_heads * spec_->key_dim,
+        .token_stride = spec_->num_heads * spec_->query_dim(),
         .group = int(spec_->group()),
         .split = unit.split,
         .end = std::min(span.end, (unit.split + 1) * kSplitTokens),
@@ -108,29 +126,38 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         .next = is_read_before ? nullptr : next,
         .read_ahead = worker_.read_ahead_,
         .scratch = worker_.scratch_[thread].data(),
+        .pick_block = spec_->pick_block,
     });
     if (span.one_split()) return merge(span, piece.head, partials, partial_stride, thread);
     count_off(unit, piece.head, thread);
 }
 
+void AttentionJob::attend_picked(const Piece& piece, const Piece& next, int thread) const {
+    if (!next.unit || spec_->keeps_rows()) return attend(piece, nullptr, thread);
+    NextTokens tokens = tokens_of(next);
+    tokens.view = picked_view(next, tokens.view, thread, true);
+    attend(piece, &tokens, thread);
+}
+
 /// With values where they are not stored, made of the keys that are about to be read; keys and values of latent codes.
 HeadView AttentionJob::view_to_attend(const Piece& piece, int thread) const {
     HeadView view = worker_.cache_.view(layer_, piece.head, list_->spans[piece.unit->span].blocks);
-    if (!spec_->values_in_keys) return view;
+    if (spec_->picks > 0) return view;
     const NextTokens tokens = tokens_of(piece);
     std::uint8_t* const memory = worker_.split_values_[thread].data();
     std::uint8_t* const aligned = memory + (64 - reinterpret_cast<std::uintptr_t>(memory) % 64) % 64;
     if (has_latent_codes(*spec_, worker_.cache_.dtype()))
         return read_split(worker_.kernels_, *spec_, worker_.cache_.dtype(), worker_.model_dtype_, tokens, aligned);
-    view.split_values = aligned;
+    if (spec_->values_in_keys) view.split_values = aligned;
+    if (spec_->picked_by >= 0) view = picked_view(piece, view, thread);
+    if (!spec_->values_in_keys) return view;
     make_values(worker_.cache_.dtype(), view, tokens.begin, tokens.end, int(spec_->key_dim), int(spec_->value_dim));
     return view;
 }
 
 void AttentionJob::count_off(const WorkUnit& unit, std::int64_t head, int thread) const {
-    float* const partials =
-        worker_.shared_partials_.data() + head * spec_->group() * partial_floats(spec_->value_dim);
-    const std::int64_t stride = spec_->num_heads * partial_floats(spec_->value_dim);
+    float* const partials = worker_.shared_partials_.data() + head * token_floats(*spec_);
+    const std::int64_t stride = spec_->num_kv_heads * token_floats(*spec_);
     const TokenRow* const tokens = list_->tokens.data() + unit.first_token;
     for (std::int64_t i = 0; i < unit.num_tokens; ++i) {
         if (i > 0 && tokens[i].span == tokens[i - 1].span) continue;
@@ -144,6 +171,7 @@ void AttentionJob::count_off(const WorkUnit& unit, std::int64_t head, int thread
 
 void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, float* partials, std::int64_t stride,
                          int thread) const {
+    if (spec_->picks > 0) return pick(span, partials, stride);
     const std::int64_t row = span.first_out_row * spec_->num_heads + head * spec_->group();
     const std::int64_t node_floats = rworker::node_floats(spec_->value_dim);
     MergeArgs args{
@@ -165,6 +193,26 @@ void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, float* part
         args.node_stride = spec_->num_heads * node_floats;
     }
     worker_.kernels_.merge(args);
+}
+
+/// What an index layer's queries pick, once all their scores are there; it has no output.
+void AttentionJob::pick(const PlannedSpan& span, const float* scores, std::int64_t stride) const {
+    for (std::int64_t i = 0; i < span.num_rows; ++i)
+        picks_.pick(span.first_row + i, span.context_len + i, scores + i * span.num_splits * stride, stride);
+    const std::int64_t floats = spec_->num_heads * spec_->value_dim;
+    std::memset(advance(payload_.out, span.first_out_row * floats, worker_.model_dtype_), 0,
+                span.num_rows * floats * item_bytes(worker_.model_dtype_));
+}
+
+/// The cache as the queries of a piece see it: what they picked of `view`.
+HeadView AttentionJob::picked_view(const Piece& piece, const HeadView& view, int thread, bool next) const {
+    const PlannedSpan& query = list_->spans[piece.unit->span];
+    const LayerSpec& index = worker_.cache_.layers()[spec_->picked_by];
+    const std::int64_t begin = piece.unit->split * kSplitTokens, end = std::min(query.end, begin + kSplitTokens);
+    PickedRows& rows = worker_.picked_rows_[thread];
+    const std::int32_t* const picks = picks_.of(query.first_row, index.pick_block > 0 ? piece.head : 0);
+    if (index.pick_block == 0) return rows.gather(view, *spec_, worker_.cache_.dtype(), picks, begin, end);
+    return rows.table(view, index.pick_block, worker_.cache_.block_size(), picks, begin, end, next);
 }
 
 NextTokens AttentionJob::tokens_of(const Piece& piece) const {

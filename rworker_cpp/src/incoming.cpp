@@ -270,6 +270,7 @@ void KVCache::write_rows(const Incoming& job, std::int64_t layer, const Incoming
             .key_dim = int(spec.key_dim),
             .value_dim = int(spec.stored_value_dim()),
             .latent_dim = spec.values_in_keys ? int(spec.value_dim) : 0,
+            .keep_rows = spec.keeps_rows(),
         });
 }
 

@@ -24,6 +24,8 @@ Kernels refined(Kernels kernels, const Refinement& refinement) {
     kernels.isa = refinement.isa;
     for (std::size_t i = 0; i < std::size(refinement.attend); ++i)
         if (refinement.attend[i]) kernels.attend[i] = refinement.attend[i];
+    for (std::size_t i = 0; i < std::size(refinement.score); ++i)
+        if (refinement.score[i]) kernels.score[i] = refinement.score[i];
     if (refinement.release) kernels.release = refinement.release;
     return kernels;
 }

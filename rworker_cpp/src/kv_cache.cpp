@@ -226,7 +226,7 @@ void KVCache::unwrite(std::int64_t layer, const std::int32_t* blocks, std::int64
 }
 
 void KVCache::turn_to_rows(std::int64_t layer, std::int32_t block, std::int64_t tile) const {
-    if (has_latent_codes(layers_[layer], dtype_)) return;  // they are rows always
+    if (has_latent_codes(layers_[layer], dtype_) || layers_[layer].keeps_rows()) return;  // they are rows always
     for (std::int64_t head = 0; head < layers_[layer].num_kv_heads; ++head) {
         const HeadView head_view = view(layer, head, nullptr);
         turn_keys_to_rows(dtype_,

@@ -10,12 +10,12 @@
 namespace rworker {
 namespace {
 
-TokenPlace place_of(const HeadView& view, std::int64_t position, std::int64_t length) {
+TokenPlace place_of(const LayerSpec& layer, const HeadView& view, std::int64_t position, std::int64_t length) {
     const std::int64_t tile = position / kTileTokens, tiles_per_block = std::int64_t(1) << view.log2_tiles_per_block;
     std::uint8_t* block = view.base + view.blocks[tile / tiles_per_block] * view.block_stride_bytes;
     const std::int64_t within = tile % tiles_per_block;
     return {block + within * view.key_tile_bytes, block + view.values_offset_bytes + within * view.value_tile_bytes,
-            key_order(tile * kTileTokens, length), position % kTileTokens};
+            layer.keeps_rows() ? KeyOrder::rows : key_order(tile * kTileTokens, length), position % kTileTokens};
 }
 
 /// The floats of a latent row of codes.
@@ -46,7 +46,7 @@ void KVCache::for_each_token(const Sequence& sequence, std::int64_t layer, std::
     for (std::int64_t head = 0; head < layers_[layer].num_kv_heads; ++head) {
         const HeadView head_view = view(layer, head, sequence.blocks.data());
         for (std::int64_t position = start; position < end; ++position)
-            f(position, head, place_of(head_view, position, sequence.length));
+            f(position, head, place_of(layers_[layer], head_view, position, sequence.length));
     }
 }
 
@@ -75,7 +75,7 @@ void KVCache::read_slice(const Incoming& job, std::int64_t layer, const Outgoing
     for (std::int64_t head = 0; head < heads; ++head) {
         const HeadView head_view = view(layer, head, job.blocks().data());
         for (std::int64_t position = start; position < end; ++position) {
-            const TokenPlace place = place_of(head_view, position, length);
+            const TokenPlace place = place_of(layers_[layer], head_view, position, length);
             std::uint8_t* const token = rows.bytes + (position - rows.start) * codec.token_bytes();
             codec.read_key(place, token + head * codec.key_bytes());
             codec.read_value(place, token + heads * codec.key_bytes() + head * codec.value_bytes());

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "rworker/picks.hpp"
+
 namespace rworker {
 namespace {
 
@@ -20,15 +22,23 @@ WorkList::WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const
         planned.first_stored_row = next_stored;
         planned.first_out_row = span.is_partial() ? next_node : next_out;
         planned.counter_offset = num_counters;
-        place_partials(planned);
+        most_tokens = std::max(most_tokens, planned.end);
+        if (layer.picked_by < 0)
+            place_partials(planned);
+        else
+            place_picking(cache.layers()[layer.picked_by], planned);
         next_row += span.num_rows;
         next_stored += span.is_stored() ? span.num_rows : 0;
         next_out += span.mode == SpanMode::attend ? span.num_rows : 0;
         next_node += span.num_rows * span.num_nodes();
         num_counters += planned.attends() && !planned.one_split() ? layer.num_kv_heads : 0;
-        spans.push_back(planned);
+        (layer.picked_by < 0 ? spans : stores).push_back(planned);
     }
-    plan_splits(cache);
+    num_queries = next_row;
+    if (layer.picked_by < 0)
+        plan_splits(cache);
+    else
+        num_counters = std::int64_t(spans.size()) * layer.num_kv_heads;
     order_units();
     units_left = std::make_unique<std::atomic<std::int32_t>[]>(num_counters);
     for (const PlannedSpan& span : spans)
@@ -69,6 +79,26 @@ void WorkList::place_partials(PlannedSpan& span) {
         tokens.push_back({span.context_len + i, std::int32_t(span.first_row + i), std::int32_t(spans.size()),
                           span.first_partial + i * span.num_splits - span.first_split,
                           layer_.first_seen(span.context_len + i)});
+}
+
+/// Each query of the span by itself, over the tokens it picked as if they were a sequence.
+void WorkList::place_picking(const LayerSpec& index, const PlannedSpan& span) {
+    for (std::int64_t i = 0; span.attends() && i < span.num_rows; ++i) {
+        const PickedTokens tokens_of(index, span.context_len + i, span.end);
+        PlannedSpan query = span;
+        query.context_len = tokens_of.seen - 1;
+        query.num_rows = 1;
+        query.end = tokens_of.stored;
+        query.first_row += i;
+        query.first_out_row += i;
+        query.first_token = query.first_split = 0;
+        query.num_splits = (tokens_of.seen - 1) / kSplitTokens + 1;
+        query.counter_offset = std::int64_t(spans.size()) * layer_.num_kv_heads;
+        place_partials(query);
+        spans.push_back(query);
+        for (std::int64_t split = 0; split < query.num_splits; ++split)
+            add_units(std::int32_t(spans.size()) - 1, split, std::int64_t(tokens.size()) - 1, 1);
+    }
 }
 
 void WorkList::plan_splits(const KVCache& cache) {

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <string>
 
 #include "rworker/attention_job.hpp"
 #include "rworker/kernel_choice.hpp"
+#include "rworker/layer_checks.hpp"
 #include "rworker/values_of_keys.hpp"
 
 namespace rworker {
@@ -16,35 +16,11 @@ void require(bool holds, const std::string& message) {
     if (!holds) throw Error(message);
 }
 
-void check_layer(const LayerSpec& layer, DType kv_dtype, std::size_t index) {
-    const std::string name = "layers[" + std::to_string(index) + "]: ";
-    require(layer.num_kv_heads >= 1 && layer.num_heads >= 1 && layer.num_heads % layer.num_kv_heads == 0,
-            name + "num_heads (" + std::to_string(layer.num_heads) + ") must be a positive multiple of num_kv_heads (" +
-                std::to_string(layer.num_kv_heads) + ")");
-    const int most = is_quantized(kv_dtype) && !layer.values_in_keys ? kMaxQuantizedHeadDim : kMaxHeadDim;
-    for (const std::int64_t dim : {layer.key_dim, layer.value_dim})
-        require(dim >= 1 && dim <= most,
-                name + "head dims must be 1 to " + std::to_string(most) + ", not " + std::to_string(dim));
-    require(!layer.values_in_keys || layer.value_dim <= layer.key_dim,
-            name + "values_in_keys needs keys of at least value_dim elements");
-    require(layer.window >= (layer.chunked ? 1 : 0), name + "window must not be negative, nor 0 where it is a chunk");
-    require(layer.soft_cap >= 0.0f, name + "soft_cap must not be negative");
-    require(layer.sinks.empty() || std::int64_t(layer.sinks.size()) == layer.num_heads,
-            name + "sinks must be empty or one per query head (" + std::to_string(layer.num_heads) + "), not " +
-                std::to_string(layer.sinks.size()));
-    require(layer.alibi_slopes.empty() || std::int64_t(layer.alibi_slopes.size()) == layer.num_heads,
-            name + "alibi_slopes must be empty or one per query head (" + std::to_string(layer.num_heads) + "), not " +
-                std::to_string(layer.alibi_slopes.size()));
-    for (const float slope : layer.alibi_slopes)
-        require(std::isfinite(slope), name + "alibi_slopes must be finite, not " + std::to_string(slope));
-}
-
 WorkerConfig checked(WorkerConfig config) {
-    require(!config.layers.empty(), "layers is empty; a worker needs at least one");
-    for (std::size_t i = 0; i < config.layers.size(); ++i) check_layer(config.layers[i], config.kv_dtype, i);
     require(config.block_size >= kTileTokens && config.block_size <= 256 &&
                 std::has_single_bit(std::uint64_t(config.block_size)),
             "block_size is " + std::to_string(config.block_size) + "; it must be 16, 32, 64, 128 or 256");
+    check_layers(config.layers, config.kv_dtype, config.block_size);
     require(config.num_blocks >= 1 && config.num_blocks < INT32_MAX,
             "num_blocks is " + std::to_string(config.num_blocks) + "; it must be 1 to 2147483646");
     require(config.num_threads >= 1 && config.num_threads <= 1024,
@@ -103,6 +79,7 @@ Worker::Worker(WorkerConfig config)
         scratch = std::max(scratch, scratch_floats(layer.key_dim, layer.value_dim));
     }
     for (std::vector<float>& floats : scratch_) floats.resize(scratch);
+    picked_rows_.assign(config.num_threads, PickedRows(cache_));
     for (std::vector<std::uint8_t>& bytes : split_values_) bytes.resize(most_split_bytes(cache_, model_dtype_));
 }
 
@@ -111,6 +88,11 @@ Worker::~Worker() = default;
 void Worker::begin_step(std::span<const Control> controls, std::span<const std::vector<Span>> mini_batches) {
     require(!in_step_, "begin_step: the last step is still open; end_step or abandon_step comes first");
     check_order(mini_batches);
+    const bool picks = std::any_of(cache_.layers().begin(), cache_.layers().end(),
+                                   [](const LayerSpec& layer) { return layer.picks > 0; });
+    for (const std::vector<Span>& spans : mini_batches)
+        for (const Span& span : spans)
+            require(!picks || !span.is_partial(), "begin_step: where a layer picks tokens, sequences have no ranges");
     cache_.begin_step(controls, all_spans(mini_batches));
     try {
         plan(mini_batches);
@@ -135,13 +117,14 @@ void Worker::plan(std::span<const std::vector<Span>> mini_batches) {
         for (const std::int64_t layer : shapes_) {
             const LayerSpec& spec = cache_.layers()[layer];
             mini_batch.lists.push_back(std::make_unique<WorkList>(cache_, spec, spans));
-            const std::int64_t row_floats = partial_floats(spec.value_dim);
-            shared = std::max(shared, mini_batch.lists.back()->num_partials * spec.num_heads * row_floats);
-            own = std::max(own, mini_batch.lists.back()->num_own_partials * spec.group() * row_floats);
+            const std::int64_t floats = token_floats(spec);
+            shared = std::max(shared, mini_batch.lists.back()->num_partials * spec.num_kv_heads * floats);
+            own = std::max(own, mini_batch.lists.back()->num_own_partials * floats);
         }
         mini_batch.submitted.resize(cache_.layers().size());
     }
     while (jobs_.size() < mini_batches_.size()) jobs_.push_back(std::make_unique<AttentionJob>(*this));
+    for (const auto& job : jobs_) job->forget_picks();
     if (std::int64_t(shared_partials_.size()) < shared) shared_partials_.resize(shared);
     for (std::vector<float>& floats : own_partials_)
         if (std::int64_t(floats.size()) < own) floats.resize(own);
@@ -169,6 +152,10 @@ void Worker::check_submit(std::int64_t mini_batch, std::int64_t layer) const {
     require(!mini_batches_[mini_batch].outstanding, name + " has a layer outstanding; wait for it first");
     require(!mini_batches_[mini_batch].submitted[layer],
             name + ": layer " + std::to_string(layer) + " was submitted before in this step");
+    const std::int64_t index = cache_.layers()[layer].picked_by;
+    require(index < 0 || index == jobs_[mini_batch]->picked_by(),
+            name + ": layer " + std::to_string(layer) + " reads what layer " + std::to_string(index) +
+                " picks, which was not submitted just before");
 }
 
 void Worker::submit(std::int64_t mini_batch, std::int64_t layer, const Payload& payload) {
@@ -256,7 +243,7 @@ void Worker::abandon_step() {
 void Worker::unwrite(const MiniBatch& mini_batch) const {
     for (std::size_t layer = 0; layer < mini_batch.submitted.size(); ++layer) {
         if (!mini_batch.submitted[layer]) continue;
-        for (const PlannedSpan& span : mini_batch.lists[shape_of_layer_[layer]]->spans)
+        for (const PlannedSpan& span : mini_batch.lists[shape_of_layer_[layer]]->stored())
             if (span.mode != SpanMode::read) cache_.unwrite(std::int64_t(layer), span.blocks, span.context_len, span.end);
     }
 }

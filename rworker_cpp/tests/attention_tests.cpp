@@ -102,6 +102,44 @@ void test_attend(const char* isa, DType kv_dtype, const LayerSpec& layer, std::i
     }
 }
 
+/// Outputs of the last layer for some steps of two sequences; an index, where there is one, has random queries and keys.
+std::vector<float> last_outputs(const char* isa, DType dtype, const std::vector<LayerSpec>& layers) {
+    Worker worker({layers, DType::float32, dtype, 16, 128, 3, {}, isa});
+    std::vector<float> all;
+    const std::vector<std::vector<Span>> steps[] = {{{{1, 0, 37, SpanMode::attend}, {2, 0, 530, SpanMode::append}}},
+                                                    {{{1, 37, 1, SpanMode::attend}, {2, 530, 5, SpanMode::attend}}}};
+    for (const auto& spans : steps) {
+        worker.begin_step({}, spans);
+        for (std::size_t i = 0; i < layers.size(); ++i) {
+            std::mt19937 random(layers.size() - i);  // the same for the last layer, whatever is before it
+            const LayerSpec& layer = layers[i];
+            const RowCount rows = worker.row_count(0, std::int64_t(i));
+            const auto queries = random_floats(random, rows.queries * layer.num_heads * layer.query_dim());
+            const auto keys = random_floats(random, rows.stored * layer.num_kv_heads * layer.key_dim);
+            const auto values = random_floats(random, rows.stored * layer.num_kv_heads * layer.stored_value_dim());
+            std::vector<float> out(rows.out * layer.num_heads * layer.value_dim);
+            worker.submit(0, std::int64_t(i), {queries.data(), keys.data(), values.data(), out.data()});
+            worker.wait(0);
+            if (i + 1 == layers.size()) all.insert(all.end(), out.begin(), out.end());
+        }
+        worker.end_step();
+    }
+    return all;
+}
+
+/// Where an index picks all tokens, its layer has the bits it has without; where it picks fewer, others.
+void test_picks(const char* isa, DType dtype) {
+    LayerSpec latent{3, 1, 40, 24, 0.2f, 0, 0.0f, {}, {}, true}, heads{4, 2, 16, 16, 0.2f, 0, 0.0f, {}};
+    LayerSpec tokens{20, 1, 16, 1, 0.2f, 0, 0.0f, {}, {}, true, false, 20}, blocks{2, 1, 16, 1, 1.0f, 0, 0.0f, {}, {}, true, false, 2, 16, 1};
+    for (auto [layer, index] : {std::pair(latent, tokens), std::pair(heads, blocks)}) {
+        const std::vector<float> wanted = last_outputs(isa, dtype, {layer});
+        layer.picked_by = 0;
+        CHECK(last_outputs(isa, dtype, {index, layer}) != wanted);
+        index.picks = 1000;
+        CHECK(last_outputs(isa, dtype, {index, layer}) == wanted);
+    }
+}
+
 }  // namespace
 
 void run_attention_tests() {
@@ -114,5 +152,6 @@ void run_attention_tests() {
             test_attend(kernels->isa, dtype, {8, 1, 200, 136, 0.07f, 0, 0.0f, {}}, 60, 9);
             test_attend(kernels->isa, dtype, {5, 1, 24, 40, 0.2f, 96, 0.0f, {}, {}, false, true}, 530, 24);
             test_attend(kernels->isa, dtype, {9, 1, 72, 58, 0.1f, 0, 0.0f, {}, {}, true}, 540, 7);
+            if (!is_quantized(dtype)) test_picks(kernels->isa, dtype);
         }
 }

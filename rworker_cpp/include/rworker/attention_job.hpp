@@ -1,6 +1,7 @@
 // One layer of one mini-batch as a job for the pool.
 #pragma once
 
+#include "rworker/picks.hpp"
 #include "rworker/step_plan.hpp"
 #include "rworker/thread_pool.hpp"
 #include "rworker/worker.hpp"
@@ -15,6 +16,9 @@ class AttentionJob final : public Job {
 
     void prepare(const WorkList& list, std::int64_t layer, const Payload& payload);
     std::int64_t layer() const { return layer_; }
+    /// The index layer whose picks of this step are there; -1: none.
+    std::int64_t picked_by() const { return picks_.layer(); }
+    void forget_picks() { picks_.forget(); }
     bool brief() const { return brief_; }  // not worth waking a thread for
     const WorkList& list() const { return *list_; }
     void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;
@@ -28,6 +32,11 @@ class AttentionJob final : public Job {
     };
 
     void append(const Piece& piece) const;
+    void append(const PlannedSpan& span, std::int64_t head, std::int64_t begin, std::int64_t end) const;
+    void store_all() const;
+    void pick(const PlannedSpan& span, const float* scores, std::int64_t stride) const;
+    void attend_picked(const Piece& piece, const Piece& next, int thread) const;
+    HeadView picked_view(const Piece& piece, const HeadView& view, int thread, bool next = false) const;
     void attend(const Piece& piece, const NextTokens* next, int thread) const;
     HeadView view_to_attend(const Piece& piece, int thread) const;
     void count_off(const WorkUnit& unit, std::int64_t head, int thread) const;
@@ -41,6 +50,7 @@ class AttentionJob final : public Job {
     std::int64_t layer_ = 0;
     bool brief_ = false;
     Payload payload_{};
+    mutable Picks picks_;  // each query's by the thread that finished its scores
 };
 
 }  // namespace rworker

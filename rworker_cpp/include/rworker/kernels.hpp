@@ -60,6 +60,7 @@ struct AppendArgs {
     int64_t begin, end;
     int key_dim, value_dim;
     int latent_dim = 0;  // dims of the keys that are the values, too; none of those that are stored then
+    bool keep_rows = false;  // full tiles stay rows
 };
 
 /// Make rows of latent codes of tokens [begin, end) tiles of `dtype`, keys and values: begin is a tile's first.
@@ -148,7 +149,13 @@ struct AttendArgs {
     const NextTokens* next;  // asked for while the last chunk is used; or null
     ReadAhead read_ahead;
     float* scratch;
+    int64_t pick_block = 0;  // of `score` alone; see types.hpp
 };
+
+/// Floats of the scores of one query in one split, for an index layer of `num_heads`; see types.hpp.
+constexpr int64_t score_floats(int64_t num_heads, int64_t pick_block) {
+    return pick_block == 0 ? kSplitTokens : (num_heads * (kSplitTokens / pick_block) + 15) / 16 * 16;
+}
 
 /// Fold the partials of all splits of one (span, KV head) in the tree of merge.hpp, in place, add the sinks and write
 /// rows of `dtype`: (token, head) to out[token * token_stride + head * value_dim]. Where `nodes` is given write instead
@@ -191,6 +198,9 @@ struct Kernels {
     const char* isa;
     void (*append[7])(const AppendArgs&);
     void (*attend[5])(const AttendArgs&);
+    // Scores of an index layer, by its `group` heads: at partials + (token's index + split) * partial_stride those of the
+    // split's tokens, or [head][block of pick_block tokens] their maxima. What lies behind `end` has any score.
+    void (*score[3])(const AttendArgs&);
     void (*merge)(const MergeArgs&);
     void (*combine)(const CombineArgs&);
     // Sums, to measure bandwidth.
@@ -206,6 +216,7 @@ struct Refinement {
     const char* isa;
     void (*attend[5])(const AttendArgs&);
     void (*release)() = nullptr;
+    void (*score[3])(const AttendArgs&) = {};
 };
 
 extern const Kernels kScalarKernels;

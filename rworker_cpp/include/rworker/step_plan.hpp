@@ -49,13 +49,21 @@ struct WorkItem {
     std::int64_t first_head, end_head;
 };
 
+/// Floats that one token's partial results of one split take in one KV head; in an index layer, its scores.
+inline std::int64_t token_floats(const LayerSpec& layer) {
+    return layer.picks > 0 ? score_floats(layer.num_heads, layer.pick_block)
+                           : layer.group() * partial_floats(layer.value_dim);
+}
+
 /// All units of one mini-batch for layers of one shape. No barriers: the thread that finishes the last unit of a (span,
 /// KV head), told by `units_left`, merges.
 struct WorkList {
-    std::vector<PlannedSpan> spans;
+    std::vector<PlannedSpan> spans;   // where queries see what they picked, each query is one
+    std::vector<PlannedSpan> stores;  // then, the spans whose rows are stored before any attends
     std::vector<TokenRow> tokens;  // all attending ones, in the payload's order; then those of shared splits
     std::vector<WorkUnit> units;   // largest first
     std::unique_ptr<std::atomic<std::int32_t>[]> units_left;
+    std::int64_t num_queries = 0, most_tokens = 0;  // most_tokens: of its longest sequence
     std::int64_t num_items = 0;
     std::int64_t cost = 0, bytes_read = 0;
     std::int64_t num_partials = 0;      // shared between threads, each of all heads
@@ -63,12 +71,16 @@ struct WorkList {
 
     WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const Span> spans);
 
+    /// The spans that store rows.
+    const std::vector<PlannedSpan>& stored() const { return layer_.picked_by < 0 ? spans : stores; }
+
     /// Items are (unit, KV head), heads fastest: they lie side by side in a block. Small units, which come last, are
     /// one item with all heads.
     WorkItem item(std::int64_t index) const;
 
   private:
     PlannedSpan place(const KVCache& cache, const Span& span) const;
+    void place_picking(const LayerSpec& index, const PlannedSpan& span);
     void place_partials(PlannedSpan& span);
     void plan_splits(const KVCache& cache);
     void plan_shared(const SharedSplit& shared);

@@ -31,8 +31,19 @@ struct LayerSpec {
     std::vector<float> alibi_slopes = {};
     bool values_in_keys = false;  // values are a key's first value_dim elements, and come and are stored only as such
     bool chunked = false;         // a query sees those of its chunk: from the last multiple of `window` on
+    // An index layer: each of its queries picks what the layers after it read, and attends to nothing. It picks at most
+    // `picks` tokens (0: this is no index layer) by their score: the sum of relu(q . k) * weight over all heads. Where
+    // `pick_block` is given, each head picks as many blocks of so many tokens by its largest q . k there, the query's own
+    // block and those before it, `pick_local` in all, first.
+    std::int64_t picks = 0, pick_block = 0, pick_local = 0;
+    std::int64_t picked_by = -1;  // the index layer that picks what this layer's queries see; -1: they see all
 
     std::int64_t stored_value_dim() const { return values_in_keys ? 0 : value_dim; }
+    bool weighs_heads() const { return picks > 0 && pick_block == 0; }
+    /// Elements of a query: where heads are weighed, a float32 comes behind it, in the first bytes of two elements.
+    std::int64_t query_dim() const { return key_dim + (weighs_heads() ? 2 : 0); }
+    /// Where single tokens are read, each key is kept in one piece: the keys of full tiles lie as those of the last.
+    bool keeps_rows() const { return picked_by >= 0 && values_in_keys; }
     std::int64_t group() const { return num_heads / num_kv_heads; }
 
     /// The first token that a query at `position` sees; it never falls as positions grow.
@@ -44,7 +55,9 @@ struct LayerSpec {
     bool same_work(const LayerSpec& other) const {
         return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && key_dim == other.key_dim &&
                value_dim == other.value_dim && window == other.window && values_in_keys == other.values_in_keys &&
-               chunked == other.chunked;
+               chunked == other.chunked &&
+               picks == other.picks && pick_block == other.pick_block && pick_local == other.pick_local &&
+               picked_by == other.picked_by;
     }
 };
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "rworker/kv_cache.hpp"
+#include "rworker/picks.hpp"
 #include "rworker/step_plan.hpp"
 #include "rworker/thread_pool.hpp"
 
@@ -133,6 +134,7 @@ class Worker {
     std::vector<std::vector<float>> own_partials_;     // per thread
     std::vector<std::vector<float>> scratch_;          // per thread
     std::vector<std::vector<std::uint8_t>> split_values_;  // per thread; empty where all values are stored
+    std::vector<PickedRows> picked_rows_;  // per thread
     std::vector<std::unique_ptr<AttentionJob>> jobs_;  // one per mini-batch
     ThreadPool pool_;                                  // last: its threads end before what they use
 };

@@ -37,10 +37,11 @@ void store_value(const void* row, int padded_dim, int token, uint8_t* tile) {
 }
 
 /// Keys of the tokens [begin, end) of one tile of `lines` words, a row each from `write_row(token, row)`: as rows until
-/// the tile is full, then all of it as lanes.
+/// the tile is full, then all of it as lanes, unless it keeps its rows.
 template <class Word, class WriteRow>
-[[gnu::always_inline]] inline void store_keys(int begin, int end, int lines, Word* tile, WriteRow write_row) {
-    if (end < kTileTokens) {
+[[gnu::always_inline]] inline void store_keys(int begin, int end, int lines, Word* tile, WriteRow write_row,
+                                              bool keep_rows = false) {
+    if (end < kTileTokens || keep_rows) {
         for (int token = begin; token < end; ++token) write_row(token, tile + token * lines);
         return;
     }
@@ -76,10 +77,11 @@ void append(const AppendArgs& args) {
     const int lines = (args.key_dim + pack - 1) / pack;
     alignas(64) uint8_t row[rworker::kMaxHeadDim * 4];
     for_tiles(args, [&](const Tile& tile, int64_t first, int begin, int end) {
-        store_keys(begin, end, lines, reinterpret_cast<Word*>(tile.keys), [&](int token, Word* words) {
+        const auto write_row = [&](int token, Word* words) {
             convert_row<L, D>(args.dtype, key_row(args, first + token), args.key_dim, row);
             __builtin_memcpy(words, row, size_t(lines) * sizeof(Word));
-        });
+        };
+        store_keys(begin, end, lines, reinterpret_cast<Word*>(tile.keys), write_row, args.keep_rows);
         for (int token = begin; args.value_dim > 0 && token < end; ++token) {
             convert_row<L, D>(args.dtype, value_row(args, first + token), args.value_dim, row);
             store_value<D>(row, round_up16(args.value_dim), token, tile.values);

@@ -4,6 +4,7 @@
 #include "kernels/append.hpp"
 #include "kernels/attend.hpp"
 #include "kernels/latents.hpp"
+#include "kernels/score.hpp"
 
 namespace {
 
@@ -94,6 +95,7 @@ constexpr rworker::Kernels make_kernels(const char* isa) {
              append_latents<L, DType::int4>},
             {attend<L, DType::float32>, attend<L, DType::float16>, attend<L, DType::bfloat16>, attend<L, DType::int8>,
              attend<L, DType::int4>},
+            {score<L, DType::float32>, score<L, DType::float16>, score<L, DType::bfloat16>},
             merge<L>,
             combine<L>,
             read_all<L>,

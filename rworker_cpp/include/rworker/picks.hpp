@@ -1,0 +1,61 @@
+// What an index layer's queries pick, and how the layers after it read only that.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "rworker/kv_cache.hpp"
+
+namespace rworker {
+
+/// Tokens of a query's own order of what it reads: all it picked, one after the other. `seen`: those up to the query's
+/// own; `stored`: those of its last block, too, that come after it. A query of position p picks the same count whatever
+/// the scores are.
+struct PickedTokens {
+    std::int64_t seen, stored;
+
+    /// Of a query at `position` in a sequence with `end` tokens stored.
+    PickedTokens(const LayerSpec& index, std::int64_t position, std::int64_t end);
+};
+
+/// The picks of one mini-batch's queries.
+class Picks {
+  public:
+    /// Room for those of `num_queries` in layer `layer`, an index layer, over sequences of up to `longest` tokens.
+    void reset(std::int64_t layer, const LayerSpec& index, std::int64_t num_queries, std::int64_t longest);
+    void forget() { layer_ = -1; }
+    /// The index layer whose picks these are; -1: none.
+    std::int64_t layer() const { return layer_; }
+
+    /// Pick for a query at `position` by its scores, [token] or [split][head][block] (see Kernels::score), `stride`
+    /// floats from split to split. Equal scores: the earlier first.
+    void pick(std::int64_t query, std::int64_t position, const float* scores, std::int64_t stride);
+    /// What a query, or one of its heads, picked, ascending: positions of tokens, or numbers of blocks.
+    const std::int32_t* of(std::int64_t query, std::int64_t head) const {
+        return picked_.data() + (query * heads_ + head) * most_;
+    }
+
+  private:
+    std::int64_t layer_ = -1, heads_ = 0, most_ = 0, block_ = 0, local_ = 0;
+    std::vector<std::int32_t> picked_;  // [query][head][most]
+};
+
+/// The rows of single tokens side by side, in tiles as the kernels read them, for one split of what was picked.
+class PickedRows {
+  public:
+    /// Room for a split of the cache's layers that read single tokens.
+    explicit PickedRows(const KVCache& cache);
+
+    /// A view of tokens [begin, end) of what `picks` are, copied from `view`; begin is a split's first.
+    HeadView gather(const HeadView& view, const LayerSpec& layer, DType dtype, const std::int32_t* picks,
+                    std::int64_t begin, std::int64_t end);
+    /// The same of blocks, which are read where they lie; and, as `next`, of those that are read after them.
+    HeadView table(const HeadView& view, std::int64_t pick_block, std::int64_t block_size, const std::int32_t* picks,
+                   std::int64_t begin, std::int64_t end, bool next = false);
+
+  private:
+    std::vector<std::uint8_t> keys_;
+    std::vector<std::int32_t> blocks_, next_blocks_;
+};
+
+}  // namespace rworker

@@ -1,0 +1,79 @@
+#include "rworker/layer_checks.hpp"
+
+#include <bit>
+#include <cmath>
+#include <string>
+
+namespace rworker {
+namespace {
+
+void require(bool holds, const std::string& message) {
+    if (!holds) throw Error(message);
+}
+
+void check_layer(const LayerSpec& layer, DType kv_dtype, std::size_t index) {
+    const std::string name = "layers[" + std::to_string(index) + "]: ";
+    require(layer.num_kv_heads >= 1 && layer.num_heads >= 1 && layer.num_heads % layer.num_kv_heads == 0,
+            name + "num_heads (" + std::to_string(layer.num_heads) + ") must be a positive multiple of num_kv_heads (" +
+                std::to_string(layer.num_kv_heads) + ")");
+    const int most = is_quantized(kv_dtype) && !layer.values_in_keys ? kMaxQuantizedHeadDim : kMaxHeadDim;
+    for (const std::int64_t dim : {layer.key_dim, layer.value_dim})
+        require(dim >= 1 && dim <= most,
+                name + "head dims must be 1 to " + std::to_string(most) + ", not " + std::to_string(dim));
+    require(!layer.values_in_keys || layer.value_dim <= layer.key_dim,
+            name + "values_in_keys needs keys of at least value_dim elements");
+    require(layer.window >= (layer.chunked ? 1 : 0), name + "window must not be negative, nor 0 where it is a chunk");
+    require(layer.soft_cap >= 0.0f, name + "soft_cap must not be negative");
+    require(layer.sinks.empty() || std::int64_t(layer.sinks.size()) == layer.num_heads,
+            name + "sinks must be empty or one per query head (" + std::to_string(layer.num_heads) + "), not " +
+                std::to_string(layer.sinks.size()));
+    require(layer.alibi_slopes.empty() || std::int64_t(layer.alibi_slopes.size()) == layer.num_heads,
+            name + "alibi_slopes must be empty or one per query head (" + std::to_string(layer.num_heads) + "), not " +
+                std::to_string(layer.alibi_slopes.size()));
+    for (const float slope : layer.alibi_slopes)
+        require(std::isfinite(slope), name + "alibi_slopes must be finite, not " + std::to_string(slope));
+}
+
+/// An index layer, and one that reads what it picks. `layers`: those up to the layer at hand.
+void check_picks(std::span<const LayerSpec> layers, DType kv_dtype, std::int64_t block_size) {
+    const LayerSpec& layer = layers.back();
+    const std::string name = "layers[" + std::to_string(layers.size() - 1) + "]: ";
+    const bool plain = layer.window == 0 && layer.alibi_slopes.empty();
+    require(layer.picks >= 0 && layer.pick_block >= 0 && layer.pick_local >= 0 && layer.picked_by >= -1,
+            name + "picks, pick_block and pick_local must not be negative, nor picked_by below -1");
+    if (layer.picks > 0) {
+        require(layer.num_kv_heads == 1 && layer.values_in_keys && layer.value_dim == 1 && layer.picked_by < 0 && plain &&
+                    layer.soft_cap == 0.0f && layer.sinks.empty() && layer.picks < INT32_MAX && !is_quantized(kv_dtype),
+                name + "a layer that picks has one KV head, values_in_keys with a value_head_dim of 1, and neither "
+                       "window, soft cap, sinks nor ALiBi, in a cache of float32, float16 or bfloat16");
+        const bool block = std::has_single_bit(std::uint64_t(layer.pick_block)) && layer.pick_block <= kSplitTokens &&
+                           layer.pick_block % block_size == 0 && layer.pick_local >= 1 && layer.pick_local <= layer.picks;
+        require(layer.pick_block == 0 ? layer.pick_local == 0 : block,
+                name + "pick_block is " + std::to_string(layer.pick_block) + "; it must be 0, or a power of two up to " +
+                    std::to_string(kSplitTokens) + " and a multiple of block_size (" + std::to_string(block_size) +
+                    "), with a pick_local of 1 to picks");
+    } else {
+        require(layer.pick_block == 0 && layer.pick_local == 0, name + "pick_block and pick_local need picks");
+    }
+    if (layer.picked_by < 0) return;
+    std::int64_t last = std::int64_t(layers.size()) - 2;
+    while (last >= 0 && layers[last].picks == 0) --last;
+    require(last >= 0 && layer.picked_by == last, name + "picked_by must be the last layer before it that picks");
+    const bool in_blocks = layers[last].pick_block > 0;
+    require(plain && !is_quantized(kv_dtype) && layer.values_in_keys != in_blocks &&
+                layer.num_kv_heads == (in_blocks ? layers[last].num_heads : 1),
+            name + "a layer that reads what another picks has neither window nor ALiBi, in a cache of float32, float16 or "
+                   "bfloat16; where tokens are picked one KV head and values_in_keys, where blocks are picked as many KV "
+                   "heads as that one has heads, and values");
+}
+
+}  // namespace
+
+void check_layers(std::span<const LayerSpec> layers, DType kv_dtype, std::int64_t block_size) {
+    require(!layers.empty(), "layers is empty; a worker needs at least one");
+    for (std::size_t i = 0; i < layers.size(); ++i) check_layer(layers[i], kv_dtype, i);
+    for (std::size_t i = 0; i < layers.size(); ++i)
+        check_picks({layers.data(), i + 1}, kv_dtype, block_size);
+}
+
+}  // namespace rworker

@@ -1,0 +1,160 @@
+#include "rworker/picks.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "kernels/transpose.hpp"
+
+namespace rworker {
+namespace {
+
+/// Order of scores as that of whole numbers: also of NaN, which a peer may send. 0 and -0 are the same.
+std::uint32_t rank_of(float score) {
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(score + 0.0f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+/// A score and its place as one number: the larger score is the larger one, of equal scores the earlier.
+std::uint64_t order_of(float score, std::int64_t place) {
+    return std::uint64_t(rank_of(score)) << 32 | (0xffffffffu - std::uint32_t(place));
+}
+
+std::int32_t place_of(std::uint64_t order) { return std::int32_t(0xffffffffu - std::uint32_t(order)); }
+
+/// The `most` best of `count` scores, ascending by place. `score_at(i)`; where there are no more, all.
+template <class ScoreAt>
+void pick_best(std::int64_t count, std::int64_t most, ScoreAt score_at, std::int32_t* picked) {
+    if (count <= most) {
+        for (std::int64_t i = 0; i < count; ++i) picked[i] = std::int32_t(i);
+        return;
+    }
+    // Whenever twice as many as wanted are left, the worse half goes, and what is worse than the rest is not looked at.
+    static thread_local std::vector<std::uint64_t> best;
+    best.clear();
+    best.reserve(2 * most);
+    std::uint32_t least = 0;
+    const auto drop_worse = [&] {
+        std::nth_element(best.begin(), best.begin() + (most - 1), best.end(), std::greater<>());
+        best.resize(most);
+        least = std::uint32_t(best[most - 1] >> 32);
+    };
+    for (std::int64_t i = 0; i < count; ++i) {
+        const float score = score_at(i);
+        if (rank_of(score) < least) continue;
+        best.push_back(order_of(score, i));
+        if (std::int64_t(best.size()) == 2 * most) drop_worse();
+    }
+    drop_worse();
+    for (std::int64_t i = 0; i < most; ++i) picked[i] = place_of(best[i]);
+    std::sort(picked, picked + most);
+}
+
+/// out[line][token] = rows[token][line] of a tile's rows of `lines` words.
+template <class Word>
+void rows_to_tile(const std::uint8_t* const* rows, std::int64_t lines, std::uint8_t* tile) {
+    Word* const out = reinterpret_cast<Word*>(tile);
+    for (std::int64_t token = 0; token < kTileTokens; token += 4) {
+        const Word* row[4];
+        for (int i = 0; i < 4; ++i) row[i] = reinterpret_cast<const Word*>(rows[token + i]);
+        std::int64_t line = 0;
+        for (; line + 4 <= lines; line += 4) {
+            const Word* const square[4] = {row[0] + line, row[1] + line, row[2] + line, row[3] + line};
+            transpose_square(square, out + line * kTileTokens + token);
+        }
+        for (; line < lines; ++line)
+            for (int i = 0; i < 4; ++i) out[line * kTileTokens + token + i] = row[i][line];
+    }
+}
+
+}  // namespace
+
+PickedTokens::PickedTokens(const LayerSpec& index, std::int64_t position, std::int64_t end) {
+    if (index.pick_block == 0) {
+        seen = stored = std::min(index.picks, position + 1);
+        return;
+    }
+    const std::int64_t own = position / index.pick_block, first = own * index.pick_block;
+    const std::int64_t before = (std::min(index.picks, own + 1) - 1) * index.pick_block;
+    seen = before + position + 1 - first;
+    stored = before + std::min(end - first, index.pick_block);
+}
+
+void Picks::reset(std::int64_t layer, const LayerSpec& index, std::int64_t num_queries, std::int64_t longest) {
+    layer_ = layer, block_ = index.pick_block, local_ = index.pick_local;
+    most_ = std::min(index.picks, block_ == 0 ? longest : (longest + block_ - 1) / block_);
+    heads_ = block_ == 0 ? 1 : index.num_heads;
+    picked_.resize(num_queries * heads_ * most_);
+}
+
+void Picks::pick(std::int64_t query, std::int64_t position, const float* scores, std::int64_t stride) {
+    std::int32_t* picked = picked_.data() + query * heads_ * most_;
+    if (block_ == 0) {
+        pick_best(position + 1, most_, [&](std::int64_t token) { return scores[token]; }, picked);
+        return;
+    }
+    const std::int64_t in_split = kSplitTokens / block_, own = position / block_;
+    for (std::int64_t head = 0; head < heads_; ++head, picked += most_) {
+        const std::int64_t local = std::min(local_, own + 1), others = own + 1 - local, free = most_ - local;
+        const auto score_at = [&](std::int64_t block) {
+            return scores[block / in_split * stride + head * in_split + block % in_split];
+        };
+        pick_best(others, free, score_at, picked);
+        for (std::int64_t i = 0; i < local; ++i) picked[std::min(others, free) + i] = std::int32_t(others + i);
+    }
+}
+
+PickedRows::PickedRows(const KVCache& cache) : blocks_(1) {
+    std::int64_t bytes = 0;
+    for (std::size_t i = 0; i < cache.layers().size(); ++i)
+        if (cache.layers()[i].keeps_rows())
+            bytes = std::max(bytes, kSplitTokens / kTileTokens * cache.layout(std::int64_t(i)).key_tile_bytes + 64);
+    keys_.resize(bytes);
+}
+
+HeadView PickedRows::gather(const HeadView& view, const LayerSpec& layer, DType dtype, const std::int32_t* picks,
+                            std::int64_t begin, std::int64_t end) {
+    const std::int64_t pack = dtype == DType::bfloat16 ? 2 : 1, lines = (layer.key_dim + pack - 1) / pack;
+    const std::int64_t row_bytes = lines * pack * item_bytes(dtype);
+    const std::int64_t within_block = (std::int64_t(1) << view.log2_tiles_per_block) - 1;
+    std::uint8_t* const memory = keys_.data() + (64 - reinterpret_cast<std::uintptr_t>(keys_.data()) % 64) % 64;
+    const auto row_of = [&](std::int64_t position) {
+        const std::int64_t tile = position / kTileTokens;
+        return view.base + view.blocks[tile >> view.log2_tiles_per_block] * view.block_stride_bytes +
+               (tile & within_block) * view.key_tile_bytes + position % kTileTokens * row_bytes;
+    };
+    for (std::int64_t first = begin; first < end; first += kTileTokens) {
+        std::uint8_t* const tile = memory + (first - begin) / kTileTokens * view.key_tile_bytes;
+        const std::uint8_t* rows[kTileTokens];
+        const std::int64_t count = std::min<std::int64_t>(end - first, kTileTokens);
+        for (std::int64_t i = 0; i < count; ++i) rows[i] = row_of(picks[first + i]);
+        for (std::int64_t i = first + count; i < std::min(first + count + kTileTokens, end); ++i)
+            for (std::int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(row_of(picks[i]) + byte);
+        if (count < kTileTokens)
+            for (std::int64_t i = 0; i < count; ++i) std::memcpy(tile + i * row_bytes, rows[i], row_bytes);
+        else if (pack * item_bytes(dtype) == 4)
+            rows_to_tile<std::uint32_t>(rows, lines, tile);
+        else
+            rows_to_tile<std::uint16_t>(rows, lines, tile);
+    }
+    const int log2_tiles = std::countr_zero(std::uint64_t(kSplitTokens / kTileTokens));
+    blocks_.assign(begin / kSplitTokens + 1, 0);
+    HeadView gathered{memory, blocks_.data(), view.block_stride_bytes, 0, view.key_tile_bytes, view.value_tile_bytes,
+                      log2_tiles};
+    gathered.split_values = view.split_values;
+    return gathered;
+}
+
+HeadView PickedRows::table(const HeadView& view, std::int64_t pick_block, std::int64_t block_size,
+                           const std::int32_t* picks, std::int64_t begin, std::int64_t end, bool next) {
+    const std::int64_t parts = pick_block / block_size;
+    std::vector<std::int32_t>& blocks = next ? next_blocks_ : blocks_;
+    blocks.resize((end + block_size - 1) / block_size);
+    for (std::int64_t i = begin / block_size; i < std::int64_t(blocks.size()); ++i)
+        blocks[i] = view.blocks[picks[i / parts] * parts + i % parts];
+    HeadView picked = view;
+    picked.blocks = blocks.data();
+    return picked;
+}
+
+}  // namespace rworker

@@ -1,0 +1,206 @@
+"""Trained sparsity: the tokens of transformers' ``generate``, over contexts of at least eight times what is picked."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import latent_zoo, model_zoo, r_workers
+from helpers.engine_checks import assert_nothing_held
+from helpers.examples import SEES_ALL
+from helpers.prefill_workers import Watched
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import ConfigError, UnsupportedModelError
+from fastdecode.core.types import KVLayout, LayerLayout
+from fastdecode.sworker.index import BlockIndexer, TokenIndexer, picked, use_index
+from fastdecode.sworker.latents import use_latent_rows
+from fastdecode.sworker.prompts import PromptScratch, reference_attention
+from fastdecode.sworker.staging import PromptRows
+
+NUM_TOKENS = 64 if SEES_ALL else 24
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 1024, "s_threads": 1}
+SETTINGS |= {"r_threads": 1, "kv_cache_memory": "16MiB", "block_size": 16}
+LENGTHS = (620, 1, 500, 128, 3, 77, 400, 160)
+
+TOKENS = latent_zoo.MOE | {"index_topk": 48, "index_head_dim": 16, "index_n_heads": 12, "head_dim": 8}
+BLOCKS: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 2048,
+    "vocab_size": model_zoo.VOCABULARY,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 16,
+    "index_topk_blocks": 3,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v32": ("DeepseekV32Config", TOKENS),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", TOKENS | {"indexer_types": ["full", "shared", "full"]}),
+    "minimax_m3": ("MiniMaxM3VLTextConfig", BLOCKS),
+}
+RUN: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"r_workers": "inproc:3", "num_mini_batches": 3, "max_num_batched_tokens": 100, "max_num_seqs": 16},
+    "glm_moe_dsa": {"r_workers": "spawn:2", "num_mini_batches": 2, "kv_replicas": 2},
+    "minimax_m3": {"r_workers": "inproc:2", "num_mini_batches": 1, "r_threads": 2},
+}
+KINDS = {
+    "deepseek_v32": [(48, -1), (0, 0), (48, -1), (0, 2), (48, -1), (0, 4)],
+    "glm_moe_dsa": [(48, -1), (0, 0), (0, 0), (48, -1), (0, 3)],
+    "minimax_m3": [(0, -1), (3, -1), (0, 1), (3, -1), (0, 3)],
+}
+"""What each layer picks, and by which one is picked what it sees."""
+
+
+NAMES = ["deepseek_v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm_moe_dsa", "minimax_m3"))]
+MORE = [
+    pytest.param("glm_moe_dsa", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("deepseek_v32", "minimax_m3")),
+]
+
+
+def build_model(name: str) -> Any:
+    """The model, in float32 on the CPU, with transformers' own attention."""
+    config_class, settings = CONFIGS[name]
+    config = getattr(transformers, config_class)(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return model_zoo.randomised(model, latent_zoo.STD).eval()
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
+    """Name, model and folder of each architecture."""
+    place, built = tmp_path_factory.mktemp(request.param), build_model(request.param)
+    built.save_pretrained(place)
+    return request.param, built, place
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(model_zoo.VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def generated(llm: LLM, texts: list[list[int]]) -> list[list[int]]:
+    """Token ids of every text, and the check that nothing stays behind."""
+    outputs = llm.generate([{"prompt_token_ids": text} for text in texts], GREEDY, use_tqdm=False)
+    assert_nothing_held(llm.engine)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("model", NAMES, indirect=True)
+def test_every_architecture_matches_generate(model: tuple[str, Any, Path]) -> None:
+    name, own, folder = model
+    with LLM(str(folder), **SETTINGS | RUN[name]) as llm:
+        assert [(each.picks, each.picked_by) for each in llm.engine.s_model.layout.layers] == KINDS[name]
+        tokens = generated(llm, prompts())
+    assert [model_zoo.disagreements(own, *pair) for pair in zip(prompts(), tokens, strict=True)] == [0] * 8
+
+
+@pytest.mark.parametrize("model", MORE, indirect=True)
+@pytest.mark.parametrize("kv_cache_memory", ["16MiB", "1MiB"])
+def test_prompts_here_drafts_prefixes_and_preemption(model: tuple[str, Any, Path], kv_cache_memory: str) -> None:
+    """Chunks that attend on the S-worker, several draft tokens at once, texts that begin alike, and too few blocks."""
+    _, own, folder = model
+    texts = prompts((300, 40, 200))
+    texts += [texts[0][:280] + text[:30] for text in texts]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    settings = {
+        "speculative_config": drafts,
+        "prefill_scratch": "1MiB",
+        "max_num_batched_tokens": 90,
+        "max_num_seqs": 8,
+    }
+    settings |= {"kv_cache_memory": kv_cache_memory, "max_model_len": 400}
+    with LLM(str(folder), **SETTINGS | settings) as llm:
+        tokens = generated(llm, texts[:3]) + generated(llm, texts[3:])
+    assert [model_zoo.disagreements(own, *pair) for pair in zip(texts, tokens, strict=True)] == [0] * 6
+
+
+@pytest.mark.parametrize("model", MORE, indirect=True)
+def test_16_bits_keep_their_tokens_in_two_places_and_after_kill_9(model: tuple[str, Any, Path]) -> None:
+    texts, settings = prompts((430, 30, 205)), SETTINGS | {"dtype": "bfloat16"}
+    with LLM(str(model[2]), **settings) as llm:
+        wanted = [generated(llm, [text])[0] for text in texts]
+        assert generated(llm, texts) == wanted
+    with LLM(str(model[2]), **settings, kv_replicas=2, r_workers="spawn:3") as llm:
+        there = Watched(llm, range(0))
+        kill = partial(os.kill, r_workers.spawned_pids(llm)[1], signal.SIGKILL)
+        assert [each[0] for each in there.run(texts, lambda _: GREEDY, {4: kill})] == wanted
+        assert_nothing_held(llm.engine)
+
+
+def test_what_does_not_go_with_an_index_is_refused_by_name(tmp_path: Path) -> None:
+    build_model("minimax_m3").save_pretrained(tmp_path)
+    for settings, message in (
+        ({"kv_shard_tokens": 512}, "kv_shard_tokens: an index of this model picks the tokens that its queries see"),
+        ({"block_size": 32}, "block_size: an index of this model picks .*, in blocks of 16: 32 must divide that"),
+        (
+            {"kv_cache_dtype": "int8"},
+            "kv_cache_dtype: MiniMaxM3VLForCausalLM picks the tokens that it reads by an index",
+        ),
+    ):
+        with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+            LLM(str(tmp_path), **SETTINGS | settings)
+
+
+def test_an_indexer_that_picks_otherwise_stays_as_it_is() -> None:
+    for name in CONFIGS:
+        built = build_model(name)
+        use_latent_rows(built)
+        indexers = [module for module in built.modules() if type(module).__name__.endswith("Indexer")]
+        own = type(indexers[0])
+
+        class Other(own):  # type: ignore[misc, valid-type]
+            def forward(self, hidden_states: torch.Tensor, *others: Any) -> Any:
+                return super().forward(hidden_states.roll(1, 1), *others)
+
+        Other.__module__ = own.__module__
+        indexers[0].__class__ = Other
+        use_index(built, "auto")
+        assert [isinstance(each, (TokenIndexer, BlockIndexer)) for each in indexers] == [False, True, True][
+            : len(indexers)
+        ]
+
+
+def test_prompts_on_a_gpu_attend_in_chunks_as_at_once() -> None:
+    """torch's own attention there, over rows as R-workers get them."""
+    index = LayerLayout(20, 1, 16, 1, 0.3, values_in_keys=True, picks=6)
+    layers = index, LayerLayout(3, 1, 24, 16, 0.2, values_in_keys=True, picked_by=0)
+    scratch, parts = PromptScratch(KVLayout(layers, "float32", "float32")), (slice(0, 17), slice(17, 40))
+    torch.manual_seed(2)
+    rows = [
+        [torch.randn(40, *shape) for shape in ((each.num_heads, each.query_dim), (1, each.key_head_dim))]
+        for each in layers
+    ]
+    found = []
+    for part in parts:
+        scratch.begin_step([])
+        for number, (q, k) in enumerate(rows):
+            here = PromptRows(7, slice(0, part.stop - part.start), part.start, part.stop == 40)
+            found.append(scratch.attend(number, 0, q[part], k[part], k[part, :, :0], [here])[0])
+    seen = picked(*rows[0], index)
+    assert seen.sum(-1).tolist() == [[min(row + 1, 6) for row in range(40)]]
+    wanted = reference_attention(*rows[1], rows[1][1][..., :0], layers[1], seen)
+    assert torch.allclose(torch.cat(found[1::2]), wanted, atol=1e-6) and not found[0].any()
