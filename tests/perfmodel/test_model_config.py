@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from helpers import latent_zoo, model_zoo
+from helpers.tiny_configs import tiny_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from fastdecode.api.config import DEMO_MODEL
+from fastdecode.api.config import DEMO_MODEL, EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import KV_BITS
 from fastdecode.perfmodel.hardware import find_cpu_host, kernel_bytes_per_second
@@ -19,6 +20,7 @@ from fastdecode.perfmodel.model_config import find_shape, read_shape
 from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import host_r_part
+from fastdecode.sworker import SModel
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.support import probe_layout
 
@@ -99,6 +101,15 @@ def test_an_index_is_held_and_scanned_and_picks_what_is_read() -> None:
     assert scan.seconds_per_token == pytest.approx(256 / kernel_bytes_per_second("bfloat16", 64, host.cores))
     shared = CONFIG_MAPPING["glm_moe_dsa"](index_topk_freq=4).to_dict()
     assert read_shape(shared, "m").index == replace(BUILT_IN["glm-5"].index, num_layers=21)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl_text"])
+def test_the_bytes_of_an_index_are_those_that_r_workers_are_told_of(name: str, tmp_path: Path) -> None:
+    tiny_config(name).save_pretrained(tmp_path)
+    given: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "device": "cpu"}
+    model = SModel(EngineConfig(model=str(tmp_path), **given))
+    assert model.shape.index and model.layout.has_index
+    assert model.shape.kv_bytes_per_token("bfloat16") == model.layout.kv_bytes_per_token
 
 
 def test_a_configuration_file_gives_the_built_in_shape(tmp_path: Path) -> None:
