@@ -97,10 +97,14 @@ def check_index(config: EngineConfig, layout: KVLayout) -> None:
     why = "an index of this model picks the tokens that its queries see"
     if config.kv_shard_tokens is not None:
         raise ConfigError(f"kv_shard_tokens: {why}, among all of a sequence, which stays whole: leave it out")
-    for name, unset in (("prefill_workers", None), ("tensor_parallel_size", 1)):
-        if getattr(config, name) != unset:
+    blocks = {layer.pick_block for layer in layout.layers if layer.pick_block}
+    for name, refused in (
+        ("prefill_workers", config.prefill_workers is not None),
+        ("tensor_parallel_size", config.tensor_parallel_size > 1 and bool(blocks)),
+    ):
+        if refused:
             raise ConfigError(f"{name}: {why}, which works without {name} so far: leave it out")
-    for size in {layer.pick_block for layer in layout.layers if layer.pick_block}:
+    for size in blocks:
         if size % config.block_size:
             raise ConfigError(f"block_size: {why}, in blocks of {size}: {config.block_size} must divide that")
 

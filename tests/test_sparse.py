@@ -17,8 +17,10 @@ from helpers.examples import SEES_ALL
 from helpers.prefill_workers import Watched
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, UnsupportedModelError
 from fastdecode.core.types import KVLayout, LayerLayout
+from fastdecode.engine_setup import check_index
 from fastdecode.sworker.index import BlockIndexer, TokenIndexer, picked, use_index
 from fastdecode.sworker.latents import use_latent_rows
 from fastdecode.sworker.prompts import PromptScratch, reference_attention
@@ -151,6 +153,18 @@ def test_16_bits_keep_their_tokens_in_two_places_and_after_kill_9(model: tuple[s
         assert_nothing_held(llm.engine)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", ["glm_moe_dsa"], indirect=True)
+def test_ranks_have_their_heads_and_the_whole_index(model: tuple[str, Any, Path]) -> None:
+    """Each rank's R-workers pick by all heads of the index."""
+    texts = prompts((430, 40))
+    with LLM(str(model[2]), **SETTINGS, tensor_parallel_size=2, num_mini_batches=2) as llm:
+        layers = llm.engine.s_model.layout.layers
+        assert [each.num_heads for each in layers] == [12, 2, 2, 12, 2]
+        tokens = generated(llm, texts)
+    assert [model_zoo.disagreements(model[1], *pair) for pair in zip(texts, tokens, strict=True)] == [0] * 2
+
+
 def test_what_does_not_go_with_an_index_is_refused_by_name(tmp_path: Path) -> None:
     build_model("minimax_m3").save_pretrained(tmp_path)
     for settings, message in (
@@ -163,6 +177,12 @@ def test_what_does_not_go_with_an_index_is_refused_by_name(tmp_path: Path) -> No
     ):
         with pytest.raises((ConfigError, UnsupportedModelError), match=message):
             LLM(str(tmp_path), **SETTINGS | settings)
+    layout = KVLayout(
+        (LayerLayout(2, 1, 16, 1, 1.0, picks=3, pick_block=16), LayerLayout(4, 2, 16, 16, 1.0)), *2 * ("float32",)
+    )
+    for name, value in (("tensor_parallel_size", 2), ("prefill_workers", "spawn:1")):
+        with pytest.raises(ConfigError, match=f"{name}: an index of this model picks .*, which works without {name}"):
+            check_index(EngineConfig(**{name: value, "block_size": 16}), layout)
 
 
 def test_an_indexer_that_picks_otherwise_stays_as_it_is() -> None:
