@@ -23,39 +23,42 @@ inline bool fits_bytes(const float* row, int padded, float top) {
     return top * top * float(padded) <= kMostPeak * kMostPeak * L::reduce_add(squares);
 }
 
-/// sums[g] = the sum of a group's ints, which is exact.
-inline void sum_groups(const int32_t* ints, int count, float* sums) {
-    for (int first = 0; first < count; first += kGroupDims, ++sums) {
-        const int end = first + kGroupDims < count ? first + kGroupDims : count;
-        int32_t sum = 0;
-        for (int i = first; i < end; ++i) sum += ints[i];
-        *sums = float(sum);
-    }
-}
-
 /// Where a row says which it is, behind all that its factors take.
 inline float& is_narrow(float* row, int padded) { return row[padded - 1]; }
 
-/// In the row's place, as quantize_query of the wide lanes, which takes those that bytes are not enough for: bytes;
-/// from padded / 2 on their scale (1 for zeros, since scores may be -inf), then what products are to be told: of int8
-/// codes what their sums start with, of int4 codes the sum of each group's bytes, by which zeros are multiplied.
+/// In the row's place: bytes; from padded / 2 on their scale (1 for zeros, for scores may be -inf), then what products
+/// are to be told: of int8 codes what their sums start with, of int4 codes the sum of each group's bytes, by which
+/// zeros are multiplied.
+template <class L, DType D>
+inline void round_query(float* row, int padded, float top) {
+    const auto factor = L::set1(top >= kLeastFactor ? kByteQueryLimit / top : 0.0f), raise = L::set1(1.5f * kToLowBits);
+    uint8_t* const bytes = reinterpret_cast<uint8_t*>(row);
+    float sums[groups_of(rworker::kMaxQuantizedHeadDim)], sum = 0.0f;
+    for (int first = 0; first < padded; first += kGroupDims) {
+        const int end = first + kGroupDims < padded ? first + kGroupDims : padded;
+        auto total = L::set1(0.0f);
+        for (int i = first; i < end; i += L::width) {
+            const auto raised = L::fma(L::load(row + i), factor, raise);
+            L::store_bytes(bytes + i, L::as_int(raised));
+            total = L::add(total, L::sub(raised, raise));
+        }
+        sums[first / kGroupDims] = L::reduce_add(total), sum += sums[first / kGroupDims];
+    }
+    float* const terms = row + padded / 2;
+    terms[0] = top >= kLeastFactor ? top / kByteQueryLimit : 1.0f;
+    if constexpr (D == DType::int8) terms[1] = float_of(uint32_t(less_offset(int32_t(sum))));
+    if constexpr (D == DType::int4) __builtin_memcpy(terms + 1, sums, size_t(groups_of(padded)) * sizeof(float));
+}
+
+/// As quantize_query of the wide lanes, which takes those that bytes are not enough for.
 template <class L, DType D>
 inline void quantize_query_bytes(float* row, int padded) {
-    alignas(64) int32_t ints[rworker::kMaxHeadDim];
     const Bounds bounds = bounds_of<L>(row, padded);
-    const float top = bounds.magnitude();
-    const bool fits = fits_bytes<L>(row, padded, top);
-    if (fits) {
-        const int32_t sum = round_all<L>(row, padded, top, kByteQueryLimit, ints);
-        uint8_t* const bytes = reinterpret_cast<uint8_t*>(row);
-        for (int i = 0; i < padded; i += L::width) L::store_bytes(bytes + i, L::load_int(ints + i));
-        row[padded / 2] = (top >= kLeastFactor ? top / kByteQueryLimit : 1.0f) + bounds.poison;
-        const int32_t bias = less_offset(sum);
-        if constexpr (D == DType::int8) __builtin_memcpy(row + padded / 2 + 1, &bias, sizeof(bias));
-        if constexpr (D == DType::int4) sum_groups(ints, padded, row + padded / 2 + 1);
-    } else {
+    const bool fits = bounds.poison == 0.0f && fits_bytes<L>(row, padded, bounds.magnitude());
+    if (fits)
+        round_query<L, D>(row, padded, bounds.magnitude());
+    else
         quantize_query<typename L::Wide, D>(row, padded);
-    }
     is_narrow(row, padded) = fits ? 1.0f : 0.0f;
 }
 

@@ -6,6 +6,10 @@
 
 #include "kernels/transpose.hpp"
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 #ifdef RWORKER_SHUFFLES
@@ -21,7 +25,11 @@ template <int Stride>
                             sign(8), sign(9), sign(10), sign(11), sign(12), sign(13), sign(14), sign(15)};
     const Lanes others = __builtin_shufflevector(x, x, 0 ^ S, 1 ^ S, 2 ^ S, 3 ^ S, 4 ^ S, 5 ^ S, 6 ^ S, 7 ^ S, 8 ^ S,
                                                  9 ^ S, 10 ^ S, 11 ^ S, 12 ^ S, 13 ^ S, 14 ^ S, 15 ^ S);
+#ifdef __AVX512F__  // a product with +-1 is exact, so that one rounding is as many
+    x = (Lanes)_mm512_fmadd_ps((__m512)x, (__m512)(signs | 0x3f800000u), (__m512)others);
+#else
     x = others + (Lanes)((LaneBits)x ^ signs);
+#endif
 }
 #endif
 
