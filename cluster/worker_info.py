@@ -26,6 +26,7 @@ def worker_info(name: str, layout: KVLayout, block_size: int, welcome: Welcome) 
         read_gb_per_s=welcome.read_gb_per_s,
         kv_ports=_kv_ports(name, layout.kv_port, welcome),
         host=welcome.host_id,
+        state_blocks=welcome.state_blocks,
     )
 
 

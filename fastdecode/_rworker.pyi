@@ -139,6 +139,8 @@ class RWorker:
         """Threads that attend."""
 
     @property
+    def state_blocks(self) -> int: ...
+    @property
     def num_blocks(self) -> int:
         """Blocks of the cache."""
 

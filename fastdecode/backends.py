@@ -263,18 +263,20 @@ def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, worke
     placing = config.placing.heeding(layout)
     if not config.pool_listen:
         placing.check_r_workers(len(workers))
-    num_blocks = [worker.num_blocks for worker in workers]
-    if placing.fits_pool(max_model_len, num_blocks, workers[0].block_size, layout.chunk_tokens):
+    num_blocks = [worker.num_blocks - worker.state_blocks for worker in workers]
+    one_piece = layout.has_states or not placing.may_cut
+    block_size = workers[0].block_size
+    if not layout.has_states and placing.fits_pool(max_model_len, num_blocks, block_size, layout.chunk_tokens):
         return
     worker = min(workers, key=lambda worker: worker.num_blocks)
-    tokens = worker.num_blocks * worker.block_size
+    block_bytes = block_size * layout.kv_bytes_per_token
+    tokens = max(0, worker.num_blocks - worker.state_blocks) * block_size
     if tokens >= max_model_len:
         return
-    others = f", all {len(workers)} of them too little for its ranges" if len(workers) > 1 and placing.may_cut else ""
-    blocks = -(-max_model_len // worker.block_size)
-    needed = blocks * worker.block_size * layout.kv_bytes_per_token
+    others = f", all {len(workers)} of them too little for its ranges" if len(workers) > 1 and not one_piece else ""
+    needed = (worker.state_blocks + -(-max_model_len // block_size)) * block_bytes
     raise CapacityError(
         f"one sequence of max_model_len {max_model_len} tokens takes {needed / 2**30:.3g} GiB of KV cache, and an "
-        f"R-worker has {tokens * layout.kv_bytes_per_token / 2**30:.3g} GiB{others}: give at least --kv-cache-memory "
+        f"R-worker has {worker.num_blocks * block_bytes / 2**30:.3g} GiB{others}: give at least --kv-cache-memory "
         f"{-(-needed // 2**20)}MiB, or at most --max-model-len {tokens}"
     )

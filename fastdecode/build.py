@@ -29,6 +29,7 @@ from fastdecode.core.types import KVLayout, RWorkerInfo
 from fastdecode.cycle import Companion, Membership
 from fastdecode.drafting.speculation import Speculation, make_drafter
 from fastdecode.engine_setup import check_index, make_scheduler, pin_s_worker, prompt_tokens
+from fastdecode.hybrids import check_hybrid
 from fastdecode.live import LiveRequests, LiveWorld
 from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
@@ -102,6 +103,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
 
 def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ranks | None, cleanup: ExitStack) -> _Pool:
     """The R-workers of ``own``, or those of all ranks, with caches for ``model``."""
+    check_hybrid(config, model.layout, model.on_gpu)
     shared = ranks.backend(own) if ranks else None
     backend = shared or own
     cleanup.callback(backend.close)

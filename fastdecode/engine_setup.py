@@ -10,6 +10,7 @@ from dataclasses import replace
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE, usable_cores
+from fastdecode.core.placing import WHOLE
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy, StepTime
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import ITEM_BYTES, KVLayout, RWorkerInfo
@@ -59,6 +60,11 @@ def make_scheduler(
         budget = budget_within(config.tbt_target, step_time, config.max_num_seqs, budget)
     balanced = calibrated.balanced_kv_tokens_each(config.max_num_seqs) if calibrated else None
     num_blocks = tuple(worker.num_blocks for worker in r_workers)
+    placing = WHOLE
+    if not model.layout.has_states:
+        placing = config.placing.heeding(model.layout).chosen(
+            model.max_model_len, num_blocks, config.block_size, balanced, model.layout.chunk_tokens
+        )
     limits = Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
@@ -72,13 +78,12 @@ def make_scheduler(
         balanced_kv_tokens=balanced,
         idle_s_share=calibrated.idle_s_share(config.max_num_seqs) if calibrated else 1.0,
         micro_batch_interval=config.micro_batch_interval,
-        prefix_caching=config.enable_prefix_caching,
+        prefix_caching=config.enable_prefix_caching and not model.layout.has_states,
         hosts=tuple(worker.host for worker in r_workers),
         seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
-        placing=config.placing.heeding(model.layout).chosen(
-            model.max_model_len, num_blocks, config.block_size, balanced, model.layout.chunk_tokens
-        ),
+        placing=placing,
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
+        state_blocks=max(worker.state_blocks for worker in r_workers),
     )
     return Scheduler(schedule, limits, prefill_policy, _draft_policy(limits, calibrated))
 
@@ -112,10 +117,11 @@ def check_index(config: EngineConfig, layout: KVLayout) -> None:
 def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:
     """Prompt tokens that may attend on the S-worker.
 
-    Unless told otherwise none, where all R-workers share its cores: there is nothing to overlap.
+    None of a hybrid's, whose states R-workers have. Unless told otherwise none, where all R-workers share its cores:
+    there is nothing to overlap.
     """
     shares_cores = not model.on_gpu and not any(worker.own_cores for worker in r_workers)
-    if config.prefill_scratch is None and shares_cores:
+    if model.layout.has_states or (config.prefill_scratch is None and shares_cores):
         return 0
     return scratch_tokens(config, model.layout, model.free_memory_bytes(), model.on_gpu)
 
@@ -162,7 +168,7 @@ def profile_steps(s_worker: SWorker, num_r_workers: int, most_tokens: int) -> Me
 
 def _step_seconds(s_worker: SWorker, num_r_workers: int, num_tokens: int) -> float:
     """The faster of two steps that compute ``num_tokens`` of a prompt."""
-    chunk = Chunk(0, 0, 0, [0] * num_tokens, attends=False, samples=False, is_decode=False)
+    chunk = Chunk(0, 0, 0, [0] * num_tokens, attends=s_worker.layout.has_states, samples=False, is_decode=False)
     step = ScheduledStep((MiniBatch.of([chunk]),), ((),) * num_r_workers)
     seconds = []
     for _ in range(2):

@@ -148,7 +148,9 @@ def _with_logs(token_ids: Any, logprobs: Any) -> Output:
 
 def _kept(layers: Any) -> str:
     kinds = (
-        "sparse"
+        "state"
+        if layer.state
+        else "sparse"
         if layer.picks
         else "latent"
         if layer.values_in_keys

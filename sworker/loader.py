@@ -23,9 +23,10 @@ from fastdecode.sworker.experts import use_padded_experts
 from fastdecode.sworker.index import use_index
 from fastdecode.sworker.latents import use_latent_rows
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
-from fastdecode.sworker.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, refuse
+from fastdecode.sworker.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, has_state_types, refuse
 from fastdecode.sworker.sharding import Rank
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
+from fastdecode.sworker.states import use_states
 
 WITH_PICTURES = ("kimi_k25", "mistral4")
 """Models of text that transformers lists among those of pictures and text."""
@@ -81,7 +82,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                 **named,
             )
             _check_complete(config.model, info)
-    if getattr(model, "_is_stateful", False):
+    if not use_states(model) and (getattr(model, "_is_stateful", False) or has_state_types(hf_config)):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)
     with _one_clear_error(config.model):
         model = lora.merged(gguf.unpacked(model), config.lora)

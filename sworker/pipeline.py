@@ -28,11 +28,13 @@ ATTENTION_NAME = "fastdecode"
 
 
 class ModelGreenlet(greenlet):
-    """A greenlet in which a model's forward runs; ``attend`` answers its attention calls."""
+    """A greenlet in which a model's forward runs; ``attend`` answers its attention calls. ``convolution``: the one that
+    the forward came to last, until the recurrence after it takes it (`states.py`)."""
 
     def __init__(self, run: Callable[[], Any], attend: Callable[..., torch.Tensor]) -> None:
         super().__init__(run)
         self.attend = attend
+        self.convolution: Any = None
 
 
 def attend(
@@ -100,7 +102,7 @@ class MiniBatchForward:
 
     def _attend(
         self,
-        module: torch.nn.Module,
+        module: torch.nn.Module | None,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

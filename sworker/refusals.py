@@ -18,24 +18,28 @@ SUPPORTED = (
     f"and {', '.join(OWN_ATTENTION)}"
 )
 
-STATE = "a state per sequence on the S-worker, with copies of it for prefixes, preemptions and losses"
+STATE = "this recurrence in the R-workers' kernels, and its rows handed to them (`sworker/states.py`)"
 ADAPTER = "an adapter (`sworker/own_attention.py`)"
 OTHER_MASK = "such a rule in the kernels"
 
 KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse"}
-"""Kinds of layers that run, where the probe finds nothing against them."""
+KNOWN |= {"attention", "moe", "mlp"}
+"""Kinds of layers that run, where the probe finds nothing against them; some cache nothing."""
 
 NEEDS = {
-    "linear_attention": STATE,
-    "conv": STATE,
-    "hybrid": STATE,
     "hybrid_sliding": STATE,
     "compressed_sparse_attention": "rows that stand for several tokens in the cache",
     "heavily_compressed_attention": "rows that stand for several tokens in the cache",
-    "moe": "layers without attention",
-    "mlp": "layers without attention",
 }
 """Kinds of layers that do not run yet, and what each would take."""
+
+STATE_TYPES = frozenset(("linear_attention", "conv", "hybrid", "mamba"))
+"""Names that they have for layers with a state per sequence; whether it is known its modeling code tells."""
+
+
+def has_state_types(hf_config: Any) -> bool:
+    """Say whether some layers keep a state per sequence."""
+    return not STATE_TYPES.isdisjoint(getattr(hf_config.get_text_config(), "layer_types", None) or ())
 
 
 def refuse(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
@@ -58,7 +62,7 @@ def check_config(hf_config: Any) -> None:
         _check_mpt(hf_config)
     if getattr(text_config, "num_hidden_layers", 1) < 1:
         refuse(hf_config, "has no layers")
-    unknown = set(getattr(text_config, "layer_types", None) or ()) - KNOWN
+    unknown = set(getattr(text_config, "layer_types", None) or ()) - KNOWN - STATE_TYPES
     if unknown:
         needs = dict.fromkeys(NEEDS[each] for each in sorted(unknown) if each in NEEDS)
         refuse(hf_config, f"has layers of type {', '.join(sorted(unknown))}", "; ".join(needs))

@@ -22,6 +22,7 @@ from fastdecode.sworker.pipeline import ModelGreenlet
 from fastdecode.sworker.prompts import Sight
 from fastdecode.sworker.refusals import ADAPTER, OTHER_MASK, STATE, refuse
 from fastdecode.sworker.staging import DTYPE_NAME
+from fastdecode.sworker.states import Recurrence
 
 MORE_ROWS = 21
 """Beside the first 16 in the forward that tells whether rows repeat."""
@@ -55,8 +56,7 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
     its weights give no finite logits.
     """
     recorder, logits = _probe(model, hf_config)
-    num_layers = hf_config.get_text_config().num_hidden_layers
-    _check_calls(hf_config, recorder, num_layers)
+    _check_calls(hf_config, recorder, hf_config.get_text_config().num_hidden_layers)
     if not bool(logits.isfinite().all()):
         raise ModelLoadError(
             f"cannot load {getattr(hf_config, '_name_or_path', '') or hf_config.model_type!r}: its logits are NaN or "
@@ -67,12 +67,17 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
         what = "mixes the tokens of a packed row elsewhere than in attention (a state or a convolution, or it heeds no "
         refuse(hf_config, what + "position_ids)", f"positions that it is given, or {STATE}")
     model_dtype = DTYPE_NAME[recorder.dtype]
-    return KVLayout(recorder.in_order(), model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
+    layers = recorder.in_order()
+    if all(layer.state for layer in layers):
+        refuse(hf_config, "has no layer that attends", "blocks on R-workers that hold states alone")
+    return KVLayout(layers, model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
 
 
 def _check_calls(hf_config: Any, recorder: _Recorder, num_layers: int) -> None:
     """Refuse a model whose calls are not one per layer, or whose ``generate`` forgets what its masks show."""
     num_calls = recorder.num_calls
+    if recorder.has_states:  # layers may have a state and attention, or neither
+        return
     if sorted(recorder.layers) != list(range(num_layers)) or num_calls != num_layers:
         most = f", and counts {len(recorder.layers)} layers there" if num_calls == num_layers else ""
         needs = "several entries per layer in the cache" if num_calls else ADAPTER
@@ -173,6 +178,7 @@ class _Recorder:
         self._indexes: dict[int, LayerLayout] = {}
         self._picked: set[int] = set()
         self.num_calls = 0
+        self.has_states = False
         self.dtype = torch.float32
         self._masks = masks or MaskProbe()
         self._sights = sights
@@ -194,12 +200,18 @@ class _Recorder:
         picks: int = 0,
         pick_block: int = 0,
         pick_local: int = 0,
+        recurrence: Recurrence | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """One layer's call, or that of an index; see :func:`fastdecode.sworker.pipeline.attend` for shapes."""
+        if recurrence:
+            self.layers[self.num_calls] = recurrence.layout(key.shape[3])
+            self.num_calls += 1
+            self.dtype, self.has_states = key.dtype, True
+            return self.answer(module, query, key, value, recurrence=recurrence)
         self._check(module, query, key, kwargs)
         sight = Sight(sliding_window or 0) if attention_mask is None else self._sight(attention_mask)
-        number = int(getattr(module, "layer_idx", self.num_calls))
+        number = self.num_calls if self.has_states else int(getattr(module, "layer_idx", self.num_calls))
         self.num_calls += not picks
         self.dtype = query.dtype
         if is_picked:
@@ -241,9 +253,14 @@ class _Recorder:
         value: torch.Tensor,
         *_: Any,
         values_in_keys: int = 0,
+        recurrence: Recurrence | None = None,
         **__: Any,
     ) -> torch.Tensor:
-        """Each query head's values, [1, T, num_heads, value_head_dim], one row after another as ours are."""
+        """Each query head's values, [1, T, num_heads, value_head_dim], one row after another as ours are; of a
+        recurrent layer its first channels."""
+        if recurrence:
+            shape = recurrence.heads, recurrence.value_dim
+            return key[0, :, :, : shape[0] * shape[1]].unflatten(-1, shape).contiguous()
         value = key[..., :values_in_keys] if values_in_keys else value
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
 

@@ -21,7 +21,7 @@ FLOORS = [
     {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"cycle"},
     {"sworker", "cluster", "perfmodel.simulate"},
-    {"engine", "build", "live", "tensor_parallel", "backends", "engine_setup", "prefills", "drafting"}
+    {"engine", "build", "live", "tensor_parallel", "backends", "engine_setup", "hybrids", "prefills", "drafting"}
     | {"api.request", "api.text"},
     {"cli", "server", "llm", "measure", "batch"},
 ]

@@ -42,7 +42,18 @@ def test_none_crashed_and_none_differs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", ["bert", "deepseek_v3", "gemma3n_text", "gemma4_unified", "moshi", "phimoe", "whisper", "qwen3_next"]
+    "model_type",
+    [
+        "bert",
+        "deepseek_v3",
+        "gemma3n_text",
+        "gemma4_unified",
+        "moshi",
+        "phimoe",
+        "whisper",
+        "nemotron_h",
+        "kimi_linear",
+    ],
 )
 def test_a_row_is_what_it_says(model_type: str, script: ModuleType) -> None:
     """Of each result and of several kinds of caches; what was wrong or crashed before among them."""

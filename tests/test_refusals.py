@@ -45,15 +45,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "MPT without ALiBi": ("MptConfig", MPT | {"attn_config": {"alibi": False}}, "alibi False, which transformers ign"),
     "MPT with a prefix": ("MptConfig", MPT | {"attn_config": {"prefix_lm": True}}, "prefix_lm True"),
     "RoFormer": ("RoFormerConfig", LLAMA | {"is_decoder": True, "embedding_size": 32}, "0 times for its 2 layers"),
-    "Mamba": ("MambaConfig", SMALL | {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}, "linear_attention"),
+    "Mamba": ("MambaConfig", SMALL | {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}, "keeps a state"),
     "RWKV": ("RwkvConfig", SMALL | {"hidden_size": 32, "num_hidden_layers": 2}, "keeps a state"),
     "Jamba": (
         "JambaConfig",
         LLAMA | {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-        "linear_attention",
+        "keeps a state",
     ),
-    "Bamba": ("BambaConfig", LLAMA | MAMBA_HEADS | {"attn_layer_indices": [1]}, "linear_attention"),
-    "Falcon-H1": ("FalconH1Config", LLAMA | MAMBA_HEADS | {"mamba_d_ssm": 64}, "hybrid"),
+    "Bamba without attention": ("BambaConfig", LLAMA | MAMBA_HEADS, "has no layer that attends"),
     "Phi-3 with longrope": ("Phi3Config", PHI3_LONG, "longrope rotary frequencies beyond 32 tokens"),
 }
 

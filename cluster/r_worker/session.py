@@ -14,7 +14,7 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.links.link import TICK_SECONDS, Link, Spin
-from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, make_rworker
+from fastdecode.cluster.r_worker.host import Host, begin_step, block_bytes, end_step, make_rworker
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
@@ -24,7 +24,7 @@ from fastdecode.cluster.wire.messages import (
     CLOCK,
     EXPORT,
     IMPORT,
-    MAX_JSON_BYTES,
+    MAX_HELLO_BYTES,
     NUM_BYTES,
     Hello,
     Welcome,
@@ -163,7 +163,7 @@ class Session:
         self._over = self._worker is None
 
     def _open(self, frame: Frame) -> None:
-        hello = decode_hello(self._link.body(frame, MAX_JSON_BYTES))
+        hello = decode_hello(self._link.body(frame, MAX_HELLO_BYTES))
         worker = make_rworker(hello.layout, hello.block_size, self._host.size)
         if hello.layout.kv_port:
             self._kv_port = open_kv_port(worker, hello.layout, self._security, self._listens_at)
@@ -174,6 +174,7 @@ class Session:
         welcome = Welcome(
             num_blocks=worker.num_blocks,
             num_threads=worker.num_threads,
+            state_blocks=worker.state_blocks,
             isa=worker.isa,
             read_gb_per_s=self._host.read_gb_per_s,
             cores=self._host.cores,
@@ -239,7 +240,7 @@ class Session:
     def _import(self, frame: Frame) -> None:
         sequence_id, start, num_tokens, num_bytes = self._numbers(frame, IMPORT)
         worker = self._open_worker
-        room = worker.blocks_free * worker.block_size * self._layout.kv_bytes_per_token
+        room = worker.blocks_free * block_bytes(self._layout, worker.block_size)
         if not 0 <= num_bytes <= room:
             raise ValueError(f"import: {num_tokens} tokens of {num_bytes:,} bytes, and {room:,} bytes are free")
         self._incoming = _Incoming(sequence_id, start, num_tokens, np.empty(num_bytes, np.uint8))

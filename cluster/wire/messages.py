@@ -21,13 +21,18 @@ from fastdecode.core.types import (
     KV_ROTATION,
     MAX_HEAD_DIM,
     SPLIT_TOKENS,
+    STATE_KINDS,
     WIRE_DTYPE,
     KVLayout,
     LayerLayout,
+    StateLayout,
 )
 
 MAX_JSON_BYTES = 1 << 22
 """As Python objects JSON may take some thirty times its bytes; this keeps it below a frame's limit."""
+
+MAX_HELLO_BYTES = 1 << 25
+"""Of a HELLO, which has the filters of a hybrid's convolutions: bytes that stay bytes."""
 
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 12
@@ -81,6 +86,22 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Message = TypeVar("Message", bound=msgspec.Struct)
 
 
+class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``StateLayout`` within the limits of the wire."""
+
+    kind: Annotated[str, _one_of(STATE_KINDS)]
+    groups: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
+    key_dim: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
+    taps: Annotated[int, Meta(ge=1, le=16)]
+    decays: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
+    silu: bool
+    norm: bool
+    row_elements: Annotated[int, Meta(ge=1, le=1 << 20)]
+    filters: bytes
+    bias: bytes
+    skip: bytes
+
+
 class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``LayerLayout`` within the limits of the wire."""
 
@@ -99,6 +120,7 @@ class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pick_block: Annotated[int, Meta(ge=0, le=SPLIT_TOKENS)]
     pick_local: Annotated[int, Meta(ge=0, le=1 << 30)]
     picked_by: Annotated[int, Meta(ge=-1, lt=MAX_LAYERS)]
+    state: _State | None
 
 
 class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,8 +144,9 @@ class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An R-worker's answer: ``cores`` it may use on the machine ``host_id``; ``fingerprint`` of what it opened.
 
-    ``kv_address``: "host:port" of its KV port, without the host where the S-worker's own way to it is the way for all;
-    "" where it has none. ``kv_epoch``: what frames to that port must carry.
+    ``state_blocks``: those that a sequence's states take. ``kv_address``: "host:port" of its KV port, without the host
+    where the S-worker's own way to it is the way for all; "" where it has none. ``kv_epoch``: what frames to that port
+    must carry.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -135,6 +158,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: Text
     kv_address: Text = ""
     kv_epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    state_blocks: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
 
 
 class _Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,7 +202,7 @@ def decode_hello(data: bytes | bytearray) -> Hello:
     layout = msgspec.structs.asdict(cache)
     block_size = layout.pop("block_size")
     del layout["rotation"]  # the dtype's
-    layout["layers"] = tuple(LayerLayout(**msgspec.structs.asdict(layer)) for layer in cache.layers)
+    layout["layers"] = tuple(map(_layer_layout, cache.layers))
     return Hello(message.name, KVLayout(**layout), block_size)
 
 
@@ -259,7 +283,13 @@ def _layer(layer: LayerLayout) -> _Layer:
     """With floats even where the layout has whole numbers, since the fingerprint is of the text."""
     numbers = {name: float(getattr(layer, name)) for name in ("scale", "soft_cap")}
     tuples = {name: tuple(map(float, getattr(layer, name))) for name in ("sinks", "alibi_slopes")}
-    return _Layer(**(asdict(layer) | numbers | tuples))
+    state = _State(**asdict(layer.state)) if layer.state else None
+    return _Layer(**(asdict(layer) | numbers | tuples | {"state": state}))
+
+
+def _layer_layout(layer: _Layer) -> LayerLayout:
+    state = StateLayout(**msgspec.structs.asdict(layer.state)) if layer.state else None
+    return LayerLayout(**(msgspec.structs.asdict(layer) | {"state": state}))
 
 
 def _fingerprint(cache: _Cache) -> str:

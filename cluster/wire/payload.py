@@ -45,7 +45,7 @@ class PayloadSlots:
         self._layers, self._dtype, self._rows = layout.layers, WIRE_DTYPE[layout.model_dtype], rows
         distinct = {_key(layer): layer for layer in self._layers}.values()
         self._starts: list[list[int]] = []
-        self._views: dict[tuple[int, tuple[int, ...]], Views] = {}
+        self._views: dict[tuple[int, tuple[tuple[int, int], ...]], Views] = {}
         self._memory = np.zeros(0, np.uint8)
         self.num_bytes = self.largest_part = 0
         for each in rows:
@@ -147,19 +147,14 @@ def _tail_rows(spans: np.ndarray) -> int:
     return sum(rows * len(node_widths(end)) for rows, end in zip(tails["num_rows"].tolist(), ends, strict=True))
 
 
-def _key(layer: LayerLayout) -> tuple[int, ...]:
-    dims = layer.query_dim, layer.key_head_dim, layer.value_head_dim, layer.stored_value_dim
-    return layer.num_heads, layer.num_kv_heads, *dims
+def _key(layer: LayerLayout) -> tuple[tuple[int, int], ...]:
+    return layer.row_shapes
 
 
 def _shapes(layer: LayerLayout, rows: RowCounts) -> list[tuple[int, int, int]]:
-    return [
-        (rows.queries, layer.num_heads, layer.query_dim),
-        (rows.stored, layer.num_kv_heads, layer.key_head_dim),
-        (rows.stored, layer.num_kv_heads, layer.stored_value_dim),
-        (rows.outputs, layer.num_heads, layer.value_head_dim),
-        (rows.partials, layer.num_heads, 2 + layer.value_head_dim),
-    ]
+    counts = (rows.queries, rows.stored, rows.stored, rows.outputs)
+    shapes = [(count, *shape) for count, shape in zip(counts, layer.row_shapes, strict=True)]
+    return [*shapes, (rows.partials, layer.num_heads, 2 + layer.value_head_dim)]
 
 
 def encode_plan(plan: WorkerPlan) -> bytes:

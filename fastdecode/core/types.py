@@ -54,9 +54,37 @@ WIRE_DTYPE: dict[str, np.dtype] = {
 """How numpy carries each dtype over the seam: 16-bit floats travel as their bits."""
 
 
+STATE_KINDS = ("delta", "scan", "window")
+"""Recurrences that R-workers know: gated delta rule, Mamba-2's scan, and a convolution alone."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """A recurrent layer, in place of attention: what R-workers do with its rows, see rworker/state_spec.hpp.
+
+    ``groups`` of heads share queries and keys of ``key_dim`` (both 0 for a "window"). ``taps``: tokens of the
+    convolution before the recurrence. ``decays`` of a head: 1, or one per key dim. ``silu``: after the convolution;
+    ``norm``: queries and keys have length 1. ``row_elements``: elements of the model's dtype that a row of the payload
+    has, float32 numbers as their bits. ``filters``, ``bias`` and ``skip`` are float32 as bytes: [taps, channels],
+    [channels] or none, [heads] or none.
+    """
+
+    kind: Literal["delta", "scan", "window"]
+    groups: int
+    key_dim: int
+    taps: int
+    decays: int
+    silu: bool
+    norm: bool
+    row_elements: int
+    filters: bytes = field(repr=False)
+    bias: bytes = field(repr=False, default=b"")
+    skip: bytes = field(repr=False, default=b"")
+
+
 @dataclass(frozen=True)
 class LayerLayout:
-    """Shape and scoring rule of one attention layer.
+    """Shape and scoring rule of one attention layer, or, with ``state``, of a recurrent one.
 
     ``window`` counts the tokens a query sees, itself included (0: all); where they are ``chunked`` it is the length of
     chunks, and a query sees those of its own from the chunk's first token on. ``soft_cap`` is 0 when absent.
@@ -89,10 +117,21 @@ class LayerLayout:
     pick_local: int = 0
     picked_by: int = -1
 
+    state: StateLayout | None = None
+
     @property
     def query_dim(self) -> int:
         """Elements of q that travel for a token and head."""
         return self.key_head_dim + (2 if self.picks and not self.pick_block else 0)
+
+    @property
+    def row_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of a row of q, k, v and o; a recurrent layer's rows travel as k."""
+        output = self.num_heads, self.value_head_dim
+        if self.state:
+            return (1, 0), (1, self.state.row_elements), (1, 0), output
+        key = self.num_kv_heads, self.key_head_dim
+        return (self.num_heads, self.query_dim), key, (self.num_kv_heads, self.stored_value_dim), output
 
     @property
     def stored_value_dim(self) -> int:
@@ -102,7 +141,7 @@ class LayerLayout:
     @property
     def kv_elements_per_token(self) -> int:
         """Elements of K and V one cached token holds in this layer."""
-        return self.num_kv_heads * (self.key_head_dim + self.stored_value_dim)
+        return 0 if self.state else self.num_kv_heads * (self.key_head_dim + self.stored_value_dim)
 
     @property
     def products_per_element(self) -> float:
@@ -111,7 +150,7 @@ class LayerLayout:
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes of K, V and their scales one cached token takes in this layer."""
-        return self.num_kv_heads * sum(self.head_bytes(kv_dtype))
+        return 0 if self.state else self.num_kv_heads * sum(self.head_bytes(kv_dtype))
 
     def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
         """Bytes of one cached token's K, and of its V, of one head, each with its scales."""
@@ -143,6 +182,11 @@ class KVLayout:
     def has_index(self) -> bool:
         """Say whether some layers see only the tokens that an index picks."""
         return any(layer.picks for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """True for a hybrid: some layers keep a state per sequence in place of keys and values."""
+        return any(layer.state for layer in self.layers)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -243,6 +287,7 @@ class RWorkerInfo:
     ``read_gb_per_s``: its threads' read bandwidth in 1e9 bytes per second, measured at its start; 0 where it was not.
     ``kv_ports``: its KV port, if it has one; those of all ranks' parts, in order, where ranks share the model.
     ``host``: its machine, by a name that no other machine has; "" where that is not known.
+    ``state_blocks``: blocks that a sequence takes there beside those of its tokens, for the states of a hybrid.
     """
 
     name: str
@@ -254,6 +299,7 @@ class RWorkerInfo:
     read_gb_per_s: float = 0.0
     kv_ports: tuple[KvAddress, ...] = ()
     host: str = ""
+    state_blocks: int = 0
 
 
 @dataclass(frozen=True)

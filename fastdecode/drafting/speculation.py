@@ -134,6 +134,11 @@ def load_draft_model(config: EngineConfig, speculative: SpeculativeConfig, model
         draft = SModel(own)
     except FastDecodeError as error:
         raise type(error)(f"speculative_config: model {speculative.model!r}: {error}") from error
+    if draft.layout.has_states:
+        raise ConfigError(
+            f"speculative_config: model {speculative.model!r} keeps a state per sequence, which cannot go back to the "
+            f"token before a draft that is refused"
+        )
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
             f"speculative_config: model {speculative.model!r} has a vocabulary of {draft.vocab_size} tokens, and the "

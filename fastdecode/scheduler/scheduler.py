@@ -150,8 +150,15 @@ class Scheduler:
         self.remote_prompts.put_back(step)
 
     def abandon(self, step: ScheduledStep) -> None:
-        """The R-workers heard ``step``, but it was not computed: prompts that arrived with it arrive with the next."""
+        """The R-workers heard ``step``, but it was not computed: prompts that arrived with it arrive with the next. The
+        states of a hybrid's sequences may have been written: these are computed again."""
         self.remote_prompts.arrive_again(step)
+        if not self.limits.state_blocks:
+            return
+        computed = {each for mini_batch in step.mini_batches for each in mini_batch.chunks["sequence_id"].tolist()}
+        for sequence in self._residents.all:
+            if sequence.sequence_id in computed:
+                self.lifecycle.preempt(sequence)
 
     def commit(self, step: ScheduledStep, accepted: Mapping[int, int] = MappingProxyType({})) -> None:
         """The step's rows, those of the last ``schedule``, are in the caches now.

@@ -53,7 +53,8 @@ class Limits:
     gives one. ``idle_s_share``: S-part seconds of a step with hardly any row over those of one with all seats taken.
     ``seconds_per_moved_token``: what a cached token takes from one R-worker to another, before any was moved; infinite
     where nothing is to move for evenness. ``hosts``: the machine of each R-worker, by any name that tells them apart;
-    empty where that is not known."""
+    empty where that is not known. ``state_blocks``: blocks that a sequence takes beside those of its tokens, for a
+    hybrid's states."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -72,3 +73,4 @@ class Limits:
     num_speculative_tokens: int = 0
     placing: Placing = WHOLE
     hosts: tuple[str, ...] = ()
+    state_blocks: int = 0

@@ -38,6 +38,8 @@ void register_errors() {
 void bind_properties(py::class_<PyRWorker>& cls) {
     cls.def_property_readonly("isa", [](const PyRWorker& self) { return self.worker().kernels().isa; });
     cls.def_property_readonly("num_threads", [](const PyRWorker& self) { return self.worker().num_threads(); });
+    cls.def_property_readonly("state_blocks",
+                              [](const PyRWorker& self) { return self.worker().cache().states().num_blocks(); });
     cls.def_property_readonly("num_blocks",
                               [](const PyRWorker& self) { return self.worker().cache().pool().num_blocks(); });
     cls.def_property_readonly("block_size", [](const PyRWorker& self) { return self.worker().cache().block_size(); });

@@ -21,7 +21,28 @@ using rworker::Error;
 using rworker::LayerSpec;
 using rworker::Span;
 
+std::vector<float> parse_floats(const py::handle& item) {
+    const std::string bytes = item.cast<std::string>();
+    std::vector<float> floats(bytes.size() / sizeof(float));
+    std::copy_n(bytes.data(), floats.size() * sizeof(float), reinterpret_cast<char*>(floats.data()));
+    return floats;
+}
+
+/// (kind, heads, groups, key_dim, value_dim, taps, decays, silu, norm, scale, filters, bias, skip), the last three as
+/// the bytes of float32 arrays.
+LayerSpec parse_state(const py::tuple& values) {
+    auto state = std::make_shared<rworker::StateSpec>(rworker::StateSpec{
+        rworker::StateKind(values[0].cast<int>()), values[1].cast<std::int64_t>(), values[2].cast<std::int64_t>(),
+        values[3].cast<std::int64_t>(), values[4].cast<std::int64_t>(), values[5].cast<std::int64_t>(),
+        values[6].cast<std::int64_t>(), values[7].cast<bool>(), values[8].cast<bool>(), values[9].cast<float>(),
+        parse_floats(values[10]), parse_floats(values[11]), parse_floats(values[12])});
+    LayerSpec layer{state->heads, 0, 0, state->value_dim, 1.0f, 0, 0.0f, {}};
+    layer.state = std::move(state);
+    return layer;
+}
+
 LayerSpec parse_layer(const py::handle& item, std::size_t index) {
+    if (py::isinstance<py::tuple>(item) && py::len(item) == 13) return parse_state(py::reinterpret_borrow<py::tuple>(item));
     const std::size_t size = py::isinstance<py::tuple>(item) ? py::len(item) : 0;
     if ((size < 9 || size > 11) && size != 15)
         throw Error("layers[" + std::to_string(index) +
@@ -139,9 +160,15 @@ rworker::Payload PyRWorker::checked_payload(std::int64_t mini_batch, std::int64_
     open.check_submit(mini_batch, layer);
     const rworker::RowCount rows = open.row_count(mini_batch, layer);
     const LayerSpec& spec = open.cache().layers()[layer];
-    check_array(q, {"q", rows.queries, spec.num_heads, spec.query_dim()});
-    check_array(k, {"k", rows.stored, spec.num_kv_heads, spec.key_dim});
-    check_array(v, {"v", rows.stored, spec.num_kv_heads, spec.stored_value_dim()});
+    if (spec.state) {
+        check_array(q, {"q", rows.queries, 1, 0});
+        check_array(k, {"k", rows.stored, 1, spec.state->row_elements(rworker::item_bytes(open.model_dtype()))});
+        check_array(v, {"v", rows.stored, 1, 0});
+    } else {
+        check_array(q, {"q", rows.queries, spec.num_heads, spec.query_dim()});
+        check_array(k, {"k", rows.stored, spec.num_kv_heads, spec.key_dim});
+        check_array(v, {"v", rows.stored, spec.num_kv_heads, spec.stored_value_dim()});
+    }
     check_array(out, {"out", rows.out, spec.num_heads, spec.value_dim});
     if (!out.writeable()) throw Error("out is read-only; it must be writeable");
     if (!partials && rows.partials == 0) return {q.data(), k.data(), v.data(), out.mutable_data()};

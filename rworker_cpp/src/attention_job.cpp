@@ -8,9 +8,6 @@
 namespace rworker {
 namespace {
 
-// About what one thread reads while another wakes up (32 us at 10 GB/s).
-constexpr std::int64_t kWorthHelpersBytes = 320'000;
-
 template <class Pointer>
 Pointer advance(Pointer data, std::int64_t elements, DType dtype) {
     using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const std::uint8_t, std::uint8_t>;
@@ -25,12 +22,9 @@ void prefetch_to_write(const std::uint8_t* data, std::int64_t bytes) {
 
 void AttentionJob::prepare(const WorkList& list, std::int64_t layer, const Payload& payload) {
     list_ = &list;
-    layer_ = layer;
     spec_ = &worker_.cache_.layers()[layer];
     payload_ = payload;
-    num_items_ = list.num_items;
-    brief_ = list.cost <= kWorthHelpersBytes;
-    worth_helpers_ = list.num_items > 1 && !brief_;
+    begin(layer, list.num_items, list.cost, list.bytes_read);
     if (spec_->picks > 0) picks_.reset(layer, *spec_, list.num_queries, list.most_tokens);
     if (spec_->picked_by >= 0) store_all();
 }
@@ -77,7 +71,7 @@ void AttentionJob::append(const PlannedSpan& span, std::int64_t head, std::int64
     const DType dtype = worker_.model_dtype_;
     const std::int64_t row = (span.first_stored_row + begin - span.context_len) * spec_->num_kv_heads + head;
     worker_.kernels_.append[append_index(*spec_, worker_.cache_.dtype())]({
-        .view = worker_.cache_.view(layer_, head, span.blocks),
+        .view = worker_.cache_.view(layer(), head, span.blocks),
         .dtype = dtype,
         .keys = advance(payload_.keys, row * spec_->key_dim, dtype),
         .values = advance(payload_.values, row * spec_->stored_value_dim(), dtype),
@@ -141,7 +135,7 @@ void AttentionJob::attend_picked(const Piece& piece, const Piece& next, int thre
 
 /// With values where they are not stored, made of the keys that are about to be read; keys and values of latent codes.
 HeadView AttentionJob::view_to_attend(const Piece& piece, int thread) const {
-    HeadView view = worker_.cache_.view(layer_, piece.head, list_->spans[piece.unit->span].blocks);
+    HeadView view = worker_.cache_.view(layer(), piece.head, list_->spans[piece.unit->span].blocks);
     if (spec_->picks > 0) return view;
     const NextTokens tokens = tokens_of(piece);
     std::uint8_t* const memory = worker_.split_values_[thread].data();
@@ -218,7 +212,7 @@ HeadView AttentionJob::picked_view(const Piece& piece, const HeadView& view, int
 NextTokens AttentionJob::tokens_of(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t split_begin = piece.unit->split * kSplitTokens;
-    return {worker_.cache_.view(layer_, piece.head, span.blocks), std::max(span.first_token, split_begin),
+    return {worker_.cache_.view(layer(), piece.head, span.blocks), std::max(span.first_token, split_begin),
             std::min(span.end, split_begin + kSplitTokens)};
 }
 
@@ -228,7 +222,7 @@ void AttentionJob::prefetch_append(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t position = std::max(span.context_len, piece.unit->split * kSplitTokens);
     if (position >= std::min(span.end, (piece.unit->split + 1) * kSplitTokens)) return;
-    const HeadView view = worker_.cache_.view(layer_, piece.head, span.blocks);
+    const HeadView view = worker_.cache_.view(layer(), piece.head, span.blocks);
     const std::int64_t block_size = worker_.cache_.block_size(), tile = position % block_size / kTileTokens;
     const std::uint8_t* const block = view.base + span.blocks[position / block_size] * view.block_stride_bytes;
     const std::int64_t token = position % kTileTokens, row_bytes = view.key_tile_bytes / kTileTokens;

@@ -123,6 +123,7 @@ void KVCache::reserve(const Control& control) {
     const auto found = sequences_.find(control.sequence_id);
     const std::int64_t length = found == sequences_.end() ? 0 : found->second.length;
     if (found != sequences_.end() && found->second.job_id) throw Error(name + " is incoming already");
+    if (states_.num_blocks()) throw Error(name + ": some layers have states, which no prefill worker stores");
     if (control.num_tokens < std::max<std::int64_t>(length, 1))
         throw Error(name + ": num_tokens is " + std::to_string(control.num_tokens) + ", but it holds " +
                     std::to_string(length) + " tokens");

@@ -40,6 +40,7 @@ KVCache::KVCache(std::vector<LayerSpec> layers, DType dtype, std::int64_t block_
       dtype_(dtype),
       block_size_(block_size),
       layouts_(place_layers(layers_, dtype, block_size, num_blocks)),
+      states_(layers_, layouts_),
       pool_(num_blocks),
       arena_(sum_block_bytes(layouts_) * num_blocks) {
     block_bytes_ = sum_block_bytes(layouts_);
@@ -81,11 +82,12 @@ void KVCache::commit_step() {
     grown_.clear();
 }
 
-void KVCache::abandon_step() {
+void KVCache::abandon_step(bool written) {
     for (const std::int64_t id : grown_) {
         Sequence& sequence = sequences_.at(id);
         sequence.blocks.resize(blocks_for(sequence.length));
         sequence.pending_length = sequence.length;
+        sequence.state_spoilt |= written && !sequence.state_blocks.empty();
         if (sequence.born_in_step) sequences_.erase(id);
     }
     if (!grown_.empty()) pool_.undo_to(log_size_after_controls_);
@@ -119,6 +121,8 @@ void KVCache::fork(const Control& control) {
     if (source.job_id && control.num_tokens % block_size_ != 0)
         throw Error("fork: num_tokens is " + std::to_string(control.num_tokens) + ", but " + name_of(control.source_id) +
                     " is incoming, and only whole blocks of it can be shared");
+    if (!source.state_blocks.empty() && (control.num_tokens != source.length || source.state_spoilt))
+        throw Error("fork: " + name_of(control.source_id) + " has a state, which is that of all its tokens");
     const std::int64_t num_full = control.num_tokens / block_size_;
     Sequence copy{{source.blocks.begin(), source.blocks.begin() + num_full}, control.num_tokens, control.num_tokens};
     for (const std::int32_t block : copy.blocks) pool_.add_reference(block);
@@ -126,6 +130,9 @@ void KVCache::fork(const Control& control) {
         copy.blocks.push_back(pool_.take());
         edits_.push_back({source.blocks[num_full], copy.blocks.back(), tile_cut(control.num_tokens, source.length)});
     }
+    if (!source.state_blocks.empty()) take_state(copy);
+    for (std::size_t i = 0; i < source.state_blocks.size(); ++i)
+        edits_.push_back({source.state_blocks[i], copy.state_blocks[i], -1});
     remember(control.sequence_id);
     sequences_.emplace(control.sequence_id, std::move(copy));
 }
@@ -135,6 +142,8 @@ void KVCache::truncate(const Control& control) {
     if (control.num_tokens < 0 || control.num_tokens > length)
         throw Error("truncate: num_tokens is " + std::to_string(control.num_tokens) + ", but " +
                     name_of(control.sequence_id) + " holds " + std::to_string(length) + " tokens");
+    if (states_.num_blocks() && control.num_tokens != length)
+        throw Error("truncate: " + name_of(control.sequence_id) + " has a state, which is that of all its tokens");
     remember(control.sequence_id);
     Sequence& kept = sequences_.at(control.sequence_id);
     while (std::int64_t(kept.blocks.size()) > blocks_for(control.num_tokens)) {
@@ -154,10 +163,10 @@ void KVCache::truncate(const Control& control) {
 
 void KVCache::release(const Control& control) {
     const Sequence& released = sequence(control.sequence_id);
-    const std::vector<std::int32_t>& blocks = released.blocks;
     remember(control.sequence_id);
     if (released.job_id) closed_.push_back(*released.job_id);
-    for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) pool_.drop_reference(*block);
+    for (const std::vector<std::int32_t>& blocks : {released.blocks, released.state_blocks})
+        for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) pool_.drop_reference(*block);
     sequences_.erase(control.sequence_id);
 }
 
@@ -172,6 +181,10 @@ void KVCache::grow(const Span& span) {
                               "; a new sequence starts with 0");
     if (found != sequences_.end() && found->second.job_id)
         throw Error(name + ": it is incoming; commit comes first");
+    if (found != sequences_.end() && found->second.state_spoilt)
+        throw Error(name + ": its state was written by a step that was abandoned; release comes first");
+    if (states_.num_blocks() && span.mode != SpanMode::attend)
+        throw Error(name + ": mode must be 1 (attend), since some layers have states");
     if (span.num_rows > pool_.num_blocks() * block_size_)
         throw Error(name + ": out of blocks: a bug in the scheduler: num_rows is " + std::to_string(span.num_rows) +
                     ", more than the whole cache holds");
@@ -181,6 +194,7 @@ void KVCache::grow(const Span& span) {
     if (found == sequences_.end()) {
         found = sequences_.emplace(span.sequence_id, Sequence{}).first;
         found->second.born_in_step = true;
+        take_state(found->second);
     } else if (found->second.pending_length != length) {
         throw Error(name + ": a sequence may appear once in a step");
     }
@@ -189,6 +203,10 @@ void KVCache::grow(const Span& span) {
     grown_.push_back(span.sequence_id);
     while (std::int64_t(sequence.blocks.size()) < blocks_for(sequence.pending_length))
         sequence.blocks.push_back(pool_.take());
+}
+
+void KVCache::take_state(Sequence& sequence) {
+    while (std::int64_t(sequence.state_blocks.size()) < states_.num_blocks()) sequence.state_blocks.push_back(pool_.take());
 }
 
 /// A closed range is one node of the tree in which splits are merged, so a power of two of them.

@@ -7,12 +7,9 @@
 namespace rworker {
 namespace {
 
-void require(bool holds, const std::string& message) {
-    if (!holds) throw Error(message);
-}
-
 void check_layer(const LayerSpec& layer, DType kv_dtype, std::size_t index) {
     const std::string name = "layers[" + std::to_string(index) + "]: ";
+    if (layer.state) return check_state(*layer.state, name.c_str());
     require(layer.num_kv_heads >= 1 && layer.num_heads >= 1 && layer.num_heads % layer.num_kv_heads == 0,
             name + "num_heads (" + std::to_string(layer.num_heads) + ") must be a positive multiple of num_kv_heads (" +
                 std::to_string(layer.num_kv_heads) + ")");

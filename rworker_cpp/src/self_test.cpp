@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "rworker/kernel_choice.hpp"
+#include "rworker/state_self_test.hpp"
 #include "rworker/kv_cache.hpp"
 #include "rworker/values_of_keys.hpp"
 
@@ -225,7 +226,7 @@ std::string find_difference(const Kernels& tested, const Kernels& oracle) {
             const std::string difference = find_difference(tested, oracle, of, dtype);
             if (!difference.empty()) return difference;
         }
-    return "";
+    return find_difference(state_kernels(tested), state_kernels(oracle));
 }
 
 std::string self_test(const std::string& isa) {

@@ -113,6 +113,20 @@ void KVCache::export_sequence(std::int64_t sequence_id, std::int64_t start, std:
                    codec.read_key(place, key);
                    codec.read_value(place, value);
                });
+    const Sequence& sequence = whole_sequence(sequence_id);
+    if (start + num_tokens == sequence.length) copy_state(sequence, out + sequence_bytes(num_tokens));
+}
+
+void KVCache::copy_state(const Sequence& sequence, std::uint8_t* out) const {
+    const std::int64_t bytes = 4 * states_.row_floats();
+    for (std::int64_t i = 0; i < states_.num_rows(); ++i)
+        std::memcpy(out + i * bytes, state_row(sequence.state_blocks.data(), i), bytes);
+}
+
+void KVCache::set_state(const Sequence& sequence, const std::uint8_t* data) const {
+    const std::int64_t bytes = 4 * states_.row_floats();
+    for (std::int64_t i = 0; i < states_.num_rows(); ++i)
+        std::memcpy(state_row(sequence.state_blocks.data(), i), data + i * bytes, bytes);
 }
 
 void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
@@ -126,7 +140,10 @@ void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std:
         target.blocks.push_back(pool_.take());
         clear_block(target.blocks.back());
     }
+    take_state(target);
     target.length = target.pending_length = length;
+    target.state_spoilt = states_.num_blocks() && std::int64_t(data.size()) == sequence_bytes(num_tokens);
+    if (!target.state_spoilt) set_state(target, data.data() + sequence_bytes(num_tokens));
     walk_bytes(
         target, start, length, data.data(),
         [](const TokenCodec& codec, const TokenPlace& place, const std::uint8_t* key, const std::uint8_t* value) {
@@ -149,10 +166,12 @@ void KVCache::check_import(std::int64_t sequence_id, std::int64_t start, std::in
         require_of_import(start % block_size_ == 0,
                 "start is " + number(start) + "; it must be a multiple of the block size, " + number(block_size_));
     }
-    require_of_import(num_tokens <= pool_.num_free() * block_size_,
-            "out of blocks: num_tokens is " + number(num_tokens) + ", and " + number(pool_.num_free()) +
-                " free blocks of " + number(block_size_) + " tokens hold " + number(pool_.num_free() * block_size_));
-    require_of_import(num_bytes == sequence_bytes(num_tokens),
+    const std::int64_t num_free = pool_.num_free() - (start == 0 ? states_.num_blocks() : 0);
+    require_of_import(num_tokens <= num_free * block_size_,
+            "out of blocks: num_tokens is " + number(num_tokens) + ", and " + number(num_free) +
+                " free blocks of " + number(block_size_) + " tokens hold " + number(num_free * block_size_));
+    require_of_import(num_bytes == sequence_bytes(num_tokens) ||
+                          (states_.num_blocks() && num_bytes == sequence_bytes(num_tokens) + states_.num_bytes()),
             "data has " + number(num_bytes) + " bytes; keys and values of " + number(num_tokens) +
                 " tokens take " + number(sequence_bytes(num_tokens)) + " in this cache's layers and dtype");
 }

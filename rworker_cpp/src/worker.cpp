@@ -1,34 +1,15 @@
 #include "rworker/worker.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <string>
 
 #include "rworker/attention_job.hpp"
 #include "rworker/kernel_choice.hpp"
-#include "rworker/layer_checks.hpp"
+#include "rworker/state_job.hpp"
 #include "rworker/values_of_keys.hpp"
 
 namespace rworker {
 namespace {
-
-void require(bool holds, const std::string& message) {
-    if (!holds) throw Error(message);
-}
-
-WorkerConfig checked(WorkerConfig config) {
-    require(config.block_size >= kTileTokens && config.block_size <= 256 &&
-                std::has_single_bit(std::uint64_t(config.block_size)),
-            "block_size is " + std::to_string(config.block_size) + "; it must be 16, 32, 64, 128 or 256");
-    check_layers(config.layers, config.kv_dtype, config.block_size);
-    require(config.num_blocks >= 1 && config.num_blocks < INT32_MAX,
-            "num_blocks is " + std::to_string(config.num_blocks) + "; it must be 1 to 2147483646");
-    require(config.num_threads >= 1 && config.num_threads <= 1024,
-            "num_threads is " + std::to_string(config.num_threads) + "; it must be 1 to 1024");
-    for (const int core : config.cores)
-        require(core >= 0 && core < 1024, "cores has " + std::to_string(core) + "; core numbers are 0 to 1023");
-    return config;
-}
 
 std::vector<Span> all_spans(std::span<const std::vector<Span>> mini_batches) {
     std::vector<Span> spans;
@@ -37,31 +18,10 @@ std::vector<Span> all_spans(std::span<const std::vector<Span>> mini_batches) {
     return spans;
 }
 
-/// Places of the modes in a mini-batch: append last, read first.
-int order_of(SpanMode mode) {
-    constexpr int kOrder[] = {3, 1, 2, 0};
-    return kOrder[int(mode)];
-}
-
-/// Messages are made only where something is wrong: there are thousands of spans.
-void check_order(std::span<const std::vector<Span>> mini_batches) {
-    for (std::size_t i = 0; i < mini_batches.size(); ++i) {
-        const std::string name = "mini_batches[" + std::to_string(i) + "]: ";
-        int last = 0;
-        for (const Span& span : mini_batches[i]) {
-            if (span.mode < SpanMode::append || span.mode > SpanMode::read)
-                throw Error(name + "mode " + std::to_string(std::int64_t(span.mode)) +
-                            " is unknown; it must be 0 (append), 1 (attend), 2 (partial) or 3 (read)");
-            if (order_of(span.mode) < last) throw Error(name + "spans must come in the order read, attend, partial, append");
-            last = order_of(span.mode);
-        }
-    }
-}
-
 }  // namespace
 
 Worker::Worker(WorkerConfig config)
-    : cache_(checked(config).layers, config.kv_dtype, config.block_size, config.num_blocks),
+    : cache_((config = checked(std::move(config))).layers, config.kv_dtype, config.block_size, config.num_blocks),
       kernels_(choose_kernels(config.isa)),
       read_ahead_(config.read_ahead),
       model_dtype_(config.model_dtype),
@@ -72,6 +32,10 @@ Worker::Worker(WorkerConfig config)
     std::int64_t scratch = 0;
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
         const LayerSpec& layer = config.layers[i];
+        if (layer.state) {
+            shape_of_layer_.push_back(-1);
+            continue;
+        }
         const auto same = std::find_if(shapes_.begin(), shapes_.end(),
                                        [&](std::int64_t other) { return layer.same_work(config.layers[other]); });
         shape_of_layer_.push_back(same - shapes_.begin());
@@ -122,6 +86,11 @@ void Worker::plan(std::span<const std::vector<Span>> mini_batches) {
             own = std::max(own, mini_batch.lists.back()->num_own_partials * floats);
         }
         mini_batch.submitted.resize(cache_.layers().size());
+        if (!cache_.states().num_blocks()) continue;
+        if (state_jobs_.size() < mini_batches_.size())
+            state_jobs_.push_back(
+                std::make_unique<StateJob>(cache_, state_kernels(kernels_), model_dtype_, pool_.num_threads()));
+        state_jobs_[mini_batches_.size() - 1]->plan(spans);
     }
     while (jobs_.size() < mini_batches_.size()) jobs_.push_back(std::make_unique<AttentionJob>(*this));
     for (const auto& job : jobs_) job->forget_picks();
@@ -158,11 +127,22 @@ void Worker::check_submit(std::int64_t mini_batch, std::int64_t layer) const {
                 " picks, which was not submitted just before");
 }
 
+LayerJob& Worker::prepare(std::int64_t mini_batch, std::int64_t layer, const Payload& payload) {
+    MiniBatch& target = mini_batches_[mini_batch];
+    if (shape_of_layer_[layer] < 0) {
+        target.job = state_jobs_[mini_batch].get();
+        state_jobs_[mini_batch]->prepare(layer, payload);
+    } else {
+        target.job = jobs_[mini_batch].get();
+        jobs_[mini_batch]->prepare(*target.lists[shape_of_layer_[layer]], layer, payload);
+    }
+    return *target.job;
+}
+
 void Worker::submit(std::int64_t mini_batch, std::int64_t layer, const Payload& payload) {
     check_submit(mini_batch, layer);
     MiniBatch& target = mini_batches_[mini_batch];
-    AttentionJob& job = *jobs_[mini_batch];
-    job.prepare(*target.lists[shape_of_layer_[layer]], layer, payload);
+    LayerJob& job = prepare(mini_batch, layer, payload);
     if (target.rows.any()) job.brief() && idle() ? pool_.run_here(job) : pool_.submit(job);
     target.outstanding = true;
     target.submitted[layer] = 1;
@@ -172,8 +152,7 @@ void Worker::run(std::int64_t mini_batch, std::int64_t layer, const Payload& pay
     check_submit(mini_batch, layer);
     for (const MiniBatch& each : mini_batches_) require(!each.outstanding, "run: a layer is outstanding; wait for it");
     MiniBatch& target = mini_batches_[mini_batch];
-    AttentionJob& job = *jobs_[mini_batch];
-    job.prepare(*target.lists[shape_of_layer_[layer]], layer, payload);
+    LayerJob& job = prepare(mini_batch, layer, payload);
     if (target.rows.any()) pool_.run_here(job);
     target.submitted[layer] = 1;
     finish(mini_batch);
@@ -181,20 +160,20 @@ void Worker::run(std::int64_t mini_batch, std::int64_t layer, const Payload& pay
 
 bool Worker::idle() const {
     for (std::size_t i = 0; i < mini_batches_.size(); ++i)
-        if (mini_batches_[i].outstanding && !jobs_[i]->finished()) return false;
+        if (mini_batches_[i].outstanding && !mini_batches_[i].job->finished()) return false;
     return true;
 }
 
 bool Worker::ready(std::int64_t mini_batch) const {
     require(mini_batch_at(mini_batch).outstanding,
             "mini-batch " + std::to_string(mini_batch) + " has nothing submitted");
-    return jobs_[mini_batch]->finished();
+    return mini_batches_[mini_batch].job->finished();
 }
 
 void Worker::wait(std::int64_t mini_batch) {
     require(mini_batch_at(mini_batch).outstanding,
             "mini-batch " + std::to_string(mini_batch) + " has nothing submitted");
-    jobs_[mini_batch]->wait();
+    mini_batches_[mini_batch].job->wait();
     finish(mini_batch);
 }
 
@@ -202,12 +181,12 @@ void Worker::finish(std::int64_t mini_batch) {
     MiniBatch& done = mini_batches_[mini_batch];
     done.outstanding = false;
     if (!done.rows.any()) return;
-    const AttentionJob& job = *jobs_[mini_batch];
+    const LayerJob& job = *done.job;
     const std::size_t cell = mini_batch * cache_.layers().size() + job.layer();
     report_.busy_start[cell] = job.start_seconds;
     report_.busy_end[cell] = job.end_seconds;
-    report_.bytes_read += job.list().bytes_read;
-    bytes_read_ += job.list().bytes_read;
+    report_.bytes_read += job.bytes_read();
+    bytes_read_ += job.bytes_read();
 }
 
 void Worker::check_all_done() const {
@@ -234,15 +213,19 @@ StepReport Worker::end_step() {
 void Worker::abandon_step() {
     require(in_step_, "abandon_step: no step is open; begin_step comes first");
     for (std::size_t i = 0; i < mini_batches_.size(); ++i)
-        if (mini_batches_[i].outstanding) jobs_[i]->wait();
-    for (const MiniBatch& mini_batch : mini_batches_) unwrite(mini_batch);
-    cache_.abandon_step();
+        if (mini_batches_[i].outstanding) mini_batches_[i].job->wait();
+    bool written = false;
+    for (const MiniBatch& mini_batch : mini_batches_) {
+        unwrite(mini_batch);
+        written |= mini_batch.job != nullptr;
+    }
+    cache_.abandon_step(written);
     in_step_ = false;
 }
 
 void Worker::unwrite(const MiniBatch& mini_batch) const {
     for (std::size_t layer = 0; layer < mini_batch.submitted.size(); ++layer) {
-        if (!mini_batch.submitted[layer]) continue;
+        if (!mini_batch.submitted[layer] || shape_of_layer_[layer] < 0) continue;
         for (const PlannedSpan& span : mini_batch.lists[shape_of_layer_[layer]]->stored())
             if (span.mode != SpanMode::read) cache_.unwrite(std::int64_t(layer), span.blocks, span.context_len, span.end);
     }
@@ -251,7 +234,8 @@ void Worker::unwrite(const MiniBatch& mini_batch) const {
 std::int64_t Worker::export_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const {
     require(!in_step_, "export: a step is open; end_step or abandon_step comes first");
     cache_.check_export(sequence_id, start, num_tokens);
-    return cache_.sequence_bytes(num_tokens);
+    const bool whole = start + num_tokens == cache_.sequence(sequence_id).length;
+    return cache_.sequence_bytes(num_tokens) + (whole ? cache_.states().num_bytes() : 0);
 }
 
 void Worker::export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,

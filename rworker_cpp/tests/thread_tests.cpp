@@ -1,4 +1,5 @@
 // Many small and large jobs over several threads: the same bits as one thread, and nothing lost on the way.
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -127,9 +128,47 @@ void test_shared_prefixes() {
     CHECK(shared_bytes * 5 < separate_bytes);
 }
 
+/// Outputs and states of six sequences with a recurrent layer, `cut` rows at a time of 24.
+std::vector<float> run_states(int num_threads, std::int64_t cut) {
+    constexpr std::int64_t count = 6, rows = 24, heads = 4, dim = 40;
+    auto state = std::make_shared<StateSpec>(
+        StateSpec{StateKind::delta, heads, 2, 24, dim, 4, 1, true, true, 0.2f, {}, {}, {}});
+    state->filters.resize(4 * state->channels(), 0.3f);
+    const std::int64_t elements = state->row_elements(4);
+    LayerSpec recurrent{heads, 0, 0, dim, 1.0f, 0, 0.0f, {}};
+    recurrent.state = state;
+    Worker worker({{{2, 1, 16, 16, 0.25f, 0, 0.0f, {}}, recurrent},
+                   DType::float32, DType::float32, 16, 2000, num_threads, {}, "auto"});
+    std::vector<float> outputs(count * rows * heads * dim), none(count * rows * 32);
+    for (std::int64_t done = 0; done < rows; done += cut) {
+        std::vector<Span> spans;
+        std::vector<float> data(count * cut * elements), out(count * cut * heads * dim);
+        for (std::int64_t i = 0; i < count; ++i) {
+            spans.push_back({i, done, cut, SpanMode::attend});
+            for (std::int64_t j = 0; j < cut * elements; ++j) {
+                const float x = float((j + done * elements + i * 31) * 7919 % 1009) / 500.0f - 1.0f;
+                data[i * cut * elements + j] = j % elements < state->channels() ? x : -x * x;
+            }
+        }
+        worker.begin_step({}, std::vector<std::vector<Span>>{spans});
+        worker.run(0, 0, {none.data(), none.data(), none.data(), none.data()});
+        worker.run(0, 1, {nullptr, data.data(), nullptr, out.data()});
+        worker.end_step();
+        for (std::int64_t i = 0; i < count; ++i)
+            std::copy_n(out.data() + i * cut * heads * dim, cut * heads * dim,
+                        outputs.data() + (i * rows + done) * heads * dim);
+    }
+    std::vector<std::uint8_t> bytes(worker.export_bytes(2, 0, rows));
+    worker.export_sequence(2, 0, rows, bytes.data());
+    outputs.insert(outputs.end(), bytes.begin(), bytes.end());
+    return outputs;
+}
+
 }  // namespace
 
 void run_thread_tests() {
+    const std::vector<float> states = run_states(1, 24);
+    for (const std::int64_t cut : {1, 2, 12}) CHECK(run_states(3, cut) == states);
     test_shared_prefixes();
     test_every_item_runs_once();
     test_the_caller_may_lead();

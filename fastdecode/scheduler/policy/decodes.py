@@ -37,7 +37,8 @@ class Decodes:
             if (room <= 0).any():
                 self._extend(rows[room <= 0])
                 continue
-            growing = rows[tail_lens // self._workers.block_size >= table.num_blocks[rows]]
+            held = table.num_blocks[rows] - self._workers.state_blocks
+            growing = rows[tail_lens // self._workers.block_size >= held]
             if not len(growing):
                 return rows
             needed = table.count_held(growing, 1, len(self._workers)).tolist()

@@ -29,7 +29,9 @@ class Store:
 
     def __init__(self, limits: Limits, retains: bool) -> None:
         """``retains``: what sequences leave is kept for others that begin alike, where ``limits`` say so."""
-        self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.block_size, limits.hosts)
+        self.workers = Workers(
+            limits.num_blocks, limits.bandwidths, limits.block_size, limits.hosts, limits.state_blocks
+        )
         self.prefixes = PrefixCache(self.workers, limits.prefix_caching and retains, limits.placing.segment_tokens)
         self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.placing.segment_tokens)
         self.residents = Residents(self.table, limits.scratch_tokens)
@@ -146,8 +148,8 @@ class Store:
             sibling.num_closed = parent.num_closed
             self.table.open(sibling)
             self._count_tail(sibling, 1)
-        has_partial = parent.tail.num_tokens % self.workers.block_size > 0
-        parent.tail.num_blocks -= has_partial * len(parent.siblings)
+        own_blocks = self.workers.state_blocks + (parent.tail.num_tokens % self.workers.block_size > 0)
+        parent.tail.num_blocks -= own_blocks * len(parent.siblings)
         self.residents.fork(parent)
         parent.siblings = ()
 

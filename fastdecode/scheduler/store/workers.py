@@ -141,10 +141,16 @@ class Workers:
     """All R-workers by index, the last ``KEPT_GONE`` gone ones included; what is compared over all are arrays."""
 
     def __init__(
-        self, num_blocks: Iterable[int], bandwidths: Sequence[float], block_size: int, hosts: Sequence[str] = ()
+        self,
+        num_blocks: Iterable[int],
+        bandwidths: Sequence[float],
+        block_size: int,
+        hosts: Sequence[str] = (),
+        state_blocks: int = 0,
     ) -> None:
-        """``bandwidths``: what memory gave each at its start, in any unit. ``hosts``: their machines, where known."""
-        self.block_size = block_size
+        """``bandwidths``: what memory gave each at its start, in any unit. ``hosts``: their machines, where known.
+        ``state_blocks``: those of a sequence beside its tokens'."""
+        self.block_size, self.state_blocks = block_size, state_blocks
         self.speeds = Speeds(bandwidths)
         self._gone: list[int] = []
         self._states = [WorkerState(index, count, count) for index, count in enumerate(num_blocks)]
@@ -221,8 +227,8 @@ class Workers:
             self.speeds.observe(observed.step.kv_loads, observed.r_seconds)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens take."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that a sequence of so many tokens takes."""
+        return self.state_blocks + -(-num_tokens // self.block_size)
 
     def join(self, index: int, num_blocks: int, bandwidth: float, host: str = "") -> float:
         """One more, with all its blocks free; returns how fast it is beside all others together.

@@ -1,26 +1,23 @@
 // One layer of one mini-batch as a job for the pool.
 #pragma once
 
+#include "rworker/layer_job.hpp"
 #include "rworker/picks.hpp"
 #include "rworker/step_plan.hpp"
-#include "rworker/thread_pool.hpp"
 #include "rworker/worker.hpp"
 
 namespace rworker {
 
 /// Each piece of work stores the new tokens that fall into its split, then attends its rows to the split; so none waits
 /// for another. Meanwhile what the next piece begins with is on its way from memory.
-class AttentionJob final : public Job {
+class AttentionJob final : public LayerJob {
   public:
     explicit AttentionJob(Worker& worker) : worker_(worker) {}
 
     void prepare(const WorkList& list, std::int64_t layer, const Payload& payload);
-    std::int64_t layer() const { return layer_; }
     /// The index layer whose picks of this step are there; -1: none.
     std::int64_t picked_by() const { return picks_.layer(); }
     void forget_picks() { picks_.forget(); }
-    bool brief() const { return brief_; }  // not worth waking a thread for
-    const WorkList& list() const { return *list_; }
     void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;
     void leave() noexcept override;
 
@@ -47,8 +44,6 @@ class AttentionJob final : public Job {
     Worker& worker_;
     const WorkList* list_ = nullptr;
     const LayerSpec* spec_ = nullptr;
-    std::int64_t layer_ = 0;
-    bool brief_ = false;
     Payload payload_{};
     mutable Picks picks_;  // each query's by the thread that finished its scores
 };

@@ -14,6 +14,7 @@
 #include "rworker/block_pool.hpp"
 #include "rworker/incoming.hpp"
 #include "rworker/layout.hpp"
+#include "rworker/state_places.hpp"
 #include "rworker/types.hpp"
 
 namespace rworker {
@@ -25,6 +26,8 @@ struct Sequence {
     std::int64_t length = 0;          // committed tokens
     std::int64_t pending_length = 0;  // with the rows of the open step
     bool born_in_step = false;
+    std::vector<std::int32_t> state_blocks = {};  // of its own, where layers are recurrent
+    bool state_spoilt = false;                    // by a step that was abandoned
     std::optional<std::int64_t> job_id = {};  // while it is incoming: rows from `length` on come from prefill workers
 };
 
@@ -41,13 +44,22 @@ class KVCache {
     DType dtype() const { return dtype_; }
     std::int64_t block_size() const { return block_size_; }
     std::int64_t block_bytes() const { return block_bytes_; }  // over all layers
+    const StatePlaces& states() const { return states_; }
+    /// A row of the state in these blocks, or as many as `out` holds.
+    float* state_row(const std::int32_t* blocks, std::int64_t index) const {
+        return states_.row(arena_.data(), blocks, index);
+    }
+    void state_rows(const std::int32_t* blocks, std::int64_t first, std::vector<float*>& out) const {
+        states_.rows(arena_.data(), blocks, first, std::int64_t(out.size()), out.data());
+    }
 
     /// Apply the controls, then take blocks for the rows of all spans. On an error nothing has changed.
     void begin_step(std::span<const Control> controls, std::span<const Span> spans);
     /// The rows of the step are written: lengths grow.
     void commit_step();
-    /// Back to what the controls left: blocks taken for rows return, sequences born in the step vanish.
-    void abandon_step();
+    /// Back to what the controls left: blocks taken for rows return, sequences born in the step vanish. States that
+    /// were `written` are spoilt: of those sequences nothing but a release is possible.
+    void abandon_step(bool written = false);
     /// Before that, for each span and layer whose rows are written: the tile they filled up has rows again.
     void unwrite(std::int64_t layer, const std::int32_t* blocks, std::int64_t context_len, std::int64_t end) const;
 
@@ -74,8 +86,9 @@ class KVCache {
     /// value_dim].
     void read_tokens(std::int64_t sequence_id, std::int64_t layer, float* keys, float* values) const;
 
-    /// Bytes that `export_sequence` writes of a sequence of that length: for each layer, for each token, keys
-    /// [num_kv_heads, key_dim] and then values [num_kv_heads, value_dim], as stored (see TokenCodec).
+    /// Bytes that `export_sequence` writes of so many tokens: for each layer, for each token, keys [num_kv_heads,
+    /// key_dim] and then values [num_kv_heads, value_dim], as stored (see TokenCodec). Where layers are recurrent, the
+    /// state follows the last token of a sequence.
     std::int64_t sequence_bytes(std::int64_t num_tokens) const;
     /// Of one token in one layer.
     std::int64_t token_bytes(std::int64_t layer) const;
@@ -107,6 +120,9 @@ class KVCache {
     void store_slice(Incoming& job, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) const;
     void stage(Incoming& job, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) const;
     void write_rows(const Incoming& job, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) const;
+    void copy_state(const Sequence& sequence, std::uint8_t* out) const;
+    void set_state(const Sequence& sequence, const std::uint8_t* data) const;
+    void take_state(Sequence& sequence);
     void grow(const Span& span);
     void check_read(const Span& span) const;
     void remember(std::int64_t sequence_id);
@@ -123,6 +139,7 @@ class KVCache {
     DType dtype_;
     std::int64_t block_size_, block_bytes_ = 0;
     std::vector<LayerLayout> layouts_;
+    StatePlaces states_;
     BlockPool pool_;
     Arena arena_;
     std::unordered_map<std::int64_t, Sequence> sequences_;

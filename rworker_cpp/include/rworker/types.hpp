@@ -3,11 +3,13 @@
 
 #include <bit>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "rworker/kernels.hpp"
+#include "rworker/state_spec.hpp"
 
 namespace rworker {
 
@@ -37,6 +39,9 @@ struct LayerSpec {
     // block and those before it, `pick_local` in all, first.
     std::int64_t picks = 0, pick_block = 0, pick_local = 0;
     std::int64_t picked_by = -1;  // the index layer that picks what this layer's queries see; -1: they see all
+
+    // A recurrent layer's, which caches nothing of a token: num_kv_heads is 0, and the other numbers are not used
+    std::shared_ptr<const StateSpec> state = {};
 
     std::int64_t stored_value_dim() const { return values_in_keys ? 0 : value_dim; }
     bool weighs_heads() const { return picks > 0 && pick_block == 0; }
@@ -104,6 +109,10 @@ struct Control {
 struct Error : std::invalid_argument {
     using std::invalid_argument::invalid_argument;
 };
+
+inline void require(bool holds, const std::string& message) {
+    if (!holds) throw Error(message);
+}
 
 /// A sequence id the cache does not hold.
 struct UnknownSequence : Error {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "rworker/kv_cache.hpp"
+#include "rworker/layer_job.hpp"
 #include "rworker/picks.hpp"
 #include "rworker/step_plan.hpp"
 #include "rworker/thread_pool.hpp"
@@ -23,13 +24,6 @@ struct WorkerConfig {
     std::vector<int> cores;
     std::string isa;
     ReadAhead read_ahead = ReadAhead::run;
-};
-
-/// Rows of one mini-batch in one layer, in the model's dtype; see Worker::submit.
-struct Payload {
-    const void *queries, *keys, *values;
-    void* out;
-    float* partials = nullptr;  // of `read` and `partial` spans: [rows, num_heads, node_floats]
 };
 
 /// Rows a mini-batch brings in the open step: of queries, of keys and values, of out, and of partial results, of which
@@ -54,7 +48,13 @@ struct Statistics {
     std::int64_t bytes_committed;  // of blocks that were ever used: memory the cache may hold
 };
 
+/// ConfigError in all but name: Error where numbers of `config` do not fit each other; else ready for use.
+WorkerConfig checked(WorkerConfig config);
+/// Error where modes are unknown or out of order.
+void check_order(std::span<const std::vector<Span>> mini_batches);
+
 class AttentionJob;
+class StateJob;
 
 /// Called from one thread, but for `store`, `read_prefix` and the checks of `cache()` before them. Every error is an
 /// Error that leaves the worker as it was.
@@ -108,12 +108,14 @@ class Worker {
         RowCount rows;
         std::vector<std::unique_ptr<WorkList>> lists;  // per shape
         std::vector<char> submitted;                   // per layer
+        LayerJob* job = nullptr;                       // of the layer that was submitted last
         bool outstanding = false;
     };
 
     friend class AttentionJob;
     void plan(std::span<const std::vector<Span>> mini_batches);
     const MiniBatch& mini_batch_at(std::int64_t index) const;
+    LayerJob& prepare(std::int64_t mini_batch, std::int64_t layer, const Payload& payload);
     void finish(std::int64_t mini_batch);
     bool idle() const;
     void unwrite(const MiniBatch& mini_batch) const;
@@ -123,7 +125,7 @@ class Worker {
     const Kernels& kernels_;
     ReadAhead read_ahead_;
     DType model_dtype_;
-    std::vector<std::int64_t> shape_of_layer_;  // layers with the same work share a work list
+    std::vector<std::int64_t> shape_of_layer_;  // layers with the same work share a work list; -1: a recurrent layer
     std::vector<std::int64_t> shapes_;          // a layer of each shape
 
     bool in_step_ = false;
@@ -136,6 +138,7 @@ class Worker {
     std::vector<std::vector<std::uint8_t>> split_values_;  // per thread; empty where all values are stored
     std::vector<PickedRows> picked_rows_;  // per thread
     std::vector<std::unique_ptr<AttentionJob>> jobs_;  // one per mini-batch
+    std::vector<std::unique_ptr<StateJob>> state_jobs_;  // likewise, where layers are recurrent
     ThreadPool pool_;                                  // last: its threads end before what they use
 };
 

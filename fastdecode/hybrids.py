@@ -1,0 +1,35 @@
+"""What hybrids, models whose recurrent layers keep a state per sequence, do not go together with yet."""
+
+from __future__ import annotations
+
+import logging
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.types import KVLayout
+
+logger = logging.getLogger(__name__)
+
+ASKED = {
+    "kv_shard_tokens": "a state is that of all tokens of a sequence, so no range of them has one",
+    "kv_replicas": "a second copy of a state would have to be advanced as well",
+    "prefill_workers": "prefill workers have no states to advance",
+    "tensor_parallel_size": "a rank would have a part of each state's heads",
+    "speculative_config": "a state cannot go back to the token before a draft that is refused",
+    "prefill_scratch": "prompts attend where the state is, on the R-worker",
+}
+"""Settings that ask for what hybrids do not have, and why."""
+
+
+def check_hybrid(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
+    """ConfigError for settings that do not go together with states, if ``layout`` has some; prefixes are not kept."""
+    if not layout.has_states:
+        return
+    defaults = EngineConfig(model=config.model, device=config.device)
+    for name, reason in ASKED.items():
+        if getattr(config, name) != getattr(defaults, name):
+            raise ConfigError(f"{name}: this model keeps a state per sequence beside its cache: {reason}; leave it out")
+    if on_gpu:
+        raise ConfigError("device: this model keeps a state per sequence, which goes with 'cpu' only so far")
+    if config.enable_prefix_caching:
+        logger.info("no prefix is kept: this model keeps a state per sequence, which cannot be cut to a prefix")

@@ -1,0 +1,62 @@
+// The border to the kernels of recurrent layers: like kernels.hpp, without the standard library.
+#pragma once
+
+#include "rworker/kernels.hpp"
+
+namespace rworker {
+
+/// Channels [first_channel, first_channel + dim) of each row, and the earlier inputs of their convolution: that of token
+/// p in the rows from window[p % (taps - 1) * rows_of(dim)] on.
+struct StateChannels {
+    int64_t first_channel;
+    int dim;
+    float* const* window;
+};
+
+/// The tokens of one sequence, `num_rows` after `position` earlier ones, in one layer and head; see state_spec.hpp.
+/// What is read of windows is left as it is.
+struct StateArgs {
+    DType dtype;
+    const void* rows;
+    int64_t row_stride, num_rows, position;  // stride in elements
+    StateChannels query, key, value;         // without query and key there is no matrix
+    const float* filters;                    // [taps][channels], and 16 floats more
+    const float* bias;                       // [channels] and 16 more
+    int64_t channels;
+    int taps;
+    bool silu, delta, norm;
+    int64_t first_decay, first_rate;  // bytes from a row's begin
+    int decays;
+    float scale, skip;
+    float* const* matrix;       // [key_dim] rows
+    float* const* next_matrix;  // the one of the call that follows, asked for meanwhile; or null
+    int row_floats;        // of a row of the state
+    void* out;
+    int64_t out_stride;
+    float* scratch;
+};
+
+/// Floats that `advance` needs.
+constexpr int64_t state_scratch_floats(int64_t key_dim, int64_t value_dim, int64_t taps) {
+    return (taps + 4) * 2 * ((key_dim + 15) / 16 * 16) + (taps + 4) * ((value_dim + 15) / 16 * 16);
+}
+
+/// Keep the last inputs of a convolution in its window.
+struct WindowArgs {
+    DType dtype;
+    const void* rows;
+    int64_t row_stride, num_rows, position;
+    StateChannels channels;
+    int taps, row_floats;
+};
+
+struct StateKernels {
+    void (*advance)(const StateArgs&);
+    void (*keep)(const WindowArgs&);
+};
+
+extern const StateKernels kScalarState;
+extern const StateKernels kAvx2State;
+extern const StateKernels kAvx512State;
+
+}  // namespace rworker

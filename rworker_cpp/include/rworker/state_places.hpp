@@ -1,0 +1,63 @@
+// Where the states of sequences lie: in blocks like those of tokens, row by row.
+//
+// A state is a list of rows of `row_floats` floats: of each layer first the last taps - 1 inputs of its convolution (of
+// each group's query, of each group's key, of each head's values; tap by tap, each as whole rows), then the rows of each
+// head's matrix. A block of tokens has a piece in every layer that attends; each piece holds as many rows as fit.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "rworker/layout.hpp"
+#include "rworker/types.hpp"
+
+namespace rworker {
+
+class StatePlaces {
+  public:
+    StatePlaces(const std::vector<LayerSpec>& layers, const std::vector<LayerLayout>& layouts);
+
+    /// Blocks that the state of one sequence takes; 0 where no layer has one.
+    std::int64_t num_blocks() const { return num_blocks_; }
+    std::int64_t num_rows() const { return num_rows_; }
+    std::int64_t row_floats() const { return row_floats_; }
+    std::int64_t num_bytes() const { return num_rows_ * row_floats_ * 4; }
+
+    /// Rows that `dim` channels take for one tap.
+    std::int64_t rows_of(std::int64_t dim) const { return (dim + row_floats_ - 1) / row_floats_; }
+    /// First row of the window of a group's query or key, or of a head's values; taps follow each other.
+    std::int64_t query_window(const LayerSpec& layer, std::int64_t layer_index, std::int64_t group) const;
+    std::int64_t key_window(const LayerSpec& layer, std::int64_t layer_index, std::int64_t group) const;
+    std::int64_t value_window(const LayerSpec& layer, std::int64_t layer_index, std::int64_t head) const;
+    /// First row of a head's matrix.
+    std::int64_t matrix(const LayerSpec& layer, std::int64_t layer_index, std::int64_t head) const;
+
+    float* row(std::uint8_t* arena, const std::int32_t* blocks, std::int64_t index) const {
+        const Place& place = places_[index % std::int64_t(places_.size())];
+        const std::int64_t block = blocks[index / std::int64_t(places_.size())];
+        return reinterpret_cast<float*>(arena + place.first_byte + block * place.block_bytes);
+    }
+
+    /// `count` rows from one on.
+    void rows(std::uint8_t* arena, const std::int32_t* blocks, std::int64_t first, std::int64_t count, float** out) const {
+        std::size_t place = first % std::int64_t(places_.size());
+        blocks += first / std::int64_t(places_.size());
+        for (std::int64_t i = 0; i < count; ++i) {
+            out[i] = reinterpret_cast<float*>(arena + places_[place].first_byte + *blocks * places_[place].block_bytes);
+            if (++place < places_.size()) continue;
+            place = 0;
+            ++blocks;
+        }
+    }
+
+  private:
+    struct Place {
+        std::int64_t first_byte, block_bytes;
+    };
+
+    std::int64_t num_blocks_ = 0, num_rows_ = 0, row_floats_ = 0;
+    std::vector<std::int64_t> first_rows_;  // of each layer
+    std::vector<Place> places_;             // of the rows of one block
+};
+
+}  // namespace rworker

@@ -1,0 +1,190 @@
+// Recurrent layers: the convolution before them and the update of a head's matrix, over any Lanes.
+#pragma once
+
+#include "kernels/math.hpp"
+#include "kernels/rows.hpp"
+#include "rworker/state_kernels.hpp"
+
+#define RWORKER_UNROLL _Pragma("GCC unroll 16")
+
+namespace {
+
+using rworker::StateArgs;
+using rworker::StateChannels;
+using rworker::WindowArgs;
+
+/// x * sigmoid(x); e^-|x| keeps it from overflowing.
+template <class L>
+inline typename L::vec silu(typename L::vec x) {
+    const typename L::vec e = exp_nonpositive<L>(L::sub(L::set1(0.0f), L::abs(x))), one = L::set1(1.0f);
+    const typename L::vec top = L::if_less(x, L::set1(0.0f), e, one);
+    return L::mul(x, L::div(top, L::add(one, e)));
+}
+
+/// One part's inputs of the last `taps` tokens, [token % taps][dim16], and what the convolution makes of them.
+template <class L>
+struct Convolved {
+    const StateArgs& args;
+    const StateChannels& part;
+    int dim16;
+    float *history, *out;
+
+    Convolved(const StateArgs& all, const StateChannels& channels, float*& scratch)
+        : args(all), part(channels), dim16(round_up16(channels.dim)), history(scratch) {
+        out = history + args.taps * dim16;
+        scratch = out + dim16;
+        const int rows_of = (part.dim + args.row_floats - 1) / args.row_floats;
+        for (int64_t p = args.position - args.taps + 1; p < args.position; ++p) {
+            float* const to = history + (p + args.taps) % args.taps * dim16;
+            if (p < 0) {
+                for (int i = 0; i < dim16; ++i) to[i] = 0.0f;
+                continue;
+            }
+            float* const* const rows = part.window + p % (args.taps - 1) * rows_of;
+            for (int row = 0, i = 0; row < rows_of; ++row)
+                for (int c = 0; c < args.row_floats && i < dim16; c += L::width, i += L::width)
+                    L::store(to + i, L::load(rows[row] + c));
+        }
+    }
+
+    void take(int64_t row) const {
+        const int64_t position = args.position + row;
+        widen_row<L>(args.dtype, element(args.dtype, args.rows, row * args.row_stride + part.first_channel), part.dim, 1.0f,
+                     history + position % args.taps * dim16);
+        for (int i = 0; i < part.dim; i += L::width) L::store(out + i, L::load(args.bias + part.first_channel + i));
+        for (int tap = 0; tap < args.taps; ++tap) {
+            const float* const inputs = history + (position + 1 + tap) % args.taps * dim16;
+            const float* const filter = args.filters + tap * args.channels + part.first_channel;
+            for (int i = 0; i < part.dim; i += L::width)
+                L::store(out + i, L::fma(L::load(filter + i), L::load(inputs + i), L::load(out + i)));
+        }
+        if (args.silu)
+            for (int i = 0; i < part.dim; i += L::width) L::store(out + i, silu<L>(L::load(out + i)));
+        for (int i = part.dim; i < dim16; ++i) out[i] = 0.0f;
+    }
+
+    /// Scales it, to length `scale` where `norm`.
+    void scale_by(float scale, bool norm) const {
+        if (norm) {
+            typename L::vec sum = L::set1(0.0f);
+            for (int i = 0; i < dim16; i += L::width) sum = L::fma(L::load(out + i), L::load(out + i), sum);
+            scale /= __builtin_sqrtf(L::reduce_add(sum) + 1e-6f);
+        }
+        for (int i = 0; i < dim16; i += L::width) L::store(out + i, L::mul(L::load(out + i), L::set1(scale)));
+    }
+};
+
+/// Asks for floats [begin, end) of row i of the matrix that comes next.
+inline void ask_next(const StateArgs& args, int i, int begin, int end) {
+    for (int c = begin; c < end; c += 16) __builtin_prefetch(args.next_matrix[i] + c, 0, 2);
+}
+
+/// What one token does to columns [first, first + N vectors) of a matrix; `o` and `v` have round_up16(value_dim).
+/// delta reads the rows twice, the second time from a near cache.
+template <class L, int N>
+[[gnu::always_inline]] inline void update(const StateArgs& args, int first, const float* q, const float* k, const float* a,
+                                          const float* ak, float rate, const float* v, float* o, bool last) {
+    using vec = typename L::vec;
+    const bool asks = last && first == 0 && args.next_matrix;
+    const int half = args.row_floats / 32 * 16;
+    vec d[N], sum[N];
+    for (int n = 0; n < N; ++n) d[n] = L::load(v + first + n * L::width), sum[n] = L::set1(0.0f);
+    const int dim = args.key.dim;
+    if (args.delta) {
+        for (int i = 0; i < dim; ++i) {
+            const float* const row = args.matrix[i] + first;
+            if (asks) ask_next(args, i, 0, half);
+            const vec x = L::set1(ak[i]);
+            RWORKER_UNROLL
+            for (int n = 0; n < N; ++n) { sum[n] = L::fma(x, L::load(row + n * L::width), sum[n]); }
+        }
+        for (int n = 0; n < N; ++n) d[n] = L::sub(d[n], sum[n]), sum[n] = L::set1(0.0f);
+    }
+    for (int n = 0; n < N; ++n) d[n] = L::mul(d[n], L::set1(rate));
+    for (int i = 0; i < dim; ++i) {
+        float* const row = args.matrix[i] + first;
+        if (asks) ask_next(args, i, args.delta ? half : 0, args.row_floats);
+        const vec key = L::set1(k[i]), decay = L::set1(a[i]), query = L::set1(q[i]);
+        RWORKER_UNROLL
+        for (int n = 0; n < N; ++n) {
+            const vec s = L::fma(key, d[n], L::mul(decay, L::load(row + n * L::width)));
+            L::store(row + n * L::width, s);
+            sum[n] = L::fma(query, s, sum[n]);
+        }
+    }
+    for (int n = 0; n < N; ++n) L::store(o + first + n * L::width, sum[n]);
+}
+
+inline float number_at(const uint8_t* bytes) {
+    float number;
+    __builtin_memcpy(&number, bytes, sizeof(number));
+    return number;
+}
+
+template <class L>
+void advance(const StateArgs& args) {
+    float* scratch = args.scratch;
+    const Convolved<L> value(args, args.value, scratch);
+    float* const o = scratch;
+    scratch += value.dim16;
+    if (!args.matrix) {
+        for (int64_t row = 0; row < args.num_rows; ++row) {
+            value.take(row);
+            narrow_row<L>(args.dtype, value.out, args.value.dim,
+                          const_cast<void*>(element(args.dtype, args.out, row * args.out_stride)));
+        }
+        return;
+    }
+    const Convolved<L> query(args, args.query, scratch), key(args, args.key, scratch);
+    float *const a = scratch, *const ak = a + key.dim16;
+    const int dim = args.key.dim;
+    if (args.position == 0)
+        for (int i = 0; i < dim; ++i)
+            for (int c = 0; c < args.row_floats; c += L::width) L::store(args.matrix[i] + c, L::set1(0.0f));
+    constexpr int kMost = L::width == 8 ? 4 : 8;  // twice as many vectors, and operands, are to fit the registers
+    for (int64_t row = 0; row < args.num_rows; ++row) {
+        value.take(row), query.take(row), key.take(row);
+        query.scale_by(args.scale, args.norm), key.scale_by(1.0f, args.norm);
+        const auto* const numbers =
+            static_cast<const uint8_t*>(element(args.dtype, args.rows, row * args.row_stride));
+        for (int i = 0; i < args.decays; ++i) a[i] = exp_nonpositive_one<L>(number_at(numbers + args.first_decay + 4 * i));
+        for (int i = args.decays; i < dim; ++i) a[i] = a[0];
+        for (int i = 0; i < dim; ++i) ak[i] = a[i] * key.out[i];
+        const float rate = number_at(numbers + args.first_rate);
+        int first = 0;
+        const auto go_on = [&]<int N>() {
+            for (; first + N * L::width <= value.dim16; first += N * L::width)
+                update<L, N>(args, first, query.out, key.out, a, ak, rate, value.out, o, row + 1 == args.num_rows);
+        };
+        go_on.template operator()<kMost>();
+        if constexpr (kMost > 4) go_on.template operator()<4>();
+        go_on.template operator()<2>();
+        go_on.template operator()<1>();
+        if (args.skip != 0.0f)
+            for (int i = 0; i < value.dim16; i += L::width)
+                L::store(o + i, L::fma(L::set1(args.skip), L::load(value.out + i), L::load(o + i)));
+        narrow_row<L>(args.dtype, o, args.value.dim,
+                      const_cast<void*>(element(args.dtype, args.out, row * args.out_stride)));
+    }
+}
+
+template <class L>
+void keep(const WindowArgs& args) {
+    const int taps = args.taps - 1, rows_of = (args.channels.dim + args.row_floats - 1) / args.row_floats;
+    const int64_t kept = args.num_rows < taps ? args.num_rows : taps;
+    for (int64_t row = args.num_rows - kept; row < args.num_rows; ++row)
+        for (int i = 0; i < rows_of; ++i) {
+            const int first = i * args.row_floats, left = args.channels.dim - first;
+            widen_row<L>(args.dtype,
+                         element(args.dtype, args.rows, row * args.row_stride + args.channels.first_channel + first),
+                         left < args.row_floats ? left : args.row_floats, 1.0f,
+                         args.channels.window[(args.position + row) % taps * rows_of + i]);
+        }
+}
+
+template <class L>
+constexpr rworker::StateKernels make_state_kernels() {
+    return {advance<L>, keep<L>};
+}
+
+}  // namespace

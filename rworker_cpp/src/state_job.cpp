@@ -1,0 +1,133 @@
+#include "rworker/state_job.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace rworker {
+namespace {
+
+constexpr std::int64_t kRowsPerReading = 8;  // a row's arithmetic takes as long as reading an eighth of the state
+
+const void* advanced(const void* data, std::int64_t elements, DType dtype) {
+    return static_cast<const std::uint8_t*>(data) + elements * item_bytes(dtype);
+}
+
+}  // namespace
+
+const StateKernels& state_kernels([[maybe_unused]] const Kernels& kernels) {
+#ifdef RWORKER_AVX512
+    if (std::strncmp(kernels.isa, "avx512", 6) == 0) return kAvx512State;
+#endif
+#ifdef RWORKER_AVX2
+    if (std::strcmp(kernels.isa, "scalar") != 0) return kAvx2State;
+#endif
+    return kScalarState;
+}
+
+StateJob::StateJob(const KVCache& cache, const StateKernels& kernels, DType dtype, int num_threads)
+    : cache_(cache), kernels_(kernels), dtype_(dtype), scratch_(num_threads) {
+    std::int64_t floats = 0;
+    for (const LayerSpec& layer : cache.layers())
+        if (layer.state)
+            floats = std::max(floats, state_scratch_floats(layer.state->key_dim, layer.state->value_dim, layer.state->taps));
+    for (std::vector<float>& scratch : scratch_) scratch.resize(floats);
+}
+
+void StateJob::plan(std::span<const Span> spans) {
+    rows_.clear();
+    std::int64_t first = 0;
+    for (const Span& span : spans) {
+        rows_.push_back({cache_.sequence(span.sequence_id).state_blocks.data(), first, span.num_rows, span.context_len});
+        first += span.num_rows;
+    }
+    std::size_t counters = 0;
+    for (const LayerSpec& layer : cache_.layers())
+        if (layer.state) counters = std::max(counters, rows_.size() * std::size_t(layer.state->groups));
+    if (counters > num_counters_) heads_left_ = std::make_unique<std::atomic<std::int32_t>[]>(num_counters_ = counters);
+}
+
+void StateJob::prepare(std::int64_t layer, const Payload& payload) {
+    const LayerSpec& of = cache_.layers()[layer];
+    spec_ = of.state.get();
+    payload_ = payload;
+    const std::int64_t head_bytes = 4 * spec_->value_dim * (spec_->key_dim + spec_->taps - 1);
+    std::int64_t cost = 0;
+    for (const Rows& rows : rows_) cost += 2 * head_bytes * (1 + rows.count / kRowsPerReading) * spec_->heads;
+    for (std::size_t i = 0; i < rows_.size() * spec_->groups; ++i)
+        heads_left_[i].store(std::int32_t(spec_->heads_per_group()), std::memory_order_relaxed);
+    const std::int64_t num_rows = std::int64_t(rows_.size());
+    begin(layer, num_rows * spec_->heads, cost, num_rows * spec_->heads * head_bytes);
+}
+
+StateChannels StateJob::channels(std::int64_t first, std::int64_t dim, std::int64_t window, const Rows& rows,
+                                 std::vector<float*>& pointers) const {
+    pointers.resize((spec_->taps - 1) * cache_.states().rows_of(dim));
+    cache_.state_rows(rows.blocks, window, pointers);
+    return {first, int(dim), pointers.data()};
+}
+
+const void* StateJob::payload_of(const Rows& rows) const {
+    return advanced(payload_.keys, rows.first * spec_->row_elements(item_bytes(dtype_)), dtype_);
+}
+
+void StateJob::keep(const StateChannels& part, const Rows& rows) const {
+    kernels_.keep({dtype_, payload_of(rows), spec_->row_elements(item_bytes(dtype_)), rows.count, rows.position, part,
+                   int(spec_->taps), int(cache_.states().row_floats())});
+}
+
+void StateJob::matrix_of(std::int64_t item, std::vector<float*>& rows) const {
+    const std::int64_t first = cache_.states().matrix(cache_.layers()[layer()], layer(), item % spec_->heads);
+    rows.resize(spec_->key_dim);
+    cache_.state_rows(rows_[item / spec_->heads].blocks, first, rows);
+}
+
+void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexcept {
+    thread_local std::vector<float*> query_window, key_window, value_window, matrix, next_matrix;
+    const StateSpec& spec = *spec_;
+    const LayerSpec& of = cache_.layers()[layer()];
+    const StatePlaces& places = cache_.states();
+    const Rows& rows = rows_[item / spec.heads];
+    const std::int64_t head = item % spec.heads, group = spec.groups ? head / spec.heads_per_group() : 0;
+    const std::int64_t numbers = spec.channels() * item_bytes(dtype_), dim = spec.value_dim;
+    StateArgs args{};
+    args.dtype = dtype_;
+    args.rows = payload_of(rows);
+    args.row_stride = spec.row_elements(item_bytes(dtype_));
+    args.num_rows = rows.count;
+    args.position = rows.position;
+    args.value = channels(spec.first_value() + head * dim, dim, places.value_window(of, layer(), head), rows, value_window);
+    args.filters = spec.filters.data();
+    args.bias = spec.bias.data();
+    args.channels = spec.channels();
+    args.taps = int(spec.taps);
+    args.silu = spec.silu;
+    args.delta = spec.kind == StateKind::delta;
+    args.norm = spec.norm;
+    args.first_decay = numbers + 4 * head * spec.decays;
+    args.first_rate = numbers + 4 * (spec.heads * spec.decays + head);
+    args.decays = int(spec.decays);
+    args.scale = spec.scale;
+    args.skip = spec.skip.empty() ? 0.0f : spec.skip[head];
+    args.row_floats = int(places.row_floats());
+    args.out = const_cast<void*>(advanced(payload_.out, (rows.first * spec.heads + head) * dim, dtype_));
+    args.out_stride = spec.heads * dim;
+    args.scratch = scratch_[thread].data();
+    if (spec.kind != StateKind::window) {
+        const std::int64_t wide = spec.key_dim;
+        args.query = channels(spec.first_query() + group * wide, wide, places.query_window(of, layer(), group), rows, query_window);
+        args.key = channels(spec.first_key() + group * wide, wide, places.key_window(of, layer(), group), rows, key_window);
+        matrix_of(item, matrix);
+        args.matrix = matrix.data();
+        if (next_item >= 0) matrix_of(next_item, next_matrix);
+        args.next_matrix = next_item >= 0 ? next_matrix.data() : nullptr;
+    }
+    kernels_.advance(args);
+    keep(args.value, rows);
+    if (spec.kind == StateKind::window) return;
+    std::atomic<std::int32_t>& left = heads_left_[item / spec.heads * spec.groups + group];
+    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    keep(args.query, rows);
+    keep(args.key, rows);
+}
+
+}  // namespace rworker

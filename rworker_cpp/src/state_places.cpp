@@ -1,0 +1,60 @@
+#include "rworker/state_places.hpp"
+
+#include <algorithm>
+#include <string>
+
+namespace rworker {
+void check_state(const StateSpec& spec, const char* name) {
+    constexpr std::int64_t kMost = 1 << 12;
+    const std::string of = std::string(name) + "state: ";
+    const bool window = spec.kind == StateKind::window;
+    require(spec.kind >= StateKind::delta && spec.kind <= StateKind::window, of + "kind is unknown");
+    require(spec.heads >= 1 && spec.heads <= kMost && spec.value_dim >= 1 && spec.value_dim <= kMost,
+            of + "heads and value_dim must be 1 to " + std::to_string(kMost));
+    require(window ? spec.groups == 0 && spec.key_dim == 0
+                   : spec.groups >= 1 && spec.heads % spec.groups == 0 && spec.key_dim >= 1 && spec.key_dim <= kMost,
+            of + "groups must divide heads, and key_dim be 1 to " + std::to_string(kMost) + "; both 0 for a window");
+    require(spec.taps >= 1 && spec.taps <= 16, of + "taps must be 1 to 16");
+    require(window || spec.decays == 1 || spec.decays == spec.key_dim, of + "decays must be 1 or key_dim");
+    require(std::int64_t(spec.filters.size()) == spec.taps * spec.channels(), of + "filters must be taps x channels");
+    require(spec.bias.empty() || std::int64_t(spec.bias.size()) == spec.channels(), of + "bias must be one per channel");
+    require(spec.skip.empty() || std::int64_t(spec.skip.size()) == spec.heads, of + "skip must be one per head");
+}
+
+StatePlaces::StatePlaces(const std::vector<LayerSpec>& layers, const std::vector<LayerLayout>& layouts) {
+    for (const LayerSpec& layer : layers)
+        if (layer.state) row_floats_ = std::max(row_floats_, (layer.state->value_dim + 15) / 16 * 16);
+    if (row_floats_ == 0) return;
+    for (const LayerSpec& layer : layers) {
+        first_rows_.push_back(num_rows_);
+        if (!layer.state) continue;
+        const StateSpec& state = *layer.state;
+        num_rows_ += (state.taps - 1) * (2 * state.groups * rows_of(state.key_dim) + state.heads * rows_of(state.value_dim));
+        num_rows_ += state.heads * state.key_dim;
+    }
+    for (const LayerLayout& layout : layouts)
+        for (std::int64_t i = 0; i < layout.block_bytes / (4 * row_floats_); ++i)
+            places_.push_back({layout.region_offset_bytes + i * 4 * row_floats_, layout.block_bytes});
+    require(!places_.empty(), "a block has no room for a row of a state, " + std::to_string(4 * row_floats_) +
+                                  " bytes in one layer; give a larger block_size");
+    num_blocks_ = (num_rows_ + std::int64_t(places_.size()) - 1) / std::int64_t(places_.size());
+}
+
+std::int64_t StatePlaces::query_window(const LayerSpec& layer, std::int64_t layer_index, std::int64_t group) const {
+    return first_rows_[layer_index] + group * (layer.state->taps - 1) * rows_of(layer.state->key_dim);
+}
+
+std::int64_t StatePlaces::key_window(const LayerSpec& layer, std::int64_t layer_index, std::int64_t group) const {
+    return query_window(layer, layer_index, layer.state->groups + group);
+}
+
+std::int64_t StatePlaces::value_window(const LayerSpec& layer, std::int64_t layer_index, std::int64_t head) const {
+    return query_window(layer, layer_index, 2 * layer.state->groups) +
+           head * (layer.state->taps - 1) * rows_of(layer.state->value_dim);
+}
+
+std::int64_t StatePlaces::matrix(const LayerSpec& layer, std::int64_t layer_index, std::int64_t head) const {
+    return value_window(layer, layer_index, layer.state->heads) + head * layer.state->key_dim;
+}
+
+}  // namespace rworker

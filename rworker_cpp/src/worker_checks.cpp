@@ -1,0 +1,56 @@
+#include <bit>
+#include <string>
+
+#include "rworker/layer_checks.hpp"
+#include "rworker/worker.hpp"
+
+namespace rworker {
+namespace {
+
+/// Places of the modes in a mini-batch: append last, read first.
+int order_of(SpanMode mode) {
+    constexpr int kOrder[] = {3, 1, 2, 0};
+    return kOrder[int(mode)];
+}
+
+/// With floats behind filters and bias that kernels may read, and a bias of zeros where there is none.
+std::shared_ptr<const StateSpec> padded(StateSpec state) {
+    state.filters.resize(state.filters.size() + 16);
+    state.bias.resize(state.channels() + 16);
+    return std::make_shared<const StateSpec>(std::move(state));
+}
+
+}  // namespace
+
+WorkerConfig checked(WorkerConfig config) {
+    require(config.block_size >= kTileTokens && config.block_size <= 256 &&
+                std::has_single_bit(std::uint64_t(config.block_size)),
+            "block_size is " + std::to_string(config.block_size) + "; it must be 16, 32, 64, 128 or 256");
+    check_layers(config.layers, config.kv_dtype, config.block_size);
+    for (LayerSpec& layer : config.layers)
+        if (layer.state) layer.state = padded(*layer.state);
+    require(config.num_blocks >= 1 && config.num_blocks < INT32_MAX,
+            "num_blocks is " + std::to_string(config.num_blocks) + "; it must be 1 to 2147483646");
+    require(config.num_threads >= 1 && config.num_threads <= 1024,
+            "num_threads is " + std::to_string(config.num_threads) + "; it must be 1 to 1024");
+    for (const int core : config.cores)
+        require(core >= 0 && core < 1024, "cores has " + std::to_string(core) + "; core numbers are 0 to 1023");
+    return config;
+}
+
+/// Messages are made only where something is wrong: there are thousands of spans.
+void check_order(std::span<const std::vector<Span>> mini_batches) {
+    for (std::size_t i = 0; i < mini_batches.size(); ++i) {
+        const std::string name = "mini_batches[" + std::to_string(i) + "]: ";
+        int last = 0;
+        for (const Span& span : mini_batches[i]) {
+            if (span.mode < SpanMode::append || span.mode > SpanMode::read)
+                throw Error(name + "mode " + std::to_string(std::int64_t(span.mode)) +
+                            " is unknown; it must be 0 (append), 1 (attend), 2 (partial) or 3 (read)");
+            if (order_of(span.mode) < last) throw Error(name + "spans must come in the order read, attend, partial, append");
+            last = order_of(span.mode);
+        }
+    }
+}
+
+}  // namespace rworker

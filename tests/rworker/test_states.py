@@ -1,0 +1,209 @@
+"""States of recurrent layers: those of an oracle, whatever the cuts, the threads and the instruction set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdecode import _rworker
+from fastdecode.core.types import from_wire, to_wire
+
+from .harness import FORK, RELEASE, TRUNCATE, Layer, table
+
+DELTA, SCAN, WINDOW = range(3)
+ATTENTION = Layer(num_heads=2, num_kv_heads=1, key_dim=16, value_dim=16)
+NUM_TOKENS = 23
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A recurrent layer; the order of its numbers is that of the tuple that R-workers take."""
+
+    kind: int = DELTA
+    heads: int = 4
+    groups: int = 2
+    key_dim: int = 24
+    value_dim: int = 40
+    taps: int = 4
+    decays: int = 1
+    silu: bool = True
+    norm: bool = True
+    has_bias: bool = False
+    has_skip: bool = False
+
+    @property
+    def channels(self) -> int:
+        return self.heads * self.value_dim + 2 * self.groups * self.key_dim
+
+    @property
+    def scale(self) -> float:
+        return self.key_dim**-0.5 if self.kind == DELTA else 1.0
+
+    def weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(7)
+        filters, bias, skip = (rng.standard_normal(n).astype(np.float32) for n in
+                               (self.taps * self.channels, self.channels, self.heads))  # fmt: skip
+        return filters, bias * self.has_bias, skip * self.has_skip
+
+    def as_tuple(self) -> tuple[Any, ...]:
+        filters, bias, skip = self.weights()
+        return (
+            self.kind, self.heads, self.groups, self.key_dim, self.value_dim, self.taps, self.decays, self.silu,
+            self.norm, self.scale, filters.tobytes(), bias.tobytes() if self.has_bias else b"",
+            skip.tobytes() if self.has_skip else b"",
+        )  # fmt: skip
+
+    def rows(self, dtype: str, num_tokens: int = NUM_TOKENS, seed: int = 1) -> tuple[np.ndarray, ...]:
+        """Payload rows, and what they say: channels, decays (logs) and rates."""
+        rng = np.random.default_rng(seed)
+        channels = to_wire(rng.standard_normal((num_tokens, self.channels)), dtype)
+        if self.kind == WINDOW:
+            none = np.zeros((num_tokens, 0), np.float32)
+            return channels[:, None], from_wire(channels, dtype), none, none
+        decays = -rng.exponential(0.2, (num_tokens, self.heads, self.decays)).astype(np.float32)
+        rates = rng.uniform(0.1, 1.0, (num_tokens, self.heads)).astype(np.float32)
+        numbers = np.concatenate([decays.reshape(num_tokens, -1), rates], 1).view(channels.dtype)
+        rows = np.concatenate([channels, numbers], 1)
+        return rows[:, None], from_wire(channels, dtype), decays, rates
+
+
+KINDS = {
+    "delta": Kind(),
+    "per channel": Kind(groups=4, decays=24),
+    "scan": Kind(SCAN, groups=1, key_dim=48, value_dim=16, norm=False, has_bias=True, has_skip=True),
+    "wide": Kind(groups=4, key_dim=128, value_dim=128),
+    "window": Kind(WINDOW, groups=0, key_dim=0, value_dim=32, taps=3, silu=False, norm=False, has_bias=True),
+}
+
+
+def oracle(kind: Kind, channels: np.ndarray, decays: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """o [tokens, heads, value_dim], in float64."""
+    filters, bias, skip = (each.astype(np.float64) for each in kind.weights())
+    padded = np.concatenate([np.zeros((kind.taps - 1, kind.channels)), channels])
+    taps = filters.reshape(kind.taps, -1)
+    x = sum(padded[tap : tap + len(channels)] * taps[tap] for tap in range(kind.taps)) + bias
+    x = x / (1 + np.exp(-x)) if kind.silu else x
+    wide, out = kind.groups * kind.key_dim, kind.heads * kind.value_dim
+    if kind.kind == WINDOW:
+        return x.reshape(len(x), kind.heads, -1)
+    q, k, v = (x[:, :wide], x[:, wide : 2 * wide], x[:, 2 * wide :]) if kind.kind == DELTA else (
+        x[:, out + wide :], x[:, out : out + wide], x[:, :out])  # fmt: skip
+    q, k = (each.reshape(len(x), kind.groups, -1).repeat(kind.heads // kind.groups, 1) for each in (q, k))
+    if kind.norm:
+        q, k = (each / np.sqrt((each * each).sum(-1, keepdims=True) + 1e-6) for each in (q, k))
+    v = v.reshape(len(x), kind.heads, -1)
+    state, found = np.zeros((kind.heads, kind.key_dim, kind.value_dim)), []
+    for t in range(len(x)):
+        state = state * np.exp(decays[t].astype(np.float64))[:, :, None]
+        d = v[t] - (np.einsum("hkv,hk->hv", state, k[t]) if kind.kind == DELTA else 0)
+        state = state + k[t][:, :, None] * (rates[t][:, None] * d)[:, None]
+        found.append(np.einsum("hkv,hk->hv", state, q[t]) * kind.scale + skip[:, None] * v[t])
+    return np.stack(found)
+
+
+class Harness:
+    """An R-worker with a layer that attends and one that is recurrent."""
+
+    def __init__(self, kind: Kind, **settings: Any) -> None:
+        self.kind = kind
+        settings = {"model_dtype": "float32", "block_size": 16, "num_blocks": 1000, "num_threads": 1} | settings
+        self.dtype = settings["model_dtype"]
+        self.worker = _rworker.RWorker(layers=[ATTENTION.as_tuple(), kind.as_tuple()], kv_dtype=self.dtype, **settings)
+
+    def step(
+        self, spans: list[tuple[int, int, np.ndarray]], controls: list[tuple[int, int, int, int]] = (), end: bool = True
+    ) -> np.ndarray:
+        """o of the recurrent layer; ``spans``: sequence, tokens before, payload rows."""
+        rows = np.concatenate([rows for *_, rows in spans])
+        self.worker.begin_step(table(list(controls)), [table([(i, before, len(r), 1) for i, before, r in spans])])
+        item = rows.dtype
+        q, k = np.zeros((len(rows), 2, 16), item), np.zeros((len(rows), 1, 16), item)
+        self.worker.run(0, 0, q, k, k, np.empty_like(q))
+        none = np.zeros((len(rows), 1, 0), item)
+        out = np.empty((len(rows), self.kind.heads, self.kind.value_dim), item)
+        self.worker.run(0, 1, none, np.ascontiguousarray(rows), none, out)
+        self.worker.end_step() if end else self.worker.abandon_step()
+        return out
+
+    def cut(self, rows: np.ndarray, cuts: tuple[int, ...], sequence: int = 1) -> np.ndarray:
+        """The same rows in several steps."""
+        starts = (0, *cuts)
+        return np.concatenate(
+            [self.step([(sequence, a, rows[a:b])]) for a, b in zip(starts, (*cuts, len(rows)), strict=True)]
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", KINDS)
+def test_outputs_are_the_oracles_whatever_the_cuts_and_the_company(name: str, dtype: str) -> None:
+    """Whole, token by token, and beside others on two threads: the same bits of output and state."""
+    kind = KINDS[name]
+    rows, *said = kind.rows(dtype)
+    for isa in _rworker.supported_isas()[:3]:
+        whole = Harness(kind, model_dtype=dtype, isa=isa)
+        found = whole.cut(rows, ())
+        wanted, near = oracle(kind, *said), {"float32": 2e-5, "bfloat16": 1e-2}[dtype]
+        assert np.abs(from_wire(found, dtype) - wanted).max() < near * np.abs(wanted).max(), isa
+        cut = Harness(kind, model_dtype=dtype, isa=isa, num_threads=2)
+        assert np.array_equal(cut.cut(rows, (1, 2, 3, 9, 10)), found)
+        other = kind.rows(dtype, 7, seed=2)[0]
+        assert np.array_equal(cut.step([(3, 0, other), (2, 0, rows)])[7:], found)
+        states = [whole.worker.export(1), cut.worker.export(1), cut.worker.export(2)]
+        assert np.array_equal(states[0], states[1]) and np.array_equal(states[0], states[2])
+
+
+def test_states_are_counted_forked_moved_and_released() -> None:
+    """A fork and an export go on with the bits of the one they come from; nothing stays behind."""
+    kind = KINDS["delta"]
+    rows = kind.rows("float32")[0]
+    wanted = Harness(kind).cut(rows, ())
+    here, there = Harness(kind), Harness(kind, block_size=32)
+    blocks = here.worker.state_blocks
+    assert blocks > 0
+    here.step([(1, 0, rows[:18])])
+    assert here.worker.num_blocks - here.worker.blocks_free == blocks + 2
+    forked = here.step([(5, 18, rows[18:20]), (1, 18, rows[18:19])], [(FORK, 5, 1, 18)])
+    assert np.array_equal(forked, wanted[[18, 19, 18]])
+    assert here.worker.num_blocks - here.worker.blocks_free == 2 * blocks + 3, "the first full block is shared"
+    there.worker.import_(9, 16, here.worker.export(5, 0, 16))
+    with pytest.raises(ValueError, match="its state was written"):
+        there.step([(9, 16, rows[16:17])])
+    there.worker.begin_step(table([(RELEASE, 9, 0, 0)]), [table([])])
+    there.worker.end_step()
+    there.worker.import_(9, 20, here.worker.export(5))
+    assert np.array_equal(there.step([(9, 20, rows[20:])]), wanted[20:])
+    for each in (here, there):
+        each.worker.begin_step(table([(RELEASE, i, 0, 0) for i in each.worker.sequence_ids()]), [table([])])
+        each.worker.end_step()
+        assert each.worker.blocks_free == each.worker.num_blocks
+
+
+def test_a_state_is_of_all_tokens_and_only_of_steps_that_ended() -> None:
+    """It cannot be cut; a step that was abandoned leaves it spoilt, and a release is then all that is possible."""
+    kind = KINDS["delta"]
+    rows = kind.rows("float32")[0]
+    harness = Harness(kind)
+    harness.step([(1, 0, rows[:18])])
+    for control in ((TRUNCATE, 1, 0, 16), (FORK, 2, 1, 16)):
+        with pytest.raises(ValueError, match="has a state, which is that of all its tokens"):
+            harness.worker.begin_step(table([control]), [table([])])
+    with pytest.raises(ValueError, match="mode must be 1"):
+        harness.worker.begin_step(table([]), [table([(1, 18, 1, 0)])])
+    harness.step([(1, 18, rows[18:19]), (2, 0, rows)], end=False)
+    with pytest.raises(ValueError, match="its state was written by a step that was abandoned"):
+        harness.step([(1, 18, rows[18:19])])
+    found = harness.step([(1, 0, rows[:18]), (2, 0, rows)], [(RELEASE, 1, 0, 0)])
+    whole = Harness(kind).cut(rows, ())
+    assert np.array_equal(found, np.concatenate([whole[:18], whole]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"groups": 3}, "groups must divide heads"), ({"decays": 5}, "decays must be 1"), ({"taps": 17}, "taps")],
+)
+def test_numbers_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Harness(Kind(**change))

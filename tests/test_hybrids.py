@@ -1,0 +1,161 @@
+"""Models with recurrent layers: greedy tokens equal ``generate``'s, whatever becomes of their states."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import model_zoo, r_workers
+from helpers.engine_checks import assert_nothing_held
+from helpers.tiny_configs import tiny_config
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.sworker.loader import auto_class
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 20
+LENGTHS = (70, 1, 30, 29)
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(8, 120, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with a tiny model of a type, and what transformers generates with it."""
+    root = tmp_path_factory.mktemp("hybrids")
+
+    @cache
+    def save(model_type: str) -> tuple[Path, list[list[int]]]:
+        config = tiny_config(model_type)
+        model = auto_class(model_type).from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model.generation_config.eos_token_id = None
+        model = model_zoo.randomised(model, 0.4, 0.15)
+        model.save_pretrained(root / model_type)
+        settings = {"do_sample": False, "max_new_tokens": NUM_TOKENS}
+        texts = [model.generate(torch.tensor([prompt]), **settings)[0] for prompt in prompts()]
+        tokens = [text[len(prompt) :].tolist() for text, prompt in zip(texts, prompts(), strict=True)]
+        assert len({token for each in tokens for token in each}) > 16, "tokens that vary"
+        return root / model_type, tokens
+
+    return save
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 128, "s_threads": 1, "r_threads": 1}
+    return LLM(str(folder), **{**defaults, "dtype": "float32", "kv_cache_memory": "16MiB", **settings})
+
+
+def generated(llm: LLM, first: int = 0) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": each} for each in prompts()[first:]], GREEDY, use_tqdm=False)
+    assert_nothing_held(llm.engine)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mini_batches", "budget"),
+    [("qwen3_next", 1, 16), ("qwen3_next", 3, 256), ("falcon_h1", 2, 32), ("lfm2", 2, 256)],
+)
+def test_tokens_are_those_of_generate(model_type: str, mini_batches: int, budget: int, saved: Any) -> None:
+    """With states of each kind, and prompts cut to chunks of up to ``budget`` tokens."""
+    folder, expected = saved(model_type)
+    with make_llm(folder, num_mini_batches=mini_batches, max_num_seqs=4, max_num_batched_tokens=budget) as llm:
+        assert llm.engine.scheduler.limits.state_blocks > 0
+        assert generated(llm) == expected
+
+
+def test_samples_begin_with_a_copy_of_the_prompts_state(saved: Any) -> None:
+    folder, expected = saved("qwen3_next")
+    params = replace(GREEDY, temperature=1e-4, n=3)  # of a temperature of 0 there is one sample only
+    with make_llm(folder) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": prompts()[2]}], params, use_tqdm=False)
+        assert [list(each.token_ids) for each in output.outputs] == [expected[2]] * 3
+        assert_nothing_held(llm.engine)
+
+
+def test_a_state_that_made_room_is_computed_again(saved: Any) -> None:
+    """With memory for two states, and too few of their tokens; would the scheduler count otherwise than the R-worker,
+    that one would refuse."""
+    folder, expected = saved("qwen3_next")
+    with make_llm(folder, block_size=16) as llm:
+        limits = llm.engine.scheduler.limits
+        block_bytes = (16 << 20) // limits.num_blocks[0]
+    num_blocks = 2 * limits.state_blocks + 5
+    small = {"kv_cache_memory": f"{num_blocks * block_bytes}", "max_model_len": 80, "block_size": 16}
+    with make_llm(folder, max_num_seqs=4, schedule="stall-free", **small) as llm:
+        assert llm.engine.scheduler.limits.num_blocks == (num_blocks,)
+        assert generated(llm, first=2) == expected[2:]
+        assert llm.engine.scheduler.lifecycle.num_preemptions > 0
+    with pytest.raises(CapacityError, match="one sequence of max_model_len"):
+        make_llm(folder, block_size=16, kv_cache_memory=f"{(limits.state_blocks + 7) * block_bytes}")
+
+
+@pytest.mark.parametrize("ending", ["kill", "drain"])
+def test_r_workers_that_go_take_no_token_with_them(ending: str, saved: Any) -> None:
+    """Killed, or drained, when its sequences and their states move to the others."""
+    folder, expected = saved("qwen3_next")
+    with make_llm(folder, r_workers="spawn:3") as llm:
+        engine, tokens, gone = llm.engine, {}, False
+        for number, prompt in enumerate(prompts()):
+            engine.add_request(str(number), prompt, GREEDY)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+            if not gone and sum(map(len, tokens.values())) >= 20:
+                gone = True
+                victim = int(engine.scheduler.store.workers.num_sequences.argmax())
+                if ending == "kill":
+                    os.kill(r_workers.spawned_pids(llm)[victim], signal.SIGKILL)
+                else:
+                    engine.drain_r_worker(victim)
+        assert gone and [tokens[number] for number in range(len(tokens))] == expected
+        assert_nothing_held(engine)
+
+
+def test_after_a_step_that_failed_states_are_computed_again(saved: Any) -> None:
+    """The step fails in its fourth layer, once some states are written."""
+    folder, expected = saved("qwen3_next")
+    with make_llm(folder) as llm:
+        engine, tokens, layers = llm.engine, {}, llm.engine.s_model.model.model.layers
+
+        def fail(*_: Any) -> None:
+            hook.remove()
+            raise RuntimeError("the fourth layer fails once")
+
+        for number, prompt in enumerate(prompts()):
+            engine.add_request(str(number), prompt, GREEDY)
+        for _ in range(6):
+            engine.step()
+        hook = layers[3].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="fails once"):
+            engine.step()
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+        assert [tokens[number] for number in range(len(tokens))] == expected
+        assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("kv_shard_tokens", 512),
+        ("kv_replicas", 2),
+        ("prefill_scratch", "1MiB"),
+        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
+    ],
+)
+def test_what_does_not_go_with_states_is_refused(setting: str, value: Any, saved: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{setting}: this model keeps a state per sequence"):
+        make_llm(saved("lfm2")[0], r_workers="inproc:2", **{setting: value})
