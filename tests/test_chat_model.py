@@ -120,7 +120,7 @@ def test_one_of_three_r_workers_is_killed(folder: str, expected: list[list[int]]
 
 
 def test_every_cache_predicts_a_text_as_well(llm: LLM, folder: str) -> None:
-    """16-bit and int8 within half a percent, of float32 and of each other; int4 within 15 percent.
+    """16-bit and int8 within half a percent, of float32 and of each other; int4 within 5 percent.
 
     ``make test`` leaves out 16 bits, which round less than int8."""
     sixteen_bits = ("bfloat16", "float16") if SEES_ALL else ()
@@ -132,7 +132,7 @@ def test_every_cache_predicts_a_text_as_well(llm: LLM, folder: str) -> None:
     for dtype in (*sixteen_bits, "int8"):
         assert found[dtype] == pytest.approx(found["float32"], rel=5e-3), found
     assert found["int8"] == pytest.approx(found.get("bfloat16", found["float32"]), rel=5e-3), found
-    assert found["float32"] < found["int4"] < 1.15 * found["float32"], found
+    assert found["int4"] == pytest.approx(found["float32"], rel=5e-2), found
 
 
 def test_answers_follow_a_schema_or_a_choice(llm: LLM) -> None:

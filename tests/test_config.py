@@ -215,7 +215,7 @@ def worker(num_blocks: int, block_size: int = 32) -> RWorkerInfo:
 def test_scratch_tokens_are_as_the_cache_stores_them_but_on_a_gpu() -> None:
     assert LAYOUT.kv_bytes_per_token == 160
     assert replace(LAYOUT, kv_dtype="int8").kv_bytes_per_token == 80 + 3 * 2 * 4
-    assert replace(LAYOUT, kv_dtype="int4").kv_bytes_per_token == 40 + 3 * 2 * 4
+    assert replace(LAYOUT, kv_dtype="int4").kv_bytes_per_token == 40 + 3 * (2 * 4 + 4)
     assert scratch_tokens(EngineConfig(prefill_scratch=1600), LAYOUT, 0) == 10
     assert scratch_tokens(EngineConfig(prefill_scratch=1599), LAYOUT, 0) == 9
     assert scratch_tokens(EngineConfig(), LAYOUT, 25600) == 20

@@ -83,7 +83,7 @@ def test_a_busy_engine_does_not_score(engine: LLMEngine) -> None:
 
 
 def test_quantised_caches_stay_close_to_bfloat16() -> None:
-    """int8 within 0.5 %, int4 within 5 %; and they generate."""
+    """int8 within 0.5 %, int4 within 1 %; and they generate."""
     found = {}
     for kv_dtype in ("bfloat16", "int8", "int4"):
         settings = {"max_model_len": 1024, "kv_cache_memory": "64MiB", "s_threads": 1, "kv_cache_dtype": kv_dtype}
@@ -95,4 +95,4 @@ def test_quantised_caches_stay_close_to_bfloat16() -> None:
         assert_nothing_held(quantised)
         quantised.close()
     assert found["int8"] == pytest.approx(found["bfloat16"], rel=5e-3)
-    assert found["int4"] == pytest.approx(found["bfloat16"], rel=5e-2)
+    assert found["int4"] == pytest.approx(found["bfloat16"], rel=1e-2)

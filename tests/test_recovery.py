@@ -81,7 +81,7 @@ def test_every_sequence_gets_the_tokens_it_would_have_had(folder: Path, settings
             assert_nothing_held(llm.engine)
 
 
-KV_BYTES = {"float32": 768, "float16": 384, "bfloat16": 384, "int8": 240, "int4": 144}
+KV_BYTES = {"float32": 768, "float16": 384, "bfloat16": 384, "int8": 240, "int4": 168}
 """Of one token of the model."""
 
 LONG = replace(GREEDY, max_tokens=48 if SEES_ALL else 32)

@@ -21,6 +21,9 @@ KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 INT4_GROUP_DIMS = 64
 """Dims of a token and head that share one int4 scale and zero."""
 
+INT4_FIFTH_BIT_DIMS = 32
+"""Dims of an int4 key whose codes' fifth bits share a word of 4 bytes: keys lose more by their rounding than values."""
+
 
 MAX_HEAD_DIM = 576
 """Most elements of a key, or a value, in one head."""
@@ -156,7 +159,8 @@ class LayerLayout:
         """Bytes of one cached token's K, and of its V, of one head, each with its scales."""
         if self.values_in_keys and is_quantized(kv_dtype):
             return _row_bytes(self.value_head_dim, kv_dtype) + 2 * (self.key_head_dim - self.value_head_dim), 0
-        return _row_bytes(self.key_head_dim, kv_dtype), _row_bytes(self.stored_value_dim, kv_dtype)
+        fifth_bits = 4 * -(-self.key_head_dim // INT4_FIFTH_BIT_DIMS) if kv_dtype == "int4" else 0
+        return _row_bytes(self.key_head_dim, kv_dtype) + fifth_bits, _row_bytes(self.stored_value_dim, kv_dtype)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ std::int64_t scale_bytes(DType dtype, std::int64_t dim) { return 4 * scale_words
 
 std::int64_t lane_bytes(DType dtype) { return pack_of(dtype) * bits_of(dtype) / 8; }
 
-float load_element(DType dtype, const std::uint8_t* tile, const RowPlace& row, std::int64_t token, std::int64_t dim) {
+/// `fifth`: the fifth bit of an int4 code, in its place.
+float load_element(DType dtype, const std::uint8_t* tile, const RowPlace& row, std::int64_t token, std::int64_t dim,
+                   int fifth) {
     const std::int64_t run_byte = dim % row.run * bits_of(dtype) / 8;
     const std::uint8_t* data = tile + row.first_byte + dim / row.run * row.stride_bytes + run_byte;
     if (dtype == DType::float32) return load_word<float>(data);
@@ -52,7 +54,7 @@ float load_element(DType dtype, const std::uint8_t* tile, const RowPlace& row, s
     const float scale = bfloat_to_float(load_word<std::uint16_t>(terms));
     const float zero = bfloat_to_float(load_word<std::uint16_t>(terms + 2));
     const CodePlace code = code_place(row, dim);
-    return zero + scale * float(tile[code.byte] >> code.shift & 15);
+    return zero + scale * float((tile[code.byte] >> code.shift & 15) | fifth);
 }
 
 }  // namespace
@@ -76,7 +78,7 @@ std::int64_t token_bytes(const LayerSpec& layer, DType kv_dtype) {
     if (has_latent_codes(layer, kv_dtype))
         return (layer.value_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.value_dim) +
                2 * (layer.key_dim - layer.value_dim);
-    const std::int64_t keys = (layer.key_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.key_dim);
+    const std::int64_t keys = (layer.key_dim * bits + 7) / 8 + 4 * key_words(kv_dtype, layer.key_dim);
     if (layer.values_in_keys) return keys;
     return keys + (layer.value_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.value_dim);
 }
@@ -84,7 +86,7 @@ std::int64_t token_bytes(const LayerSpec& layer, DType kv_dtype) {
 LayerLayout::LayerLayout(const LayerSpec& layer, DType kv_dtype, std::int64_t block_size, std::int64_t region_offset)
     : region_offset_bytes(region_offset) {
     const std::int64_t key_dim = round_up(layer.key_dim, pack_of(kv_dtype)), value_dim = round_up(layer.value_dim, 16);
-    key_tile_bytes = kTileTokens * (scale_bytes(kv_dtype, key_dim) + key_dim * bits_of(kv_dtype) / 8);
+    key_tile_bytes = kTileTokens * (4 * key_words(kv_dtype, key_dim) + key_dim * bits_of(kv_dtype) / 8);
     if (has_latent_codes(layer, kv_dtype)) key_tile_bytes = kTileTokens * token_bytes(layer, kv_dtype);
     value_tile_bytes = kTileTokens * (scale_bytes(kv_dtype, value_dim) + value_dim * bits_of(kv_dtype) / 8);
     const std::int64_t tiles = block_size / kTileTokens;
@@ -98,9 +100,13 @@ std::int64_t scale_words(DType dtype, std::int64_t dim) {
     return dtype == DType::int4 ? groups_of(dim) : dtype == DType::int8 ? 1 : 0;
 }
 
+std::int64_t key_words(DType dtype, std::int64_t dim) {
+    return dtype == DType::int4 ? key_words_of(dim) : scale_words(dtype, dim);
+}
+
 void turn_keys_to_rows(DType dtype, std::uint8_t* tile, std::int64_t key_dim) {
     const std::int64_t pack = pack_of(dtype), lines = (key_dim + pack - 1) / pack, word = lane_bytes(dtype);
-    std::uint8_t* const keys = tile + kTileTokens * scale_bytes(dtype, key_dim);
+    std::uint8_t* const keys = tile + kTileTokens * 4 * key_words(dtype, key_dim);
     const std::vector<std::uint8_t> lanes(keys, keys + lines * kTileTokens * word);
     for (std::int64_t line = 0; line < lines; ++line)
         for (std::int64_t token = 0; token < kTileTokens; ++token)
@@ -108,9 +114,9 @@ void turn_keys_to_rows(DType dtype, std::uint8_t* tile, std::int64_t key_dim) {
 }
 
 RowPlace key_place(DType dtype, KeyOrder order, std::int64_t token, std::int64_t key_dim) {
-    const std::int64_t pack = pack_of(dtype), lines = (key_dim + pack - 1) / pack, scales = scale_bytes(dtype, key_dim);
+    const std::int64_t pack = pack_of(dtype), lines = (key_dim + pack - 1) / pack, words = key_words(dtype, key_dim);
     const bool lanes = order == KeyOrder::lanes;
-    return {kTileTokens * scales + token * (lanes ? 1 : lines) * lane_bytes(dtype),
+    return {kTileTokens * 4 * words + token * (lanes ? 1 : lines) * lane_bytes(dtype),
             (lanes ? kTileTokens : 1) * lane_bytes(dtype), pack, 0};
 }
 
@@ -123,11 +129,17 @@ RowPlace value_place(DType dtype, std::int64_t token, std::int64_t value_dim) {
 
 float load_key(DType dtype, KeyOrder order, const std::uint8_t* tile, std::int64_t token, std::int64_t dim,
                std::int64_t key_dim) {
-    return load_element(dtype, tile, key_place(dtype, order, token, key_dim), token, dim);
+    int fifth = 0;
+    if (dtype == DType::int4) {
+        const std::int64_t word = scale_words(dtype, key_dim) + dim / kFifthBitDims;
+        const std::uint32_t bits = load_word<std::uint32_t>(tile + scale_place(word, token));
+        fifth = int(bits >> (dim % 4 * 8 + dim % kFifthBitDims / 4) & 1) << 4;
+    }
+    return load_element(dtype, tile, key_place(dtype, order, token, key_dim), token, dim, fifth);
 }
 
 float load_value(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, std::int64_t value_dim) {
-    return load_element(dtype, tile, value_place(dtype, token, value_dim), token, dim);
+    return load_element(dtype, tile, value_place(dtype, token, value_dim), token, dim, 0);
 }
 
 }  // namespace rworker

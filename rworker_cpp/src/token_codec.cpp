@@ -77,7 +77,7 @@ void write_codes(std::uint8_t* tile, const RowPlace& place, std::int64_t dim, co
 }
 
 void read_row(DType dtype, const std::uint8_t* tile, const RowPlace& place, std::int64_t token, std::int64_t dim,
-              std::uint8_t* out) {
+              std::int64_t words, std::uint8_t* out) {
     const std::int64_t elements = elements_bytes(dtype, dim);
     if (dtype == DType::int4)
         read_codes(tile, place, dim, out);
@@ -85,12 +85,12 @@ void read_row(DType dtype, const std::uint8_t* tile, const RowPlace& place, std:
         for_runs(dtype, place, elements, [&](std::int64_t tile_byte, std::int64_t row_byte, auto bytes) {
             std::memcpy(out + row_byte, tile + tile_byte, bytes);
         });
-    for (std::int64_t word = 0; word < scale_words(dtype, dim); ++word)
+    for (std::int64_t word = 0; word < words; ++word)
         std::memcpy(out + elements + word * 4, tile + scale_place(word, token), 4);
 }
 
 void write_row(DType dtype, std::uint8_t* tile, const RowPlace& place, std::int64_t token, std::int64_t dim,
-               const std::uint8_t* data) {
+               std::int64_t words, const std::uint8_t* data) {
     const std::int64_t elements = elements_bytes(dtype, dim);
     if (dtype == DType::int4)
         write_codes(tile, place, dim, data);
@@ -98,38 +98,45 @@ void write_row(DType dtype, std::uint8_t* tile, const RowPlace& place, std::int6
         for_runs(dtype, place, elements, [&](std::int64_t tile_byte, std::int64_t row_byte, auto bytes) {
             std::memcpy(tile + tile_byte, data + row_byte, bytes);
         });
-    for (std::int64_t word = 0; word < scale_words(dtype, dim); ++word)
+    for (std::int64_t word = 0; word < words; ++word)
         std::memcpy(tile + scale_place(word, token), data + elements + word * 4, 4);
 }
 
 }  // namespace
 
-std::int64_t TokenCodec::row_bytes(std::int64_t dim) const {
-    return elements_bytes(dtype_, dim) + scale_words(dtype_, dim) * 4;
+std::int64_t TokenCodec::key_bytes() const {
+    if (is_row_) return rworker::token_bytes(layer_, dtype_);
+    return elements_bytes(dtype_, layer_.key_dim) + key_words(dtype_, layer_.key_dim) * 4;
+}
+
+std::int64_t TokenCodec::value_bytes() const {
+    if (layer_.values_in_keys) return 0;
+    return elements_bytes(dtype_, layer_.value_dim) + scale_words(dtype_, layer_.value_dim) * 4;
 }
 
 void TokenCodec::read_key(const TokenPlace& place, std::uint8_t* out) const {
     if (is_row_) return void(std::memcpy(out, place.key_tile + place.token * key_bytes(), key_bytes()));
     const RowPlace row = key_place(dtype_, place.key_order, place.token, layer_.key_dim);
-    read_row(dtype_, place.key_tile, row, place.token, layer_.key_dim, out);
+    read_row(dtype_, place.key_tile, row, place.token, layer_.key_dim, key_words(dtype_, layer_.key_dim), out);
 }
 
 void TokenCodec::read_value(const TokenPlace& place, std::uint8_t* out) const {
     if (layer_.values_in_keys) return;
     const RowPlace row = value_place(dtype_, place.token, layer_.value_dim);
-    read_row(dtype_, place.value_tile, row, place.token, layer_.value_dim, out);
+    read_row(dtype_, place.value_tile, row, place.token, layer_.value_dim, scale_words(dtype_, layer_.value_dim), out);
 }
 
 void TokenCodec::write_key(const TokenPlace& place, const std::uint8_t* data) const {
     if (is_row_) return void(std::memcpy(place.key_tile + place.token * key_bytes(), data, key_bytes()));
     const RowPlace row = key_place(dtype_, place.key_order, place.token, layer_.key_dim);
-    write_row(dtype_, place.key_tile, row, place.token, layer_.key_dim, data);
+    write_row(dtype_, place.key_tile, row, place.token, layer_.key_dim, key_words(dtype_, layer_.key_dim), data);
 }
 
 void TokenCodec::write_value(const TokenPlace& place, const std::uint8_t* data) const {
     if (layer_.values_in_keys) return;
     const RowPlace row = value_place(dtype_, place.token, layer_.value_dim);
-    write_row(dtype_, place.value_tile, row, place.token, layer_.value_dim, data);
+    write_row(dtype_, place.value_tile, row, place.token, layer_.value_dim, scale_words(dtype_, layer_.value_dim),
+              data);
 }
 
 }  // namespace rworker

@@ -74,6 +74,7 @@ const Intrinsic RWORKER_INTRINSICS[] = {
     BITS(sub_epi32, I(0), I(1)), BITS(srai_epi32, I(0), 7), BITS(reduce_add_epi32, I(0)),
     BITS(cmp_ps_mask, F(0), F(1), _CMP_NLT_UQ), BITS(cmp_ps_mask, F(0), F(1), _CMP_NEQ_UQ),
     BITS(dpwssd_epi32, I(0), I(1), I(2)), BITS(dpbusd_epi32, I(0), I(1), I(2)),
+    BITS(rorv_epi32, I(0), I(1)), BITS(ternarylogic_epi32, I(0), I(1), I(2), 0xf8),
 };
 // clang-format on
 

@@ -11,26 +11,31 @@ QUANTISED = ["int8", "int4"]
 GROUP_DIMS = 64
 
 
-def stored(rows: np.ndarray, kv_dtype: str) -> np.ndarray:
-    """``rows`` [..., dim] float32 after a trip through the cache."""
+def stored(rows: np.ndarray, kv_dtype: str, keys: bool) -> np.ndarray:
+    """``rows`` [..., dim] float32 after a trip through the cache, as ``keys`` or as values."""
     if kv_dtype == "int8":
         codes, scale = _int8(rows)
         return codes * scale
     if kv_dtype == "int4":
-        return rotated(np.concatenate([zero + codes * scale for codes, scale, zero in _int4_groups(rows)], axis=-1))
+        groups = _int4_groups(rows, keys)
+        return rotated(np.concatenate([zero + codes * scale for codes, scale, zero in groups], axis=-1))
     return rounded(rows, kv_dtype)
 
 
-def exported(rows: np.ndarray, kv_dtype: str) -> np.ndarray:
-    """The bytes a cache exports of ``rows`` [..., dim] float32: uint8 [..., bytes], codes and then scales."""
+def exported(rows: np.ndarray, kv_dtype: str, keys: bool) -> np.ndarray:
+    """The bytes a cache exports of ``rows`` [..., dim] float32: uint8 [..., bytes], codes and then scales.
+
+    Of int4 ``keys`` fifth bits follow.
+    """
     if kv_dtype == "int8":
         codes, scale = _int8(rows)
         return np.concatenate([(codes + 128).astype(np.uint8), scale.view(np.uint8)], axis=-1)
     if kv_dtype == "int4":
-        groups = _int4_groups(rows)
+        groups = _int4_groups(rows, keys)
         codes = np.concatenate([codes for codes, _, _ in groups], axis=-1).astype(np.uint8)
         terms = np.concatenate([term for _, scale, zero in groups for term in (scale, zero)], axis=-1)
-        return np.concatenate([_two_to_a_byte(codes), to_bits(terms, "bfloat16").view(np.uint8)], axis=-1)
+        parts = [_two_to_a_byte(codes & 15), to_bits(terms, "bfloat16").view(np.uint8)]
+        return np.concatenate([*parts, _fifth_bits(codes)] if keys else parts, axis=-1)
     return to_bits(rows, kv_dtype).view(np.uint8)
 
 
@@ -56,17 +61,20 @@ def _int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(np.divide(rows, scale, out=np.zeros_like(rows), where=scale > 0)), scale
 
 
-def _int4_groups(rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of each group of dims of the rotated rows: codes of 0 to 15 as float32, scale and zero, which fit in bfloat16."""
-    rows = rotated(rows)
-    return [_int4_group(rows[..., i : i + GROUP_DIMS]) for i in range(0, rows.shape[-1], GROUP_DIMS)]
+def _int4_groups(rows: np.ndarray, keys: bool) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Of each group of dims of the rotated rows: codes of 0 to 15 as float32, scale and zero, which fit in bfloat16.
+
+    Codes of ``keys`` go up to 31.
+    """
+    rows, top = rotated(rows), np.float32(31 if keys else 15)
+    return [_int4_group(rows[..., i : i + GROUP_DIMS], top) for i in range(0, rows.shape[-1], GROUP_DIMS)]
 
 
-def _int4_group(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _int4_group(rows: np.ndarray, top: np.float32) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     zero = _bfloat_below(rows.min(axis=-1, keepdims=True))
-    scale = rounded((rows.max(axis=-1, keepdims=True) - zero) / np.float32(15), "bfloat16")
+    scale = rounded((rows.max(axis=-1, keepdims=True) - zero) / top, "bfloat16")
     codes = np.rint(np.divide(rows - zero, scale, out=np.zeros_like(rows), where=scale > 0))
-    assert ((codes >= 0) & (codes <= 15)).all()
+    assert ((codes >= 0) & (codes <= top)).all()
     return codes, scale, zero
 
 
@@ -81,3 +89,10 @@ def _two_to_a_byte(codes: np.ndarray) -> np.ndarray:
     even, odd = codes[..., ::2].copy(), codes[..., 1::2]
     even[..., : odd.shape[-1]] |= odd << 4
     return even
+
+
+def _fifth_bits(codes: np.ndarray) -> np.ndarray:
+    """Words of 32 dims, of which bit 8 j + i is that of dim 4 i + j; zeros after the last dim."""
+    padding = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % 32)]
+    bits = np.pad(codes >> 4, padding).reshape(*codes.shape[:-1], -1, 8, 4)
+    return np.packbits(np.swapaxes(bits, -1, -2), axis=-1, bitorder="little").reshape(*codes.shape[:-1], -1)

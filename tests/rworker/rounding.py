@@ -25,7 +25,7 @@ LEAST = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
 PAIR_DOT = ("avx512_bf16", "avx512_amx")
 """Instruction sets whose products of bfloat16 round queries and weights to bfloat16, too."""
 
-CODE_LIMITS = {"int8": (16256, 32767), "int4": (4063, 4095)}
+CODE_LIMITS = {"int8": (16256, 32767), "int4": (2015, 4095)}
 """Queries and weights are whole numbers up to so much where keys and values are codes (kernels/factors.hpp)."""
 
 BYTES = ("avx512_vnni", "avx512_bf16")

@@ -146,8 +146,9 @@ class Caches(RuleBasedStateMachine):
         for worker, tokens in zip(self.workers, self.tokens, strict=True):
             assert worker.sequence_ids() == sorted(tokens)
             for sequence_id, wanted in tokens.items():
-                for held, rows in zip(worker.read_tokens(sequence_id, 0), rows_of(wanted), strict=True):
-                    np.testing.assert_array_equal(held, stored(rows, self.kv_dtype))
+                both = zip(worker.read_tokens(sequence_id, 0), rows_of(wanted), (True, False), strict=True)
+                for held, rows, keys in both:
+                    np.testing.assert_array_equal(held, stored(rows, self.kv_dtype, keys))
 
     @invariant()
     def every_block_is_accounted_for(self) -> None:

@@ -61,7 +61,10 @@ def test_bytes_are_token_major_stored_bits(kv_dtype: str) -> None:
     worker = two_layers(kv_dtype)
     _, payload = feed(worker, kv_dtype, (1, 0, LENGTH, 0), 0)
     rows = [[from_bits(part, MODEL_DTYPE[kv_dtype]) for part in layer] for layer in payload]
-    flat = [[exported(part, kv_dtype).reshape(LENGTH, -1) for part in layer] for layer in rows]
+    flat = [
+        [exported(part, kv_dtype, keys).reshape(LENGTH, -1) for part, keys in zip(layer, (True, False), strict=True)]
+        for layer in rows
+    ]
     data = worker.export(1)
     assert data.dtype == np.uint8 and data.ndim == 1
     assert data.tobytes() == b"".join(np.concatenate(layer, axis=1).tobytes() for layer in flat)

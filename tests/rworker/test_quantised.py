@@ -37,8 +37,8 @@ def test_what_is_stored_is_the_oracles(dims: tuple[int, int], kv_dtype: str, isa
     harness.step({0: Rows(rows.q[:9], rows.k[:9], rows.v[:9])}, append_only=(0,))
     harness.step({0: Rows(rows.q[9:], rows.k[9:], rows.v[9:])}, append_only=(0,))
     k, v = harness.worker.read_tokens(0, 0)
-    np.testing.assert_array_equal(k, stored(rows.k, kv_dtype))
-    np.testing.assert_array_equal(v, stored(rows.v, kv_dtype))
+    np.testing.assert_array_equal(k, stored(rows.k, kv_dtype, keys=True))
+    np.testing.assert_array_equal(v, stored(rows.v, kv_dtype, keys=False))
 
 
 @pytest.mark.parametrize("blocks", [(1,), (64,), (32, 8), (64, 16, 4, 2, 1)])
@@ -81,8 +81,9 @@ def test_what_a_token_writes_is_its_own(kv_dtype: str, isa: str) -> None:
         harness.lengths[0] = kept
         new = random_rows(rng, layer, 1)
         harness.step({0: new}, append_only=(0,), controls=[(TRUNCATE, 0, 0, kept)])
-        for held, old, row in zip(harness.worker.read_tokens(0, 0), (rows.k, rows.v), (new.k, new.v), strict=True):
-            np.testing.assert_array_equal(held, stored(np.concatenate([old[:kept], row]), kv_dtype))
+        k, v = harness.worker.read_tokens(0, 0)
+        np.testing.assert_array_equal(k, stored(np.concatenate([rows.k[:kept], new.k]), kv_dtype, keys=True))
+        np.testing.assert_array_equal(v, stored(np.concatenate([rows.v[:kept], new.v]), kv_dtype, keys=False))
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTISED)
@@ -143,7 +144,7 @@ def test_groups_with_peaked_queries_among_others(layer: Layer, kv_dtype: str, sh
     output = harness.step({0: new})[0]
     harness.check(0, new.q, output)
     want = harness.expected(0, new.q)
-    of_more_bits = {"int8": 3e-3, "int4": 1e-2}[kv_dtype]
+    of_more_bits = {"int8": 3e-3, "int4": 2e-2}[kv_dtype]
     assert relative_error(output[peaked], want[peaked]) <= of_more_bits
     by_bytes = {"int8": 2.0, "int4": 0.4}[kv_dtype] * off_by_storing(harness, layer, rows, new, ~peaked)
     assert relative_error(output[~peaked], want[~peaked]) <= (by_bytes if isa in BYTES else of_more_bits)

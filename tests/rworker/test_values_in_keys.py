@@ -57,7 +57,7 @@ class Pair:
     def kept(self, rows: np.ndarray) -> np.ndarray:
         """Float32 ``rows`` of keys as a cache of codes keeps them."""
         dim = self.layer.value_dim
-        values = stored(np.ascontiguousarray(rows[..., :dim]), self.kv_dtype)
+        values = stored(np.ascontiguousarray(rows[..., :dim]), self.kv_dtype, keys=False)
         return np.concatenate([values, rounded(np.ascontiguousarray(rows[..., dim:]), "bfloat16")], axis=-1)
 
     def step(self, spans: list[tuple[int, int, int, int]], controls: Any = ()) -> list[np.ndarray]:
@@ -136,7 +136,7 @@ def exported_rows(k: np.ndarray, dtype: str, kv_dtype: str) -> np.ndarray:
     if kv_dtype not in QUANTISED:
         return k
     rows = from_bits(k, dtype)
-    codes = exported(np.ascontiguousarray(rows[..., :512]), kv_dtype)
+    codes = exported(np.ascontiguousarray(rows[..., :512]), kv_dtype, keys=False)
     if kv_dtype == "int4":  # a group's dims i and i + 32 share a byte, not neighbours
         pairs = codes[..., :256].reshape(*codes.shape[:-1], 8, 32)
         nibbles = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], 64)

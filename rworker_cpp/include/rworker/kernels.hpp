@@ -25,6 +25,7 @@ constexpr int kMaxHeadDim = 576;
 constexpr int kMaxQuantizedHeadDim = 512;  // integer sums of more products could overflow
 constexpr int kStreams = 8;  // pages read side by side where memory is scattered
 constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 scale and zero
+constexpr int kFifthBitDims = 32;  // dims of an int4 key whose codes' fifth bits share a word
 
 /// Whether bytes multiply codes, where they can, for a KV head of so many query heads: for fewer int8 codes are read
 /// no slower by 16 bits.
@@ -37,6 +38,9 @@ constexpr bool is_for_bytes(DType dtype, int64_t group) {
 enum class ReadAhead : int { run, run_l2, pages };
 
 constexpr int64_t groups_of(int64_t dim) { return (dim + kGroupDims - 1) / kGroupDims; }
+
+/// Words before the nibbles of one token's int4 key: scale and zero of each group, then the codes' fifth bits.
+constexpr int64_t key_words_of(int64_t dim) { return groups_of(dim) + (dim + kFifthBitDims - 1) / kFifthBitDims; }
 
 /// Keys and values of one sequence in one layer and KV head, through its block table. The keys of the last tile, until
 /// it is full, are rows; see layout.hpp.
@@ -91,7 +95,7 @@ struct TileScratch {
         outputs = weights + kBlockRows * chunk_tokens / 2;
         sums = outputs + kBlockRows * values16;
         open_keys = sums + kBlockRows * 16;
-        key_tails = open_keys + kTileTokens * (query + groups_of(key_dim));
+        key_tails = open_keys + kTileTokens * (query + key_words_of(key_dim));
         values = key_tails + 4 * 256 * groups_of(key_dim);
         end = values + chunk_tokens * values16 / 2;
     }
@@ -99,7 +103,7 @@ struct TileScratch {
 
 /// Floats a thread lends to attend and merge.
 constexpr int64_t scratch_floats(int64_t key_dim, int64_t value_dim) {
-    const int64_t open_tile = kTileTokens * ((key_dim + 15) / 16 * 16 + groups_of(key_dim));
+    const int64_t open_tile = kTileTokens * ((key_dim + 15) / 16 * 16 + key_words_of(key_dim));
     const int64_t attend = open_tile_offset(key_dim) + open_tile, values = (value_dim + 15) / 16 * 16;
     const int64_t most = attend > values ? attend : values;
     const int64_t tiles = 16 + TileScratch(DType::int8, key_dim, value_dim).end;  // the longer chunks

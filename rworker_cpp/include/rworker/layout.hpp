@@ -17,10 +17,12 @@
 //   int8   value = scale * (byte - 128), one scale for a token's keys and one for its values
 //     keys     [tile] { [16] float32 scale;  [ceil(key_dim / 4)][16][4 dims] bytes }
 //     values   [tile] { [16] float32 scale;  [token quad][value_dim16][4 tokens] bytes }
-//   int4   value = zero + scale * nibble, per group of 64 dims (the last may be shorter) of a head that is rotated
-//          before (kernels/rotate.hpp)
-//     keys     [tile] { [group][16](bfloat16 scale, zero);  [ceil(key_dim / 8)][16][4] bytes }
+//   int4   value = zero + scale * code, per group of 64 dims (the last may be shorter) of a head that is rotated
+//          before (kernels/rotate.hpp); a key's codes have a fifth bit, since keys lose more by their rounding
+//     keys     [tile] { [group][16](bfloat16 scale, zero);  [ceil(key_dim / 32)][16] words;
+//                       [ceil(key_dim / 8)][16][4] bytes }
 //              byte j of octet l: dim 8l + j in its low nibble, dim 8l + 4 + j in its high one
+//              bit 8j + i of word w: the fifth bit of dim 32w + 4i + j
 //     values   [tile] { [group][16](bfloat16 scale, zero);  [token octet][value_dim16][4] bytes }
 //              byte j of octet l: token 8l + j in its low nibble, token 8l + 4 + j in its high one
 // Latent codes (values in keys, quantised): [token] { codes of the values;  scales as above;  further dims, bfloat16 },
@@ -80,6 +82,9 @@ inline CodePlace code_place(const RowPlace& row, std::int64_t dim) {
 
 /// Words of 4 bytes that hold the scales of one token's keys, or values, of `dim` elements.
 std::int64_t scale_words(DType dtype, std::int64_t dim);
+
+/// The same, and those of the fifth bits of an int4 key.
+std::int64_t key_words(DType dtype, std::int64_t dim);
 
 /// First byte of such a word in its tile.
 inline std::int64_t scale_place(std::int64_t word, std::int64_t token) { return (word * kTileTokens + token) * 4; }

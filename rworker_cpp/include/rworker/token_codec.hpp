@@ -15,16 +15,14 @@ struct TokenPlace {
 };
 
 /// Reads and writes stored bits as they are: the elements of a head's key or value (int4 codes two to a byte, the
-/// lower dim in the low bits), then its scales, then a latent's further dims.
+/// lower dim in the low bits), then its scales, then a key's fifth bits or a latent's further dims.
 class TokenCodec {
   public:
     TokenCodec(DType dtype, const LayerSpec& layer)
         : dtype_(dtype), layer_(layer), is_row_(has_latent_codes(layer, dtype)) {}
 
-    std::int64_t key_bytes() const {
-        return is_row_ ? rworker::token_bytes(layer_, dtype_) : row_bytes(layer_.key_dim);
-    }
-    std::int64_t value_bytes() const { return layer_.values_in_keys ? 0 : row_bytes(layer_.value_dim); }
+    std::int64_t key_bytes() const;
+    std::int64_t value_bytes() const;
     /// Of all KV heads of the layer.
     std::int64_t token_bytes() const { return layer_.num_kv_heads * (key_bytes() + value_bytes()); }
 
@@ -35,8 +33,6 @@ class TokenCodec {
     void write_value(const TokenPlace& place, const std::uint8_t* data) const;
 
   private:
-    std::int64_t row_bytes(std::int64_t dim) const;
-
     DType dtype_;
     const LayerSpec& layer_;
     bool is_row_;  // latent codes, which are stored so

@@ -192,7 +192,7 @@ uint8_t* turn_open_keys(const AttendArgs& args) {
     const uint8_t* const open = tile_of(args.view, args.end / kTileTokens).keys;
     uint8_t* const tile = reinterpret_cast<uint8_t*>(args.scratch + rworker::open_tile_offset(args.key_dim));
     int header = 0;
-    if constexpr (is_quantized(D)) header = header_bytes<D>(args.key_dim);
+    if constexpr (is_quantized(D)) header = key_header_bytes<D>(args.key_dim);
     __builtin_memcpy(tile, open, size_t(header));
     rows_to_lanes(reinterpret_cast<const Word*>(open + header), int(args.end % kTileTokens),
                   (args.key_dim + S::pack - 1) / S::pack, reinterpret_cast<Word*>(tile + header));

@@ -14,7 +14,7 @@ struct CodeTiles : TileRows {
     static constexpr bool kNibbles = D == DType::int4;
     const int key_lines = (args.key_dim + Stored<Avx512, D>::pack - 1) / Stored<Avx512, D>::pack;
     const int rounds = (args.key_dim + kRound - 1) / kRound, whole_rounds = kNibbles ? rounds : key_lines / kLines;
-    const int key_header = header_bytes<D>(args.key_dim), value_header = header_bytes<D>(args.value_dim);
+    const int key_header = key_header_bytes<D>(args.key_dim), value_header = header_bytes<D>(args.value_dim);
     const int64_t value_line = value_dim * 4, tile_bytes = 2 * group_rows * kTileLine;
     uint8_t* const queries = reinterpret_cast<uint8_t*>(scratch);
     QueryTerms terms[kBlockRows][kNibbles ? rworker::kMaxHeadDim / kRound : 1];
@@ -92,7 +92,7 @@ struct CodeTiles : TileRows {
             keys[i] = kNibbles ? copy : data;
             soon[i] = tile + kSumTiles + i < end_tile ? chunk.tiles[tile + kSumTiles + i].keys + key_header : data;
             if (kNibbles)
-                split_nibbles(data, key_lines, 1, copy);
+                split_keys(data, key_lines, copy);
             else if (whole_rounds < rounds)
                 __builtin_memcpy(copy, data + whole_rounds * kTileBytes,
                                  size_t(key_lines - whole_rounds * kLines) * kTileLine);

@@ -187,7 +187,7 @@ template <class L>
 struct CodeLine<L, DType::int8> {
     static constexpr int parts = 1;
     typename L::ivec part[parts];
-    static CodeLine of_keys(const uint8_t* line) { return {L::load_int(line)}; }
+    static CodeLine of_keys(const uint8_t* line, const uint8_t*, int) { return {L::load_int(line)}; }
     static CodeLine of_values(const uint8_t* line) { return {L::signed_codes(L::load_int(line))}; }
 };
 
@@ -195,9 +195,8 @@ template <class L>
 struct CodeLine<L, DType::int4> {
     static constexpr int parts = 2;
     typename L::ivec part[parts];
-    static CodeLine of_keys(const uint8_t* line) {
-        const auto pairs = L::load_int(line);
-        return {L::low_nibbles(pairs), L::high_nibbles(pairs)};
+    static CodeLine of_keys(const uint8_t* line, const uint8_t* bits, int number) {
+        return {key_codes<L, 0>(line, bits, number), key_codes<L, 1>(line, bits, number)};
     }
     static CodeLine of_values(const uint8_t* line) {
         const auto pairs = L::load_int(line);
@@ -295,6 +294,7 @@ template <class L, DType D, int Rows, int Vectors>
     constexpr int line_words = Stored<L, D>::pack / 4 * Rows;
     const int group_lines = D == DType::int8 ? lines : kGroupDims / Stored<L, D>::pack;
     const int groups = (lines + group_lines - 1) / group_lines;
+    const int fifth_lines = D == DType::int8 ? 0 : (lines + kFifthBitLines - 1) / kFifthBitLines;
     const KeyLines<L, Vectors> keys(tiles, first);
     Ahead ahead = shared;  // in registers
     for (int group = 0; group < groups; ++group) {
@@ -308,9 +308,12 @@ template <class L, DType D, int Rows, int Vectors>
         const int begin = group * group_lines, end = begin + group_lines < lines ? begin + group_lines : lines;
         for (int line = begin; line < end; ++line, queries += line_words) {
             ahead.ask<keys.num_tiles * kHeaderLineBytes>();
-            const int place = (groups + line) * kHeaderLineBytes;
-            sums.add([&](int v) { return CodeLine<L, D>::of_keys(keys.vector(v) + place); },
-                     [&](int r, int part) { return queries + part * Rows + r; }, L::add_byte_products);
+            if (D == DType::int4 && line % kFifthBitLines == 0) ahead.ask<keys.num_tiles * kHeaderLineBytes>();
+            const int place = (groups + fifth_lines + line) * kHeaderLineBytes;
+            const int fifth = (groups + line / kFifthBitLines) * kHeaderLineBytes;
+            sums.add(
+                [&](int v) { return CodeLine<L, D>::of_keys(keys.vector(v) + place, keys.vector(v) + fifth, line); },
+                [&](int r, int part) { return queries + part * Rows + r; }, L::add_byte_products);
         }
         if (group == 0)
             finish_scores<L, D, true>(keys, 0, terms, sums, scores + first * L::width);

@@ -61,7 +61,7 @@ inline QueryTerms cut_query(const float* query, int rounds, uint8_t* high_line, 
     const float scale = (top >= kLeastFactor ? top / kCutQueryLimit : 0.0f) + bounds.poison;
     const int32_t sum = _mm512_reduce_add_epi32(sums);
     const float total = _mm512_reduce_add_ps(totals);
-    return {scale, kInt4Middle * (total - scale * float(sum)), total, less_offset(sum)};
+    return {scale, kKeyMiddle * (total - scale * float(sum)), total, less_offset(sum)};
 }
 
 [[gnu::always_inline]] inline void store_int8_scores(__m512i sum, const QueryTerms& factors, const uint8_t* header,
@@ -117,8 +117,18 @@ template <DType D>
     const int32_t sum = _mm512_reduce_add_epi32(sums);
     const float scale = (max >= kLeastFactor ? max / kCutWeightLimit : 0.0f) + sum_scaled * 0.0f;
     if constexpr (D == DType::int4)
-        return {scale, Avx512::reduce_add(zeros) + kInt4Middle * (sum_scaled - scale * float(sum)), 0};
+        return {scale, Avx512::reduce_add(zeros) + kValueMiddle * (sum_scaled - scale * float(sum)), 0};
     return {scale, 0.0f, less_offset(sum)};
+}
+
+/// Lines of keys, each to two lines of bytes; their fifth bits lie before them.
+[[gnu::noinline]] void split_keys(const uint8_t* codes, int lines, uint8_t* bytes) {
+    const uint8_t* const bits = codes - (lines + kFifthBitLines - 1) / kFifthBitLines * kHeaderLineBytes;
+    for (int line = 0; line < lines; ++line, codes += 64, bytes += 128) {
+        const uint8_t* const fifth = bits + line / kFifthBitLines * kHeaderLineBytes;
+        _mm512_store_si512(bytes, key_codes<Avx512, 0>(codes, fifth, line));
+        _mm512_store_si512(bytes + 64, key_codes<Avx512, 1>(codes, fifth, line));
+    }
 }
 
 /// Lines of 16 lanes `per_line` side by side: low nibbles to one line of bytes, high ones to the next.

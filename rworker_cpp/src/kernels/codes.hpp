@@ -8,6 +8,7 @@ namespace {
 using rworker::groups_of;
 using rworker::is_quantized;
 using rworker::is_rotated;
+using rworker::key_words_of;
 using rworker::kGroupDims;
 
 /// A line of keys is 16 tokens of `pack` dims each; a line of values is `padded_dim` dims of `pack` tokens each.
@@ -30,11 +31,28 @@ inline typename L::ivec nibbles(typename L::ivec line) {
     if constexpr (Half == 1) return L::high_nibbles(line);
 }
 
-constexpr int kHeaderLineBytes = 4 * kTileTokens;  // a float32 scale, or a bfloat16 scale and zero, of every token
+constexpr int kHeaderLineBytes = 4 * kTileTokens;  // a word of every token: a float32 scale, a bfloat16 scale and zero
 
+/// Of values.
 template <DType D>
 constexpr int header_bytes(int dim) {
     return kHeaderLineBytes * (D == DType::int8 ? 1 : int(groups_of(dim)));
+}
+
+template <DType D>
+constexpr int key_header_bytes(int dim) {
+    return kHeaderLineBytes * (D == DType::int8 ? 1 : int(key_words_of(dim)));
+}
+
+constexpr int kFifthBitLines = rworker::kFifthBitDims / 8;  // lines of int4 keys whose fifth bits share a word
+
+/// The place within its byte of a word of the fifth bits of a line's low or high nibbles.
+constexpr int fifth_bit_place(int line, int half) { return line % kFifthBitLines * 2 + half; }
+
+/// Codes of five bits, of half a line of int4 keys: the `line`-th, at `codes`, whose fifth bits lie at `bits`.
+template <class L, int Half>
+[[gnu::always_inline]] inline typename L::ivec key_codes(const uint8_t* codes, const uint8_t* bits, int line) {
+    return L::join_fifth_bits(nibbles<L, Half>(L::load_int(codes)), L::load_int(bits), fifth_bit_place(line, Half));
 }
 
 inline uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }

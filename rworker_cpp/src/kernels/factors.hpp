@@ -1,6 +1,6 @@
 // Queries and weights as small integers, the other factor of an integer product.
 //
-// int8 codes are multiplied by int16 factors. int4 codes are multiplied by 12 to 13 bits, cut into two int8 halves,
+// int8 codes are multiplied by int16 factors. int4 codes are multiplied by 12 bits, cut into two int8 halves,
 // high * 64 + low: products of the halves can be summed over 64 codes in 16 bits.
 #pragma once
 
@@ -12,9 +12,9 @@ namespace {
 constexpr float kLeastFactor = 1e-30f;  // a row or chunk below is taken for zeros: its reciprocal may overflow
 constexpr int kInt8QueryLimit = 16383;  // x 255 x 512 dims stays below 2^31
 constexpr int kInt8WeightLimit = 32767;
-constexpr int kInt4QueryLimit = 4063;  // high -63..63, low -32..31
+constexpr int kInt4QueryLimit = 2015;  // high -31..31, low -32..31: keys have 5 bits
 constexpr int kInt4WeightLimit = 4095;
-constexpr float kInt4Middle = 7.5f;
+constexpr float kKeyMiddle = 15.5f, kValueMiddle = 7.5f;  // of int4 codes
 constexpr int kHalf = 64;
 
 /// ints = floats * limit / top, rounded; returns their sum, which is exact.
@@ -42,7 +42,7 @@ inline void pair_up(const int32_t* ints, int count, int16_t* pairs) {
 /// middle so that a factor's rounding meets 0 on average: products * scale + middle, times the code's scale.
 struct GroupTerms {
     float scale;   // of the factors
-    float middle;  // 7.5 x (sum of the true factors - sum of the rounded ones)
+    float middle;  // 15.5 x (sum of the true factors - sum of the rounded ones)
     float total;   // of the true factors
 };
 
@@ -77,7 +77,7 @@ inline void quantize_query_int4(float* row, int padded) {
         float total = 0.0f;
         for (int i = first; i < first + count; ++i) total += row[i];
         const float scale = (top >= kLeastFactor ? top / kInt4QueryLimit : 0.0f) + bounds.poison;
-        terms[g] = {scale, kInt4Middle * (total - scale * float(sum)), total};
+        terms[g] = {scale, kKeyMiddle * (total - scale * float(sum)), total};
     }
     for (int i = 0; i < padded; ++i) {
         const int32_t high = (ints[i] + kHalf / 2) >> 6;
@@ -146,7 +146,7 @@ inline void shrink_weights(const Tile* tiles, Range tokens, int group, const flo
     const int count = tokens.end - tokens.begin;
     const int32_t sum = round_all<L>(scaled + tokens.begin, count, max, kInt4WeightLimit, ints + tokens.begin);
     shrunk.scale = (max >= kLeastFactor ? max / kInt4WeightLimit : 0.0f) + sum_scaled * 0.0f;
-    shrunk.constant = L::reduce_add(zeros) + kInt4Middle * (sum_scaled - shrunk.scale * float(sum));
+    shrunk.constant = L::reduce_add(zeros) + kValueMiddle * (sum_scaled - shrunk.scale * float(sum));
     for (int t = tokens.begin; t < tokens.end; ++t) {
         shrunk.high[t] = uint8_t(ints[t] >> 6);
         shrunk.low[t] = uint8_t(ints[t] & (kHalf - 1));

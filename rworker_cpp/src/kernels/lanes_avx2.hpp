@@ -85,6 +85,10 @@ struct Avx2 {
     static ivec odd_bytes(ivec a) { return _mm256_srli_epi16(a, 8); }
     static ivec low_nibbles(ivec a) { return _mm256_and_si256(a, _mm256_set1_epi8(0x0f)); }
     static ivec high_nibbles(ivec a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
+    static ivec join_fifth_bits(ivec nibbles, ivec bits, int place) {
+        const __m256i lowest = _mm256_and_si256(_mm256_srl_epi32(bits, _mm_cvtsi32_si128(place)), _mm256_set1_epi8(1));
+        return _mm256_or_si256(nibbles, _mm256_slli_epi32(lowest, 4));
+    }
     static ivec add_pair_products(ivec sum, ivec a, ivec b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
     static ivec add_quad_products(ivec sum, ivec codes, ivec factors) {
         return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, factors));

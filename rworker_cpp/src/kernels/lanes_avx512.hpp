@@ -78,6 +78,11 @@ struct Avx512 {
     static ivec odd_bytes(ivec a) { return _mm512_srli_epi16(a, 8); }
     static ivec low_nibbles(ivec a) { return _mm512_and_si512(a, _mm512_set1_epi8(0x0f)); }
     static ivec high_nibbles(ivec a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
+    static ivec join_fifth_bits(ivec nibbles, ivec bits, int place) {
+        constexpr int or_and = 0xf8;  // a | (b & c)
+        const __m512i fifth = _mm512_rorv_epi32(bits, _mm512_set1_epi32(place - 4));  // no bit leaves its byte
+        return _mm512_ternarylogic_epi32(nibbles, fifth, _mm512_set1_epi8(0x10), or_and);
+    }
     static ivec add_pair_products(ivec sum, ivec a, ivec b) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)); }
     static ivec add_quad_products(ivec sum, ivec codes, ivec factors) {
         return _mm512_add_epi16(sum, _mm512_maddubs_epi16(codes, factors));

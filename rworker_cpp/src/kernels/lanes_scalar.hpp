@@ -74,13 +74,17 @@ struct Scalar {
     static ivec odd_bytes(ivec a) { return a >> 8 & 0x00ff00ff; }
     static ivec low_nibbles(ivec a) { return a & 0x0f0f0f0f; }
     static ivec high_nibbles(ivec a) { return a >> 4 & 0x0f0f0f0f; }
+    /// Each byte of `nibbles` with a fifth bit: that at `place`, 0 to 7, of the same byte of `bits`.
+    static ivec join_fifth_bits(ivec nibbles, ivec bits, int place) {
+        return nibbles | (bits >> place & 0x01010101) << 4;
+    }
     /// sum + the two products of int16.
     static ivec add_pair_products(ivec sum, ivec a, ivec b) {
         for (int i = 0; i < 32; i += 16) sum += ivec(int16_t(a >> i) * int16_t(b >> i));
         return sum;
     }
     /// sum + the four products of uint8 and int8, in a form (int16 pairs or one int32) that `join_halves` reads. It
-    /// holds 16 sums of four codes of 4 bits with factors of 6 bits and a sign.
+    /// holds 16 sums of four codes of 4 bits with factors of 6 bits and a sign, or of 5 bits with 5 and a sign.
     static ivec add_quad_products(ivec sum, ivec codes, ivec factors) {
         for (int i = 0; i < 32; i += 8) sum += ivec(uint8_t(codes >> i) * int8_t(factors >> i));
         return sum;

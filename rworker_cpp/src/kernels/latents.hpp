@@ -37,7 +37,7 @@ void append_latents(const AppendArgs& args) {
             uint8_t* const row = tile.keys + token * row_bytes;
             widen_row<L>(args.dtype, key, dim, 1.0f, floats);
             if constexpr (is_rotated(D)) rotate(floats, dim);
-            quantize_row<L, D>(floats, dim, codes, scales);
+            quantize_row<L, D>(floats, dim, kTopValueCode, codes, scales);
             if constexpr (D == DType::int4) pack_latent(codes, dim);
             __builtin_memcpy(row, codes, size_t(at.scales));
             __builtin_memcpy(row + at.scales, scales, size_t(at.rest - at.scales));

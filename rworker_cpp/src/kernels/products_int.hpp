@@ -74,24 +74,24 @@ struct Sums<L, DType::int4, Rows, Vectors> {
     }
 
     /// Few rows keep their factors in registers and split lines one by one; many rows keep the split lines.
-    template <class Address, class HighFactors, class LowFactors>
-    [[gnu::always_inline]] void add(Address address, HighFactors high_factors, LowFactors low_factors) {
+    /// codes.operator()<0>(v): those of the low nibbles, <1> of the high ones.
+    template <class Codes, class HighFactors, class LowFactors>
+    [[gnu::always_inline]] void add(Codes codes, HighFactors high_factors, LowFactors low_factors) {
         if constexpr (Rows < Vectors) {
-            add_half<0>(address, high_factors, low_factors);
+            add_half<0>(codes, high_factors, low_factors);
             __asm__ volatile("" ::: "memory");  // loading the lines again is cheaper than keeping them
-            add_half<1>(address, high_factors, low_factors);
+            add_half<1>(codes, high_factors, low_factors);
         } else {
-            add_rows(address, high_factors, low_factors);
+            add_rows(codes, high_factors, low_factors);
         }
     }
 
   private:
-    template <int Half, class Address, class HighFactors, class LowFactors>
-    [[gnu::always_inline]] void add_half(Address address, HighFactors high_factors, LowFactors low_factors) {
+    template <int Half, class Codes, class HighFactors, class LowFactors>
+    [[gnu::always_inline]] void add_half(Codes codes_of, HighFactors high_factors, LowFactors low_factors) {
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            const auto line = L::load_int(address(v));
-            const auto codes = nibbles<L, Half>(line);
+            const auto codes = codes_of.template operator()<Half>(v);
             RWORKER_UNROLL
             for (int r = 0; r < Rows; ++r) {
                 high[r][v] = L::add_quad_products(high[r][v], codes, L::broadcast_int(high_factors(r) + Half * 4));
@@ -100,13 +100,12 @@ struct Sums<L, DType::int4, Rows, Vectors> {
         }
     }
 
-    template <class Address, class HighFactors, class LowFactors>
-    [[gnu::always_inline]] void add_rows(Address address, HighFactors high_factors, LowFactors low_factors) {
+    template <class Codes, class HighFactors, class LowFactors>
+    [[gnu::always_inline]] void add_rows(Codes codes_of, HighFactors high_factors, LowFactors low_factors) {
         typename L::ivec first[Vectors], second[Vectors];
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            const auto line = L::load_int(address(v));
-            first[v] = L::low_nibbles(line), second[v] = L::high_nibbles(line);
+            first[v] = codes_of.template operator()<0>(v), second[v] = codes_of.template operator()<1>(v);
         }
         RWORKER_UNROLL
         for (int r = 0; r < Rows; ++r) {

@@ -46,13 +46,14 @@ inline uint32_t bfloat_nearest(float x) {
 }
 
 /// The bfloat16 scale (low half) and zero (high half) of a group of int4 codes. The zero is rounded down and the scale
-/// spans what is left from there, so that only the scale's own rounding can clip: 1/30 of a step at the top.
+/// spans what is left from there, so that only the scale's own rounding can clip: 1/30 of a step at the top, or 1/15 of
+/// the 31 steps of keys.
 template <class L>
-inline uint32_t quantize_int4(const float* floats, int count, uint8_t* codes) {
+inline uint32_t quantize_int4(const float* floats, int count, float top_code, uint8_t* codes) {
     const Bounds bounds = bounds_of<L>(floats, count);
     uint32_t zero_bits = bfloat_below(bounds.low);
     const float zero = float_of(zero_bits << 16);
-    uint32_t scale_bits = bfloat_nearest((bounds.high - zero) / 15.0f);
+    uint32_t scale_bits = bfloat_nearest((bounds.high - zero) / top_code);
     const float scale = float_of(scale_bits << 16) + bounds.poison;
     if (!(scale < __builtin_inff())) scale_bits = zero_bits = bits_of(kNaN) >> 16;
     if (scale < kLeastScale) scale_bits = 0;
@@ -60,9 +61,11 @@ inline uint32_t quantize_int4(const float* floats, int count, uint8_t* codes) {
     return scale_bits | zero_bits << 16;
 }
 
-/// Codes of a whole row, and one word per header line of its tile.
+constexpr float kTopKeyCode = 31.0f, kTopValueCode = 15.0f;  // of int4
+
+/// Codes of a whole row, and one word per scale of its tile.
 template <class L, DType D>
-inline void quantize_row(float* floats, int dim, uint8_t* codes, uint32_t* header) {
+inline void quantize_row(float* floats, int dim, float top_code, uint8_t* codes, uint32_t* header) {
     const int padded = round_up16(dim);
     if constexpr (D == DType::int8) {
         header[0] = bits_of(quantize_int8<L>(floats, padded, codes));
@@ -70,16 +73,29 @@ inline void quantize_row(float* floats, int dim, uint8_t* codes, uint32_t* heade
         for (int i = dim; i < padded; ++i) floats[i] = floats[dim - 1];  // padding must not widen the last group
         for (int g = 0; g < groups_of(dim); ++g) {
             const int first = g * kGroupDims, left = padded - first;
-            header[g] = quantize_int4<L>(floats + first, left < kGroupDims ? left : kGroupDims, codes + first);
+            const int count = left < kGroupDims ? left : kGroupDims;
+            header[g] = quantize_int4<L>(floats + first, count, top_code, codes + first);
         }
+        __builtin_memset(codes + dim, 0, size_t(padded - dim));
     }
 }
 
 /// One word to each header line; behind them lie the codes.
-template <DType D>
-inline void store_header(const uint32_t* header, int dim, int token, uint8_t* tile) {
-    for (int i = 0; i < header_bytes<D>(dim) / kHeaderLineBytes; ++i)
+inline void store_header(const uint32_t* header, int bytes, int token, uint8_t* tile) {
+    for (int i = 0; i < bytes / kHeaderLineBytes; ++i)
         reinterpret_cast<uint32_t*>(tile)[i * kTileTokens + token] = header[i];
+}
+
+/// Moves the fifth bits of an int4 key's codes to words of their own.
+inline void split_fifth_bits(uint8_t* codes, int lines, uint32_t* words) {
+    for (int line = 0; line < lines; ++line) {
+        uint32_t& word = words[line / kFifthBitLines];
+        if (line % kFifthBitLines == 0) word = 0;
+        for (int i = 0; i < 8; ++i, ++codes) {
+            word |= uint32_t(*codes >> 4) << (i % 4 * 8 + fifth_bit_place(line, i / 4));
+            *codes &= 15;
+        }
+    }
 }
 
 /// Keys: a row of 4-byte words.
@@ -112,21 +128,22 @@ void append_codes(const AppendArgs& args) {
     const int lines = (args.key_dim + pack - 1) / pack, padded_dim = round_up16(args.value_dim);
     alignas(64) float floats[rworker::kMaxHeadDim];
     alignas(64) uint8_t codes[rworker::kMaxHeadDim];
-    uint32_t header[groups_of(rworker::kMaxHeadDim)];
+    uint32_t header[key_words_of(rworker::kMaxHeadDim)];
     for_tiles(args, [&](const Tile& tile, int64_t first, int begin, int end) {
-        uint32_t* const keys = reinterpret_cast<uint32_t*>(tile.keys + header_bytes<D>(args.key_dim));
+        uint32_t* const keys = reinterpret_cast<uint32_t*>(tile.keys + key_header_bytes<D>(args.key_dim));
         store_keys(begin, end, lines, keys, [&](int token, uint32_t* row) {
             widen_row<L>(args.dtype, key_row(args, first + token), args.key_dim, 1.0f, floats);
             if constexpr (is_rotated(D)) rotate(floats, args.key_dim);
-            quantize_row<L, D>(floats, args.key_dim, codes, header);
-            store_header<D>(header, args.key_dim, token, tile.keys);
+            quantize_row<L, D>(floats, args.key_dim, kTopKeyCode, codes, header);
+            if constexpr (D == DType::int4) split_fifth_bits(codes, lines, header + groups_of(args.key_dim));
+            store_header(header, key_header_bytes<D>(args.key_dim), token, tile.keys);
             pack_key_codes<D>(codes, lines, reinterpret_cast<uint8_t*>(row));
         });
         for (int token = begin; token < end; ++token) {
             widen_row<L>(args.dtype, value_row(args, first + token), args.value_dim, 1.0f, floats);
             if constexpr (is_rotated(D)) rotate(floats, args.value_dim);
-            quantize_row<L, D>(floats, args.value_dim, codes, header);
-            store_header<D>(header, args.value_dim, token, tile.values);
+            quantize_row<L, D>(floats, args.value_dim, kTopValueCode, codes, header);
+            store_header(header, header_bytes<D>(args.value_dim), token, tile.values);
             store_value_codes<D>(codes, padded_dim, token, tile.values + header_bytes<D>(args.value_dim));
         }
     });

@@ -65,6 +65,7 @@ template <class L, int Rows, int Vectors>
     const KeyLines<L, Vectors> keys(tiles, first);
     Ahead ahead = shared;  // in registers
     const int groups = (lines + group_lines - 1) / group_lines;
+    const int header_lines = groups + (lines + kFifthBitLines - 1) / kFifthBitLines;
     for (int g = 0; g < groups; ++g) {
         Sums<L, DType::int4, Rows, Vectors> sums;
         sums.clear();
@@ -73,7 +74,12 @@ template <class L, int Rows, int Vectors>
         const uint8_t* factors = reinterpret_cast<const uint8_t*>(queries) + g * kGroupDims;
         for (int line = g * group_lines; line < end; ++line, factors += 8) {
             ahead.ask<keys.num_tiles * kHeaderLineBytes>();
-            sums.add([&](int v) { return keys.vector(v) + (groups + line) * kHeaderLineBytes; },
+            if (line % kFifthBitLines == 0) ahead.ask<keys.num_tiles * kHeaderLineBytes>();
+            const int bits = (groups + line / kFifthBitLines) * kHeaderLineBytes;
+            sums.add([&]<int Half>(int v) __attribute__((always_inline)) {
+                const uint8_t* const start = keys.vector(v);
+                return key_codes<L, Half>(start + (header_lines + line) * kHeaderLineBytes, start + bits, line);
+            },
                      [&](int r) { return factors + r * stride * 4; },
                      [&](int r) { return factors + r * stride * 4 + stride; });
         }

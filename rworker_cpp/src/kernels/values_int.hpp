@@ -62,7 +62,9 @@ template <class L, int Rows, int Vectors>
     sums.clear();
     for_value_lines<8, Vectors * L::width * 4>(tiles, tokens, groups_of(padded_dim) * kHeaderLineBytes, lane,
                                                padded_dim, ahead, [&](int token, const uint8_t* line) {
-                                                   sums.add([&](int v) { return line + v * L::width * 4; },
+                                                   sums.add([&]<int Half>(int v) __attribute__((always_inline)) {
+                                                       return nibbles<L, Half>(L::load_int(line + v * L::width * 4));
+                                                   },
                                                             [&](int r) { return weights[r].high + token; },
                                                             [&](int r) { return weights[r].low + token; });
                                                });
