@@ -24,6 +24,7 @@ void AttentionJob::prepare(const WorkList& list, std::int64_t layer, const Paylo
     list_ = &list;
     spec_ = &worker_.cache_.layers()[layer];
     payload_ = payload;
+    for (std::int64_t i = 0; i < list.num_stored; ++i) list.stored_flags[i].store(0, std::memory_order_relaxed);
     begin(layer, list.num_items, list.cost, list.bytes_read);
     if (spec_->picks > 0) picks_.reset(layer, *spec_, list.num_queries, list.most_tokens);
     if (spec_->picked_by >= 0) store_all();
@@ -48,8 +49,11 @@ void AttentionJob::run(std::int64_t item, std::int64_t next_item, int thread) no
             attend_picked(piece, next, thread);
             continue;
         }
-        append(piece);
-        if (next.unit) prefetch_append(next);
+        if (piece.unit->waits())
+            list_->stored_flags[piece.unit->stored + head].wait(0, std::memory_order_acquire);
+        else
+            append(piece);
+        if (next.unit && !next.unit->waits()) prefetch_append(next);
         if (piece.unit->num_tokens == 0) continue;
         const NextTokens tokens = next.unit ? tokens_of(next) : NextTokens{};
         attend(piece, next.unit ? &tokens : nullptr, thread);
@@ -65,6 +69,10 @@ void AttentionJob::append(const Piece& piece) const {
     const std::int64_t begin = std::max(span.context_len, piece.unit->split * kSplitTokens);
     const std::int64_t end = std::min(span.end, (piece.unit->split + 1) * kSplitTokens);
     if (begin < end) append(span, piece.head, begin, end);
+    if (!piece.unit->stores_for_others()) return;
+    std::atomic<std::int32_t>& stored = list_->stored_flags[piece.unit->stored + piece.head];
+    stored.store(1, std::memory_order_release);
+    stored.notify_all();
 }
 
 void AttentionJob::append(const PlannedSpan& span, std::int64_t head, std::int64_t begin, std::int64_t end) const {
@@ -92,7 +100,7 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
     const std::int64_t floats = token_floats(*spec_);
     float* partials = worker_.own_partials_[thread].data();
     std::int64_t partial_stride = floats;
-    if (!span.one_split()) {
+    if (!span.one_unit()) {
         partials = worker_.shared_partials_.data() + piece.head * floats;
         partial_stride = spec_->num_kv_heads * floats;
     }
@@ -122,7 +130,7 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         .scratch = worker_.scratch_[thread].data(),
         .pick_block = spec_->pick_block,
     });
-    if (span.one_split()) return merge(span, piece.head, partials, partial_stride, thread);
+    if (span.one_unit()) return merge(span, piece.head, partials, partial_stride, thread);
     count_off(unit, piece.head, thread);
 }
 

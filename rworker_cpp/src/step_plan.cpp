@@ -9,6 +9,8 @@ namespace {
 
 constexpr std::int64_t kHeadOverheadBytes = 1024;
 constexpr std::int64_t kMultiplyAddsPerByte = 4;  // about as many are done while a byte is read
+constexpr std::int64_t kMostParts = 64;  // of the rows that attend to their own split: as many threads share them
+constexpr std::int64_t kCutBlocks = 16;  // of kBlockRows from which on they are cut, where there is one KV head
 constexpr std::int64_t kLargeUnitBytes = 16'384;  // per head: from here on claiming an item costs nothing beside it
 
 }  // namespace
@@ -31,7 +33,7 @@ WorkList::WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const
         next_stored += span.is_stored() ? span.num_rows : 0;
         next_out += span.mode == SpanMode::attend ? span.num_rows : 0;
         next_node += span.num_rows * span.num_nodes();
-        num_counters += planned.attends() && !planned.one_split() ? layer.num_kv_heads : 0;
+        num_counters += planned.attends() && !planned.one_unit() ? layer.num_kv_heads : 0;
         (layer.picked_by < 0 ? spans : stores).push_back(planned);
     }
     num_queries = next_row;
@@ -40,9 +42,10 @@ WorkList::WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const
     else
         num_counters = std::int64_t(spans.size()) * layer.num_kv_heads;
     order_units();
+    stored_flags = std::make_unique<std::atomic<std::int32_t>[]>(num_stored);
     units_left = std::make_unique<std::atomic<std::int32_t>[]>(num_counters);
     for (const PlannedSpan& span : spans)
-        for (std::int64_t head = 0; span.attends() && !span.one_split() && head < layer.num_kv_heads; ++head)
+        for (std::int64_t head = 0; span.attends() && !span.one_unit() && head < layer.num_kv_heads; ++head)
             units_left[span.counter_offset + head].store(span.num_units, std::memory_order_relaxed);
 }
 
@@ -57,6 +60,9 @@ PlannedSpan WorkList::place(const KVCache& cache, const Span& span) const {
     planned.end = span.mode == SpanMode::read ? sequence.length : span.context_len + span.num_rows;
     planned.mode = span.mode;
     planned.num_nodes = std::int32_t(span.num_nodes());
+    planned.is_cut = planned.attends() && span.is_stored() && layer_.num_kv_heads == 1 && layer_.picks == 0 &&
+                     layer_.picked_by < 0 &&
+                     span.num_rows * layer_.group() >= kCutBlocks * kBlockRows;
     if (planned.attends())
         planned.first_token = layer_.first_seen(span.context_len);
     planned.first_token = std::min(planned.first_token, planned.end - 1);
@@ -69,7 +75,7 @@ PlannedSpan WorkList::place(const KVCache& cache, const Span& span) const {
 void WorkList::place_partials(PlannedSpan& span) {
     if (!span.attends()) return;
     const std::int64_t count = span.num_rows * span.num_splits;
-    if (span.one_split()) {
+    if (span.one_unit()) {
         num_own_partials = std::max(num_own_partials, count);
     } else {
         span.first_partial = num_partials;
@@ -131,23 +137,30 @@ void WorkList::plan_shared(const SharedSplit& shared) {
     add_units(longest, shared.split, first_token, std::int64_t(tokens.size()) - first_token);
 }
 
-/// Cuts the tokens so that threads can share them, unless they are stored into this split: that comes first, once.
+/// Cuts the tokens so that threads can share them. Where they are stored into this split, which comes first, once, they
+/// stay together, or many of them wait for a unit that stores.
 void WorkList::add_units(std::int32_t span, std::int64_t split, std::int64_t first_token, std::int64_t num_tokens) {
     const std::int64_t begin = std::max(split * kSplitTokens, spans[span].first_token);
     const std::int64_t end = std::min((split + 1) * kSplitTokens, spans[span].end);
     const std::int64_t bytes = (end - begin) * token_bytes_;
     if (num_tokens > 0) bytes_read += bytes * layer_.num_kv_heads;
     std::int64_t most = std::max<std::int64_t>(num_tokens, 1);
+    const std::int64_t fit = std::max<std::int64_t>(kBlockRows / layer_.group(), 1);
+    const std::int64_t blocks = (num_tokens + fit - 1) / fit;
+    std::int32_t stored_by = -1;
     if (num_tokens > 0 && committed(spans[span], split)) {
-        const std::int64_t fit = std::max<std::int64_t>(kBlockRows / layer_.group(), 1);
-        const std::int64_t parts = (num_tokens + fit - 1) / fit;
-        most = (num_tokens + parts - 1) / parts;  // evenly: few tokens by themselves would read as much as many
+        most = (num_tokens + blocks - 1) / blocks;  // evenly: few tokens by themselves would read as much as many
+    } else if (num_tokens > 0 && spans[span].is_cut) {
+        most = fit * ((blocks + kMostParts - 1) / kMostParts);
+        stored_by = std::int32_t(num_stored);
+        num_stored += layer_.num_kv_heads;
+        units.push_back({span, split, first_token, 0, bytes + kHeadOverheadBytes, stored_by});
     }
     for (std::int64_t done = 0; done == 0 || done < num_tokens; done += most) {
         const std::int64_t count = std::min(most, num_tokens - done);
         const std::int64_t multiply_adds = count * layer_.group() * (end - begin) * (layer_.key_dim + layer_.value_dim);
         units.push_back({span, split, first_token + done, count,
-                         std::max(bytes, multiply_adds / kMultiplyAddsPerByte) + kHeadOverheadBytes});
+                         std::max(bytes, multiply_adds / kMultiplyAddsPerByte) + kHeadOverheadBytes, stored_by});
         for (std::int64_t i = 0; i < count; ++i)
             if (i == 0 || tokens[first_token + done + i].span != tokens[first_token + done + i - 1].span)
                 ++spans[tokens[first_token + done + i].span].num_units;
@@ -159,9 +172,11 @@ bool WorkList::committed(const PlannedSpan& span, std::int64_t split) {
 }
 
 void WorkList::order_units() {
-    std::stable_sort(units.begin(), units.end(), [](const WorkUnit& a, const WorkUnit& b) { return a.cost > b.cost; });
+    const auto size = [](const WorkUnit& unit) { return unit.stores_for_others() ? INT64_MAX : unit.cost; };
+    std::stable_sort(units.begin(), units.end(),
+                     [&](const WorkUnit& a, const WorkUnit& b) { return size(a) > size(b); });
     const auto small =
-        std::find_if(units.begin(), units.end(), [](const WorkUnit& unit) { return unit.cost < kLargeUnitBytes; });
+        std::find_if(units.begin(), units.end(), [&](const WorkUnit& unit) { return size(unit) < kLargeUnitBytes; });
     num_large_units_ = small - units.begin();
     num_items = num_large_units_ * layer_.num_kv_heads + (units.end() - small);
     for (const WorkUnit& unit : units) cost += unit.cost * layer_.num_kv_heads;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "rworker/step_plan.hpp"
 #include "rworker/thread_pool.hpp"
 #include "rworker/worker.hpp"
 
@@ -164,11 +165,22 @@ std::vector<float> run_states(int num_threads, std::int64_t cut) {
     return outputs;
 }
 
+/// One KV head alone has pieces for many threads, though all rows attend to the split that they are stored into.
+void test_a_prompt_by_itself_is_shared() {
+    const LayerSpec layer{128, 1, 24, 16, 0.2f, 0, 0.0f, {}, {}, true};
+    KVCache cache({layer}, DType::bfloat16, 32, 4);
+    const std::vector<Span> spans{{1, 0, 100, SpanMode::attend}};
+    cache.begin_step({}, spans);
+    CHECK(WorkList(cache, layer, spans).num_items > 32);
+    cache.abandon_step();
+}
+
 }  // namespace
 
 void run_thread_tests() {
     const std::vector<float> states = run_states(1, 24);
     for (const std::int64_t cut : {1, 2, 12}) CHECK(run_states(3, cut) == states);
+    test_a_prompt_by_itself_is_shared();
     test_shared_prefixes();
     test_every_item_runs_once();
     test_the_caller_may_lead();

@@ -106,6 +106,25 @@ def test_bits_of_values_stored_apart(layer: Layer, isa: str, dtype: str, kv_dtyp
     assert pair.workers[1].statistics()["bytes_read"] < pair.workers[0].statistics()["bytes_read"]
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int4"])
+def test_a_chunk_that_threads_share_has_the_bits_of_its_rows(kv_dtype: str) -> None:
+    """Over a split's border, by three threads; then its rows one by one, which one thread attends."""
+    layer, rng = Layer(64, 1, 40, 32, 0.2), np.random.default_rng(3)
+    q, k = (to_bits(rng.standard_normal((530, heads, 40), dtype=np.float32), "bfloat16") for heads in (64, 1))
+    results = []
+    for threads, sizes in ((3, [40]), (1, [1] * 40)):
+        settings = {"block_size": 32, "num_blocks": 20, "num_threads": threads, "kv_dtype": kv_dtype}
+        worker = _rworker.RWorker(layers=[(*layer.as_tuple(), True)], model_dtype="bfloat16", **settings)
+        out = np.zeros((530, 64, 32), np.uint16)
+        for end, size in zip(np.cumsum([490, *sizes]).tolist(), [490, *sizes], strict=True):
+            part = slice(end - size, end)
+            worker.begin_step(table([]), [table([(1, end - size, size, ATTEND)])])
+            worker.run(0, 0, q[part], k[part], np.ascontiguousarray(k[part, :, :0]), out[part])
+            worker.end_step()
+        results.append(out)
+    assert results[0][490:].any() and np.array_equal(*results)
+
+
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"), [("float32",) * 2, ("bfloat16",) * 2, ("float32", "int8"), ("bfloat16", "int4")]
 )

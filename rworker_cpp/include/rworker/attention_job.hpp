@@ -9,7 +9,8 @@
 namespace rworker {
 
 /// Each piece of work stores the new tokens that fall into its split, then attends its rows to the split; so none waits
-/// for another. Meanwhile what the next piece begins with is on its way from memory.
+/// for another, but for what a piece has stored that is there for nothing else. Meanwhile what the next piece begins with
+/// is on its way from memory.
 class AttentionJob final : public LayerJob {
   public:
     explicit AttentionJob(Worker& worker) : worker_(worker) {}

@@ -27,10 +27,11 @@ struct PlannedSpan {
     std::int32_t num_units;  // that attend for it
     std::int32_t num_nodes;  // of each row, where partial results are the answer; else 0
     SpanMode mode;
+    bool is_cut;  // its rows attend to their own split in several units, too, and a unit of its own stores them before
 
     bool attends() const { return mode != SpanMode::append; }
     /// Only such a span's partial results stay with one thread: its one split holds new tokens, so it is not shared.
-    bool one_split() const { return num_splits == 1 && mode != SpanMode::read; }
+    bool one_unit() const { return num_splits == 1 && mode != SpanMode::read && !is_cut; }
 };
 
 /// Some new tokens and one split they attend to; with a KV head it is a piece of work. Sequences that share the blocks
@@ -41,6 +42,10 @@ struct WorkUnit {
     std::int64_t first_token;  // in WorkList::tokens
     std::int64_t num_tokens;   // 0: stored only
     std::int64_t cost;         // per head: bytes, arithmetic and overheads counted as bytes read meanwhile
+    std::int32_t stored = -1;  // of cut rows: index, with heads fastest, of what says that they are stored
+
+    bool stores_for_others() const { return stored >= 0 && num_tokens == 0; }
+    bool waits() const { return stored >= 0 && num_tokens > 0; }
 };
 
 /// A unit and the heads that one thread does in turn.
@@ -56,13 +61,15 @@ inline std::int64_t token_floats(const LayerSpec& layer) {
 }
 
 /// All units of one mini-batch for layers of one shape. No barriers: the thread that finishes the last unit of a (span,
-/// KV head), told by `units_left`, merges.
+/// KV head), told by `units_left`, merges. Units that store for others come first: whoever waits for one claimed its
+/// item later, and one that stores waits for none.
 struct WorkList {
     std::vector<PlannedSpan> spans;   // where queries see what they picked, each query is one
     std::vector<PlannedSpan> stores;  // then, the spans whose rows are stored before any attends
     std::vector<TokenRow> tokens;  // all attending ones, in the payload's order; then those of shared splits
-    std::vector<WorkUnit> units;   // largest first
-    std::unique_ptr<std::atomic<std::int32_t>[]> units_left;
+    std::vector<WorkUnit> units;   // largest first, behind those that store for others
+    std::unique_ptr<std::atomic<std::int32_t>[]> units_left, stored_flags;
+    std::int64_t num_stored = 0;
     std::int64_t num_queries = 0, most_tokens = 0;  // most_tokens: of its longest sequence
     std::int64_t num_items = 0;
     std::int64_t cost = 0, bytes_read = 0;
