@@ -1,6 +1,7 @@
 #include <cstdio>
 
 void run_cache_tests();
+void run_ahead_tests();
 void run_attention_tests();
 void run_incoming_tests();
 void run_ring_tests();
@@ -14,6 +15,7 @@ int main() {
     run_tile_tests();  // before any thread, since it forks
 #endif
     run_cache_tests();
+    run_ahead_tests();
     run_attention_tests();
     run_ring_tests();  // before any test leaves threads behind, since it forks
     run_thread_tests();

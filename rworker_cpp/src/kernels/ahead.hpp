@@ -3,8 +3,6 @@
 
 #include "kernels/stored.hpp"
 
-#define RWORKER_UNROLL _Pragma("GCC unroll 16")
-
 namespace {
 
 using rworker::kChunkTokens;
@@ -34,14 +32,20 @@ struct Coming {
 /// R-worker starts.
 class Ahead {
   public:
-    /// As many groups of rows pass over the chunk one after another: each asks for its share, all along its way.
-    Ahead(const Coming& coming, int num_groups) : coming_(&coming), every_(num_groups) { begin_run(); }
+    /// As many groups of rows pass over the chunk one after another: each asks for its share, all along its way, and
+    /// the softmax of each row for its own: `softmax` for `products` that the products' groups ask for.
+    Ahead(const Coming& coming, int num_groups, int rows = 1, int softmax = 0, int products = 1)
+        : coming_(&coming), every_(kUnit * num_groups * (products + softmax) / products) {
+        const int bytes = coming.num_tiles * (coming.key_lines + coming.value_lines) * kCacheLineBytes;
+        row_bytes_ = bytes / (products + softmax) * softmax / rows;
+        begin_run();
+    }
 
     /// As many lines as `Bytes` bytes take, on average; of one group's.
     template <int Bytes>
     [[gnu::always_inline]] void ask() {
-        if (--until_ > 0) return;
-        until_ = every_;
+        if ((until_ -= kUnit) > 0) return;
+        until_ += every_;
         RWORKER_UNROLL
         for (int i = 0; i < Bytes / kCacheLineBytes; ++i) next_line();
         if constexpr (Bytes % kCacheLineBytes != 0) {
@@ -50,7 +54,38 @@ class Ahead {
         }
     }
 
+    /// The same for many rows, where arithmetic binds: one line after each vector of the cache, `each(i)`.
+    template <int Bytes>
+    [[gnu::always_inline]] void begin_asking() {
+        from_ = nullptr;
+        if ((until_ -= kUnit) > 0) return;
+        until_ += every_;
+        constexpr int lines = Bytes / kCacheLineBytes;
+        if (left_ <= lines) return next_lines(lines);
+        from_ = at_, at_ += Bytes, left_ -= lines;
+    }
+
+    [[gnu::always_inline]] void ask_one(int line) const {
+        if (!from_) return;
+        if (coming_->read_ahead == ReadAhead::run_l2)
+            __builtin_prefetch(from_ + line * kCacheLineBytes, 0, 2);
+        else
+            __builtin_prefetch(from_ + line * kCacheLineBytes);
+    }
+
+    void ask_for_row() {
+        const int lines = (owed_ += row_bytes_) / kCacheLineBytes;
+        owed_ %= kCacheLineBytes;
+        next_lines(lines);
+    }
+
   private:
+    static constexpr int kUnit = 16;
+
+    [[gnu::noinline]] void next_lines(int lines) {
+        for (; lines > 0; --lines) next_line();
+    }
+
     [[gnu::always_inline]] void next_line() {
         if (coming_->read_ahead == ReadAhead::run_l2)
             __builtin_prefetch(at_, 0, 2);
@@ -79,12 +114,14 @@ class Ahead {
     void stay() {
         at_ = coming_->tiles[0];
         step_ = 0;
-        left_ = 1 << 30;
+        left_ = 0;
     }
 
     const Coming* coming_;
     const uint8_t* at_;
     int step_ = kCacheLineBytes, left_, run_ = 0, owed_ = 0, every_, until_ = 1;
+    int row_bytes_;  // behind what every copy reads
+    const uint8_t* from_ = nullptr;
 };
 
 }  // namespace

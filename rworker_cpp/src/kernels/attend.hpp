@@ -28,6 +28,10 @@ inline void with_count(int count, F f) {
 template <class L, DType D>
 constexpr int kMostRows = is_quantized(D) ? L::code_rows : L::float_rows;
 
+/// A row's softmax takes as long as the products of about so many dims.
+template <class S>
+constexpr int kSoftmaxDims = S::pair_dot ? 32 : 16;
+
 /// The fewest groups of rows that fit the registers.
 template <class L, DType D>
 inline int row_groups(int rows) {
@@ -141,19 +145,20 @@ struct RowBlock {
         const Range worked_on = is_quantized(D) ? whole_tiles(seen) : round_out(seen, L::width);
         find_tiles(chunk, seen, tiles);
         const Coming coming = coming_after(chunk);
-        Ahead ahead(coming, row_groups<L, D>(rows));
+        Ahead ahead(coming, row_groups<L, D>(rows), rows, rows > 2 ? kSoftmaxDims<S> : 0,
+                    args.key_dim + args.value_dim);
         for_row_groups<L, D>(rows, [&]<int R>(int r) {
             score_rows<L, D, R>(tiles, seen, ahead, queries + r * query_stride, query_stride, key_lines, args.scale,
                                 scores + r * kChunkTokens);
         });
-        with_constant_range(worked_on, [&](Range range) { soften(chunk, range); });
+        with_constant_range(worked_on, [&](Range range) { soften(chunk, range, ahead); });
         for_row_groups<L, D>(rows, [&]<int R>(int r) {
             add_value_rows<L, D, R>(tiles, seen, ahead, scores + r * kChunkTokens, sums.keep + r, outputs + r,
                                     padded_dim);
         });
     }
 
-    [[gnu::always_inline]] void soften(int64_t chunk, Range worked_on) {
+    [[gnu::always_inline]] void soften(int64_t chunk, Range worked_on, Ahead& ahead) {
         const bool bent = args.soft_cap != 0.0f || args.alibi_slopes;
         for (int r = 0; r < rows; ++r) {
             if (bent) bend_scores(r, chunk, worked_on);
@@ -161,8 +166,8 @@ struct RowBlock {
         }
         sums.renew_maxima(rows);
         for (int r = 0; r < rows; ++r) {
-            sums.weigh_row(r, scores + r * kChunkTokens, worked_on);
-            if constexpr (S::pair_dot) L::pack_pairs(scores + r * kChunkTokens, kChunkTokens);
+            ahead.ask_for_row();
+            sums.template weigh_row<S::pair_dot>(r, scores + r * kChunkTokens, worked_on);
         }
         sums.renew_sums(rows);
     }

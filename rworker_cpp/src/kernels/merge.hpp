@@ -36,7 +36,7 @@ inline void fold(float& max, float& sum, float* output, Partial<const float> par
         return;
     }
     const float new_max = max > part_max ? max : part_max;
-    const float keep = exp_nonpositive_one<L>(max - new_max), weight = exp_nonpositive_one<L>(part_max - new_max);
+    const float keep = exp_of_nonpositive<L>(max - new_max), weight = exp_of_nonpositive<L>(part_max - new_max);
     max = new_max;
     sum = sum * keep + *part.sum * weight;
     for (int d = 0; d < n; d += L::width) {
@@ -51,8 +51,8 @@ inline void finish(float max, float sum, const float* sink, const float* folded,
     float keep = 1.0f;
     if (sink) {
         const float new_max = max > *sink ? max : *sink;
-        keep = exp_nonpositive_one<L>(max - new_max);
-        sum = sum * keep + exp_nonpositive_one<L>(*sink - new_max);
+        keep = exp_of_nonpositive<L>(max - new_max);
+        sum = sum * keep + exp_of_nonpositive<L>(*sink - new_max);
     }
     const auto factor = L::set1(keep / sum);
     for (int d = 0; d < n; d += L::width) L::store(output + d, L::mul(L::load(folded + d), factor));

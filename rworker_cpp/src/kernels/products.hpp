@@ -25,16 +25,39 @@ inline Range round_out(Range seen, int count) {
 /// Tokens of the tiles that `seen` touches.
 inline Range whole_tiles(Range seen) { return round_out(seen, kTileTokens); }
 
+/// Whether add_line asks for as many lines ahead as `Bytes` bytes take, evenly between its vectors. Not with sixteen
+/// registers, where its own addresses take their places.
+template <class L, int Rows, int Bytes>
+constexpr bool kAsksBetween = L::float_sums > 8 && Rows > 2 && Bytes % kCacheLineBytes == 0;
+
+template <class L, int Rows, int Bytes>
+[[gnu::always_inline]] inline void ask(Ahead& ahead) {
+    if constexpr (kAsksBetween<L, Rows, Bytes>)
+        ahead.begin_asking<Bytes>();
+    else
+        ahead.ask<Bytes>();
+}
+
+template <class L, int Rows, int Vectors, int Bytes>
+[[gnu::always_inline]] inline void ask_after(int vector, const Ahead& ahead) {
+    if constexpr (kAsksBetween<L, Rows, Bytes>) {
+        constexpr int lines = Bytes / kCacheLineBytes;
+        const int line = vector * lines / Vectors;
+        if ((vector + 1) * lines / Vectors > line) ahead.ask_one(line);
+    }
+}
+
 /// sum[row][v] += factors[row][part] * line[v][part]: one line of the cache for all rows, whether keys (a line is a dim
 /// of 16 tokens) or values (a token of some dims). Whichever is fewer, factors or lines, stays in registers. Factors of
 /// pairs lie in pairs.
-template <class L, class S, int Rows, int Vectors, int From, int To, class Address>
+template <class L, class S, int Rows, int Vectors, int From, int To, int Bytes, class Address>
 [[gnu::always_inline]] inline void add_line(Address address, const float* factors, int stride,
-                                            typename L::vec (&sum)[Rows][Vectors]) {
+                                            typename L::vec (&sum)[Rows][Vectors], const Ahead& ahead) {
     if constexpr (S::pair_dot) {
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
             const auto line = L::load_int(address(v));
+            ask_after<L, Rows, Vectors, Bytes>(v, ahead);
             RWORKER_UNROLL
             for (int r = 0; r < Rows; ++r) {
                 sum[r][v] = L::add_pair_dot(sum[r][v], line, L::broadcast_int(factors + r * stride));
@@ -46,6 +69,7 @@ template <class L, class S, int Rows, int Vectors, int From, int To, class Addre
             RWORKER_UNROLL
             for (int part = From; part < To; ++part) {
                 const auto line = S::load(address(v), part);
+                if (part == From) ask_after<L, Rows, Vectors, Bytes>(v, ahead);
                 RWORKER_UNROLL
                 for (int r = 0; r < Rows; ++r) {
                     sum[r][v] = L::fma(L::set1(factors[r * stride + part]), line, sum[r][v]);
@@ -59,6 +83,7 @@ template <class L, class S, int Rows, int Vectors, int From, int To, class Addre
             RWORKER_UNROLL
             for (int v = 0; v < Vectors; ++v) {
                 line[v] = S::load(address(v), part);
+                if (part == From) ask_after<L, Rows, Vectors, Bytes>(v, ahead);
             }
             RWORKER_UNROLL
             for (int r = 0; r < Rows; ++r) {
@@ -88,16 +113,18 @@ template <class L, DType D, int Rows, int Vectors>
             sum[r][v] = L::set1(0.0f);
         }
     }
-    Ahead ahead = shared;  // in registers
+    constexpr bool between = kAsksBetween<L, Rows, num_tiles * line_bytes>;
+    Ahead copy = shared;  // in registers
+    Ahead& ahead = between ? shared : copy;
     for (int line = 0; line < lines; ++line) {
-        ahead.ask<num_tiles * line_bytes>();
-        add_line<L, S, Rows, Vectors, 0, S::pack>(
+        ask<L, Rows, num_tiles * line_bytes>(ahead);
+        add_line<L, S, Rows, Vectors, 0, S::pack, num_tiles * line_bytes>(
             [&](int v) {
                 return tiles[v / tile_vectors].keys + line * line_bytes + v % tile_vectors * L::width * S::lane_bytes;
             },
-            queries + line * (S::pair_dot ? 1 : S::pack), query_stride, sum);
+            queries + line * (S::pair_dot ? 1 : S::pack), query_stride, sum, ahead);
     }
-    shared = ahead;
+    if constexpr (!between) shared = copy;
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL
@@ -146,7 +173,9 @@ template <class L, DType D, int Rows, int Vectors>
             sum[r][v] = L::mul(L::load(outputs[r] + lane + v * L::width), L::set1(keep[r]));
         }
     }
-    Ahead ahead = shared;  // in registers
+    constexpr bool between = kAsksBetween<L, Rows, step_bytes>;
+    Ahead copy = shared;  // in registers
+    Ahead& ahead = between ? shared : copy;
     // A dot product takes whole pairs: a partner out of sight has a weight of 0, and is no former owner's.
     constexpr int least = S::pair_dot ? 1 : pack;  // tokens for which a line is taken whole
     for (int t = S::pair_dot ? seen.begin / pack * pack : seen.begin; t < seen.end;) {
@@ -156,17 +185,18 @@ template <class L, DType D, int Rows, int Vectors>
         const uint8_t* line = tile.values + first_line * line_bytes + lane * S::lane_bytes;
         const auto address = [&](int v) { return line + v * vector_bytes; };
         if (!S::pair_dot && pack == 2 && t % 2 == 1) {
-            add_line<L, S, Rows, Vectors, pack - 1, pack>(address, weights + t - 1, kChunkTokens, sum);
+            add_line<L, S, Rows, Vectors, pack - 1, pack, 0>(address, weights + t - 1, kChunkTokens, sum, ahead);
             line += line_bytes, ++t;
         }
         for (; t + least <= end; t += pack, line += line_bytes) {
-            ahead.ask<step_bytes>();
-            add_line<L, S, Rows, Vectors, 0, pack>(address, weights + (S::pair_dot ? t / pack : t), kChunkTokens, sum);
+            ask<L, Rows, step_bytes>(ahead);
+            add_line<L, S, Rows, Vectors, 0, pack, step_bytes>(address, weights + (S::pair_dot ? t / pack : t),
+                                                               kChunkTokens, sum, ahead);
         }
         if (!S::pair_dot && pack == 2 && t < end)
-            add_line<L, S, Rows, Vectors, 0, 1>(address, weights + t, kChunkTokens, sum), ++t;
+            add_line<L, S, Rows, Vectors, 0, 1, 0>(address, weights + t, kChunkTokens, sum, ahead), ++t;
     }
-    shared = ahead;
+    if constexpr (!between) shared = copy;
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL

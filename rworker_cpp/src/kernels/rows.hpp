@@ -3,6 +3,8 @@
 
 #include "rworker/kernels.hpp"
 
+#define RWORKER_UNROLL _Pragma("GCC unroll 16")
+
 namespace {
 
 using rworker::DType;

@@ -72,21 +72,23 @@ struct RowSums {
             const auto old = L::load(max + r), largest = L::max(old, L::load(top + r));
             const auto from = L::if_less(largest, L::set1(-__FLT_MAX__), L::set1(0.0f), largest);
             L::store(max + r, largest), L::store(base + r, from);
-            L::store(keep + r, exp_nonpositive<L>(L::sub(old, from)));
+            L::store(keep + r, exp_nonpositive_one<L>(L::sub(old, from)));
         }
     }
 
     /// Scores of a row to weights exp(score - max), 0 for what it does not see. Only `worked_on`, whole vectors that
     /// all rows together touch, is set: no other weight is used, and zeros add nothing.
+    template <bool Pairs>
     [[gnu::always_inline]] void weigh_row(int row, float* scores, Range worked_on) {
+        constexpr int side_by_side = 4;
         auto total = L::set1(0.0f);
+        int t = worked_on.begin;
         RWORKER_UNROLL
-        for (int t = worked_on.begin; t < worked_on.end; t += L::width) {
-            const auto weight = exp_nonpositive<L>(L::sub(L::load(scores + t), L::set1(base[row])));
-            L::store(scores + t, weight);
-            total = L::add(total, weight);
-        }
+        for (; t + side_by_side * L::width <= worked_on.end; t += side_by_side * L::width)
+            total = weigh<side_by_side>(row, scores + t, total);
+        for (; t < worked_on.end; t += L::width) total = weigh<1>(row, scores + t, total);
         added[row] = L::reduce_add(total);
+        if constexpr (Pairs) L::pack_pairs(scores, kChunkTokens);
     }
 
     void renew_sums(int rows) {
@@ -95,6 +97,21 @@ struct RowSums {
     }
 
   private:
+    /// Returns `total` + the weights.
+    template <int Vectors>
+    [[gnu::always_inline]] typename L::vec weigh(int row, float* scores, typename L::vec total) {
+        typename L::vec weights[Vectors];
+        RWORKER_UNROLL
+        for (int v = 0; v < Vectors; ++v) weights[v] = L::sub(L::load(scores + v * L::width), L::set1(base[row]));
+        exp_nonpositive<L>(weights);
+        RWORKER_UNROLL
+        for (int v = 0; v < Vectors; ++v) {
+            L::store(scores + v * L::width, weights[v]);
+            total = L::add(total, weights[v]);
+        }
+        return total;
+    }
+
     static int padded(int rows) { return (rows + L::width - 1) / L::width * L::width; }
 };
 

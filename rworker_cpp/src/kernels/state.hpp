@@ -5,8 +5,6 @@
 #include "kernels/rows.hpp"
 #include "rworker/state_kernels.hpp"
 
-#define RWORKER_UNROLL _Pragma("GCC unroll 16")
-
 namespace {
 
 using rworker::StateArgs;
@@ -16,7 +14,7 @@ using rworker::WindowArgs;
 /// x * sigmoid(x); e^-|x| keeps it from overflowing.
 template <class L>
 inline typename L::vec silu(typename L::vec x) {
-    const typename L::vec e = exp_nonpositive<L>(L::sub(L::set1(0.0f), L::abs(x))), one = L::set1(1.0f);
+    const typename L::vec e = exp_nonpositive_one<L>(L::sub(L::set1(0.0f), L::abs(x))), one = L::set1(1.0f);
     const typename L::vec top = L::if_less(x, L::set1(0.0f), e, one);
     return L::mul(x, L::div(top, L::add(one, e)));
 }
@@ -147,7 +145,7 @@ void advance(const StateArgs& args) {
         query.scale_by(args.scale, args.norm), key.scale_by(1.0f, args.norm);
         const auto* const numbers =
             static_cast<const uint8_t*>(element(args.dtype, args.rows, row * args.row_stride));
-        for (int i = 0; i < args.decays; ++i) a[i] = exp_nonpositive_one<L>(number_at(numbers + args.first_decay + 4 * i));
+        for (int i = 0; i < args.decays; ++i) a[i] = exp_of_nonpositive<L>(number_at(numbers + args.first_decay + 4 * i));
         for (int i = args.decays; i < dim; ++i) a[i] = a[0];
         for (int i = 0; i < dim; ++i) ak[i] = a[i] * key.out[i];
         const float rate = number_at(numbers + args.first_rate);
