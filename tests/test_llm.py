@@ -41,7 +41,7 @@ def test_prompts_have_vllm_s_names_too(llm: LLM) -> None:
     [
         ("hi", {"sampling_params": {"temperature": 0}}, "sampling_params must be SamplingParams"),
         ("hi", {"sampling_params": [{"temperature": 0}]}, "sampling_params must be SamplingParams"),
-        ("hi", {"lora_request": object()}, "lora_request: adapters are not applied"),
+        ("hi", {"lora_request": object()}, "lora_request: one adapter is merged into the weights"),
         ({"prompt": "hi", "multi_modal_data": {"image": 1}}, {}, "'multi_modal_data' is not supported"),
     ],
 )
