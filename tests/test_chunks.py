@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import model_zoo, prefill_workers, r_workers
+from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
 from helpers.prefill_workers import Watched
 
@@ -67,8 +68,12 @@ def test_ranges_copies_drafts_and_prefixes_match_generate(model: Any, folder: Pa
         tokens = generated(llm, texts)
         assert disagreements(model, texts, tokens) == [0] * len(texts)
         texts = [text + new + [7] for text, new in zip(texts, tokens, strict=True)]
-        assert disagreements(model, texts, generated(llm, texts)) == [0] * len(texts)
-        assert llm.engine.scheduler.statistics.prefix_hit_tokens > 0
+        again = generated(llm, texts)
+        assert disagreements(model, texts, again) == [0] * len(texts)
+        always_draft(llm.engine, Clairvoyant(dict(zip(map(tuple, texts), again, strict=True)), error=0.3))
+        assert generated(llm, texts) == again
+        statistics = llm.engine.scheduler.statistics
+        assert statistics.prefix_hit_tokens > 0 and statistics.drafts.num_accepted_tokens > 0
         assert_nothing_held(llm.engine)
 
 
