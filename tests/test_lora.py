@@ -69,7 +69,7 @@ def plain(base: Path) -> torch.Tensor:
     return weights
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_it_is_served_by_its_name_by_all_ranks_and_prefill_workers(tmp_path: Path) -> None:
     """These are refused where their weights are others'. vLLM's flags beside it are taken."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
