@@ -113,8 +113,9 @@ class InprocWorker(PoolWorker):
     def opened(self) -> RWorkerInfo:
         worker = self._open
         size = worker.num_blocks, worker.block_size, worker.num_threads
-        info = RWorkerInfo(self.name, *size, worker.isa, self._own_cores, host=host_id())
-        info = replace(info, state_blocks=worker.state_blocks)
+        info = RWorkerInfo(
+            self.name, *size, worker.isa, self._own_cores, host=host_id(), state_blocks=worker.state_blocks
+        )
         if self._kv_port is None:
             return info
         return replace(info, kv_ports=(KvAddress(self._kv_port.address, self._kv_port.epoch),))

@@ -139,7 +139,9 @@ class RWorker:
         """Threads that attend."""
 
     @property
-    def state_blocks(self) -> int: ...
+    def state_blocks(self) -> int:
+        """Blocks that the states of one sequence take beside those of its tokens."""
+
     @property
     def num_blocks(self) -> int:
         """Blocks of the cache."""

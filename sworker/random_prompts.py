@@ -45,9 +45,8 @@ class RandomPrompts(SWorker):
         chunks = mini_batch.chunks
         rows, attending = int(chunks["num_rows"].sum()), int(chunks["num_rows"][chunks["attends"]].sum())
         for number, layer in enumerate(self.layout.layers):
-            q = _random_rows(rng, attending, (layer.num_heads, layer.query_dim), self.layout)
-            k = _random_rows(rng, rows, (layer.num_kv_heads, layer.key_head_dim), self.layout)
-            v = _random_rows(rng, rows, (layer.num_kv_heads, layer.stored_value_dim), self.layout)
+            sized = zip((attending, rows, rows), layer.row_shapes[:3], strict=True)
+            q, k, v = (_random_rows(rng, count, shape, self.layout) for count, shape in sized)
             self.backend.submit(index, number, q, k, v)
             self.backend.collect(index)
 

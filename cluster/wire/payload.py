@@ -43,7 +43,7 @@ class PayloadSlots:
 
     def __init__(self, layout: KVLayout, rows: Sequence[RowCounts]) -> None:
         self._layers, self._dtype, self._rows = layout.layers, WIRE_DTYPE[layout.model_dtype], rows
-        distinct = {_key(layer): layer for layer in self._layers}.values()
+        distinct = {layer.row_shapes: layer for layer in self._layers}.values()
         self._starts: list[list[int]] = []
         self._views: dict[tuple[int, tuple[tuple[int, int], ...]], Views] = {}
         self._memory = np.zeros(0, np.uint8)
@@ -75,7 +75,7 @@ class PayloadSlots:
     def views(self, mini_batch: int, layer: int) -> Views:
         """q, k, v, o and partial results of one layer of one mini-batch; layers of the same shape share them."""
         spec = self._layers[layer]
-        key = (mini_batch, _key(spec))
+        key = (mini_batch, spec.row_shapes)
         if key not in self._views:
             self._views[key] = self._make_views(mini_batch, spec)
         return self._views[key]
@@ -145,10 +145,6 @@ def _tail_rows(spans: np.ndarray) -> int:
     tails = spans[spans["mode"] == SpanMode.PARTIAL]
     ends = (tails["context_len"] + tails["num_rows"]).tolist()
     return sum(rows * len(node_widths(end)) for rows, end in zip(tails["num_rows"].tolist(), ends, strict=True))
-
-
-def _key(layer: LayerLayout) -> tuple[tuple[int, int], ...]:
-    return layer.row_shapes
 
 
 def _shapes(layer: LayerLayout, rows: RowCounts) -> list[tuple[int, int, int]]:

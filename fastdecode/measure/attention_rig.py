@@ -103,14 +103,9 @@ class AttentionRig:
 
     def _random(self, num_rows: int, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """q, k and v of ``num_rows`` rows."""
-        each = self.layout.layers[layer]
         q, k, v = (
-            to_wire(self._rng.standard_normal((num_rows, heads, dim), dtype=np.float32), self.layout.model_dtype)
-            for heads, dim in (
-                (each.num_heads, each.query_dim),
-                (each.num_kv_heads, each.key_head_dim),
-                (each.num_kv_heads, each.stored_value_dim),
-            )
+            to_wire(self._rng.standard_normal((num_rows, *shape), dtype=np.float32), self.layout.model_dtype)
+            for shape in self.layout.layers[layer].row_shapes[:3]
         )
         return q, k, v
 
