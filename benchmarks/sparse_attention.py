@@ -53,7 +53,7 @@ def measured(
     """Figures of one shape and length."""
     rng = np.random.default_rng(1)
     worker = _rworker.RWorker(
-        layers=[_as_tuple(each) for each in layers],
+        layers=list(layers),
         model_dtype="bfloat16",
         kv_dtype="bfloat16",
         block_size=BLOCK_SIZE,
@@ -116,12 +116,6 @@ def _step(
 def _rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """Numbers between 0.5 and 2 of both signs, as the bits of bfloat16."""
     return rng.integers(0x3F00, 0x4000, shape, np.uint16) | rng.integers(0, 2, shape, np.uint16) << 15
-
-
-def _as_tuple(layer: LayerLayout) -> tuple:
-    head = layer.num_heads, layer.num_kv_heads, layer.key_head_dim, layer.value_head_dim, layer.scale, layer.window
-    index = layer.picks, layer.pick_block, layer.pick_local, layer.picked_by
-    return (*head, layer.soft_cap, [], [], layer.values_in_keys, layer.chunked, *index)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from fastdecode.core.types import LayerLayout
+
 def supported_isas() -> list[str]:
     """Which of "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16" and "avx512_amx" run here, best last.
 
@@ -25,7 +27,7 @@ def self_test(isa: str) -> str | None:
     """
 
 def block_bytes(
-    layers: list[tuple[int, int, int, int, float, int, float, list[float], list[float]]],
+    layers: Sequence[LayerLayout | tuple],
     kv_dtype: str,
     block_size: int,
 ) -> int:
@@ -107,7 +109,7 @@ class RWorker:
     def __init__(
         self,
         *,
-        layers: list[tuple[int, int, int, int, float, int, float, list[float], list[float]]],
+        layers: Sequence[LayerLayout | tuple],
         model_dtype: str,
         kv_dtype: str,
         block_size: int,
@@ -119,9 +121,8 @@ class RWorker:
     ) -> None:
         """Reserve address space for the cache (committed as it fills) and start the threads.
 
-        ``layers``: (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, soft_cap, sinks,
-        alibi_slopes) each, as in ``core.types.LayerLayout``, and values_in_keys where it is True: then v has no
-        elements; head dims up to 576, of int8 and int4 up to 512. ``model_dtype`` (of q, k, v and out): "float32",
+        ``layers``: ValueError names the fields of a ``LayerLayout`` that one lacks; head dims up to 576, of int8 and
+        int4 up to 512. ``model_dtype`` (of q, k, v and out): "float32",
         "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by this worker.
         ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
         ``cores``: thread i is pinned to ``cores[i % len(cores)]``; empty: not pinned. ``isa``: "auto" is the

@@ -150,7 +150,7 @@ def test_reading_ahead_changes_no_bit() -> None:
     outputs = []
     for read_ahead in READ_AHEAD:
         worker = _rworker.RWorker(
-            layers=[(4, 2, 64, 64, 0.1, 0, 0.0, [], [])], model_dtype="float32", kv_dtype="bfloat16", block_size=16,
+            layers=[LayerLayout(4, 2, 64, 64, 0.1)], model_dtype="float32", kv_dtype="bfloat16", block_size=16,
             num_blocks=64, num_threads=1, read_ahead=read_ahead,
         )  # fmt: skip
         rng = np.random.default_rng(0)
@@ -163,7 +163,7 @@ def test_reading_ahead_changes_no_bit() -> None:
         np.testing.assert_array_equal(output, outputs[0])
     with pytest.raises(ValueError, match="read_ahead is '2'; it must be run, run-l2 or pages"):
         _rworker.RWorker(
-            layers=[(1, 1, 8, 8, 1.0, 0, 0.0, [], [])], model_dtype="float32", kv_dtype="float32", block_size=16,
+            layers=[LayerLayout(1, 1, 8, 8, 1.0)], model_dtype="float32", kv_dtype="float32", block_size=16,
             num_blocks=1, num_threads=1, read_ahead="2",
         )  # fmt: skip
 

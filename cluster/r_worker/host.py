@@ -22,7 +22,7 @@ from fastdecode.core.machine import (
     total_memory_bytes,
     usable_cores,
 )
-from fastdecode.core.types import STATE_KINDS, KVLayout, LayerLayout, StateLayout, WorkerPlan, WorkerReport
+from fastdecode.core.types import KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 LAYER_CACHE_BLOCK = 256
 """Tokens of a block of a cache that holds one layer of one prompt: it makes no difference to a token."""
@@ -200,9 +200,9 @@ def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
     return WorkerReport(busy_start, busy_end, 0.0, bytes_read, blocks_free, leaving)
 
 
-def _layer_tuple(layer: LayerLayout) -> tuple:
+def _layer_tuple(layer: LayerLayout) -> LayerLayout | tuple:
     if layer.state:
-        return _state_tuple(layer, layer.state)
+        return layer
     index = (layer.picks, layer.pick_block, layer.pick_local, layer.picked_by)
     return (
         layer.num_heads,
@@ -216,24 +216,6 @@ def _layer_tuple(layer: LayerLayout) -> tuple:
         list(layer.alibi_slopes),
         layer.values_in_keys,
         *((layer.chunked, *index) if layer.picks or layer.picked_by >= 0 else (True,) if layer.chunked else ()),
-    )
-
-
-def _state_tuple(layer: LayerLayout, state: StateLayout) -> tuple:
-    return (
-        STATE_KINDS.index(state.kind),
-        layer.num_heads,
-        state.groups,
-        state.key_dim,
-        layer.value_head_dim,
-        state.taps,
-        state.decays,
-        state.silu,
-        state.norm,
-        layer.scale,
-        state.filters,
-        state.bias,
-        state.skip,
     )
 
 

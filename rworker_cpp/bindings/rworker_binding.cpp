@@ -2,7 +2,6 @@
 
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <optional>
 
 #include "rworker/kernel_choice.hpp"
@@ -20,55 +19,6 @@ using rworker::DType;
 using rworker::Error;
 using rworker::LayerSpec;
 using rworker::Span;
-
-std::vector<float> parse_floats(const py::handle& item) {
-    const std::string bytes = item.cast<std::string>();
-    std::vector<float> floats(bytes.size() / sizeof(float));
-    std::copy_n(bytes.data(), floats.size() * sizeof(float), reinterpret_cast<char*>(floats.data()));
-    return floats;
-}
-
-/// (kind, heads, groups, key_dim, value_dim, taps, decays, silu, norm, scale, filters, bias, skip), the last three as
-/// the bytes of float32 arrays.
-LayerSpec parse_state(const py::tuple& values) {
-    auto state = std::make_shared<rworker::StateSpec>(rworker::StateSpec{
-        rworker::StateKind(values[0].cast<int>()), values[1].cast<std::int64_t>(), values[2].cast<std::int64_t>(),
-        values[3].cast<std::int64_t>(), values[4].cast<std::int64_t>(), values[5].cast<std::int64_t>(),
-        values[6].cast<std::int64_t>(), values[7].cast<bool>(), values[8].cast<bool>(), values[9].cast<float>(),
-        parse_floats(values[10]), parse_floats(values[11]), parse_floats(values[12])});
-    LayerSpec layer{state->heads, 0, 0, state->value_dim, 1.0f, 0, 0.0f, {}};
-    layer.state = std::move(state);
-    return layer;
-}
-
-LayerSpec parse_layer(const py::handle& item, std::size_t index) {
-    if (py::isinstance<py::tuple>(item) && py::len(item) == 13) return parse_state(py::reinterpret_borrow<py::tuple>(item));
-    const std::size_t size = py::isinstance<py::tuple>(item) ? py::len(item) : 0;
-    if ((size < 9 || size > 11) && size != 15)
-        throw Error("layers[" + std::to_string(index) +
-                    "] must be a tuple (num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, window, "
-                    "soft_cap, sinks, alibi_slopes[, values_in_keys[, chunked[, picks, pick_block, pick_local, "
-                    "picked_by]]])");
-    const auto values = py::reinterpret_borrow<py::tuple>(item);
-    LayerSpec layer{values[0].cast<std::int64_t>(), values[1].cast<std::int64_t>(),
-            values[2].cast<std::int64_t>(), values[3].cast<std::int64_t>(),
-            values[4].cast<float>(),        values[5].cast<std::int64_t>(),
-            values[6].cast<float>(),        values[7].cast<std::vector<float>>(),
-            values[8].cast<std::vector<float>>(), values.size() > 9 && values[9].cast<bool>(),
-            values.size() > 10 && values[10].cast<bool>()};
-    if (values.size() < 15) return layer;
-    layer.picks = values[11].cast<std::int64_t>();
-    layer.pick_block = values[12].cast<std::int64_t>();
-    layer.pick_local = values[13].cast<std::int64_t>();
-    layer.picked_by = values[14].cast<std::int64_t>();
-    return layer;
-}
-
-std::vector<LayerSpec> parse_layers(const py::list& layers) {
-    std::vector<LayerSpec> specs;
-    for (std::size_t i = 0; i < layers.size(); ++i) specs.push_back(parse_layer(layers[i], i));
-    return specs;
-}
 
 /// The four columns of a control or span table, row by row.
 template <class Record, class Make>

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.core.types import LayerLayout
 
 from .oracle import attended, attention, from_bits, rounded, to_bits
 from .rounding import Roundings
@@ -17,33 +18,14 @@ FORK, TRUNCATE, RELEASE = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The nine parts of an R-worker's layer tuple, and whether it has chunks."""
+class Layer(LayerLayout):
+    """A layer with small numbers where none are given."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
-    key_dim: int = 64
-    value_dim: int = 64
+    key_head_dim: int = 64
+    value_head_dim: int = 64
     scale: float = 0.125
-    window: int = 0
-    soft_cap: float = 0.0
-    sinks: tuple[float, ...] = ()
-    alibi_slopes: tuple[float, ...] = ()
-    chunked: bool = False
-
-    def as_tuple(self) -> tuple:
-        return (
-            self.num_heads,
-            self.num_kv_heads,
-            self.key_dim,
-            self.value_dim,
-            self.scale,
-            self.window,
-            self.soft_cap,
-            list(self.sinks),
-            list(self.alibi_slopes),
-            *((False, True) if self.chunked else ()),
-        )
 
 
 def table(rows: list[tuple[int, int, int, int]]) -> np.ndarray:
@@ -61,8 +43,7 @@ def make_worker(layer: Layer, **options: Any) -> _rworker.RWorker:
         "num_threads": 1,
     }
     settings.update(options)
-    layers = settings.pop("layers", [layer])
-    return _rworker.RWorker(layers=[each.as_tuple() for each in layers], **settings)
+    return _rworker.RWorker(layers=list(settings.pop("layers", [layer])), **settings)
 
 
 @dataclass
@@ -77,9 +58,9 @@ class Rows:
 def random_rows(rng: np.random.Generator, layer: Layer, num_rows: int) -> Rows:
     """Gaussian rows for one layer."""
     return Rows(
-        rng.standard_normal((num_rows, layer.num_heads, layer.key_dim), dtype=np.float32),
-        rng.standard_normal((num_rows, layer.num_kv_heads, layer.key_dim), dtype=np.float32),
-        rng.standard_normal((num_rows, layer.num_kv_heads, layer.value_dim), dtype=np.float32),
+        rng.standard_normal((num_rows, layer.num_heads, layer.key_head_dim), dtype=np.float32),
+        rng.standard_normal((num_rows, layer.num_kv_heads, layer.key_head_dim), dtype=np.float32),
+        rng.standard_normal((num_rows, layer.num_kv_heads, layer.value_head_dim), dtype=np.float32),
     )
 
 
@@ -106,7 +87,7 @@ class Harness:
         q = to_bits(np.concatenate([batch[i].q for i in order])[:attending], self.model_dtype)
         k = to_bits(np.concatenate([batch[i].k for i in order]), self.model_dtype)
         v = to_bits(np.concatenate([batch[i].v for i in order]), self.model_dtype)
-        out = np.full((attending, self.layer.num_heads, self.layer.value_dim), 7, dtype=q.dtype)
+        out = np.full((attending, self.layer.num_heads, self.layer.value_head_dim), 7, dtype=q.dtype)
         self.worker.begin_step(table(list(controls)), [table(spans)])
         self.worker.submit(0, 0, q, k, v, out)
         self.worker.wait(0)

@@ -53,7 +53,7 @@ def check(layer: Layer, lengths: list[int], q_lens: list[int], **options: Any) -
 def test_every_shape_and_length(shape: str, dtype: str, kv_dtype: str, isa: str) -> None:
     """Of wide shapes, on which the oracle takes long, one length in three; other shapes have the other lengths."""
     layer, number = SHAPES[shape], list(SHAPES).index(shape)
-    is_wide = layer.num_heads * layer.key_dim > 500 and not SEES_ALL
+    is_wide = layer.num_heads * layer.key_head_dim > 500 and not SEES_ALL
     lengths = LENGTHS[number % 3 :: 3] if is_wide else LENGTHS
     check(layer, [n - 1 for n in lengths], [1] * len(lengths), model_dtype=dtype, kv_dtype=kv_dtype, isa=isa)
 
@@ -138,7 +138,7 @@ def test_layers_may_differ(isa: str) -> None:
     rng = np.random.default_rng(4)
     together = Harness(layers[0], {"layers": layers, "isa": isa, "num_threads": 2}).worker
     rows = [random_rows(rng, layer, 90) for layer in layers]
-    outputs = [np.zeros((90, layer.num_heads, layer.value_dim), np.float32) for layer in layers]
+    outputs = [np.zeros((90, layer.num_heads, layer.value_head_dim), np.float32) for layer in layers]
     together.begin_step(np.zeros((0, 4), np.int64), [np.array([[5, 0, 90, 1]])])
     for i, (row, output) in enumerate(zip(rows, outputs, strict=True)):
         together.submit(0, i, row.q, row.k, row.v, output)

@@ -6,12 +6,16 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fastdecode import _rworker
+from fastdecode.core.types import StateLayout
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, make_worker, random_rows, table
 
@@ -185,11 +189,30 @@ BAD_SETTINGS = [
     ({"cores": [-1]}, "cores has -1"),
     ({"layers": []}, "layers is empty"),
     ({"layers": [Layer(num_heads=3)]}, "multiple of num_kv_heads"),
-    ({"layers": [Layer(key_dim=0)]}, "head dims must be 1 to 576, not 0"),
+    ({"layers": [Layer(key_head_dim=0)]}, "head dims must be 1 to 576, not 0"),
     ({"layers": [Layer(sinks=(1.0,))]}, "sinks must be empty or one per query head"),
     ({"layers": [Layer(alibi_slopes=(1.0,))]}, r"alibi_slopes must be empty or one per query head \(4\), not 1"),
     ({"layers": [Layer(alibi_slopes=(1.0, 0.5, float("nan"), 0.0))]}, "alibi_slopes must be finite, not nan"),
 ]
+
+
+STATE = StateLayout("delta", 1, 8, 4, 1, silu=True, norm=True, row_elements=1, filters=b"")
+BAD_LAYERS = [
+    ([4, 2, 64, 64, 0.1], "LayerLayout; it lacks num_heads, num_kv_heads, .*, picked_by, state$"),
+    (SimpleNamespace(**{name: each for name, each in vars(LAYER).items() if name not in ("scale", "picks")}),
+     r"^layers\[1\] must have the fields of a LayerLayout; it lacks scale, picks$"),
+    (replace(LAYER, window="16"), r"^layers\[1\].window is '16', which cannot be one$"),
+    (replace(LAYER, sinks=None), r"layers\[1\].sinks is None, which cannot be one"),
+    (replace(LAYER, state=LAYER), r"^layers\[1\].state must have the fields of a StateLayout; it lacks kind, groups"),
+    (replace(LAYER, state=replace(STATE, kind="sum")), r"layers\[1\].state.kind is 'sum'; it must be delta, scan or "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layer", "message"), BAD_LAYERS)
+def test_a_layer_that_is_none_says_which_field_and_why(layer: Any, message: str) -> None:
+    """One sentence names all that it lacks."""
+    with pytest.raises(ValueError, match=message):
+        make_worker(LAYER, layers=[LAYER, layer])
 
 
 @pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS)

@@ -36,7 +36,7 @@ def feed(
             to_bits(part * np.float32("nan") if spoil else part, MODEL_DTYPE[kv_dtype])
             for part in (rows.q[: span[2] * span[3]], rows.k, rows.v)
         )
-        out = np.empty((span[2] * span[3], layer.num_heads, layer.value_dim), q.dtype)
+        out = np.empty((span[2] * span[3], layer.num_heads, layer.value_head_dim), q.dtype)
         worker.submit(0, index, q, k, v, out)
         worker.wait(0)
         outputs.append(out)
@@ -213,7 +213,7 @@ def test_statistics_count_what_happened() -> None:
     assert (found["sequences"], found["tokens"], found["bytes_read"]) == (2, 75, 0)
     assert found["bytes_committed"] == 4 * worker.block_bytes
     feed(worker, "float32", (2, 35, 1, 1), 0)
-    token_bytes = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) * 4 for layer in LAYERS)
+    token_bytes = sum(layer.num_kv_heads * (layer.key_head_dim + layer.value_head_dim) * 4 for layer in LAYERS)
     assert worker.statistics()["bytes_read"] == 36 * token_bytes
     controls(worker, (RELEASE, 1, 0, 0), (TRUNCATE, 2, 0, 16))
     found = worker.statistics()

@@ -47,15 +47,9 @@ KINDS = {
 TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
-def as_tuple(layer: LayerLayout) -> tuple:
-    head = (layer.num_heads, layer.num_kv_heads, layer.key_head_dim, layer.value_head_dim, layer.scale, layer.window)
-    rules = (layer.soft_cap, list(layer.sinks), list(layer.alibi_slopes), layer.values_in_keys, False)
-    return (*head, *rules, layer.picks, layer.pick_block, layer.pick_local, layer.picked_by)
-
-
 def make_worker(layers: tuple[LayerLayout, ...], dtype: str, **settings: Any) -> _rworker.RWorker:
     """An R-worker of such layers, whose cache is in the model's dtype."""
-    return _rworker.RWorker(layers=[as_tuple(each) for each in layers], model_dtype=dtype, kv_dtype=dtype, **settings)
+    return _rworker.RWorker(layers=list(layers), model_dtype=dtype, kv_dtype=dtype, **settings)
 
 
 @dataclass
@@ -223,7 +217,7 @@ def test_what_cannot_be_is_refused() -> None:
         Side(KINDS["blocks"], options={"block_size": 64})
     with pytest.raises(ValueError, match="nor ALiBi, in a cache of float32, float16 or bfloat16"):
         _rworker.RWorker(
-            layers=[as_tuple(index)], model_dtype="float32", kv_dtype="int8", block_size=16, num_blocks=8, num_threads=1
+            layers=[index], model_dtype="float32", kv_dtype="int8", block_size=16, num_blocks=8, num_threads=1
         )
     side = Side((index, layer))
     with pytest.raises(ValueError, match="where a layer picks tokens, sequences have no ranges"):

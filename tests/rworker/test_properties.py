@@ -22,8 +22,8 @@ MODEL_DTYPES = ["float32", "float16", "bfloat16"]
 def layers(draw: st.DrawFn) -> Layer:
     """Any heads, groups and head sizes, with or without each scoring rule."""
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
-    key_dim = draw(st.integers(1, 32)) * 8 if draw(st.booleans()) else draw(st.integers(1, 80))
-    value_dim = key_dim if draw(st.booleans()) else draw(st.integers(1, 96))
+    key_head_dim = draw(st.integers(1, 32)) * 8 if draw(st.booleans()) else draw(st.integers(1, 80))
+    value_head_dim = key_head_dim if draw(st.booleans()) else draw(st.integers(1, 96))
     num_heads = num_kv_heads * group
     sinks = tuple(draw(st.lists(st.floats(-4, 4), min_size=num_heads, max_size=num_heads)))
     slopes = tuple(draw(st.lists(st.floats(0, 1, width=32), min_size=num_heads, max_size=num_heads)))
@@ -31,9 +31,9 @@ def layers(draw: st.DrawFn) -> Layer:
     return Layer(
         num_heads,
         num_kv_heads,
-        key_dim,
-        value_dim,
-        scale=key_dim**-0.5,
+        key_head_dim,
+        value_head_dim,
+        scale=key_head_dim**-0.5,
         window=window,
         soft_cap=draw(st.sampled_from([0.0, 0.0, 5.0])),
         sinks=sinks if draw(st.booleans()) else (),

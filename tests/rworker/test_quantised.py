@@ -130,7 +130,7 @@ def test_flat_and_peaked_scores_with_outliers(sharpness: float, kv_dtype: str, i
 )
 def test_groups_with_peaked_queries_among_others(layer: Layer, kv_dtype: str, sharpness: float, isa: str) -> None:
     """Some multiply them by bytes and lose less than storing does; queries with one channel far above all do not."""
-    layer = replace(layer, scale=sharpness / np.sqrt(layer.key_dim))
+    layer = replace(layer, scale=sharpness / np.sqrt(layer.key_head_dim))
     rng = np.random.default_rng(7)
     rows, new = random_rows(rng, layer, 600), random_rows(rng, layer, 9)
     peaked = np.zeros((9, layer.num_heads), bool)
@@ -177,9 +177,7 @@ def test_memory_is_what_is_stored(block_size: int, dims: tuple[int, int], kv_dty
     layer = Layer(2, 2, *dims)
     blocks = 1024 // block_size
     bytes_stored = LayerLayout(2, 2, *dims, scale=1.0).kv_bytes_per_token(kv_dtype) * 1024
-    assert (
-        bytes_stored <= _rworker.block_bytes([layer.as_tuple()], kv_dtype, block_size) * blocks <= 1.03 * bytes_stored
-    )
+    assert bytes_stored <= _rworker.block_bytes([layer], kv_dtype, block_size) * blocks <= 1.03 * bytes_stored
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTISED)

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from fastdecode import _rworker
-from fastdecode.core.types import from_wire, to_wire
+from fastdecode.core.types import STATE_KINDS, LayerLayout, StateLayout, from_wire, to_wire
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, table
 
 DELTA, SCAN, WINDOW = range(3)
-ATTENTION = Layer(num_heads=2, num_kv_heads=1, key_dim=16, value_dim=16)
+ATTENTION = Layer(num_heads=2, num_kv_heads=1, key_head_dim=16, value_head_dim=16)
 NUM_TOKENS = 23
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A recurrent layer; the order of its numbers is that of the tuple that R-workers take."""
+    """A recurrent layer, with weights by chance."""
 
     kind: int = DELTA
     heads: int = 4
@@ -48,13 +48,13 @@ class Kind:
                                (self.taps * self.channels, self.channels, self.heads))  # fmt: skip
         return filters, bias * self.has_bias, skip * self.has_skip
 
-    def as_tuple(self) -> tuple[Any, ...]:
-        filters, bias, skip = self.weights()
-        return (
-            self.kind, self.heads, self.groups, self.key_dim, self.value_dim, self.taps, self.decays, self.silu,
-            self.norm, self.scale, filters.tobytes(), bias.tobytes() if self.has_bias else b"",
-            skip.tobytes() if self.has_skip else b"",
+    def layout(self) -> LayerLayout:
+        filters, bias, skip = (each.tobytes() for each in self.weights())
+        state = StateLayout(
+            STATE_KINDS[self.kind], self.groups, self.key_dim, self.taps, self.decays, self.silu, self.norm,
+            row_elements=0, filters=filters, bias=bias * self.has_bias, skip=skip * self.has_skip,
         )  # fmt: skip
+        return LayerLayout(self.heads, 1, self.value_dim, self.value_dim, self.scale, state=state)
 
     def rows(self, dtype: str, num_tokens: int = NUM_TOKENS, seed: int = 1) -> tuple[np.ndarray, ...]:
         """Payload rows, and what they say: channels, decays (logs) and rates."""
@@ -111,7 +111,7 @@ class Harness:
         self.kind = kind
         settings = {"model_dtype": "float32", "block_size": 16, "num_blocks": 1000, "num_threads": 1} | settings
         self.dtype = settings["model_dtype"]
-        self.worker = _rworker.RWorker(layers=[ATTENTION.as_tuple(), kind.as_tuple()], kv_dtype=self.dtype, **settings)
+        self.worker = _rworker.RWorker(layers=[ATTENTION, kind.layout()], kv_dtype=self.dtype, **settings)
 
     def step(
         self, spans: list[tuple[int, int, np.ndarray]], controls: list[tuple[int, int, int, int]] = (), end: bool = True

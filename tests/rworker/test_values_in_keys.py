@@ -4,7 +4,7 @@ Caches of int8 and int4 give the bits of a float cache of the rows that they kee
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,23 +32,26 @@ class Pair:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parts = self.layer.as_tuple()
         settings = {"block_size": 32, "num_blocks": 200, "num_threads": 1, "isa": "auto"} | self.options
         self.kv_dtype = settings.setdefault("kv_dtype", self.dtype)
         settings["model_dtype"] = self.dtype
         is_quantized = self.kv_dtype in QUANTISED
         self.workers = [
-            _rworker.RWorker(layers=[(*parts, is_quantized)], **settings | {"kv_dtype": self.dtype}),
-            _rworker.RWorker(layers=[(*parts, True)], **settings),
+            _rworker.RWorker(
+                layers=[replace(self.layer, values_in_keys=is_quantized)], **settings | {"kv_dtype": self.dtype}
+            ),
+            _rworker.RWorker(layers=[replace(self.layer, values_in_keys=True)], **settings),
         ]
         self.rng = np.random.default_rng(7)
 
     def rows(self, heads: int, num_rows: int) -> np.ndarray:
-        return to_bits(self.rng.standard_normal((num_rows, heads, self.layer.key_dim), dtype=np.float32), self.dtype)
+        return to_bits(
+            self.rng.standard_normal((num_rows, heads, self.layer.key_head_dim), dtype=np.float32), self.dtype
+        )
 
     def payloads(self, k: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Keys and values for each."""
-        dim, shared = self.layer.value_dim, (k, np.ascontiguousarray(k[..., :0]))
+        dim, shared = self.layer.value_head_dim, (k, np.ascontiguousarray(k[..., :0]))
         if self.kv_dtype not in QUANTISED:
             return [(k, np.ascontiguousarray(k[..., :dim])), shared]
         kept = self.kept(from_bits(k, self.dtype))
@@ -56,13 +59,13 @@ class Pair:
 
     def kept(self, rows: np.ndarray) -> np.ndarray:
         """Float32 ``rows`` of keys as a cache of codes keeps them."""
-        dim = self.layer.value_dim
+        dim = self.layer.value_head_dim
         values = stored(np.ascontiguousarray(rows[..., :dim]), self.kv_dtype, keys=False)
         return np.concatenate([values, rounded(np.ascontiguousarray(rows[..., dim:]), "bfloat16")], axis=-1)
 
     def step(self, spans: list[tuple[int, int, int, int]], controls: Any = ()) -> list[np.ndarray]:
         """Random rows for the spans (sequence, context, rows, mode); o and partial results, which both have alike."""
-        modes, dim = [mode for *_, mode in spans], self.layer.value_dim
+        modes, dim = [mode for *_, mode in spans], self.layer.value_head_dim
         stored = sum(count for *_, count, mode in spans if mode != READ)
         q = self.rows(self.layer.num_heads, sum(count for *_, count, mode in spans if mode != APPEND))
         k = self.rows(self.layer.num_kv_heads, stored)
@@ -109,12 +112,12 @@ def test_bits_of_values_stored_apart(layer: Layer, isa: str, dtype: str, kv_dtyp
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int4"])
 def test_a_chunk_that_threads_share_has_the_bits_of_its_rows(kv_dtype: str) -> None:
     """Over a split's border, by three threads; then its rows one by one, which one thread attends."""
-    layer, rng = Layer(64, 1, 40, 32, 0.2), np.random.default_rng(3)
+    layer, rng = Layer(64, 1, 40, 32, 0.2, values_in_keys=True), np.random.default_rng(3)
     q, k = (to_bits(rng.standard_normal((530, heads, 40), dtype=np.float32), "bfloat16") for heads in (64, 1))
     results = []
     for threads, sizes in ((3, [40]), (1, [1] * 40)):
         settings = {"block_size": 32, "num_blocks": 20, "num_threads": threads, "kv_dtype": kv_dtype}
-        worker = _rworker.RWorker(layers=[(*layer.as_tuple(), True)], model_dtype="bfloat16", **settings)
+        worker = _rworker.RWorker(layers=[layer], model_dtype="bfloat16", **settings)
         out = np.zeros((530, 64, 32), np.uint16)
         for end, size in zip(np.cumsum([490, *sizes]).tolist(), [490, *sizes], strict=True):
             part = slice(end - size, end)
@@ -166,7 +169,7 @@ def exported_rows(k: np.ndarray, dtype: str, kv_dtype: str) -> np.ndarray:
 @pytest.mark.parametrize(("kv_dtype", "row_bytes"), [("bfloat16", 1152), ("int8", 644), ("int4", 416)])
 def test_a_row_takes_the_bytes_of_its_key(kv_dtype: str, row_bytes: int) -> None:
     """DeepSeek-V3's, with all that blocks hold beside."""
-    layer = (*Layer(128, 1, 576, 512, 0.07).as_tuple(), True)
+    layer = Layer(128, 1, 576, 512, 0.07, values_in_keys=True)
     for block_size in (16, 64):
         assert _rworker.block_bytes([layer] * 61, kv_dtype, block_size) == 61 * row_bytes * block_size
 
