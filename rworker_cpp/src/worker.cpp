@@ -28,6 +28,7 @@ Worker::Worker(WorkerConfig config)
       own_partials_(config.num_threads),
       scratch_(config.num_threads),
       split_values_(config.num_threads),
+      edits_(cache_),
       pool_(config.num_threads, config.cores) {
     std::int64_t scratch = 0;
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
@@ -58,9 +59,12 @@ void Worker::begin_step(std::span<const Control> controls, std::span<const std::
         for (const Span& span : spans)
             require(!picks || !span.is_partial(), "begin_step: where a layer picks tokens, sequences have no ranges");
     cache_.begin_step(controls, all_spans(mini_batches));
+    edits_.plan();
+    edits_.brief() ? edits_.run_all() : pool_.submit(edits_);
     try {
         plan(mini_batches);
     } catch (...) {
+        edits_.wait();
         cache_.abandon_step();
         throw;
     }
@@ -153,6 +157,7 @@ void Worker::run(std::int64_t mini_batch, std::int64_t layer, const Payload& pay
     for (const MiniBatch& each : mini_batches_) require(!each.outstanding, "run: a layer is outstanding; wait for it");
     MiniBatch& target = mini_batches_[mini_batch];
     LayerJob& job = prepare(mini_batch, layer, payload);
+    edits_.wait();
     if (target.rows.any()) pool_.run_here(job);
     target.submitted[layer] = 1;
     finish(mini_batch);
@@ -161,7 +166,7 @@ void Worker::run(std::int64_t mini_batch, std::int64_t layer, const Payload& pay
 bool Worker::idle() const {
     for (std::size_t i = 0; i < mini_batches_.size(); ++i)
         if (mini_batches_[i].outstanding && !mini_batches_[i].job->finished()) return false;
-    return true;
+    return edits_.finished();
 }
 
 bool Worker::ready(std::int64_t mini_batch) const {
@@ -204,6 +209,7 @@ void Worker::check_all_done() const {
 StepReport Worker::end_step() {
     require(in_step_, "end_step: no step is open; begin_step comes first");
     check_all_done();
+    edits_.wait();
     cache_.commit_step();
     in_step_ = false;
     report_.blocks_free = cache_.pool().num_free();
@@ -214,6 +220,7 @@ void Worker::abandon_step() {
     require(in_step_, "abandon_step: no step is open; begin_step comes first");
     for (std::size_t i = 0; i < mini_batches_.size(); ++i)
         if (mini_batches_[i].outstanding) mini_batches_[i].job->wait();
+    edits_.wait();
     bool written = false;
     for (const MiniBatch& mini_batch : mini_batches_) {
         unwrite(mini_batch);

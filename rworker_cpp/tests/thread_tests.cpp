@@ -129,6 +129,62 @@ void test_shared_prefixes() {
     CHECK(shared_bytes * 5 < separate_bytes);
 }
 
+/// Outputs of sequences of 90 tokens that had more, which their full tiles still held, or never had.
+std::vector<float> run_cuts(int num_threads, bool had_more, bool in_one_call) {
+    constexpr std::int64_t layers = 4, heads = 2, dim = 64, count = 24, kept = 90;
+    const LayerSpec layer{heads, 2, dim, dim, 0.25f, 0, 0.0f, {}};
+    Worker worker(
+        {std::vector<LayerSpec>(layers, layer), DType::float32, DType::bfloat16, 32, 1000, num_threads, {}, "auto"});
+    std::vector<float> data(count * kept * heads * dim);
+    for (std::size_t i = 0; i < data.size(); ++i) data[i] = float(i * 7919 % 1009) / 500.0f - 1.0f;
+    std::vector<float> outputs;
+    const auto run = [&](const std::vector<Control>& controls, std::int64_t rows, std::int64_t context) {
+        std::vector<Span> spans;
+        for (std::int64_t i = 0; i < count && rows; ++i)
+            spans.push_back({i, context, rows, context ? SpanMode::attend : SpanMode::append});
+        worker.begin_step(controls, std::vector<std::vector<Span>>{spans});
+        std::vector<float> out(context ? count * rows * heads * dim : 0);
+        for (std::int64_t l = 0; l < layers && rows; ++l) {
+            const Payload payload{data.data(), data.data(), data.data(), out.data()};
+            if (in_one_call) {
+                worker.run(0, l, payload);
+            } else {
+                worker.submit(0, l, payload);
+                worker.wait(0);
+            }
+            outputs.insert(outputs.end(), out.begin(), out.end());
+        }
+    };
+    const auto store = [&](std::int64_t rows, std::int64_t context) {
+        run({}, rows, context);
+        worker.end_step();
+        outputs.clear();
+    };
+    store(kept, 0);
+    if (had_more) store(10, kept);
+    std::vector<Control> cuts;
+    for (std::int64_t i = 0; i < count && had_more; ++i) cuts.push_back({Verb::truncate, i, 0, kept});
+    run(cuts, 1, kept);
+    worker.abandon_step();
+    outputs.clear();
+    run({}, 1, kept);
+    worker.end_step();
+    cuts.clear();
+    for (std::int64_t i = 0; i < count; ++i) cuts.push_back({Verb::fork, count + i, i, kept - 5});
+    run(cuts, 0, 0);
+    worker.end_step();
+    std::vector<std::uint8_t> copied(worker.export_bytes(count, 0, kept - 5));
+    worker.export_sequence(count, 0, kept - 5, copied.data());
+    outputs.insert(outputs.end(), copied.begin(), copied.end());
+    return outputs;
+}
+
+void test_cuts_beside_the_step() {
+    const std::vector<float> never_had = run_cuts(1, false, false);
+    for (const int num_threads : {1, 3})
+        for (const bool in_one_call : {false, true}) CHECK(run_cuts(num_threads, true, in_one_call) == never_had);
+}
+
 /// Outputs and states of six sequences with a recurrent layer, `cut` rows at a time of 24.
 std::vector<float> run_states(int num_threads, std::int64_t cut) {
     constexpr std::int64_t count = 6, rows = 24, heads = 4, dim = 40;
@@ -182,6 +238,7 @@ void run_thread_tests() {
     for (const std::int64_t cut : {1, 2, 12}) CHECK(run_states(3, cut) == states);
     test_a_prompt_by_itself_is_shared();
     test_shared_prefixes();
+    test_cuts_beside_the_step();
     test_every_item_runs_once();
     test_the_caller_may_lead();
     test_submitted_jobs_finish_before_the_pool_ends();

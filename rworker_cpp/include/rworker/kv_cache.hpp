@@ -53,8 +53,13 @@ class KVCache {
         states_.rows(arena_.data(), blocks, first, std::int64_t(out.size()), out.data());
     }
 
-    /// Apply the controls, then take blocks for the rows of all spans. On an error nothing has changed.
+    /// Apply the controls, then take blocks for the rows of all spans. On an error nothing has changed. What the
+    /// controls do to the data of blocks is left to `edit_layer`, but where other threads may store into them.
     void begin_step(std::span<const Control> controls, std::span<const Span> spans);
+    /// About as many bytes as could be read while the controls' edits are done in all layers.
+    std::int64_t edit_bytes() const;
+    /// Do them in one layer, before anything reads or writes it; layers may be edited side by side.
+    void edit_layer(std::int64_t layer) const;
     /// The rows of the step are written: lengths grow.
     void commit_step();
     /// Back to what the controls left: blocks taken for rows return, sequences born in the step vanish. States that
@@ -126,7 +131,7 @@ class KVCache {
     void grow(const Span& span);
     void check_read(const Span& span) const;
     void remember(std::int64_t sequence_id);
-    void copy_block(std::int32_t from, std::int32_t to) const;
+    void copy_block(std::int64_t layer, std::int32_t from, std::int32_t to) const;
     void turn_to_rows(std::int64_t layer, std::int32_t block, std::int64_t tile) const;
     std::int64_t tile_cut(std::int64_t num_tokens, std::int64_t length) const;
     template <class F>

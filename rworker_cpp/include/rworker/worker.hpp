@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "rworker/edit_job.hpp"
 #include "rworker/kv_cache.hpp"
 #include "rworker/layer_job.hpp"
 #include "rworker/picks.hpp"
@@ -139,6 +140,7 @@ class Worker {
     std::vector<PickedRows> picked_rows_;  // per thread
     std::vector<std::unique_ptr<AttentionJob>> jobs_;  // one per mini-batch
     std::vector<std::unique_ptr<StateJob>> state_jobs_;  // likewise, where layers are recurrent
+    EditJob edits_;
     ThreadPool pool_;                                  // last: its threads end before what they use
 };
 
