@@ -78,7 +78,7 @@ def make_scheduler(
         balanced_kv_tokens=balanced,
         idle_s_share=calibrated.idle_s_share(config.max_num_seqs) if calibrated else 1.0,
         micro_batch_interval=config.micro_batch_interval,
-        prefix_caching=config.enable_prefix_caching and not model.layout.has_states,
+        prefix_caching=config.enable_prefix_caching,
         hosts=tuple(worker.host for worker in r_workers),
         seconds_per_moved_token=model.layout.kv_bytes_per_token / MOVED_BYTES_PER_SECOND,
         placing=placing,

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.types import KVLayout
-
-logger = logging.getLogger(__name__)
 
 ASKED = {
     "kv_shard_tokens": "a state is that of all tokens of a sequence, so no range of them has one",
@@ -22,7 +18,7 @@ ASKED = {
 
 
 def check_hybrid(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
-    """ConfigError for settings that do not go together with states, if ``layout`` has some; prefixes are not kept."""
+    """ConfigError for settings that do not go together with states, if ``layout`` has some."""
     if not layout.has_states:
         return
     defaults = EngineConfig(model=config.model, device=config.device)
@@ -31,5 +27,3 @@ def check_hybrid(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
             raise ConfigError(f"{name}: this model keeps a state per sequence beside its cache: {reason}; leave it out")
     if on_gpu:
         raise ConfigError("device: this model keeps a state per sequence, which goes with 'cpu' only so far")
-    if config.enable_prefix_caching:
-        logger.info("no prefix is kept: this model keeps a state per sequence, which cannot be cut to a prefix")

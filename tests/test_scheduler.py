@@ -193,6 +193,18 @@ def test_every_promise_with_all_features_together(first: int) -> None:
             raise AssertionError(f"the mix of seed {seed}: {error!r}") from error
 
 
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(15, 600, 195))]
+)
+def test_every_promise_for_hybrids(first: int) -> None:
+    """Naive R-workers refuse to go on from a state that is not that of all tokens before."""
+    for seed in range(first, first + (195 if first else 15)):
+        try:
+            draw_mix(seed, of_hybrid=True).to_the_end()
+        except Exception as error:
+            raise AssertionError(f"the hybrids' mix of seed {seed}: {error!r}") from error
+
+
 def limits_of(**changes: Any) -> Limits:
     defaults = Limits(8, 64, 1, 1000, 100, 4, (100,), (1.0,), prefix_caching=False)
     return replace(defaults, **changes)

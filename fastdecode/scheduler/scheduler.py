@@ -158,7 +158,7 @@ class Scheduler:
         computed = {each for mini_batch in step.mini_batches for each in mini_batch.chunks["sequence_id"].tolist()}
         for sequence in self._residents.all:
             if sequence.sequence_id in computed:
-                self.lifecycle.preempt(sequence)
+                self.lifecycle.preempt(sequence, keep=False)
 
     def commit(self, step: ScheduledStep, accepted: Mapping[int, int] = MappingProxyType({})) -> None:
         """The step's rows, those of the last ``schedule``, are in the caches now.
@@ -175,6 +175,7 @@ class Scheduler:
                 sequence = self._residents.prompts[int(chunk["sequence_id"])]
                 self._table.num_cached[sequence.row] += chunk["num_rows"]
                 self.store.go_on(sequence)
+                self.store.prefixes.pass_by(sequence)
                 if not sequence.in_prompt:
                     self.lifecycle.finish_prompt(sequence)
         for sequence_id in step.arrived:

@@ -85,9 +85,10 @@ class Lifecycle:
         self._queue.release_followers(sequence)
         self._queue.push(sequence)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take the cache of ``sequence``; it will be computed again from its tokens."""
-        self._store.leave(sequence, keep=True)
+    def preempt(self, sequence: Sequence, keep: bool = True) -> None:
+        """Take the cache of ``sequence``; it will be computed again from its tokens, or what was not retained of them
+        by then: nothing is unless ``keep``."""
+        self._store.leave(sequence, keep)
         sequence.was_preempted = True
         self.begin_again(sequence)
         self.num_preemptions += 1

@@ -18,6 +18,7 @@ class Held:
     """What a naive R-worker knows of a sequence: its tokens, and the physical blocks they lie in.
 
     ``ticket``: under which prefill workers store ``incoming`` ones after them, until ``num_reserved`` are there.
+    ``state``: blocks of a state of all its tokens; ``is_spoilt``: by a step that was abandoned.
     """
 
     tokens: list[int]
@@ -25,6 +26,8 @@ class Held:
     ticket: int | None = None
     num_reserved: int = 0
     incoming: list[int] = field(default_factory=list)
+    state: list[object] = field(default_factory=list)
+    is_spoilt: bool = False
 
 
 def name(chunk: Chunk) -> int:
@@ -38,10 +41,11 @@ def places(chunk: Chunk) -> list[tuple[int, int]]:
 
 
 class NaiveWorkers:
-    """``held``: by R-worker and sequence. Full blocks are shared, partial ones copied."""
+    """``held``: by R-worker and sequence. Full blocks are shared, partial ones and states, of ``state_blocks`` each,
+    copied."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, state_blocks: int = 0) -> None:
+        self.block_size, self.state_blocks = block_size, state_blocks
         self.held: dict[tuple[int, int], Held] = {}
 
     def of(self, chunk: Chunk) -> list[Held]:
@@ -56,7 +60,7 @@ class NaiveWorkers:
         """Of each R-worker."""
         blocks: list[set[int]] = [set() for _ in range(num_workers)]
         for (worker, _), held in self.held.items():
-            blocks[worker] |= {id(block) for block in held.blocks}
+            blocks[worker] |= {id(block) for block in (*held.blocks, *held.state)}
         return [len(used) for used in blocks]
 
     def apply(self, step: ScheduledStep) -> None:
@@ -68,8 +72,8 @@ class NaiveWorkers:
     def write(self, chunks: list[Chunk]) -> None:
         """Append the tokens of ``chunks``."""
         for place, chunk in _places_of(chunks):
-            held = self.held.setdefault(place, Held([], []))
-            assert held.ticket is None
+            held = self.held.setdefault(place, self._new())
+            assert held.ticket is None and not held.is_spoilt
             held.tokens += chunk.token_ids
             held.blocks += [object() for _ in range(self._blocks_for(len(held.tokens)) - len(held.blocks))]
 
@@ -78,6 +82,7 @@ class NaiveWorkers:
         for place, chunk in _places_of(chunks):
             held, num_tokens = self.held[place], chunk.context_len - chunk.base
             del held.tokens[num_tokens:], held.blocks[self._blocks_for(num_tokens) :]
+            held.is_spoilt = self.state_blocks > 0
             if not held.tokens:
                 del self.held[place]
 
@@ -91,7 +96,7 @@ class NaiveWorkers:
         """Tokens of a sequence go to ``target`` too, after the first ``start``, which are there in whole blocks."""
         assert self.held[source, sequence_id].ticket is None
         tokens = self.held[source, sequence_id].tokens[start : start + num_tokens]
-        held = self.held.setdefault((target, sequence_id), Held([], []))
+        held = self.held.setdefault((target, sequence_id), self._new())
         assert len(held.tokens) == start and start % self.block_size == 0
         held.tokens += tokens
         held.blocks += [object() for _ in range(self._blocks_for(len(held.tokens)) - len(held.blocks))]
@@ -125,6 +130,9 @@ class NaiveWorkers:
         """All that ``worker`` held is gone."""
         self.held = {place: held for place, held in self.held.items() if place[0] != worker}
 
+    def _new(self) -> Held:
+        return Held([], [], state=[object() for _ in range(self.state_blocks)])
+
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -146,10 +154,12 @@ class NaiveWorkers:
             source = self.held[worker, source_id]  # a KeyError here: released before it was forked
             assert len(source.tokens) >= num_tokens and place not in self.held
             assert source.ticket is None or not rest
-            self.held[place] = Held(source.tokens[:num_tokens], source.blocks[:full] + [object()] * (rest > 0))
+            assert not self.state_blocks or (len(source.tokens) == num_tokens and not source.is_spoilt)
+            self.held[place] = held = self._new()
+            held.tokens, held.blocks = source.tokens[:num_tokens], source.blocks[:full] + [object()] * (rest > 0)
         elif verb == Verb.TRUNCATE:
             held = self.held[place]
-            assert len(held.tokens) >= num_tokens and held.ticket is None
+            assert len(held.tokens) >= num_tokens and held.ticket is None and not self.state_blocks
             del held.tokens[num_tokens:], held.blocks[full:]
             held.blocks += [object()] * (rest > 0)  # its own from here on, if it was shared
         else:

@@ -27,7 +27,7 @@ class NaiveWorld:
     def __init__(
         self, scheduler: Scheduler, recounts: bool, recount: Callable[[ScheduledStep, list[Chunk]], None]
     ) -> None:
-        self.naive = NaiveWorkers(scheduler.limits.block_size)
+        self.naive = NaiveWorkers(scheduler.limits.block_size, scheduler.limits.state_blocks)
         self.clock = 0.0
         self.num_transfers = 0
         self.fails = False

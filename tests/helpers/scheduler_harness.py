@@ -157,7 +157,8 @@ class Run(Companion):
     def _check_end(self) -> None:
         self.naive.apply(self.scheduler.schedule())
         workers, held = self.scheduler.snapshot().r_workers, self.naive.held
-        assert all(sequence_id < 0 for _, sequence_id in held) and len(held) == self.scheduler.snapshot().num_prefixes
+        assert self.limits.state_blocks or all(sequence_id < 0 for _, sequence_id in held)
+        assert len(held) == self.scheduler.snapshot().num_prefixes
         used = self.naive.blocks_used(len(workers))
         assert used == [worker.num_blocks - worker.free for worker in workers]
         assert sum(used) == sum(worker.retained for worker in workers)
@@ -321,7 +322,7 @@ class Run(Companion):
         partial = head.num_tokens % self.limits.block_size
         rows_left = self.limits.max_num_batched_tokens - step.num_tokens
         no_rows = rows_left < 1 if schedule.prefill is Prefill.CHUNKED else rows_left < head.num_tokens
-        needed = workers.blocks_for(head.num_tokens) + (members - 1) * (partial > 0)
+        needed = workers.blocks_for(head.num_tokens) + (members - 1) * (self.limits.state_blocks + (partial > 0))
         if schedule.reserves_longest:
             needed = members * workers.blocks_for(self.limits.max_model_len)
         waits_for_blocks = all(
@@ -349,7 +350,7 @@ class Run(Companion):
         """One R-worker, or two, and no other has all of a sequence."""
         for sequence in self.scheduler.store.residents.all:
             partial = next((each.target for each in self.scheduler.store.transfers if each.sequence is sequence), -1)
-            held = [at for at, each in self.naive.held if each == sequence.sequence_id and at != partial]
+            held = [at for at, each in self.naive.held if each == sequence.segments[0].cache_id and at != partial]
             assert sequence.has_several or sorted(held) in (sorted(sequence.holders), [])
             assert len(sequence.holders) <= self.limits.placing.copies
 
@@ -357,7 +358,8 @@ class Run(Companion):
         """Of what decodes those that its tokens take, whatever was drafted, or, after a move, the next one too."""
         if not SCHEDULES[self.schedule].reserves_longest:
             for sequence in self.scheduler.store.residents.decoding.values():
-                extra = len(sequence.siblings) * (sequence.num_cached % self.limits.block_size > 0)  # until they fork
+                partial = sequence.num_cached % self.limits.block_size > 0
+                extra = len(sequence.siblings) * (self.limits.state_blocks + partial)  # until they fork
                 *closed, tail = sequence.segments
                 least, most = map(self.scheduler.store.workers.blocks_for, (tail.num_tokens, tail.num_tokens + 1))
                 assert least + extra <= tail.num_blocks <= most + extra

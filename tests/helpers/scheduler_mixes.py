@@ -7,9 +7,9 @@ R-workers are lost, join and drain meanwhile.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fastdecode.core.placing import UNLIMITED, Placing
+from fastdecode.core.placing import UNLIMITED, WHOLE, Placing
 from fastdecode.scheduler import SCHEDULES, Limits
 from helpers.scheduler_harness import Drain, Job, Join, Run
 
@@ -33,8 +33,8 @@ class Mix:
         self.run.to_the_end(self.fail_steps, self.losses, self.changes, self.moves_per_step)
 
 
-def draw(seed: int) -> Mix:
-    """The mix of ``seed``."""
+def draw(seed: int, of_hybrid: bool = False) -> Mix:
+    """The mix of ``seed``; that of a hybrid has states, and is drawn otherwise."""
     rng = random.Random(seed)
     names = [name for name in SCHEDULES if not SCHEDULES[name].reserves_longest]
     schedule = rng.choice([*names, "sls", "stall-free"])
@@ -42,9 +42,19 @@ def draw(seed: int) -> Mix:
     segment_tokens = rng.choice([UNLIMITED, *(blocks * block_size for blocks in (2, 4, 8, 8))])
     jobs = [_job(rng, segment_tokens) for _ in range(rng.randint(1, 10))]
     limits = _limits(rng, jobs, block_size, segment_tokens)
+    if of_hybrid:
+        limits = _with_states(rng, limits, max(len(it.lengths) for it in jobs))
     stays = len(limits.num_blocks) - 1
     seconds = tuple(rng.choice([0.1, 0.3]) for _ in limits.num_blocks) if rng.random() < 0.4 else ()
-    run = Run(schedule, limits, jobs, True, seconds, drafts_seed=seed, prefills_seed=rng.choice([None, None, seed]))
+    run = Run(
+        schedule,
+        limits,
+        jobs,
+        True,
+        seconds,
+        drafts_seed=seed,
+        prefills_seed=None if of_hybrid else rng.choice([None, None, seed]),
+    )
     lost = rng.sample(range(stays), min(stays, rng.choice([0, 1, 1, 2, 3])))
     losses = {rng.randint(0, LAST_EVENT): worker for worker in lost}
     changes = {rng.randint(0, LAST_EVENT): _change(rng, limits) for _ in range(rng.choice([0, 0, 1, 2]))}
@@ -87,6 +97,22 @@ def _limits(rng: random.Random, jobs: list[Job], block_size: int, segment_tokens
         num_speculative_tokens=rng.choice([0, 0, 1, 4]),
         placing=Placing(segment_tokens, rng.choice([1, 2, 2])),
         hosts=(*(rng.choice("ab") for _ in num_blocks[1:]), "c"),
+    )
+
+
+def _with_states(rng: random.Random, limits: Limits, members: int) -> Limits:
+    """For a hybrid, which does not go together with all; with room for one state more than the samples need, or
+    for several."""
+    state_blocks = rng.choice([1, 3])
+    more = [state_blocks * (members + rng.choice([0, 1, 12])) for _ in limits.num_blocks]
+    return replace(
+        limits,
+        state_blocks=state_blocks,
+        num_blocks=tuple(count + room for count, room in zip(limits.num_blocks, more, strict=True)),
+        placing=WHOLE,
+        num_speculative_tokens=0,
+        scratch_tokens=0,
+        prefix_caching=rng.random() < 0.9,
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
+
 from fastdecode.core.step import Chunk
 from fastdecode.scheduler.policy.future import Future
 from fastdecode.scheduler.policy.load_control import LoadControl
@@ -80,23 +82,30 @@ class Admission:
         """Start ``sequence``, that is ``alone``, in one segment."""
         costs = self.homes.costs(sequence, alone, hits)
         for index in self.homes.best_first(sequence, alone, hits, costs):
-            hit = hits.get(index)
-            if not self.room.to_begin(sequence, index, hit):
-                continue
-            if (second := self.seconds.beside(sequence, index, hit, costs)) is None:
-                continue
-            taken_over = hit[0] * self._store.workers.block_size if hit else -1
-            there = replace(self.future.newcomer(sequence, index, taken_over), copy=second)
-            begins = would_begin(there.num_left, there.num_prefill - there.num_left)
-            if begins and self.load_limit.fits(there, self.future.forecast):
-                only = Segment(sequence.sequence_id, 0, self.needs.at_start(sequence), [index])
-                self._begin(sequence, there, [only], hit)
-                return sequence
+            for hit in self._store.prefixes.ways(hits.get(index)):
+                if self._start_on(index, hit, sequence, costs, would_begin):
+                    return sequence
         return None
+
+    def _start_on(
+        self, index: int, hit: Hit | None, sequence: Sequence, costs: np.ndarray, would_begin: WouldBegin
+    ) -> bool:
+        """Start ``sequence``, of one segment, on R-worker ``index`` from ``hit``; False where budgets forbid it."""
+        if not self.room.to_begin(sequence, index, hit):
+            return False
+        if (second := self.seconds.beside(sequence, index, hit, costs)) is None:
+            return False
+        there = replace(self.future.newcomer(sequence, index, hit.num_tokens if hit else -1), copy=second)
+        begins = would_begin(there.num_left, there.num_prefill - there.num_left)
+        if not begins or not self.load_limit.fits(there, self.future.forecast):
+            return False
+        only = Segment(self._store.prefixes.name(sequence), 0, self.needs.at_start(sequence), [index])
+        self._begin(sequence, there, [only], hit)
+        return True
 
     def _start_in_segments(self, sequence: Sequence, hits: dict[int, Hit], would_begin: WouldBegin) -> Sequence | None:
         """Start ``sequence`` in several segments, after the longest prefix, or else after none."""
-        longest = max(hits.values(), key=lambda hit: hit[0], default=None)
+        longest = max(hits.values(), key=lambda hit: hit.num_blocks, default=None)
         for hit in dict.fromkeys((longest, None)):
             if found := self.segments.to_begin(sequence, hit, would_begin):
                 self._begin(sequence, *found, hit)
@@ -148,6 +157,6 @@ class ChunkCutter:
     def cut(self, sequence: Sequence) -> None:
         """Put the next tokens of ``sequence``'s prompt into the step, as many as go."""
         if count := self.rows_for(sequence.num_prefill - sequence.num_cached):
-            chunk = self._store.residents.next_rows(sequence, count)
+            chunk = self._store.residents.next_rows(sequence, self._store.prefixes.until_stop(sequence, count))
             self.chunks.append(chunk)
             self._budget -= len(chunk.token_ids)

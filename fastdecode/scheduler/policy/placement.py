@@ -40,7 +40,7 @@ class HomePlacement:
     def costs(self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
         """Return what ``sequence``, that is ``newcomer``, costs on each R-worker: float64 [num_workers]; infinite on
         those that drain if it could run elsewhere."""
-        hit_tokens = {worker: hit[0] * self._workers.block_size for worker, hit in hits.items()}
+        hit_tokens = {worker: hit.num_tokens for worker, hit in hits.items()}
         forecast = self._future.forecast()
         row_kv_tokens = self._row_kv_tokens(forecast)
         costs = placement_costs(forecast, newcomer, self._speeds, self.capacities, hit_tokens, row_kv_tokens)
@@ -102,9 +102,9 @@ class SecondPlacement:
             return -1
         if hit:
             twin = self._store.prefixes.twin(hit)
-            if twin is None or self._workers[twin[1].worker].is_draining:
+            if twin is None or self._workers[twin.prefix.worker].is_draining:
                 return -1
-            return twin[1].worker if self._room.to_begin(sequence, twin[1].worker, twin) else -1
+            return twin.prefix.worker if self._room.to_begin(sequence, twin.prefix.worker, twin) else -1
         return self._choose(home, self._room.could_hold(sequence), self._needs.at_start(sequence), costs)
 
     def later(self, sequence: Sequence, segment: Segment) -> int:
@@ -159,8 +159,7 @@ class SegmentPlacement:
     ) -> tuple[Newcomer, list[Segment]] | None:
         """All segments that ``sequence`` begins with, ``hit``'s where they are; None where there is no room, or where
         nothing of it would be computed."""
-        taken_over = hit[0] * self._workers.block_size if hit else -1
-        alone = self._future.newcomer(sequence, 0, taken_over)
+        alone = self._future.newcomer(sequence, 0, hit.num_tokens if hit else -1)
         if not would_begin(alone.num_left, alone.num_prefill - alone.num_left):
             return None
         segments = self._segments(sequence, alone, hit)

@@ -62,9 +62,9 @@ class Room:
     def to_begin(self, sequence: Sequence, worker: int, hit: Hit | None) -> bool:
         """Whether ``sequence``, of one segment, can begin on ``worker`` now, from ``hit`` if it has one: its blocks are
         free there, and one more for each sequence that is there already, so that none is preempted at once."""
-        taken_over = hit[1].blocks[: hit[0]] if hit else []
-        needed = self._needs.at_start(sequence) - len(taken_over)
-        needed += sum(block.num_sequences == 0 for block in taken_over)  # no longer there for the asking
+        taken_over = hit.prefix.blocks[: hit.num_blocks] if hit else []
+        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # no longer there for the asking
+        needed = self._needs.at_start(sequence) - len(taken_over) + sum(block.num_sequences == 0 for block in kept)
         there = self._workers[worker]
         enough = self._leaves_a_block(needed, there.num_sequences, there.available)
         return bool(enough and self.could_hold(sequence, worker))

@@ -27,12 +27,12 @@ class Holdings:
         self._prefixes.make_room(copy.worker, num_own)
         self._workers[copy.worker].take(num_own)
 
-    def give_up(self, segment: Segment, copy: Copy, is_known: bool) -> None:
+    def give_up(self, segment: Segment, copy: Copy, is_known: bool, stays: bool = False) -> None:
         """The blocks of ``copy`` are free again; its R-worker is told where something of it is there, or where the
-        R-worker knows of it (``is_known``)."""
+        R-worker knows of it (``is_known``), unless it ``stays`` as a prefix."""
         worker = self._workers[copy.worker]
         worker.give_back(segment.num_blocks - len(copy.shared), copy.shared)
-        if segment.num_tokens > 0 or is_known:
+        if (segment.num_tokens > 0 or is_known) and not stays:
             worker.release(segment.cache_id)
 
     def fork(self, source: Segment, cache_id: int) -> Segment:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
+from collections.abc import Callable
+from typing import NamedTuple
 
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Block, Copy, Segment
 from fastdecode.scheduler.store.workers import Prefix, Workers
 
-Hit = tuple[int, Prefix]
-"""A cached beginning: the number of its blocks, and the prefix that has the last of them."""
+
+class Hit(NamedTuple):
+    """A cached beginning: the number of its full blocks, the prefix that has the last of them, and its tokens."""
+
+    num_blocks: int
+    prefix: Prefix
+    num_tokens: int
 
 
 class PrefixIndex:
@@ -23,18 +30,18 @@ class PrefixIndex:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._by_hash: dict[bytes, dict[int, Prefix]] = {}
+        self._by_hash: dict[bytes, dict[tuple[int, int], Prefix]] = {}
 
-    def longest(self, block_hashes: list[bytes]) -> dict[int, Hit]:
-        """For each R-worker that holds a beginning of it: how many blocks, and a prefix that has them."""
+    def longest(self, sequence: Sequence, block_hashes: list[bytes]) -> dict[int, Hit]:
+        """For each R-worker that holds a beginning of ``sequence`` within blocks of these hashes the longest."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             holders = self._by_hash.get(block_hash)
             if not holders:
                 break
             for prefix in holders.values():
-                if found.get(prefix.worker, (0,))[0] < depth:
-                    found[prefix.worker] = (depth, prefix)
+                if prefix.worker not in found or found[prefix.worker].num_blocks < depth:
+                    found[prefix.worker] = Hit(depth, prefix, depth * self._workers.block_size)
         return found
 
     def holder(self, block_hash: bytes) -> Prefix | None:
@@ -56,13 +63,13 @@ class PrefixIndex:
 
     def add(self, prefix: Prefix) -> None:
         """Retain ``prefix``, whose blocks a running sequence holds."""
-        for block in prefix.blocks:
+        for block in (*prefix.blocks, *prefix.own):
             block.num_prefixes += 1
         self._workers[prefix.worker].prefixes[prefix.prefix_id] = prefix
-        for block_hash in prefix.block_hashes:
-            self._by_hash.setdefault(block_hash, {})[prefix.prefix_id] = prefix
+        for block_hash in self._found_by(prefix, 0):
+            self._by_hash.setdefault(block_hash, {})[prefix.worker, prefix.prefix_id] = prefix
 
-    def evict(self, index: int, count: int) -> None:
+    def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
         """Free at least ``count`` more blocks if the cache holds so many, from the ends of the oldest prefixes."""
         worker = self._workers[index]
         target = worker.free + min(count, worker.cached)
@@ -77,6 +84,10 @@ class PrefixIndex:
             if worker.free >= target:
                 return
 
+    def _found_by(self, prefix: Prefix, keep: int) -> list[bytes]:
+        """Hashes of all its blocks but the first ``keep``, by which it is found."""
+        return prefix.block_hashes[keep:]
+
     def clear(self, index: int) -> None:
         """Forget all prefixes of an R-worker."""
         for prefix in list(self._workers[index].prefixes.values()):
@@ -86,9 +97,10 @@ class PrefixIndex:
         """Keep only the first ``keep`` blocks of a prefix."""
         worker = self._workers[prefix.worker]
         worker.forget(reversed(prefix.blocks[keep:]))
-        for block_hash in prefix.block_hashes[keep:]:
+        worker.forget(prefix.own)
+        for block_hash in self._found_by(prefix, keep):
             holders = self._by_hash[block_hash]
-            del holders[prefix.prefix_id]
+            del holders[prefix.worker, prefix.prefix_id]
             if not holders:
                 del self._by_hash[block_hash]
         del prefix.blocks[keep:], prefix.block_hashes[keep:]
@@ -105,13 +117,19 @@ class PrefixCache:
     Retained sequences have negative ids on their R-workers, so that they meet no running one's.
     """
 
-    def __init__(self, workers: Workers, enabled: bool, segment_tokens: int = UNLIMITED) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        enabled: bool,
+        segment_tokens: int = UNLIMITED,
+        index: Callable[[Workers], PrefixIndex] = PrefixIndex,
+    ) -> None:
         self.enabled = enabled
         self.segment_tokens = segment_tokens
         self.num_queries = 0
         self.num_hit_tokens = 0
         self._workers = workers
-        self._index = PrefixIndex(workers)
+        self._index = index(workers)
         self._ids = itertools.count(-1, -1)
         self._computing: dict[bytes, Sequence] = {}
 
@@ -136,16 +154,20 @@ class PrefixCache:
         Worth taking is one at least as long as what remains, whose attention then runs on the R-worker. At least one
         token is always computed, since its logits are sampled.
         """
-        found = self._index.longest(self._usable(sequence))
-        return {worker: hit for worker, hit in found.items() if self._is_worth(sequence, hit[0])}
+        found = self._index.longest(sequence, self._usable(sequence))
+        return {worker: hit for worker, hit in found.items() if self._is_worth(sequence, hit.num_blocks)}
+
+    def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
+        """What a sequence may begin from where ``hit`` is the longest, best first."""
+        return (hit,)
 
     def leader(self, sequence: Sequence) -> Sequence | None:
         """A sequence that is computing a longer beginning of ``sequence`` right now than any that is cached."""
         usable = self._usable(sequence)
         for depth in range(len(usable), 0, -1):
             leader = self._computing.get(usable[depth - 1])
-            if leader and self._is_worth(sequence, depth):
-                cached = max((hit[0] for hit in self._index.longest(usable).values()), default=0)
+            if leader and self._is_worth(sequence, depth) and self._leaves(leader, depth):
+                cached = max((hit.num_blocks for hit in self._index.longest(sequence, usable).values()), default=0)
                 return leader if depth > cached else None
         return None
 
@@ -153,10 +175,21 @@ class PrefixCache:
         """For something else than a sequence that R-workers hold."""
         return next(self._ids)
 
-    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+    def name(self, sequence: Sequence) -> int:
+        """What R-workers are to call the first segment of ``sequence``, which is about to start."""
+        return sequence.sequence_id
+
+    def until_stop(self, sequence: Sequence, most: int) -> int:
+        """Rows of at most ``most`` of a prompt up to where it is to stop for something to be kept."""
+        return most
+
+    def pass_by(self, sequence: Sequence) -> None:
+        """More of the prompt of ``sequence`` is cached."""
+
+    def pieces(self, sequence: Sequence, hit: Hit) -> list[tuple[int, Prefix]]:
         """Return what ``hit`` has of each range of ``sequence``: the number of its blocks, and a prefix that has
         them."""
-        depth, last = hit
+        depth, last, _ = hit
         whole = self.segment_tokens // self._workers.block_size
         found = [self._index.holder(sequence.block_hashes[end - 1]) for end in range(whole, depth, whole)]
         return [*((whole, prefix) for prefix in found if prefix), (depth - whole * len(found), last)]
@@ -165,23 +198,23 @@ class PrefixCache:
         """``sequence`` starts, from ``hit`` if it has one, and computes the rest for those that follow it."""
         if sequence.output_token_ids == []:
             self.num_queries += self.enabled
-            self.num_hit_tokens += hit[0] * self._workers.block_size if hit else 0
-        for block_hash in sequence.block_hashes[hit[0] if hit else 0 :]:
+            self.num_hit_tokens += hit.num_tokens if hit else 0
+        for block_hash in sequence.block_hashes[hit.num_blocks if hit else 0 :]:
             self._computing.setdefault(block_hash, sequence)
 
-    def share_with(self, segment: Segment, copy: Copy, piece: Hit) -> None:
-        """``copy`` of ``segment`` begins with the blocks of ``piece``, on the same R-worker."""
-        count, prefix = piece
+    def share_with(self, segment: Segment, copy: Copy, count: int, prefix: Prefix) -> None:
+        """``copy`` of ``segment`` begins with ``count`` blocks of ``prefix``, on the same R-worker."""
         worker = self._workers[prefix.worker]
         self._index.touch(prefix)
-        segment.num_tokens, copy.shared = count * self._workers.block_size, prefix.blocks[:count]
+        segment.num_tokens = count * self._workers.block_size + len(prefix.rest)
+        copy.shared = prefix.blocks[:count]
         worker.hold(copy.shared)
         worker.fork(segment.cache_id, prefix.prefix_id, segment.num_tokens)
 
     def twin(self, hit: Hit) -> Hit | None:
         """Return the same beginning on another R-worker, bit for bit, if there is one."""
-        twin = self._index.twin(hit[1], hit[0])
-        return (hit[0], twin) if twin else None
+        twin = self._index.twin(hit.prefix, hit.num_blocks)
+        return hit._replace(prefix=twin) if twin else None
 
     def stop_computing(self, sequence: Sequence) -> None:
         """No sequence need wait for ``sequence`` any more: its prompt is cached, or it left."""
@@ -193,6 +226,12 @@ class PrefixCache:
         """The first ``num_blocks`` full blocks of ``copy``, which others may hold from now on."""
         copy.shared += [Block() for _ in range(num_blocks - len(copy.shared))]
         return copy.shared[:num_blocks]
+
+    def take_over(self, sequence: Sequence) -> bool:
+        """Keep what ``sequence``, which gives up its cache, leaves. True where that is the cache as it is, so that no
+        R-worker is to release it."""
+        self.retain(sequence)
+        return False
 
     def retain(self, sequence: Sequence) -> None:
         """Keep the full blocks of a running sequence, in place of what was kept of it before."""
@@ -249,6 +288,10 @@ class PrefixCache:
 
     def _is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
         return 2 * num_blocks * self._workers.block_size >= sequence.num_prefill
+
+    def _leaves(self, leader: Sequence, num_blocks: int) -> bool:
+        """Whether others can begin with the first ``num_blocks`` blocks that ``leader`` computes."""
+        return True
 
 
 def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: int) -> None:

@@ -15,6 +15,7 @@ from fastdecode.scheduler.store.holdings import Holdings, TransfersUnderWay
 from fastdecode.scheduler.store.place import Copy, Segment
 from fastdecode.scheduler.store.prefix import Hit, PrefixCache
 from fastdecode.scheduler.store.residents import Residents
+from fastdecode.scheduler.store.states import StateCache
 from fastdecode.scheduler.store.table import SequenceTable
 from fastdecode.scheduler.store.workers import Workers
 
@@ -32,7 +33,8 @@ class Store:
         self.workers = Workers(
             limits.num_blocks, limits.bandwidths, limits.block_size, limits.hosts, limits.state_blocks
         )
-        self.prefixes = PrefixCache(self.workers, limits.prefix_caching and retains, limits.placing.segment_tokens)
+        caches = StateCache if limits.state_blocks else PrefixCache
+        self.prefixes = caches(self.workers, limits.prefix_caching and retains, limits.placing.segment_tokens)
         self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.placing.segment_tokens)
         self.residents = Residents(self.table, limits.scratch_tokens)
         self.transfers = TransfersUnderWay(self)
@@ -64,7 +66,7 @@ class Store:
         sequence.outputs_at_start = len(sequence.output_token_ids)
         self.prefixes.begin(sequence, hit)
         for segment, piece in zip(segments, self.prefixes.pieces(sequence, hit) if hit else (), strict=False):
-            self.prefixes.share_with(segment, segment.copies[0], piece)
+            self.prefixes.share_with(segment, segment.copies[0], *piece)
         for segment in segments:
             for copy in segment.copies:
                 self._holdings.take(segment, copy)
@@ -157,12 +159,11 @@ class Store:
         """``sequence`` gives up its cache; its full blocks are retained if ``keep`` and prefix caching say so."""
         if self.residents.leave(sequence):
             self.prefixes.stop_computing(sequence)
-        if keep:
-            self.prefixes.retain(sequence)
+        stays = keep and self.prefixes.take_over(sequence)
         self._count_tail(sequence, -1)
         for segment in sequence.segments:
             for copy in segment.copies:
-                self._holdings.give_up(segment, copy, is_known=sequence.job_id > 0)
+                self._holdings.give_up(segment, copy, is_known=sequence.job_id > 0, stays=stays)
         self.transfers.drop_of(sequence)
         self.table.close(sequence)
         sequence.job_id = 0
@@ -220,7 +221,7 @@ class Store:
             twin = self.prefixes.twin(hit)
             if twin is None:
                 raise ValueError("a second copy can start from a twin only")
-            self.prefixes.share_with(segment, copy, twin)
+            self.prefixes.share_with(segment, copy, twin.num_blocks, twin.prefix)
         self._holdings.take(segment, copy)
         segment.copies.append(copy)
         self.workers[worker].num_sequences += 1

@@ -28,7 +28,8 @@ class Prefix:
     """A retained prefix: a copy that no sequence owns, named ``prefix_id`` on R-worker ``worker``.
 
     Hash i covers all tokens up to block i's end. Of a sequence with two copies both are retained, under the same
-    ``origin``: they are the same bit for bit.
+    ``origin``: they are the same bit for bit. ``own``: blocks that only this prefix has, of a hybrid's state and of the
+    tokens ``rest`` after the last full block; with a state it is of use as a whole alone.
     """
 
     prefix_id: int
@@ -36,6 +37,8 @@ class Prefix:
     block_hashes: list[bytes]
     blocks: list[Block]
     origin: int = 0
+    own: list[Block] = field(default_factory=list)
+    rest: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)

@@ -1,0 +1,186 @@
+"""Prefixes of hybrids: a state is that of all tokens before it, so others can go on only from where one was kept.
+
+A prompt stops at some block boundaries, its checkpoints, for a copy of its state: at the last one before its last
+token; where it parts from others, as soon as two have been seen that begin alike; and at every 2^k blocks, so many that
+states take at most a quarter of what the tokens between them do. What a sequence leaves when it ends, or is preempted,
+stays as it is, without a copy: its full blocks, the tokens after them, and the state of all.
+
+A kept state counts as the blocks it takes, and goes before those of its beginnings.
+"""
+
+from __future__ import annotations
+
+from fastdecode.core.placing import UNLIMITED
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import Block, Copy, Segment
+from fastdecode.scheduler.store.prefix import Hit, PrefixCache, PrefixIndex, extend_hashes
+from fastdecode.scheduler.store.workers import Prefix, Workers
+
+STATES_SHARE = 4
+"""Blocks of tokens between two checkpoints for each block of a state."""
+
+MOST_SEEN = 1 << 16
+"""Blocks of prompts by which it is seen that others begin alike; those seen last."""
+
+
+class StateIndex(PrefixIndex):
+    """Prefixes that are found by their end alone."""
+
+    def longest(self, sequence: Sequence, block_hashes: list[bytes]) -> dict[int, Hit]:
+        """For each R-worker that holds a state of a beginning of ``sequence``, the longest but for its last token."""
+        found: dict[int, Hit] = {}
+        for depth, block_hash in enumerate(block_hashes, 1):
+            for prefix in self._by_hash.get(block_hash, {}).values():
+                start, count = depth * self._workers.block_size, len(prefix.rest)
+                here = found.get(prefix.worker)
+                if here is not None and here.num_tokens >= start + count:
+                    continue
+                if start + count < sequence.num_prefill and sequence.tokens(start, count) == prefix.rest:
+                    found[prefix.worker] = Hit(depth, prefix, start + count)
+        return found
+
+    def ending(self, worker: int, block_hash: bytes, rest: list[int]) -> Prefix | None:
+        """A prefix of ``worker`` that ends with that block and ``rest``."""
+        holders = self._by_hash.get(block_hash, {}).values()
+        return next((each for each in holders if each.worker == worker and each.rest == rest), None)
+
+    def touch(self, prefix: Prefix) -> None:
+        """``prefix`` was used just now, and so were those that it begins with, the shortest last."""
+        super().touch(prefix)
+        for block_hash in reversed(prefix.block_hashes):
+            for each in self._by_hash.get(block_hash, {}).values():
+                if each.worker == prefix.worker and not each.rest:
+                    super().touch(each)
+
+    def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
+        """Free at least ``count`` more blocks if the cache, but for ``spared``, holds so many; the oldest go first."""
+        worker = self._workers[index]
+        target = worker.free + min(count, worker.cached)
+        for prefix in list(worker.prefixes.values()):
+            if worker.free >= target:
+                return
+            if prefix is not spared:
+                self.shorten(prefix, 0)
+
+    def shorten(self, prefix: Prefix, keep: int) -> None:
+        """Forget ``prefix`` unless all of it is kept."""
+        if keep < len(prefix.blocks):
+            super().shorten(prefix, 0)
+
+    def _found_by(self, prefix: Prefix, keep: int) -> list[bytes]:
+        return prefix.block_hashes[-1:]
+
+
+class StateCache(PrefixCache):
+    """Keeps states of prompts at checkpoints, and what sequences leave."""
+
+    _index: StateIndex
+
+    def __init__(self, workers: Workers, enabled: bool, segment_tokens: int = UNLIMITED) -> None:
+        super().__init__(workers, enabled, segment_tokens, StateIndex)
+        self._interval = 1
+        while self._interval < STATES_SHARE * workers.state_blocks:
+            self._interval *= 2
+        self._seen: dict[bytes, bool] = {}
+
+    def arrive(self, sequence: Sequence) -> None:
+        """Hash what ``sequence`` is about to compute; where it parts from what was seen is a checkpoint."""
+        super().arrive(sequence)
+        usable, before = self._usable(sequence), self._seen
+        shared = next((depth for depth in range(len(usable), 0, -1) if usable[depth - 1] in before), 0)
+        for depth, block_hash in enumerate(usable, 1):
+            before[block_hash] = before.pop(block_hash, False) or depth == shared
+        while len(before) > MOST_SEEN:
+            del before[next(iter(before))]
+
+    def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
+        """A state that is gone on from is copied; where there is no room for two all is computed again."""
+        return (hit, None) if hit else (None,)
+
+    def name(self, sequence: Sequence) -> int:
+        """A new name for what was preempted: what it left may be there under the old one."""
+        return self.new_id() if sequence.was_preempted else sequence.sequence_id
+
+    def until_stop(self, sequence: Sequence, most: int) -> int:
+        """Rows of at most ``most`` of a prompt up to its next checkpoint."""
+        cached, size = sequence.num_cached, self._workers.block_size
+        for depth in range(cached // size + 1, (cached + most) // size + 1):
+            if self._is_checkpoint(sequence, depth):
+                return depth * size - cached
+        return most
+
+    def pass_by(self, sequence: Sequence) -> None:
+        """Keep a copy of the state of ``sequence`` if it stopped for that and no sequence needs the room."""
+        num_blocks, rest = divmod(sequence.num_cached, self._workers.block_size)
+        if rest or not self._is_checkpoint(sequence, num_blocks):
+            return
+        origin, segment = self.new_id(), sequence.tail
+        for copy in segment.copies:
+            worker, hashes = self._workers[copy.worker], sequence.block_hashes[:num_blocks]
+            if known := self._index.ending(copy.worker, hashes[-1], []):
+                self._index.touch(known)
+            elif self.make_room(copy.worker, self._workers.state_blocks):
+                worker.grow(self._workers.state_blocks)
+                prefix = self._keep(self.new_id(), segment, copy, hashes, origin)
+                worker.fork(prefix.prefix_id, segment.cache_id, segment.num_tokens)
+                worker.drop(prefix.own)
+                copy.prefix_id = prefix.prefix_id
+
+    def retain(self, sequence: Sequence) -> None:
+        """Nothing more is kept of a prompt than at its checkpoints."""
+
+    def take_over(self, sequence: Sequence) -> bool:
+        """Keep all that is cached of ``sequence``, which gives it up, under the name it has on its R-workers."""
+        num_blocks = sequence.num_cached // self._workers.block_size
+        if not self.enabled or not num_blocks or sequence.has_several:
+            return False
+        segment, tokens = sequence.tail, sequence.tokens(0, sequence.num_cached)
+        extend_hashes(sequence.block_hashes, tokens, self._workers.block_size)
+        hashes, rest = sequence.block_hashes[:num_blocks], tokens[num_blocks * self._workers.block_size :]
+        known = [self._index.ending(copy.worker, hashes[-1], rest) for copy in segment.copies]
+        for prefix in known:
+            if prefix:
+                self._index.touch(prefix)
+        if any(known):
+            return False
+        origin = self.new_id()
+        for copy in segment.copies:
+            prefix = self._keep(segment.cache_id, segment, copy, hashes, origin, rest)
+            copy.shared += prefix.own
+        return True
+
+    def share_with(self, segment: Segment, copy: Copy, count: int, prefix: Prefix) -> None:
+        """``copy`` of ``segment`` begins with all of ``prefix``, for a copy of whose state there is room first."""
+        worker = self._workers[prefix.worker]
+        worker.hold(prefix.blocks)
+        missing = segment.num_blocks - count - worker.free
+        if missing > 0:
+            self._index.evict(prefix.worker, missing, spared=prefix)
+        super().share_with(segment, copy, count, prefix)
+        worker.drop(prefix.blocks)
+
+    def _keep(
+        self, name: int, segment: Segment, copy: Copy, hashes: list[bytes], origin: int, rest: list[int] | None = None
+    ) -> Prefix:
+        """Retain the tokens of ``copy``, of ``segment``, and a state in blocks that its R-worker counts as taken."""
+        rest = rest or []
+        own = [Block() for _ in range(self._workers.state_blocks + (len(rest) > 0))]
+        blocks = list(self.share(copy, len(hashes)))
+        prefix = Prefix(name, copy.worker, list(hashes), blocks, origin, own, rest)
+        self._index.add(prefix)
+        self._index.touch(prefix)
+        return prefix
+
+    def _is_checkpoint(self, sequence: Sequence, num_blocks: int) -> bool:
+        last = (sequence.num_prefill - 1) // self._workers.block_size
+        if not self.enabled or not 0 < num_blocks <= last:
+            return False
+        wanted = self._seen.get(sequence.block_hashes[num_blocks - 1], False)
+        return wanted or num_blocks == last or num_blocks % self._interval == 0
+
+    def _is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
+        return True
+
+    def _leaves(self, leader: Sequence, num_blocks: int) -> bool:
+        ahead = leader.num_cached < num_blocks * self._workers.block_size
+        return ahead and self._is_checkpoint(leader, num_blocks)
