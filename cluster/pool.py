@@ -121,7 +121,13 @@ class PoolBackend:
                 self._failed(index, "a layer", error)
             if waits:
                 self._arrived[index, mini_batch, rows.layer] = time.perf_counter()
-        return rows.gather(self._arithmetic.of_merges)
+        o = rows.gather(self._arithmetic.of_merges)
+        for index, counts in rows.picks():
+            try:
+                self.workers[index].share(mini_batch, rows.layer, counts)
+            except FAILURES as error:
+                self._failed(index, "what its ranges pick", error)
+        return o
 
     def end_step(self) -> StepReport:
         for index in range(len(self.workers)):

@@ -57,6 +57,10 @@ class PoolWorker:
     def wait(self, mini_batch: int) -> None:
         """Wait for the layer that was submitted for this mini-batch."""
 
+    def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
+        """Tell how many of what each row of a range ranked in index layer ``layer``, the last, is picked: int32 [rows
+        of partial results, heads that pick], of a row's first node."""
+
     def end_step(self) -> None:
         """Ask the worker to commit the step."""
 
@@ -141,6 +145,9 @@ class InprocWorker(PoolWorker):
             return
         postponed, self._postponed = self._postponed, None
         self._open.run(*postponed)
+
+    def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
+        self._open.share(mini_batch, layer, counts)
 
     def ended(self) -> WorkerReport:
         report = end_step(self._open)

@@ -127,6 +127,11 @@ class RemoteWorker(PoolWorker):
                 self._take(TICK_SECONDS)
 
     @interrupts_deferred()
+    def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
+        with self._losses as link:
+            link.send(Kind.PICKS, counts.astype("<i4").tobytes(), mini_batch=mini_batch, layer=layer)
+
+    @interrupts_deferred()
     def end_step(self) -> None:
         self._send(Kind.END)
 

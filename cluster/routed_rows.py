@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.core.routes import Merge, MiniBatchRoutes, Rows
-from fastdecode.core.types import WIRE_DTYPE, KVLayout
+from fastdecode.core.types import WIRE_DTYPE, KVLayout, LayerLayout
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 """q, k, v, o and partial results, as ``PoolWorker.submit`` takes them."""
@@ -43,7 +43,7 @@ class RoutedRows:
         self._layout, self._routes = layout, routes.workers
         self._set_merge(routes.merge)
         self._zeroed: list[slice] = []
-        self._shares: dict[tuple[int, int], tuple[np.ndarray, list[_Share]]] = {}
+        self._shares: dict[tuple[tuple[int, int], ...], tuple[np.ndarray, list[_Share]]] = {}
         self._taken: dict[tuple[str, int, tuple[int, ...]], np.ndarray] = {}
         self._o = np.zeros((0, 0, 0), WIRE_DTYPE[layout.model_dtype])
 
@@ -51,10 +51,10 @@ class RoutedRows:
         """Each busy R-worker and its part of q, k, v, as ``AttentionBackend.submit`` takes them, of o and of partial
         results."""
         spec, self.layer = self._layout.layers[layer], layer
-        shape = spec.num_heads, spec.value_head_dim
-        if shape not in self._shares:
-            self._shares[shape] = self._make_shares(len(q), *shape)
-        self._o, shares = self._shares[shape]
+        shapes = spec.row_shapes[3], spec.partial_shape
+        if shapes not in self._shares:
+            self._shares[shapes] = self._make_shares(len(q), *shapes)
+        self._o, shares = self._shares[shapes]
         for worker, in_place, q_rows, kv_rows, o, partials in shares:
             if in_place:
                 yield worker, (q[q_rows], k[kv_rows], v[kv_rows], o, partials)
@@ -65,14 +65,27 @@ class RoutedRows:
     def gather(self, isa: str) -> np.ndarray:
         """o of the layer that was scattered, once every busy R-worker has answered; valid until the next ``scatter``.
 
-        Partial results are merged in the arithmetic of ``isa``.
+        Partial results are merged in the arithmetic of ``isa``; those of an index layer are for ``picks``.
         """
         for rows in self._zeroed:
             self._o[rows] = 0
-        if self._tables and self.layer is not None:
-            sinks, dtype = self._layout.layers[self.layer].sinks, self._layout.model_dtype
-            _rworker.merge_partials(self._partials(), *self._tables, sinks, self._o, dtype, isa)
+        if self._tables and self._spec and not self._spec.picks:
+            _rworker.merge_partials(
+                self._partials(self._spec), *self._tables, self._spec.sinks, self._o, self._layout.model_dtype, isa
+            )
         return self._o
+
+    def picks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """After ``gather`` of an index layer: each R-worker with ranges, and how many of what they ranked is picked,
+        int32 [rows of partial results, heads that pick]. Of equal scores the earlier tokens are."""
+        if not (self._spec and self._spec.picks):
+            return
+        none = np.zeros((0, 5), np.int64), np.zeros((0, 4), np.int64)
+        partials = self._partials(self._spec)
+        if any(map(len, partials)):
+            for worker, counts in enumerate(_rworker.share_picks(partials, *(self._tables or none))):
+                if len(counts):
+                    yield worker, counts
 
     def lose(self, worker: int) -> None:
         """R-worker ``worker`` is lost: rows of o that it has a part in are zeros from now on."""
@@ -87,12 +100,19 @@ class RoutedRows:
         self._merge = merge
         self._tables = (_as_table(merge.parts), _as_table(merge.merged)) if len(merge.merged) else None
 
-    def _make_shares(self, num_rows: int, num_heads: int, dim: int) -> tuple[np.ndarray, list[_Share]]:
-        """o of layers with ``num_heads`` values of ``dim`` elements a row, and the busy R-workers' shares in them."""
-        o, shares = np.empty((num_rows, num_heads, dim), self._o.dtype), []
+    @property
+    def _spec(self) -> LayerLayout | None:
+        """The layer that was scattered last."""
+        return None if self.layer is None else self._layout.layers[self.layer]
+
+    def _make_shares(
+        self, num_rows: int, shape: tuple[int, int], partial_shape: tuple[int, int]
+    ) -> tuple[np.ndarray, list[_Share]]:
+        """o of layers with rows of such shapes, of o and of partial results, and the busy R-workers' shares in them."""
+        o, shares = np.empty((num_rows, *shape), self._o.dtype), []
         for worker in self.busy:
             route = self._routes[worker]
-            partials = np.empty((route.num_partials, num_heads, 2 + dim), np.float32) if route.num_partials else None
+            partials = np.empty((route.num_partials, *partial_shape), np.float32) if route.num_partials else None
             in_place = isinstance(route.q_rows, slice) and isinstance(route.kv_rows, slice)
             shares.append(_Share(worker, in_place, route.q_rows, route.kv_rows, o[route.o_rows], partials))
         return o, shares
@@ -106,11 +126,10 @@ class RoutedRows:
             self._taken[key] = np.empty(shape, array.dtype)
         return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # which needs no copy in between
 
-    def _partials(self) -> list[np.ndarray]:
-        """Every R-worker's partial results of the layer that was scattered."""
-        _, num_heads, dim = self._o.shape
-        found = [np.zeros((0, num_heads, 2 + dim), np.float32)] * len(self._routes)
-        for share in self._shares[num_heads, dim][1]:
+    def _partials(self, spec: LayerLayout) -> list[np.ndarray]:
+        """Every R-worker's partial results of ``spec``, the layer that was scattered."""
+        found = [np.zeros((0, *spec.partial_shape), np.float32)] * len(self._routes)
+        for share in self._shares[spec.row_shapes[3], spec.partial_shape][1]:
             if share.partials is not None:
                 found[share.worker] = share.partials
         return found

@@ -98,6 +98,16 @@ def merge_partials(
     parts in order. ``sinks``: one per head, or none. ValueError for anything else.
     """
 
+def share_picks(
+    partials: list[npt.NDArray[np.float32]], parts: npt.NDArray[np.int64], spans: npt.NDArray[np.int64]
+) -> list[npt.NDArray[np.int32]]:
+    """Of what ranges ranked in an index layer, how much is picked: int32 [rows, heads] for each of ``partials``.
+
+    ``partials``: [rows, heads, most] each, as R-workers give them. Picked are the ``most`` best of a row's parts, of
+    equal ones those of earlier parts. ``parts`` and ``spans`` as for ``merge_partials``; rows that these do not name
+    pick nothing. ValueError for what is not there.
+    """
+
 class RWorker:
     """A KV cache with the threads that attend to it; called from one thread.
 
@@ -190,8 +200,10 @@ class RWorker:
         of ATTEND spans, num_heads, Dv], written. ``partials`` float32 [n, num_heads, 2 + Dv], written: (max, sum,
         output before division) of each row of READ spans, and of each row and node of PARTIAL spans, of which a span
         whose last row sees n splits of 512 tokens has as many as n has bits that are 1. May be None where there are
-        none. The arrays are kept, and must be left alone, until ``wait``. ValueError for arrays of another kind, with
-        no step open, and for a layer submitted before or while this mini-batch is still to be waited for.
+        none. Those of an index layer, [n, heads that pick, picks], are uint32 as bits: the ranks of a range's best
+        scores, the best first, 0 where there are no more. The arrays are kept, and must be left alone, until ``wait``.
+        ValueError for arrays of another kind, with no step open, and for a layer submitted before or while this
+        mini-batch is still to be waited for.
         """
 
     def run(
@@ -208,6 +220,13 @@ class RWorker:
 
         For a process that has nothing else to do: no thread is woken to lead. ValueError as for ``submit``, and while
         any mini-batch is to be waited for.
+        """
+
+    def share(self, mini_batch: int, layer: int, counts: npt.NDArray[np.int32]) -> None:
+        """Tell, once index layer ``layer`` is done, how many of what rows of READ and PARTIAL spans ranked is picked.
+
+        ``counts``: [rows of partial results, heads that pick], of several nodes of a row that of the first. Before the
+        layers that read what it picks. ValueError for more than were ranked, or where nothing is to be told.
         """
 
     def ready(self, mini_batch: int) -> bool:

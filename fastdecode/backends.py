@@ -260,7 +260,7 @@ def kv_cache_bytes(config: EngineConfig) -> int:
 def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
     """Every R-worker must hold one longest sequence, or all together its ranges; CapacityError says how much memory
     that takes. ConfigError where there is one R-worker for two copies."""
-    placing = config.placing.heeding(layout)
+    placing = config.placing
     if not config.pool_listen:
         placing.check_r_workers(len(workers))
     num_blocks = [worker.num_blocks - worker.state_blocks for worker in workers]

@@ -62,7 +62,7 @@ def make_scheduler(
     num_blocks = tuple(worker.num_blocks for worker in r_workers)
     placing = WHOLE
     if not model.layout.has_states:
-        placing = config.placing.heeding(model.layout).chosen(
+        placing = config.placing.chosen(
             model.max_model_len, num_blocks, config.block_size, balanced, model.layout.chunk_tokens
         )
     limits = Limits(
@@ -100,8 +100,6 @@ def check_index(config: EngineConfig, layout: KVLayout) -> None:
     if not layout.has_index:
         return
     why = "an index of this model picks the tokens that its queries see"
-    if config.kv_shard_tokens is not None:
-        raise ConfigError(f"kv_shard_tokens: {why}, among all of a sequence, which stays whole: leave it out")
     blocks = {layer.pick_block for layer in layout.layers if layer.pick_block}
     for name, refused in (
         ("prefill_workers", config.prefill_workers is not None),

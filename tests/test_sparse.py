@@ -153,6 +153,31 @@ def test_16_bits_keep_their_tokens_in_two_places_and_after_kill_9(model: tuple[s
         assert_nothing_held(llm.engine)
 
 
+RANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"r_workers": "spawn:3", "num_mini_batches": 2, "kv_replicas": 2},
+    "glm_moe_dsa": {"r_workers": "inproc:3", "num_mini_batches": 1, "prefill_scratch": "1MiB"},
+    "minimax_m3": {"r_workers": "spawn:2", "num_mini_batches": 3, "r_threads": 2},
+}
+
+
+@pytest.mark.parametrize("model", MORE, indirect=True)
+def test_ranges_on_several_r_workers_match_generate(model: tuple[str, Any, Path]) -> None:
+    """Prompts that pass their first range, there and on the S-worker, outputs that begin one, drafts, and a loss."""
+    name, own, folder = model
+    texts = prompts((1100, 40, 500, 620))
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    settings = {"kv_shard_tokens": 512, "speculative_config": drafts, "max_model_len": 1200} | RANGES[name]
+    with LLM(str(folder), **SETTINGS | settings) as llm:
+        if settings["r_workers"] == "spawn:3":
+            there = Watched(llm, range(0))
+            kill = partial(os.kill, r_workers.spawned_pids(llm)[1], signal.SIGKILL)
+            tokens = [each[0] for each in there.run(texts, lambda _: GREEDY, {4: kill})]
+            assert_nothing_held(llm.engine)
+        else:
+            tokens = generated(llm, texts)
+    assert [model_zoo.disagreements(own, *pair) for pair in zip(texts, tokens, strict=True)] == [0] * 4
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", ["glm_moe_dsa"], indirect=True)
 def test_ranks_have_their_heads_and_the_whole_index(model: tuple[str, Any, Path]) -> None:
@@ -168,7 +193,6 @@ def test_ranks_have_their_heads_and_the_whole_index(model: tuple[str, Any, Path]
 def test_what_does_not_go_with_an_index_is_refused_by_name(tmp_path: Path) -> None:
     build_model("minimax_m3").save_pretrained(tmp_path)
     for settings, message in (
-        ({"kv_shard_tokens": 512}, "kv_shard_tokens: an index of this model picks the tokens that its queries see"),
         ({"block_size": 32}, "block_size: an index of this model picks .*, in blocks of 16: 32 must divide that"),
         (
             {"kv_cache_dtype": "int8"},

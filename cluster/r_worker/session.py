@@ -105,6 +105,7 @@ class Session:
             Kind.PING: self._ping,
             Kind.PLAN: self._plan,
             Kind.PAYLOAD: self._payload,
+            Kind.PICKS: self._picks,
             Kind.END: self._end,
             Kind.ABANDON: self._abandon,
             Kind.EXPORT: self._export,
@@ -216,6 +217,13 @@ class Session:
         self._link.load(frame, (q, k, v))
         self._open_worker.run(mini_batch, layer, q, k, v, o, partials)
         self._link.send_arrays(Kind.OUTPUT, mini_batch, layer, (o, partials) if len(partials) else (o,))
+
+    def _picks(self, frame: Frame) -> None:
+        data = self._link.body(frame)
+        if len(data) % 4:
+            raise FrameError(f"a PICKS frame of {len(data)} bytes")
+        counts = np.frombuffer(data, "<i4").astype(np.int32)
+        self._open_worker.share(frame.mini_batch, frame.layer, counts)
 
     def _end(self, frame: Frame) -> None:
         report = end_step(self._open_worker, self.leaving)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 14
+VERSION = 15
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -66,6 +66,7 @@ class Kind(IntEnum):
     FAILED = 29  # P: why a part was not computed (JSON)
     CANCEL = 30  # S: a job that is not wanted any more
     READ = 31  # prefill worker, to a KV port: job, first token, rows of a layer of a prefix, which come as KV
+    PICKS = 32  # S: after the OUTPUT of an index layer, how many of what each row of a range ranked is picked (int32)
 
 
 _KINDS = frozenset(Kind)

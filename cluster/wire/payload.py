@@ -43,7 +43,7 @@ class PayloadSlots:
 
     def __init__(self, layout: KVLayout, rows: Sequence[RowCounts]) -> None:
         self._layers, self._dtype, self._rows = layout.layers, WIRE_DTYPE[layout.model_dtype], rows
-        distinct = {layer.row_shapes: layer for layer in self._layers}.values()
+        distinct = {_shapes_of(layer): layer for layer in self._layers}.values()
         self._starts: list[list[int]] = []
         self._views: dict[tuple[int, tuple[tuple[int, int], ...]], Views] = {}
         self._memory = np.zeros(0, np.uint8)
@@ -75,7 +75,7 @@ class PayloadSlots:
     def views(self, mini_batch: int, layer: int) -> Views:
         """q, k, v, o and partial results of one layer of one mini-batch; layers of the same shape share them."""
         spec = self._layers[layer]
-        key = (mini_batch, spec.row_shapes)
+        key = (mini_batch, _shapes_of(spec))
         if key not in self._views:
             self._views[key] = self._make_views(mini_batch, spec)
         return self._views[key]
@@ -147,10 +147,15 @@ def _tail_rows(spans: np.ndarray) -> int:
     return sum(rows * len(node_widths(end)) for rows, end in zip(tails["num_rows"].tolist(), ends, strict=True))
 
 
+def _shapes_of(layer: LayerLayout) -> tuple[tuple[int, int], ...]:
+    """Shapes of a row of q, k, v, o and partial results."""
+    return *layer.row_shapes, layer.partial_shape
+
+
 def _shapes(layer: LayerLayout, rows: RowCounts) -> list[tuple[int, int, int]]:
     counts = (rows.queries, rows.stored, rows.stored, rows.outputs)
     shapes = [(count, *shape) for count, shape in zip(counts, layer.row_shapes, strict=True)]
-    return [*shapes, (rows.partials, layer.num_heads, 2 + layer.value_head_dim)]
+    return [*shapes, (rows.partials, *layer.partial_shape)]
 
 
 def encode_plan(plan: WorkerPlan) -> bytes:

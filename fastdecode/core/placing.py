@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.types import SPLIT_TOKENS, KVLayout
+from fastdecode.core.types import SPLIT_TOKENS
 
 UNLIMITED = 1 << 60
 """Tokens of a segment where sequences have one only."""
@@ -42,22 +42,17 @@ WHOLE = Placing()
 @dataclass(frozen=True)
 class AskedPlacing:
     """The settings of it: ``kv_shard_tokens``, None where the length of ranges is to be chosen, ``kv_replicas``, and
-    the schedule that is to go with them; ``whole``: the model's sequences cannot be cut."""
+    the schedule that is to go with them."""
 
     kv_shard_tokens: int | None = None
     kv_replicas: int = 1
     schedule: str = "sls"
-    whole: bool = False
 
     @staticmethod
     def of(settings: Any) -> AskedPlacing:
         """Return what an object with such settings asks for; one without a schedule has the first of them."""
         schedule = getattr(settings, "schedule", AskedPlacing.schedule)
         return AskedPlacing(settings.kv_shard_tokens, settings.kv_replicas, schedule)
-
-    def heeding(self, layout: KVLayout) -> AskedPlacing:
-        """Return the same for a model: where an index picks the tokens that are seen, it needs all of a sequence."""
-        return replace(self, whole=layout.has_index)
 
     @property
     def uncut(self) -> Placing:
@@ -67,7 +62,7 @@ class AskedPlacing:
     @property
     def may_cut(self) -> bool:
         """True where a sequence may lie on several R-workers."""
-        return not self.whole and self.schedule not in ("request-level", "hybrid")
+        return self.schedule not in ("request-level", "hybrid")
 
     def check(self) -> None:
         """ConfigError unless ranges are whole splits, and not for schedules that keep a sequence on one R-worker."""

@@ -101,7 +101,8 @@ class LayerLayout:
     layer that sees all): at most ``picks`` tokens, by the sum of relu(scale · q · k) · weight over its heads; a weight
     is a float32 in the place of two more elements of q. Or, with ``pick_block``, each head, for the KV head of its
     number, picks ``picks`` blocks of so many tokens, by its largest q · k in each: first the query's own and those
-    before it, ``pick_local`` blocks in all.
+    before it, ``pick_local`` blocks in all. Of a sequence in ranges each answers with the ranks of its best; which of
+    these are the best of all it is told before the next layer (``PoolWorker.share``).
     """
 
     num_heads: int
@@ -135,6 +136,14 @@ class LayerLayout:
             return (1, 0), (1, self.state.row_elements), (1, 0), output
         key = self.num_kv_heads, self.key_head_dim
         return (self.num_heads, self.query_dim), key, (self.num_kv_heads, self.stored_value_dim), output
+
+    @property
+    def partial_shape(self) -> tuple[int, int]:
+        """Shape of a row of partial results, float32; those of an index layer are the ranks of scores, uint32 as bits,
+        of each head that picks by itself, the best first."""
+        if self.picks:
+            return (self.num_heads if self.pick_block else 1), self.picks
+        return self.num_heads, 2 + self.value_head_dim
 
     @property
     def stored_value_dim(self) -> int:

@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include "rworker/kernel_choice.hpp"
+#include "rworker/picks.hpp"
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -46,7 +47,7 @@ struct Merge {
                     std::to_string(rworker::kMaxHeadDim));
         out = static_cast<std::uint8_t*>(rows.mutable_data());
         for (const py::array& each : partials) {
-            check_partials(each, -1, num_heads, value_dim);
+            check_partials(each, -1, num_heads, rworker::node_floats(value_dim));
             buffers.emplace_back(static_cast<const float*>(each.data()), each.shape(0));
         }
     }
@@ -108,9 +109,59 @@ void merge_partials(const std::vector<py::array>& partials, const Table& parts, 
     }
 }
 
+using Counts = py::array_t<std::int32_t, py::array::c_style>;
+
+/// Ranks of one buffer, and where its counts go.
+struct Ranked {
+    const std::uint32_t* ranks;
+    std::int32_t* counts;
+    std::int64_t num_rows;
+};
+
+std::vector<Counts> share_picks(const std::vector<py::array>& partials, const Table& parts, const Table& spans) {
+    const std::int64_t num_parts = rows_of(parts, "parts", 5), num_spans = rows_of(spans, "spans", 4);
+    std::vector<Counts> counts;
+    std::vector<Ranked> buffers;
+    std::int64_t heads = 0, most = 0;
+    for (const py::array& each : partials) {
+        require(each.ndim() == 3, "partials must have three dimensions");
+        if (buffers.empty()) heads = each.shape(1), most = each.shape(2);
+        check_partials(each, -1, heads, most);
+        Counts& made = counts.emplace_back(std::vector<py::ssize_t>{each.shape(0), heads});
+        std::fill_n(made.mutable_data(), made.size(), 0);
+        buffers.push_back({static_cast<const std::uint32_t*>(each.data()), made.mutable_data(), each.shape(0)});
+    }
+    std::vector<const std::uint32_t*> ranks;
+    std::vector<std::int32_t> found;
+    for (std::int64_t i = 0; i < num_spans; ++i) {
+        const auto [rows, first, num] = std::array{spans.at(i, 1), spans.at(i, 2), spans.at(i, 3)};
+        require(rows >= 1 && first >= 0 && num >= 1 && first <= num_parts && num <= num_parts - first,
+                "spans must name parts that are there");
+        ranks.resize(num), found.resize(num);
+        for (std::int64_t j = first; j < first + num; ++j) {
+            const auto [buffer, row, step] = std::array{parts.at(j, 0), parts.at(j, 1), parts.at(j, 2)};
+            require(buffer >= 0 && buffer < std::int64_t(buffers.size()), "there is no such array of partial results");
+            const std::int64_t all = buffers[buffer].num_rows;
+            require(row >= 0 && row < all && step >= 1 && rows - 1 <= (all - 1 - row) / step, "rows that are not there");
+        }
+        for (std::int64_t row = 0; row < rows; ++row)
+            for (std::int64_t head = 0; head < heads; ++head) {
+                const auto at = [&](std::int64_t j) {
+                    return (parts.at(first + j, 1) + row * parts.at(first + j, 2)) * heads + head;
+                };
+                for (std::int64_t j = 0; j < num; ++j) ranks[j] = buffers[parts.at(first + j, 0)].ranks + at(j) * most;
+                rworker::share_picks(ranks, most, found);
+                for (std::int64_t j = 0; j < num; ++j) buffers[parts.at(first + j, 0)].counts[at(j)] = found[j];
+            }
+    }
+    return counts;
+}
+
 }  // namespace
 
 void bind_merge(py::module_& module) {
+    module.def("share_picks", &share_picks, py::arg("partials").noconvert(), py::arg("parts").noconvert(),
+               py::arg("spans").noconvert());
     module.def("merge_partials", &merge_partials, py::arg("partials").noconvert(), py::arg("parts").noconvert(),
                py::arg("spans").noconvert(), py::arg("sinks"), py::arg("out").noconvert(), py::arg("model_dtype"),
                py::arg("isa") = "auto");

@@ -60,6 +60,7 @@ void bind_step(py::class_<PyRWorker>& cls) {
     cls.def("run", &PyRWorker::run, py::arg("mini_batch"), py::arg("layer"), py::arg("q").noconvert(),
             py::arg("k").noconvert(), py::arg("v").noconvert(), py::arg("out").noconvert(),
             py::arg("partials").noconvert() = py::none());
+    cls.def("share", &PyRWorker::share, py::arg("mini_batch"), py::arg("layer"), py::arg("counts").noconvert());
     cls.def("ready", &PyRWorker::ready, py::arg("mini_batch"));
     cls.def("wait", &PyRWorker::wait, py::arg("mini_batch"));
     cls.def("end_step", &PyRWorker::end_step);

@@ -36,8 +36,7 @@ std::vector<Record> parse_table(const py::array& table, const std::string& name,
 
 }  // namespace
 
-void check_partials(const py::array& partials, std::int64_t rows, std::int64_t num_heads, std::int64_t value_dim) {
-    const std::int64_t floats = rworker::node_floats(value_dim);
+void check_partials(const py::array& partials, std::int64_t rows, std::int64_t num_heads, std::int64_t floats) {
     const bool right = py::isinstance<py::array_t<float>>(partials) && partials.ndim() == 3 &&
                        (rows < 0 || partials.shape(0) == rows) && partials.shape(1) == num_heads &&
                        partials.shape(2) == floats && (partials.flags() & py::array::c_style) != 0 &&
@@ -123,7 +122,7 @@ rworker::Payload PyRWorker::checked_payload(std::int64_t mini_batch, std::int64_
     if (!out.writeable()) throw Error("out is read-only; it must be writeable");
     if (!partials && rows.partials == 0) return {q.data(), k.data(), v.data(), out.mutable_data()};
     if (!partials) throw Error("partials is None, and this mini-batch has " + std::to_string(rows.partials) + " rows of it");
-    check_partials(*partials, rows.partials, spec.num_heads, spec.value_dim);
+    check_partials(*partials, rows.partials, spec.partial_heads(), spec.partial_floats());
     if (!partials->writeable()) throw Error("partials is read-only; it must be writeable");
     return {q.data(), k.data(), v.data(), out.mutable_data(), static_cast<float*>(partials->mutable_data())};
 }
@@ -142,6 +141,11 @@ void PyRWorker::run(std::int64_t mini_batch, std::int64_t layer, const py::array
     rworker::Worker& open = worker();
     const py::gil_scoped_release unlocked;
     open.run(mini_batch, layer, payload);
+}
+
+void PyRWorker::share(std::int64_t mini_batch, std::int64_t layer,
+                      const py::array_t<std::int32_t, py::array::c_style>& counts) {
+    worker().share(mini_batch, layer, {counts.data(), std::size_t(counts.size())});
 }
 
 void PyRWorker::wait(std::int64_t mini_batch) {

@@ -30,6 +30,8 @@ class PyRWorker {
                 std::optional<py::array> partials);
     void run(std::int64_t mini_batch, std::int64_t layer, const py::array& q, const py::array& k, const py::array& v,
              py::array out, std::optional<py::array> partials);
+    void share(std::int64_t mini_batch, std::int64_t layer,
+               const py::array_t<std::int32_t, py::array::c_style>& counts);
     bool ready(std::int64_t mini_batch) const { return worker().ready(mini_batch); }
     void wait(std::int64_t mini_batch);
     py::tuple end_step();
@@ -71,7 +73,7 @@ std::vector<rworker::LayerSpec> parse_layers(const py::list& layers);
 std::string describe(const py::array& array);
 
 /// Throws Error unless partial results are float32 [rows, num_heads, 2 + value_dim]; any number of rows where negative.
-void check_partials(const py::array& partials, std::int64_t rows, std::int64_t num_heads, std::int64_t value_dim);
+void check_partials(const py::array& partials, std::int64_t rows, std::int64_t num_heads, std::int64_t floats);
 
 /// Partial results of ranges, merged on the S-worker: see the stub.
 void bind_merge(py::module_& module);

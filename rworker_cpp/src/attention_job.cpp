@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "rworker/values_of_keys.hpp"
 
@@ -26,7 +27,10 @@ void AttentionJob::prepare(const WorkList& list, std::int64_t layer, const Paylo
     payload_ = payload;
     for (std::int64_t i = 0; i < list.num_stored; ++i) list.stored_flags[i].store(0, std::memory_order_relaxed);
     begin(layer, list.num_items, list.cost, list.bytes_read);
-    if (spec_->picks > 0) picks_.reset(layer, *spec_, list.num_queries, list.most_tokens);
+    if (spec_->picks > 0) {
+        picks_.reset(layer, *spec_, list.num_queries, list.most_tokens);
+        is_shared_ = false;
+    }
     if (spec_->picked_by >= 0) store_all();
 }
 
@@ -104,6 +108,17 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         partials = worker_.shared_partials_.data() + piece.head * floats;
         partial_stride = spec_->num_kv_heads * floats;
     }
+    TokenRow token = list_->tokens[unit.first_token];
+    const bool is_shared = spec_->picked_by >= 0 && span.num_nodes > 0;
+    if (is_shared) token.position = picked_tokens(piece).seen - 1;
+    const std::int64_t end = end_of(piece);
+    if (end <= unit.split * kSplitTokens) {
+        float* const none = partials + (token.partials + unit.split) * partial_stride;
+        std::fill_n(none, floats, 0.0f);
+        for (std::int64_t i = 0; i < spec_->group(); ++i)
+            none[i * partial_floats(spec_->value_dim)] = -std::numeric_limits<float>::infinity();
+        return finish(piece, partials, partial_stride, thread);
+    }
     const DType dtype = worker_.model_dtype_, stored = worker_.cache_.dtype();
     const bool is_read_before = has_latent_codes(*spec_, stored);
     const auto* const kernels = spec_->picks > 0 ? worker_.kernels_.score : worker_.kernels_.attend;
@@ -111,12 +126,12 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         .view = view_to_attend(piece, thread),
         .dtype = dtype,
         .queries = advance(payload_.queries, piece.head * spec_->group() * spec_->query_dim(), dtype),
-        .tokens = list_->tokens.data() + unit.first_token,
+        .tokens = is_shared ? &token : list_->tokens.data() + unit.first_token,
         .num_tokens = unit.num_tokens,
         .token_stride = spec_->num_heads * spec_->query_dim(),
         .group = int(spec_->group()),
         .split = unit.split,
-        .end = std::min(span.end, (unit.split + 1) * kSplitTokens),
+        .end = end,
         .scale = spec_->scale,
         .soft_cap = spec_->soft_cap,
         .alibi_slopes =
@@ -130,13 +145,19 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         .scratch = worker_.scratch_[thread].data(),
         .pick_block = spec_->pick_block,
     });
-    if (span.one_unit()) return merge(span, piece.head, partials, partial_stride, thread);
-    count_off(unit, piece.head, thread);
+    finish(piece, partials, partial_stride, thread);
+}
+
+void AttentionJob::finish(const Piece& piece, float* partials, std::int64_t stride, int thread) const {
+    const PlannedSpan& span = list_->spans[piece.unit->span];
+    if (span.one_unit()) return merge(span, piece.head, partials, stride, thread);
+    count_off(*piece.unit, piece.head, thread);
 }
 
 void AttentionJob::attend_picked(const Piece& piece, const Piece& next, int thread) const {
     if (!next.unit || spec_->keeps_rows()) return attend(piece, nullptr, thread);
     NextTokens tokens = tokens_of(next);
+    if (tokens.end <= tokens.begin) return attend(piece, nullptr, thread);
     tokens.view = picked_view(next, tokens.view, thread, true);
     attend(piece, &tokens, thread);
 }
@@ -194,23 +215,69 @@ void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, float* part
         args.nodes = payload_.partials + row * node_floats;
         args.node_stride = spec_->num_heads * node_floats;
     }
+    // What was picked in a range is one node; the others of a tail's are empty.
+    for (std::int64_t node = 1; spec_->picked_by >= 0 && node < span.num_nodes; ++node) {
+        float* const none = args.nodes + node * args.node_stride;
+        std::fill_n(none, spec_->group() * node_floats, 0.0f);
+        for (std::int64_t i = 0; i < spec_->group(); ++i)
+            none[i * node_floats] = -std::numeric_limits<float>::infinity();
+    }
     worker_.kernels_.merge(args);
 }
 
-/// What an index layer's queries pick, once all their scores are there; it has no output.
+/// What an index layer's queries pick, once all their scores are there; it has no output but the ranks of ranges.
 void AttentionJob::pick(const PlannedSpan& span, const float* scores, std::int64_t stride) const {
-    for (std::int64_t i = 0; i < span.num_rows; ++i)
-        picks_.pick(span.first_row + i, span.context_len + i, scores + i * span.num_splits * stride, stride);
+    const std::int64_t node_ranks = picks_.heads() * spec_->picks, row_ranks = span.num_nodes * node_ranks;
+    for (std::int64_t i = 0; i < span.num_rows; ++i) {
+        const std::int64_t query = span.first_row + i, position = span.context_len + i;
+        const float* const own = scores + i * span.num_splits * stride;
+        if (span.num_nodes == 0) {
+            picks_.pick(query, position, own, stride);
+            continue;
+        }
+        auto* const ranks =
+            reinterpret_cast<std::uint32_t*>(payload_.partials) + span.first_out_row * node_ranks + i * row_ranks;
+        std::fill_n(ranks, row_ranks, 0);
+        picks_.rank(query, position, span.end, own, stride, ranks);
+    }
+    if (span.num_nodes > 0) return;
     const std::int64_t floats = spec_->num_heads * spec_->value_dim;
     std::memset(advance(payload_.out, span.first_out_row * floats, worker_.model_dtype_), 0,
                 span.num_rows * floats * item_bytes(worker_.model_dtype_));
+}
+
+void AttentionJob::share(std::span<const std::int32_t> counts) {
+    require(!is_shared_, "share: it was told before what the ranges' rows pick");
+    for (const bool check : {true, false})
+        for (const PlannedSpan& span : list_->spans)
+            for (std::int64_t i = 0; i < (span.num_nodes > 0 ? span.num_rows : 0); ++i) {
+                const std::int32_t* const own =
+                    counts.data() + (span.first_out_row + i * span.num_nodes) * picks_.heads();
+                if (!check)
+                    picks_.share(span.first_row + i, own);
+                else
+                    require(picks_.fits(span.first_row + i, own), "share: a row picks 0 to as many as it has ranked");
+            }
+    is_shared_ = true;
+}
+
+/// One past the last token that the split of a piece has.
+std::int64_t AttentionJob::end_of(const Piece& piece) const {
+    return std::min(picked_tokens(piece).stored, (piece.unit->split + 1) * kSplitTokens);
+}
+
+/// What the span of a piece sees of its own last row, and all it reads; in a range of what was picked, what lies there.
+PickedTokens AttentionJob::picked_tokens(const Piece& piece) const {
+    const PlannedSpan& span = list_->spans[piece.unit->span];
+    if (spec_->picked_by < 0 || span.num_nodes == 0) return {span.context_len + span.num_rows, span.end};
+    return picks_.shared(span.first_row, picks_.heads() > 1 ? piece.head : 0);
 }
 
 /// The cache as the queries of a piece see it: what they picked of `view`.
 HeadView AttentionJob::picked_view(const Piece& piece, const HeadView& view, int thread, bool next) const {
     const PlannedSpan& query = list_->spans[piece.unit->span];
     const LayerSpec& index = worker_.cache_.layers()[spec_->picked_by];
-    const std::int64_t begin = piece.unit->split * kSplitTokens, end = std::min(query.end, begin + kSplitTokens);
+    const std::int64_t begin = piece.unit->split * kSplitTokens, end = end_of(piece);
     PickedRows& rows = worker_.picked_rows_[thread];
     const std::int32_t* const picks = picks_.of(query.first_row, index.pick_block > 0 ? piece.head : 0);
     if (index.pick_block == 0) return rows.gather(view, *spec_, worker_.cache_.dtype(), picks, begin, end);
@@ -221,7 +288,7 @@ NextTokens AttentionJob::tokens_of(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t split_begin = piece.unit->split * kSplitTokens;
     return {worker_.cache_.view(layer(), piece.head, span.blocks), std::max(span.first_token, split_begin),
-            std::min(span.end, split_begin + kSplitTokens)};
+            end_of(piece)};
 }
 
 /// A new token is a row of a key tile, or the last one, with which all of it is written; and a line or two of values:

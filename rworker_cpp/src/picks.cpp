@@ -22,16 +22,16 @@ std::uint64_t order_of(float score, std::int64_t place) {
 
 std::int32_t place_of(std::uint64_t order) { return std::int32_t(0xffffffffu - std::uint32_t(order)); }
 
-/// The `most` best of `count` scores, ascending by place. `score_at(i)`; where there are no more, all.
+/// Ranks that travel: 0 is none, the largest a block that is picked whatever its score is.
+constexpr std::uint32_t kLeastRank = 1, kLocalRank = 0xffffffffu;
+
+/// The `most` best of `count` scores, `score_at(i)`, as orders in no order; where there are no more, all.
 template <class ScoreAt>
-void pick_best(std::int64_t count, std::int64_t most, ScoreAt score_at, std::int32_t* picked) {
-    if (count <= most) {
-        for (std::int64_t i = 0; i < count; ++i) picked[i] = std::int32_t(i);
-        return;
-    }
+std::vector<std::uint64_t>& best_of(std::int64_t count, std::int64_t most, ScoreAt score_at) {
     // Whenever twice as many as wanted are left, the worse half goes, and what is worse than the rest is not looked at.
     static thread_local std::vector<std::uint64_t> best;
     best.clear();
+    if (most == 0) return best;
     best.reserve(2 * most);
     std::uint32_t least = 0;
     const auto drop_worse = [&] {
@@ -45,9 +45,33 @@ void pick_best(std::int64_t count, std::int64_t most, ScoreAt score_at, std::int
         best.push_back(order_of(score, i));
         if (std::int64_t(best.size()) == 2 * most) drop_worse();
     }
-    drop_worse();
-    for (std::int64_t i = 0; i < most; ++i) picked[i] = place_of(best[i]);
+    if (std::int64_t(best.size()) > most) drop_worse();
+    return best;
+}
+
+/// The places of the `most` best of `count` scores, ascending.
+template <class ScoreAt>
+void pick_best(std::int64_t count, std::int64_t most, ScoreAt score_at, std::int32_t* picked) {
+    if (count <= most) {
+        for (std::int64_t i = 0; i < count; ++i) picked[i] = std::int32_t(i);
+        return;
+    }
+    const std::vector<std::uint64_t>& best = best_of(count, most, score_at);
+    std::transform(best.begin(), best.end(), picked, place_of);
     std::sort(picked, picked + most);
+}
+
+/// The same, best first, and their ranks; how many there are.
+template <class ScoreAt>
+std::int64_t rank_best(std::int64_t count, std::int64_t most, ScoreAt score_at, std::int32_t* picked,
+                       std::uint32_t* ranks) {
+    std::vector<std::uint64_t>& best = best_of(count, most, score_at);
+    std::sort(best.begin(), best.end(), std::greater<>());
+    for (std::size_t i = 0; i < best.size(); ++i) {
+        picked[i] = place_of(best[i]);
+        ranks[i] = std::clamp(std::uint32_t(best[i] >> 32), kLeastRank, kLocalRank - 1);
+    }
+    return std::int64_t(best.size());
 }
 
 /// out[line][token] = rows[token][line] of a tile's rows of `lines` words.
@@ -69,22 +93,51 @@ void rows_to_tile(const std::uint8_t* const* rows, std::int64_t lines, std::uint
 
 }  // namespace
 
-PickedTokens::PickedTokens(const LayerSpec& index, std::int64_t position, std::int64_t end) {
-    if (index.pick_block == 0) {
-        seen = stored = std::min(index.picks, position + 1);
-        return;
-    }
-    const std::int64_t own = position / index.pick_block, first = own * index.pick_block;
-    const std::int64_t before = (std::min(index.picks, own + 1) - 1) * index.pick_block;
+PickedTokens::PickedTokens(const LayerSpec& index, std::int64_t position, std::int64_t end)
+    : PickedTokens(index, position, end,
+                   std::min(index.picks, index.pick_block == 0 ? position + 1 : position / index.pick_block + 1)) {}
+
+PickedTokens::PickedTokens(const LayerSpec& index, std::int64_t position, std::int64_t end, std::int64_t count)
+    : seen(count), stored(count) {
+    if (index.pick_block == 0 || count == 0) return;
+    const std::int64_t first = position / index.pick_block * index.pick_block;
+    const std::int64_t before = (count - 1) * index.pick_block;
     seen = before + position + 1 - first;
     stored = before + std::min(end - first, index.pick_block);
 }
 
+void share_picks(std::span<const std::uint32_t* const> parts, std::int64_t most, std::span<std::int32_t> counts) {
+    const auto count_down_to = [&](std::uint32_t rank) {
+        std::int64_t total = 0;
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+            counts[i] = std::int32_t(std::partition_point(parts[i], parts[i] + most,
+                                                          [&](std::uint32_t each) { return each >= rank; }) - parts[i]);
+            total += counts[i];
+        }
+        return total;
+    };
+    if (count_down_to(kLeastRank) <= most) return;
+    std::uint32_t least = kLeastRank, above = kLocalRank;  // so many are picked of `least`, too few of all above it
+    while (least < above) {
+        const std::uint32_t middle = least + (above - least + 1) / 2;
+        if (count_down_to(middle) >= most)
+            least = middle;
+        else
+            above = middle - 1;
+    }
+    std::int64_t left = most - (least == kLocalRank ? (std::fill(counts.begin(), counts.end(), 0), 0)
+                                                    : count_down_to(least + 1));
+    for (std::size_t i = 0; i < parts.size(); ++i)
+        for (; left > 0 && counts[i] < most && parts[i][counts[i]] == least; --left) ++counts[i];
+}
+
 void Picks::reset(std::int64_t layer, const LayerSpec& index, std::int64_t num_queries, std::int64_t longest) {
-    layer_ = layer, block_ = index.pick_block, local_ = index.pick_local;
+    index_ = &index, layer_ = layer, block_ = index.pick_block, local_ = index.pick_local;
     most_ = std::min(index.picks, block_ == 0 ? longest : (longest + block_ - 1) / block_);
     heads_ = block_ == 0 ? 1 : index.num_heads;
     picked_.resize(num_queries * heads_ * most_);
+    counts_.resize(num_queries * heads_);
+    places_.resize(num_queries);
 }
 
 void Picks::pick(std::int64_t query, std::int64_t position, const float* scores, std::int64_t stride) {
@@ -102,6 +155,47 @@ void Picks::pick(std::int64_t query, std::int64_t position, const float* scores,
         pick_best(others, free, score_at, picked);
         for (std::int64_t i = 0; i < local; ++i) picked[std::min(others, free) + i] = std::int32_t(others + i);
     }
+}
+
+void Picks::rank(std::int64_t query, std::int64_t position, std::int64_t end, const float* scores, std::int64_t stride,
+                 std::uint32_t* ranks) {
+    const std::int64_t last = std::min(position, end - 1);
+    places_[query] = {last, end};
+    std::int32_t *picked = picked_.data() + query * heads_ * most_, *counts = counts_.data() + query * heads_;
+    if (block_ == 0) {
+        counts[0] = std::int32_t(
+            rank_best(last + 1, most_, [&](std::int64_t token) { return scores[token]; }, picked, ranks));
+        return;
+    }
+    const std::int64_t in_split = kSplitTokens / block_, blocks = last / block_ + 1;
+    const std::int64_t others = std::clamp<std::int64_t>(position / block_ + 1 - local_, 0, blocks);
+    const std::int64_t local = blocks - others;
+    for (std::int64_t head = 0; head < heads_; ++head, picked += most_, ranks += index_->picks) {
+        const auto score_at = [&](std::int64_t block) {
+            return scores[block / in_split * stride + head * in_split + block % in_split];
+        };
+        for (std::int64_t i = 0; i < local; ++i) picked[i] = std::int32_t(others + i), ranks[i] = kLocalRank;
+        counts[head] =
+            std::int32_t(local + rank_best(others, most_ - local, score_at, picked + local, ranks + local));
+    }
+}
+
+bool Picks::fits(std::int64_t query, const std::int32_t* counts) const {
+    for (std::int64_t head = 0; head < heads_; ++head)
+        if (counts[head] < 0 || counts[head] > counts_[query * heads_ + head]) return false;
+    return true;
+}
+
+void Picks::share(std::int64_t query, const std::int32_t* counts) {
+    for (std::int64_t head = 0; head < heads_; ++head) {
+        std::int32_t* const picked = picked_.data() + (query * heads_ + head) * most_;
+        std::sort(picked, picked + counts[head]);
+        counts_[query * heads_ + head] = counts[head];
+    }
+}
+
+PickedTokens Picks::shared(std::int64_t query, std::int64_t head) const {
+    return {*index_, places_[query].position, places_[query].end, counts_[query * heads_ + head]};
 }
 
 PickedRows::PickedRows(const KVCache& cache) : blocks_(1) {

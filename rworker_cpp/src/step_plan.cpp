@@ -1,6 +1,7 @@
 #include "rworker/step_plan.hpp"
 
 #include <algorithm>
+#include <bit>
 
 #include "rworker/picks.hpp"
 
@@ -87,18 +88,20 @@ void WorkList::place_partials(PlannedSpan& span) {
                           layer_.first_seen(span.context_len + i)});
 }
 
-/// Each query of the span by itself, over the tokens it picked as if they were a sequence.
+/// Each query of the span by itself, over the tokens it picked as if they were a sequence: of a range, as many as it may
+/// have picked there, in splits that make one node.
 void WorkList::place_picking(const LayerSpec& index, const PlannedSpan& span) {
     for (std::int64_t i = 0; span.attends() && i < span.num_rows; ++i) {
-        const PickedTokens tokens_of(index, span.context_len + i, span.end);
+        const PickedTokens tokens_of(index, std::min(span.context_len + i, span.end - 1), span.end);
         PlannedSpan query = span;
         query.context_len = tokens_of.seen - 1;
         query.num_rows = 1;
         query.end = tokens_of.stored;
         query.first_row += i;
-        query.first_out_row += i;
+        query.first_out_row += i * std::max<std::int64_t>(span.num_nodes, 1);
         query.first_token = query.first_split = 0;
         query.num_splits = (tokens_of.seen - 1) / kSplitTokens + 1;
+        if (span.num_nodes > 0) query.num_splits = std::int64_t(std::bit_ceil(std::uint64_t(query.num_splits)));
         query.counter_offset = std::int64_t(spans.size()) * layer_.num_kv_heads;
         place_partials(query);
         spans.push_back(query);
@@ -142,7 +145,7 @@ void WorkList::plan_shared(const SharedSplit& shared) {
 void WorkList::add_units(std::int32_t span, std::int64_t split, std::int64_t first_token, std::int64_t num_tokens) {
     const std::int64_t begin = std::max(split * kSplitTokens, spans[span].first_token);
     const std::int64_t end = std::min((split + 1) * kSplitTokens, spans[span].end);
-    const std::int64_t bytes = (end - begin) * token_bytes_;
+    const std::int64_t bytes = std::max<std::int64_t>(end - begin, 0) * token_bytes_;  // 0: a split that only fills up
     if (num_tokens > 0) bytes_read += bytes * layer_.num_kv_heads;
     std::int64_t most = std::max<std::int64_t>(num_tokens, 1);
     const std::int64_t fit = std::max<std::int64_t>(kBlockRows / layer_.group(), 1);

@@ -53,11 +53,6 @@ Worker::~Worker() = default;
 void Worker::begin_step(std::span<const Control> controls, std::span<const std::vector<Span>> mini_batches) {
     require(!in_step_, "begin_step: the last step is still open; end_step or abandon_step comes first");
     check_order(mini_batches);
-    const bool picks = std::any_of(cache_.layers().begin(), cache_.layers().end(),
-                                   [](const LayerSpec& layer) { return layer.picks > 0; });
-    for (const std::vector<Span>& spans : mini_batches)
-        for (const Span& span : spans)
-            require(!picks || !span.is_partial(), "begin_step: where a layer picks tokens, sequences have no ranges");
     cache_.begin_step(controls, all_spans(mini_batches));
     edits_.plan();
     edits_.brief() ? edits_.run_all() : pool_.submit(edits_);
@@ -129,6 +124,22 @@ void Worker::check_submit(std::int64_t mini_batch, std::int64_t layer) const {
     require(index < 0 || index == jobs_[mini_batch]->picked_by(),
             name + ": layer " + std::to_string(layer) + " reads what layer " + std::to_string(index) +
                 " picks, which was not submitted just before");
+    require(index < 0 || mini_batches_[mini_batch].rows.partials == 0 || jobs_[mini_batch]->is_shared(),
+            name + ": layer " + std::to_string(layer) + " reads what layer " + std::to_string(index) +
+                " picks, and how much of it lies in these ranges was not told; share comes first");
+}
+
+void Worker::share(std::int64_t mini_batch, std::int64_t layer, std::span<const std::int32_t> counts) {
+    const std::int64_t rows = row_count(mini_batch, layer).partials;
+    const LayerSpec& index = cache_.layers()[layer];
+    AttentionJob& job = *jobs_[mini_batch];
+    require(index.picks > 0 && job.picked_by() == layer && job.layer() == layer &&
+                !mini_batches_[mini_batch].outstanding,
+            "share: layer " + std::to_string(layer) + " did not pick last in mini-batch " + std::to_string(mini_batch));
+    const std::int64_t wanted = rows * index.pick_heads();
+    require(std::int64_t(counts.size()) == wanted,
+            "share: there are " + std::to_string(counts.size()) + " counts, not " + std::to_string(wanted));
+    job.share(counts);
 }
 
 LayerJob& Worker::prepare(std::int64_t mini_batch, std::int64_t layer, const Payload& payload) {

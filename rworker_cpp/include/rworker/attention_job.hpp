@@ -19,6 +19,11 @@ class AttentionJob final : public LayerJob {
     /// The index layer whose picks of this step are there; -1: none.
     std::int64_t picked_by() const { return picks_.layer(); }
     void forget_picks() { picks_.forget(); }
+    /// Of the index layer that ran last: how many of what each row of a range ranked it picked, counts [row and node]
+    /// [head], those of a row's first node. Throws Error for impossible ones.
+    void share(std::span<const std::int32_t> counts);
+    /// Whether they are known.
+    bool is_shared() const { return is_shared_; }
     void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;
     void leave() noexcept override;
 
@@ -33,10 +38,13 @@ class AttentionJob final : public LayerJob {
     void append(const PlannedSpan& span, std::int64_t head, std::int64_t begin, std::int64_t end) const;
     void store_all() const;
     void pick(const PlannedSpan& span, const float* scores, std::int64_t stride) const;
+    std::int64_t end_of(const Piece& piece) const;
+    PickedTokens picked_tokens(const Piece& piece) const;
     void attend_picked(const Piece& piece, const Piece& next, int thread) const;
     HeadView picked_view(const Piece& piece, const HeadView& view, int thread, bool next = false) const;
     void attend(const Piece& piece, const NextTokens* next, int thread) const;
     HeadView view_to_attend(const Piece& piece, int thread) const;
+    void finish(const Piece& piece, float* partials, std::int64_t stride, int thread) const;
     void count_off(const WorkUnit& unit, std::int64_t head, int thread) const;
     void merge(const PlannedSpan& span, std::int64_t head, float* partials, std::int64_t stride, int thread) const;
     NextTokens tokens_of(const Piece& piece) const;
@@ -47,6 +55,7 @@ class AttentionJob final : public LayerJob {
     const LayerSpec* spec_ = nullptr;
     Payload payload_{};
     mutable Picks picks_;  // each query's by the thread that finished its scores
+    bool is_shared_ = false;
 };
 
 }  // namespace rworker

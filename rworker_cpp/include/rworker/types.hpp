@@ -47,6 +47,11 @@ struct LayerSpec {
     bool weighs_heads() const { return picks > 0 && pick_block == 0; }
     /// Elements of a query: where heads are weighed, a float32 comes behind it, in the first bytes of two elements.
     std::int64_t query_dim() const { return key_dim + (weighs_heads() ? 2 : 0); }
+    /// Heads of an index layer that pick by themselves.
+    std::int64_t pick_heads() const { return pick_block == 0 ? 1 : num_heads; }
+    /// A row of partial results: of an index layer, ranks of `picks` scores, as 4 bytes each.
+    std::int64_t partial_heads() const { return picks > 0 ? pick_heads() : num_heads; }
+    std::int64_t partial_floats() const { return picks > 0 ? picks : node_floats(value_dim); }
     /// Where single tokens are read, each key is kept in one piece: the keys of full tiles lie as those of the last.
     bool keeps_rows() const { return picked_by >= 0 && values_in_keys; }
     std::int64_t group() const { return num_heads / num_kv_heads; }

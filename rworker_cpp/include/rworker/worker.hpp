@@ -82,6 +82,9 @@ class Worker {
     /// Submit and wait in one, on the calling thread with the pool's helpers: no thread is woken to lead. Nothing may
     /// be under way.
     void run(std::int64_t mini_batch, std::int64_t layer, const Payload& payload);
+    /// Once an index layer is done, where rows have ranges here: how many of what each ranked it picked, counts [rows of
+    /// partial results][LayerSpec::pick_heads], those of a row's first node, as share_picks finds them.
+    void share(std::int64_t mini_batch, std::int64_t layer, std::span<const std::int32_t> counts);
     bool ready(std::int64_t mini_batch) const;
     void wait(std::int64_t mini_batch);
     /// Commit the rows; every layer of every mini-batch with rows must have been submitted and waited for.
