@@ -97,10 +97,10 @@ def _step(
     worker.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
     seconds = []
     for number, layer in enumerate(layers):
-        q = _rows(rng, count * attends, layer.num_heads, layer.query_dim)
+        q = rows(rng, count * attends, layer.num_heads, layer.query_dim)
         fresh = count if layer.picks or attends else APPENDED // 64  # of equal index keys the first would be picked
         k, v = (
-            np.resize(_rows(rng, fresh, layer.num_kv_heads, dim), (count, layer.num_kv_heads, dim))
+            np.resize(rows(rng, fresh, layer.num_kv_heads, dim), (count, layer.num_kv_heads, dim))
             for dim in (layer.key_head_dim, layer.stored_value_dim)
         )
         if layer.query_dim > layer.key_head_dim:  # the bits of 1.0
@@ -113,7 +113,7 @@ def _step(
     return seconds
 
 
-def _rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """Numbers between 0.5 and 2 of both signs, as the bits of bfloat16."""
     return rng.integers(0x3F00, 0x4000, shape, np.uint16) | rng.integers(0, 2, shape, np.uint16) << 15
 
