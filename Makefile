@@ -108,7 +108,7 @@ compilers: $(STAMP)
 # and no questions at each access of a kernel that the address sanitizer answers too.
 sanitize: FLAVOR := -DCMAKE_BUILD_TYPE=RelWithDebInfo
 sanitize-quick: FLAVOR := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG='-Og -g1' \
-  -DFASTDECODE_KERNEL_OPTIMIZATION='-Og -fno-sanitize=null,object-size'
+  -DFASTDECODE_KERNEL_OPTIMIZATION='-Og -fno-sanitize=null,object-size,pointer-overflow'
 sanitize-quick: ADDRESS_FLAVOR := -DFASTDECODE_EMULATION=ON
 sanitize-quick: THREAD_FLAVOR := -DFASTDECODE_SCALAR=ON
 sanitize sanitize-quick: $(TOOLS)

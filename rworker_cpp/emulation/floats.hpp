@@ -31,13 +31,7 @@ RWORKER_INTRINSIC __m512 _mm512_sub_ps(__m512 a, __m512 b) { return a - b; }
 RWORKER_INTRINSIC __m512 _mm512_mul_ps(__m512 a, __m512 b) { return a * b; }
 RWORKER_INTRINSIC __m512 _mm512_div_ps(__m512 a, __m512 b) { return a / b; }
 
-/// Rounded once.
-RWORKER_INTRINSIC __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
-    const emulation::Lanes<float> x(a), y(b), z(c);
-    emulation::Lanes<float> sum;
-    for (int i = 0; i < 16; ++i) sum[i] = __builtin_fmaf(x[i], y[i], z[i]);
-    return sum;
-}
+RWORKER_INTRINSIC __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { return emulation::fused(a, b, c); }
 
 namespace emulation {
 
@@ -75,10 +69,7 @@ RWORKER_INTRINSIC float reduce(__m512 a, Combine combine) {
 }  // namespace emulation
 
 RWORKER_INTRINSIC __m512 _mm512_max_ps(__m512 a, __m512 b) {
-    const emulation::Lanes<float> x(a), y(b);
-    emulation::Lanes<float> largest;
-    for (int i = 0; i < 16; ++i) largest[i] = emulation::max(x[i], y[i]);
-    return largest;
+    return a > b ? a : b;
 }
 
 RWORKER_INTRINSIC float _mm512_reduce_max_ps(__m512 a) {

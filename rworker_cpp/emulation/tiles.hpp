@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "vectors.hpp"
+
 namespace tile_emulation {
 
 constexpr int kTiles = 8, kMaxRows = 16, kMaxColumnBytes = 64;
@@ -100,12 +102,9 @@ struct Operands {
 };
 
 /// Denormals count as zeros, as operands and as results.
-inline float flush(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
-
-inline float widen(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof(x));
-    return flush(x);
+RWORKER_INTRINSIC __m512 flush(__m512 x) {
+    const auto bits = (emulation::u32x16)x;
+    return (__m512)(bits & ((bits & 0x7f800000u) == 0 ? 0x80000000u : ~0u));
 }
 
 /// Sums of the even and of the odd products apart, each step rounded to nearest; both together to what was there.
@@ -113,20 +112,19 @@ inline void dot_bfloat16(int to, int left, int right) {
     const Operands tiles(to, left, right);
     const int columns = tiles.sum.column_bytes / 4;
     for (int m = 0; m < tiles.sum.rows; ++m) {
-        float even[16] = {}, odd[16] = {}, sums[16];
+        __m512 even{}, odd{}, sums;
         for (int k = 0; k < tiles.a.column_bytes / 4; ++k) {
-            uint32_t pair, lanes[16];
+            uint32_t pair;
+            emulation::u32x16 lanes;
             memcpy(&pair, tiles.a.data[m] + 4 * k, sizeof(pair));
-            memcpy(lanes, tiles.b.data[k], sizeof(lanes));
-            const float first = widen(pair << 16), second = widen(pair & 0xffff0000);
-            for (int n = 0; n < 16; ++n) {
-                even[n] = flush(__builtin_fmaf(first, widen(lanes[n] << 16), even[n]));
-                odd[n] = flush(__builtin_fmaf(second, widen(lanes[n] & 0xffff0000), odd[n]));
-            }
+            memcpy(&lanes, tiles.b.data[k], sizeof(lanes));
+            const emulation::u32x16 pairs = emulation::u32x16{} + pair;
+            even = flush(emulation::fused(flush((__m512)(pairs << 16)), flush((__m512)(lanes << 16)), even));
+            odd = flush(emulation::fused(flush((__m512)(pairs & 0xffff0000u)), flush((__m512)(lanes & 0xffff0000u)), odd));
         }
-        memcpy(sums, tiles.sum.data[m], sizeof(sums));
-        for (int n = 0; n < columns; ++n) sums[n] = flush(flush(sums[n]) + flush(even[n] + odd[n]));
-        memcpy(tiles.sum.data[m], sums, size_t(columns) * 4);
+        memcpy(&sums, tiles.sum.data[m], sizeof(sums));
+        sums = flush(flush(sums) + flush(even + odd));
+        memcpy(tiles.sum.data[m], &sums, size_t(columns) * 4);
     }
 }
 

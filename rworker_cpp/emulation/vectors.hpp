@@ -42,6 +42,24 @@ struct Lanes {
     [[gnu::always_inline]] const Lane& operator[](int i) const { return lane[i]; }
 };
 
+/// a * b + c, each lane rounded once.
+RWORKER_INTRINSIC __m512 fused(__m512 a, __m512 b, __m512 c) {
+#ifdef __FMA__
+    typedef float f32x8 __attribute__((vector_size(32)));
+    struct Halves {
+        f32x8 low, high;
+    };
+    const Halves x = __builtin_bit_cast(Halves, a), y = __builtin_bit_cast(Halves, b), z = __builtin_bit_cast(Halves, c);
+    const Halves sum{__builtin_ia32_vfmaddps256(x.low, y.low, z.low), __builtin_ia32_vfmaddps256(x.high, y.high, z.high)};
+    return __builtin_bit_cast(__m512, sum);
+#else
+    const Lanes<float> x(a), y(b), z(c);
+    Lanes<float> sum;
+    for (int i = 0; i < 16; ++i) sum[i] = __builtin_fmaf(x[i], y[i], z[i]);
+    return sum;
+#endif
+}
+
 RWORKER_INTRINSIC uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 RWORKER_INTRINSIC float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
