@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,13 +144,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     RWORKER_TESTED names other instruction sets to leave out; empty: none.
 
     What is `thorough` is for ``make test-all``. So are kernel tests of `avx512_vnni` where `avx512_bf16` runs, whose
-    kernels are the same but for bfloat16 caches, where `avx512_vnni` has those of `avx512`.
+    kernels are the same but for bfloat16 caches, where `avx512_vnni` has those of `avx512`; and of the instruction sets
+    below this CPU's best one every other case, odd ones of one set and even ones of the next.
     """
     items.sort(key=lambda item: group_of(item.path.stem) not in SHARED)
     native = native_isas()
+    cases = Counter[tuple[str, str]]()
     for item in items:
-        if isa_of(item) in native[:-1]:
+        isa = isa_of(item)
+        if isa in native[:-1]:
             item.add_marker("slow")
+            case = (item.nodeid.split("[")[0], isa)
+            cases[case] += 1
+            if (cases[case] + native.index(isa)) % 2:
+                item.add_marker("thorough")
         if isa_of(item) == "avx512_vnni" and "avx512_bf16" in native:
             item.add_marker("thorough")
     if not SEES_ALL:

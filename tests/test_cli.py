@@ -288,7 +288,11 @@ def test_collect_env_names_versions(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "last"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "status", "last"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_benchmark_that_is_ended_says_what_was_done(folder: str, number: int, status: int, last: str) -> None:
     """Ctrl-C, or SIGTERM, in the middle of a long one."""

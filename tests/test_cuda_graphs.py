@@ -14,6 +14,7 @@ import torch
 from doubles.fake_backend import FakeBackend
 from doubles.graph_recorder import FakeRecorder, Pool
 from helpers import latent_zoo, model_zoo
+from helpers.examples import thinned
 from helpers.tiny import NUM_LAYERS, Engine, Tiny, make_tiny, prompt
 
 from fastdecode import LLM, SamplingParams, build
@@ -224,7 +225,7 @@ def generate(name: str, folder: Path, count: int, **settings: Any) -> list[list[
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", thinned(model_zoo.ARCHITECTURES, 3, 2))
 def test_every_architecture_generates_the_same(
     name: str, recorders: list[FakeRecorder], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

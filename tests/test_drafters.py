@@ -110,7 +110,7 @@ def expected(name: str, count: int = 16) -> list[list[int]]:
     return [list(tokens[:count]) for tokens in model_zoo.reference(name).tokens]
 
 
-ALIKE = ("llama-mha", "qwen2", "qwen3", "falcon", "falcon-rw", "mixtral")
+ALIKE = ("llama-mha", "qwen2", "qwen3", "qwen3_moe", "mistral", "phi3", "falcon", "falcon-rw", "mixtral")
 """Whose layers are called as those of another architecture are."""
 
 

@@ -12,7 +12,7 @@ import torch
 from helpers import model_zoo, r_workers
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
-from helpers.examples import SEES_ALL
+from helpers.examples import SEES_ALL, thinned
 
 from fastdecode import LLM, SamplingParams
 
@@ -146,7 +146,7 @@ DENSE = [name for name in model_zoo.ARCHITECTURES if name not in ("mixtral", "qw
 """Without a router: where two experts nearly tie, bfloat16 picks either, and the logits jump."""
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", thinned(DENSE, 3))
 def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any) -> None:
     """After each token of our text each side's choice is among the other's best ten of 512, and mostly the same."""
     theirs = model_zoo.load_model(name, torch.bfloat16)
@@ -164,7 +164,7 @@ def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any) -> 
     assert sum(same) > (0.9 if SEES_ALL else 0.85) * len(same)  # of fewer tokens chance has more
 
 
-@pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", thinned(model_zoo.ARCHITECTURES, 3, 1))
 def test_every_architecture_matches_with_drafts(name: str, zoo_folder: Any) -> None:
     """Though three in ten drafts are wrong; from 1 to 8 of them, over 1 to 3 mini-batches and R-workers."""
     number, prompts, wanted = list(model_zoo.ARCHITECTURES).index(name), model_zoo.prompts(name), expected(name)

@@ -122,7 +122,9 @@ def test_an_aborted_leader_lets_its_followers_go(folder: Path) -> None:
 SMALL_STEPS = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_mini_batches": 2}
 
 
-@pytest.mark.parametrize(("caching", "settings"), [(True, {}), (False, SMALL_STEPS)], ids=str)
+@pytest.mark.parametrize(
+    ("caching", "settings"), [(True, {}), pytest.param(False, SMALL_STEPS, marks=pytest.mark.thorough)], ids=str
+)
 def test_preempted_sequences_get_the_tokens_they_would_have_had(
     folder: Path, caching: bool, settings: dict[str, Any]
 ) -> None:

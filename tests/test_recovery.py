@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers import model_zoo, r_workers
 from helpers.engine_checks import assert_nothing_held
-from helpers.examples import SEES_ALL
+from helpers.examples import SEES_ALL, thinned
 from helpers.scheduler_harness import Job, Run
 
 from fastdecode import LLM, SamplingParams
@@ -97,7 +97,7 @@ SAMPLED = SamplingParams(
         pytest.param("float16", "auto", False, marks=pytest.mark.thorough),
         ("bfloat16", "int8", True),
         pytest.param("float16", "int4", False, marks=pytest.mark.thorough),
-        ("float32", "bfloat16", True),
+        pytest.param("float32", "bfloat16", True, marks=pytest.mark.thorough),
     ],
 )
 def test_sixteen_bits_and_quantised_caches_are_computed_again_bit_by_bit(
@@ -139,7 +139,7 @@ def test_sixteen_bits_and_quantised_caches_are_computed_again_bit_by_bit(
     assert others == wanted and preemptions > 0
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize("enable_prefix_caching", thinned([False, True], 2, 1))
 def test_prompts_that_are_preempted_leave_the_scratch(folder: Path, enable_prefix_caching: bool) -> None:
     """What the S-worker keeps of prompts is what the scheduler counts; who starts again gets the same tokens."""
     prompts = [[5, 6, number] for number in range(6)] + [list(range(180)), list(range(100, 250))]

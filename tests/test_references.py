@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers import model_zoo
+from helpers.examples import thinned
 from helpers.model_zoo import ARCHITECTURES, NEW_TOKENS, RECIPES
 
 pytestmark = pytest.mark.slow
@@ -34,7 +35,7 @@ def steps_that_differ(name: str, model: Any) -> list[int]:
     return [model_zoo.disagreements(model, prompt, tokens) for prompt, tokens in pairs]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", thinned(ARCHITECTURES, 4))
 def test_reference_can_fail(name: str) -> None:
     prompts, found, model = model_zoo.prompts(name), model_zoo.reference(name), model_zoo.build_model(name)
     assert [len(prompt) for prompt in prompts] == model_zoo.prompt_lengths(name)
@@ -46,7 +47,7 @@ def test_reference_can_fail(name: str) -> None:
         assert model_zoo.disagreements(model, model_zoo.with_other_start(prompt), tokens), len(prompt)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", thinned(ARCHITECTURES, 4, 1))
 def test_reference_needs_attention(name: str) -> None:
     def nothing(module: Any, query: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         return torch.zeros_like(query.transpose(1, 2)), None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import model_zoo, r_workers
+from helpers.examples import thinned
 from helpers.hardware import PlainMachine
 from helpers.processes import alive
 
@@ -90,7 +91,10 @@ def test_every_step_is_the_engines(
         assert max(step.kv_load for step in live.steps) <= settings["kv_load_limit"]
 
 
-@pytest.mark.parametrize("settings", [{"schedule": "stall-free"}, {"schedule": "sls", "kv_load_limit": 700}], ids=str)
+LOSSES = [{"schedule": "stall-free"}, {"schedule": "sls", "kv_load_limit": 700}]
+
+
+@pytest.mark.parametrize("settings", thinned(LOSSES, 2, 1), ids=str)
 def test_every_step_is_the_engines_when_r_workers_are_lost(
     folder: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
