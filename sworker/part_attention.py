@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.types import KVLayout, LayerLayout, SpanMode, Verb
-from fastdecode.sworker.prompts import Sight, causal_mask, prompt_attention, values_of
+from fastdecode.sworker.prompts import Sight, causal_mask, prompt_attention, rows_by_head, values_of
 from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 TIMED_ROWS = 512
@@ -188,9 +188,7 @@ def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Lay
     if end == len(k) or not plain:
         return prompt_attention(q, k[:end], v[:end], layer)
     mask = F.pad(causal_mask(len(q), end, Sight(), q.device), (0, len(k) - end))
-    group = layer.num_heads // layer.num_kv_heads
-    queries, keys, values = (rows.transpose(0, 1)[None] for rows in (q, k, v))
-    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    queries, keys, values = (rows_by_head(rows, layer) for rows in (q, k, v))
     o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
     return o[0].transpose(0, 1)
 

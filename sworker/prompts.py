@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from fastdecode.core.errors import interrupts_deferred
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch
-from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, SpanMode, StepPlan, Verb, WorkerPlan
-from fastdecode.sworker.index import picked
+from fastdecode.core.types import CONTROL, SPAN, LayerLayout, SpanMode, StepPlan, Verb, WorkerPlan
 from fastdecode.sworker.staging import PromptRows, from_numpy, to_numpy
 
 TILE_ROWS = 256
@@ -106,6 +105,19 @@ def reference_attention(
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 
+def rows_by_head(rows: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+    """``rows`` [rows, num_heads or num_kv_heads, dim] as torch's kernel wants them, [1, num_heads, rows, dim].
+
+    One KV head, such as that of latents, is not copied for each query head.
+    """
+    heads = rows.transpose(0, 1)[None]
+    if heads.shape[1] == 1:
+        return heads.expand(-1, layer.num_heads, -1, -1)
+    return (
+        heads.repeat_interleave(layer.num_heads // heads.shape[1], dim=1) if heads.shape[1] < layer.num_heads else heads
+    )
+
+
 def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
     """Attend as :func:`reference_attention` does, by torch's fused kernel where the layer has no soft cap and no sinks.
 
@@ -114,10 +126,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: L
     """
     if layer.soft_cap or layer.sinks:
         return reference_attention(q, k, v, layer)
-    group = layer.num_heads // layer.num_kv_heads
-    queries, keys, values = (rows.transpose(0, 1)[None] for rows in (q, k, values_of(k, v, layer)))
-    if group > 1:
-        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    queries, keys, values = (rows_by_head(rows, layer) for rows in (q, k, values_of(k, v, layer)))
     if len(q) == len(k) and not layer.alibi_slopes and not (layer.window and layer.window < len(k)):
         o = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=layer.scale)
         return o[0].transpose(0, 1)
@@ -256,66 +265,3 @@ def _taken(tensor: torch.Tensor, rows: Sequence[PromptRows]) -> torch.Tensor:
 
 def _length(rows: PromptRows) -> int:
     return rows.rows.stop - rows.rows.start
-
-
-class PromptScratch:
-    """``PromptAttention`` by torch, where the model is: keys and values of prompts in progress as its tensors."""
-
-    def __init__(self, layout: KVLayout) -> None:
-        self._layers = layout.layers
-        self._kept: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._picked: dict[int, torch.Tensor] = {}
-
-    def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """Forget what indexes picked."""
-        self._picked.clear()
-
-    def attend(
-        self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
-    ) -> list[torch.Tensor]:
-        return [self._attend(layer, q[each.rows], k[each.rows], v[each.rows], each) for each in rows]
-
-    def end_step(self) -> None:
-        """Do nothing."""
-
-    def abandon_step(self) -> None:
-        """Do nothing: rows that are computed again overwrite these."""
-
-    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PromptRows) -> torch.Tensor:
-        if rows.context_len or not rows.last_of_prompt:
-            k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
-        spec, sequence_id = self._layers[layer], rows.sequence_id
-        if spec.picks:  # for the layers that follow
-            self._picked[sequence_id] = picked(q, k, spec)
-            return q.new_zeros((len(q), spec.num_heads, spec.value_head_dim))
-        seen = spec.picked_by >= 0
-        return (
-            reference_attention(q, k, v, spec, self._picked[sequence_id]) if seen else prompt_attention(q, k, v, spec)
-        )
-
-    def extend(
-        self, sequence_id: int, layer: int, start: int, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put rows at position ``start`` of one sequence and layer; return all keys and values up to their end."""
-        layers, end = self._kept.setdefault(sequence_id, {}), start + len(k)
-        keys, values = layers.get(layer, (k[:0], v[:0]))
-        if len(keys) < end:
-            keys, values = _grown(keys, end), _grown(values, end)
-            layers[layer] = (keys, values)
-        keys[start:end], values[start:end] = k, v
-        return keys[:end], values[:end]
-
-    def forget(self, sequence_id: int) -> None:
-        """Free what is kept of a sequence, if anything."""
-        self._kept.pop(sequence_id, None)
-
-    @property
-    def sequence_ids(self) -> tuple[int, ...]:
-        return tuple(self._kept)
-
-
-def _grown(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """``rows`` copied into a tensor with room for at least ``num_rows``, doubling so that chunks stay cheap."""
-    grown = rows.new_empty((max(num_rows, 2 * len(rows)), *rows.shape[1:]))
-    grown[: len(rows)] = rows
-    return grown

@@ -17,7 +17,8 @@ from fastdecode.core.types import KVLayout
 from fastdecode.sworker.cuda_graphs import GraphRecorder, ModelGraphs
 from fastdecode.sworker.cuda_staging import CudaDevice, CudaStaging
 from fastdecode.sworker.pipeline import Forward, MiniBatchForward, Pipeline
-from fastdecode.sworker.prompts import PromptAttention, PromptScratch
+from fastdecode.sworker.prompt_scratch import PromptScratch
+from fastdecode.sworker.prompts import PromptAttention
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
 from fastdecode.sworker.staging import TORCH_DTYPE, HostStaging, PackedRows, Staging, from_numpy, pack, to_device
 from fastdecode.sworker.threads import SharedCores

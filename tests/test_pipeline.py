@@ -24,7 +24,7 @@ from helpers.tiny import (
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.sworker.pipeline import MiniBatchForward, Pipeline
-from fastdecode.sworker.prompts import PromptScratch
+from fastdecode.sworker.prompt_scratch import PromptScratch
 from fastdecode.sworker.staging import pack
 
 

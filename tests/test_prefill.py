@@ -13,7 +13,8 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.sworker import prompts
-from fastdecode.sworker.prompts import PromptCache, PromptScratch, prompt_attention, reference_attention
+from fastdecode.sworker.prompt_scratch import PromptScratch
+from fastdecode.sworker.prompts import PromptCache, prompt_attention, reference_attention
 from fastdecode.sworker.staging import pack
 
 LAYER = LayerLayout(num_heads=4, num_kv_heads=4, key_head_dim=16, value_head_dim=16, scale=0.3)
@@ -70,6 +71,19 @@ def test_all_shapes(shape: tuple[int, int], window: int, num_kv_heads: int, valu
     assert o.shape == (shape[0], layer.num_heads, value_head_dim)
     assert relative_error(o, formula(q, k, v, layer)) <= 1e-5
     assert relative_error(o, reference_attention(q, k, v, layer).double().numpy()) <= 1e-5
+
+
+def test_the_one_head_of_latents_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's kernel reads the keys where they lie, for all query heads."""
+    layer, given = replace(LAYER, num_kv_heads=1), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention",
+        lambda *arrays, **options: (given.extend(arrays[1:3]), attend(*arrays, **options))[1],
+    )  # fmt: skip
+    q, k, v = rows(7, 23, layer)
+    prompt_attention(q, k, v, layer)
+    assert [each.untyped_storage().data_ptr() for each in given] == [k.data_ptr(), v.data_ptr()]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -23,7 +23,8 @@ from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.engine_setup import check_index
 from fastdecode.sworker.index import BlockIndexer, TokenIndexer, picked, use_index
 from fastdecode.sworker.latents import use_latent_rows
-from fastdecode.sworker.prompts import PromptScratch, reference_attention
+from fastdecode.sworker.prompt_scratch import PromptScratch
+from fastdecode.sworker.prompts import reference_attention
 from fastdecode.sworker.staging import PromptRows
 
 NUM_TOKENS = 64 if SEES_ALL else 24

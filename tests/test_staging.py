@@ -34,7 +34,7 @@ from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.sworker import cuda_staging, s_worker
 from fastdecode.sworker.cuda_staging import CudaStaging
 from fastdecode.sworker.pipeline import MiniBatchForward, Pipeline
-from fastdecode.sworker.prompts import PromptScratch
+from fastdecode.sworker.prompt_scratch import PromptScratch
 from fastdecode.sworker.staging import HostStaging, pack, to_numpy
 
 
