@@ -7,6 +7,7 @@ calls it, a :class:`ModelGreenlet`, says what attention means.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -181,8 +182,9 @@ class Pipeline:
         self.staging.begin_step()
         try:
             groups = [list(forwards)] if overlap else [[forward] for forward in forwards]
-            for group in groups:
-                self._interleave(group, logits)
+            with self.cores.pinned() if self.cores else contextlib.nullcontext():
+                for group in groups:
+                    self._interleave(group, logits)
         finally:
             for forward in forwards:
                 forward.own_greenlet.throw()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
 import logging
+import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -27,6 +32,25 @@ REST_SECONDS = 1.0, 16.0
 def set_threads(num_threads: int) -> None:
     """Threads torch uses within one operation."""
     torch.set_num_threads(num_threads)
+
+
+def openmp_thread_ids(num_threads: int) -> list[int]:
+    """The system's ids of the threads that compute torch's operations for this one, which is the first of them.
+
+    Asked of the OpenMP that torch brought into the process, GNU's or LLVM's; empty where there is none.
+    """
+    openmp = ctypes.CDLL(None)
+    ids: dict[int, int] = {}
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def note(_: object) -> None:
+        ids[openmp.omp_get_thread_num()] = threading.get_native_id()
+
+    try:
+        openmp.GOMP_parallel(note, None, num_threads, 0)
+    except AttributeError:
+        return []
+    return [ids[thread] for thread in sorted(ids)]
 
 
 class SharedCores:
@@ -51,6 +75,37 @@ class SharedCores:
         self._losses: deque[bool] = deque(maxlen=LOSSES[1])
         self._rest_seconds = REST_SECONDS[0]
         self._rests_until = 0.0
+        self._team_key: tuple[int, int] | None = None
+        self._team_ids: list[int] = []
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Within it each of torch's threads has a core of its own, where there are as many threads as cores.
+
+        An R-worker's threads are pinned, too: after a sleep the kernel likes to put two of torch's on one core beside
+        them, and leaves them there. The thread that calls is the first of torch's.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        threads = self._team() if self.num_threads == len(cores) > 1 else []
+        try:
+            self._bind(threads, ([core] for core in cores))
+            yield
+        finally:
+            self._bind(threads, itertools.repeat(cores))
+
+    def _team(self) -> list[int]:
+        """Threads by id; asking them takes 60 µs, so it is done again only where there may be others."""
+        key = threading.get_native_id(), self.num_threads
+        if self._team_key != key:
+            self._team_key, self._team_ids = key, openmp_thread_ids(self.num_threads)
+        return self._team_ids
+
+    def _bind(self, threads: Iterable[int], cores: Iterable[list[int]]) -> None:
+        for thread, each in zip(threads, cores, strict=False):
+            try:
+                os.sched_setaffinity(thread, each)
+            except ProcessLookupError:  # ended since: torch was given fewer threads
+                self._team_key = None
 
     def start(self) -> None:
         """Model code begins to run; after a rest with all threads again."""
@@ -88,4 +143,5 @@ class SharedCores:
 
     def _use(self, num_threads: int) -> None:
         self.num_threads = num_threads
+        self._team_key = None
         self._use_threads(num_threads)

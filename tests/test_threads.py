@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from helpers import model_zoo
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.sworker.threads import LOSSES, LOST_SECONDS, REST_SECONDS, SharedCores
+from fastdecode.sworker.threads import LOSSES, LOST_SECONDS, REST_SECONDS, SharedCores, openmp_thread_ids
 
 pytestmark = pytest.mark.slow
 
@@ -143,3 +144,26 @@ def test_an_engine_beside_a_busy_process(busy_neighbour: object, tmp_path: Path)
         torch.set_num_threads(threads)
     expected = [list(tokens[:24]) for tokens in model_zoo.reference("llama-gqa").tokens]
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_each_thread_has_a_core_of_its_own_within_a_step_and_all_cores_after_it() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(cores))
+    try:
+        threads = openmp_thread_ids(len(cores))
+        assert threads[0] == threading.get_native_id()
+        assert set(threads) <= {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+        def masks() -> list[list[int]]:
+            return [sorted(os.sched_getaffinity(thread)) for thread in threads]
+
+        with pytest.raises(RuntimeError), SharedCores().pinned():
+            assert masks() == [[core] for core in cores]
+            raise RuntimeError
+        assert masks() == [cores] * len(cores)
+        with SharedCores(lambda: len(cores) - 1).pinned():
+            assert masks() == [cores] * len(cores)
+    finally:
+        torch.set_num_threads(before)
